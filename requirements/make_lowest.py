@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
 LOWEST = HERE / "lowest.txt"
-TOOLS = ("pytest", "pytest-xdist", "hypothesis", "jsonschema")
+TOOLS = ("pytest", "pytest-xdist", "hypothesis", "jsonschema", "chex")
 """At the versions of lock.txt: they run the tests."""
 HEADER = """\
 # Made by make_lowest.py: the lowest versions that pyproject.toml allows, for `make test-lowest`.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from healcore.extras import require
 
-require("jax", "jax", "optax", "chex")
+require("jax", "jax", "optax")
 
 from healcore.core.engine import StateError  # noqa: E402
 from healcore.core.signals import SignalError  # noqa: E402

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +41,7 @@ class CommitError(HealcoreError, TypeError):
     """Raised for two train states whose structure, shapes or dtypes differ."""
 
 
-def commit(skip: chex.Array, old: State, new: State) -> State:
+def commit(skip: jax.Array, old: State, new: State) -> State:
     """Returns `old` where `skip`, else `new`, so that a skip reverts the whole train state.
 
     A skip of the optimizer step alone does not revert values that the forward pass of the bad batch
@@ -82,7 +81,7 @@ def commit(skip: chex.Array, old: State, new: State) -> State:
 
 
 def step_or_keep(
-    step: Step, skip: chex.Array, updates: Any, state: Any, params: Any
+    step: Step, skip: jax.Array, updates: Any, state: Any, params: Any
 ) -> tuple[Any, Any]:
     """Runs one optimizer step, and keeps the old state bit-identical where `skip` (bool, 0-d).
 
@@ -117,7 +116,7 @@ def step_or_keep(
 def _interpret(
     closed: jex.ClosedJaxpr,
     args: Sequence[Any],
-    skip: chex.Array,
+    skip: jax.Array,
     first: int,
     names: Sequence[str],
 ) -> list[Any]:
@@ -172,7 +171,7 @@ def _evaluate(eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _select_widened(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
+def _select_widened(skip: jax.Array, old: Any, new: Any, name: str) -> Any:
     """Like `_select`, but the step may widen the dtype of a leaf, which keeps the old value exact.
 
     Prodigy and optimizers under inject_hyperparams widen bfloat16 moments in their first step if
@@ -195,7 +194,7 @@ def _check_structure(old: Any, new: Any) -> None:
         )
 
 
-def _select(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
+def _select(skip: jax.Array, old: Any, new: Any, name: str) -> Any:
     """Selects one leaf: array, PRNG key or number. Error messages use `name`."""
     if old is new or _is_float0(old):
         return new

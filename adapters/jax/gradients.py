@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -29,12 +28,12 @@ def is_gradient(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-def gradient_leaves(tree: Any) -> list[chex.Array]:
+def gradient_leaves(tree: Any) -> list[jax.Array]:
     """The floating and complex leaves of a tree, in flattening order."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
 
 
-def global_norm(tree: chex.ArrayTree) -> chex.Array:
+def global_norm(tree: Any) -> jax.Array:
     """L2 norm over all leaves.
 
     Args:
@@ -47,7 +46,7 @@ def global_norm(tree: chex.ArrayTree) -> chex.Array:
     return both_norms(tree)[0]
 
 
-def leaf_norms(tree: chex.ArrayTree) -> chex.Array:
+def leaf_norms(tree: Any) -> jax.Array:
     """L2 norm of each gradient leaf, in flattening order.
 
     Returns:
@@ -56,20 +55,20 @@ def leaf_norms(tree: chex.ArrayTree) -> chex.Array:
     return both_norms(tree)[1]
 
 
-def both_norms(tree: Any) -> tuple[chex.Array, chex.Array]:
+def both_norms(tree: Any) -> tuple[jax.Array, jax.Array]:
     """Returns `global_norm` and `leaf_norms` from one pass over the gradients."""
     return _norms([jnp.asarray(leaf) for leaf in gradient_leaves(tree)])
 
 
 @compiled
-def _norms(leaves: list[chex.Array]) -> tuple[chex.Array, chex.Array]:
+def _norms(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     sums = [_square_sum(leaf) for leaf in leaves]
     each = jnp.stack(sums) if sums else jnp.zeros((0,), jnp.float32)
     return jnp.sqrt(sum(sums, start=jnp.zeros((), jnp.float32))), jnp.sqrt(each)
 
 
 def _of_gradients(
-    function: Callable[Concatenate[list[chex.Array], P], list[chex.Array]],
+    function: Callable[Concatenate[list[jax.Array], P], list[jax.Array]],
 ) -> Callable[Concatenate[Tree, P], Tree]:
     """Turns a function of a list of gradients into a function of a tree, compiled as one call."""
     call = compiled(function)
@@ -87,7 +86,7 @@ def _of_gradients(
 
 
 @_of_gradients
-def scale(leaves: list[chex.Array], factor: chex.Numeric) -> list[chex.Array]:
+def scale(leaves: list[jax.Array], factor: jax.typing.ArrayLike) -> list[jax.Array]:
     """Multiplies every leaf by one factor, float32 0-d.
 
     Computes in at least float32: a factor in bfloat16 would have an error of up to 0.4 %.
@@ -96,20 +95,20 @@ def scale(leaves: list[chex.Array], factor: chex.Numeric) -> list[chex.Array]:
 
 
 @_of_gradients
-def scale_each(leaves: list[chex.Array], factors: chex.Array) -> list[chex.Array]:
+def scale_each(leaves: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
     """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `leaf_norms`."""
     factors = jnp.asarray(factors)
     return [_product(leaf, factor) for leaf, factor in zip(leaves, factors, strict=True)]
 
 
 @_of_gradients
-def fill_where(leaves: list[chex.Array], skip: chex.Array, value: float) -> list[chex.Array]:
+def fill_where(leaves: list[jax.Array], skip: jax.Array, value: float) -> list[jax.Array]:
     """Replaces every element by `value` where `skip` (bool, 0-d)."""
     return [jnp.where(skip, jnp.full((), value, leaf.dtype), leaf) for leaf in leaves]
 
 
 @_of_gradients
-def no_update_where(leaves: list[chex.Array], skip: chex.Array) -> list[chex.Array]:
+def no_update_where(leaves: list[jax.Array], skip: jax.Array) -> list[jax.Array]:
     """Replaces updates by -0.0 where `skip` (bool, 0-d), so that parameters stay bit-identical.
 
     ``p + -0.0`` is p for every p, but ``-0.0 + 0.0`` is ``+0.0``. (XLA's bfloat16 addition flushes
@@ -121,7 +120,7 @@ def no_update_where(leaves: list[chex.Array], skip: chex.Array) -> list[chex.Arr
     ]
 
 
-def not_finite(tree: Any) -> chex.Array:
+def not_finite(tree: Any) -> jax.Array:
     """Whether a leaf of up to `SMALL` elements has a NaN or Inf; bool, 0-d.
 
     A learning rate of NaN, or a bias correction of 0, affects small leaves too. A check of all
@@ -132,7 +131,7 @@ def not_finite(tree: Any) -> chex.Array:
 
 
 @compiled
-def _any_not_finite(leaves: list[chex.Array]) -> chex.Array:
+def _any_not_finite(leaves: list[jax.Array]) -> jax.Array:
     flags = [~jnp.isfinite(leaf).all() for leaf in leaves]
     if not flags:
         return jnp.zeros((), jnp.bool_)
@@ -141,7 +140,7 @@ def _any_not_finite(leaves: list[chex.Array]) -> chex.Array:
     return shared(jnp.stack(flags).any())
 
 
-def _square_sum(leaf: chex.Array) -> chex.Array:
+def _square_sum(leaf: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(leaf):
         return _square_sum(jnp.real(leaf)) + _square_sum(jnp.imag(leaf))
     # XLA splits a plain reduction over the cores. A reshape to (rows, 1024) and two sums is 12
@@ -149,7 +148,7 @@ def _square_sum(leaf: chex.Array) -> chex.Array:
     return jnp.sum(jnp.square(jnp.asarray(leaf).astype(jnp.float32)))
 
 
-def _product(leaf: chex.Array, factor: chex.Numeric) -> chex.Array:
+def _product(leaf: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     # A product instead of a division by the norm, as in optax.clip_by_global_norm: XLA fuses a
     # product into every consumer of the gradient, but writes a quotient to memory (25 M float32
     # with adamw on 2 cores: 19 ms a step and no temporary, against 45 ms and 100 MB).
@@ -157,7 +156,7 @@ def _product(leaf: chex.Array, factor: chex.Numeric) -> chex.Array:
     return (leaf.astype(wide) * jnp.asarray(factor, jnp.float32)).astype(leaf.dtype)
 
 
-def _negative_zero(dtype: Any) -> chex.Array:
+def _negative_zero(dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.asarray(complex(-0.0, -0.0), dtype)
     return jnp.asarray(-0.0, dtype)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,15 +37,15 @@ class HealState(NamedTuple):
     the optimizer's count. No array is empty, because Orbax cannot save empty arrays.
     """
 
-    heal_floats: chex.Array
+    heal_floats: jax.Array
     """float32 (n,): the floats of the core's EngineState."""
-    heal_ints: chex.Array
+    heal_ints: jax.Array
     """int32 (m,): a `state_layout.Header`, then the integers and flags of the EngineState."""
-    heal_records: chex.Array
+    heal_records: jax.Array
     """int32 (rows, elements): the ring buffers of step records, see `state_layout`."""
-    heal_decision: dict[str, chex.Array]
+    heal_decision: dict[str, jax.Array]
     """The decision of the last step: `heal_skip`, `heal_grad_scale`, ..."""
-    heal_leaf_norms: chex.Array
+    heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
     caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
 
@@ -68,7 +67,7 @@ def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealSta
 
 
 def step(
-    engine: Engine, state: HealState, signals: Signals, leaf_norms: chex.Array | None
+    engine: Engine, state: HealState, signals: Signals, leaf_norms: jax.Array | None
 ) -> tuple[HealState, Decision]:
     """Judges one step, and keeps the dtypes of the state, because weak types would recompile.
 
@@ -87,7 +86,7 @@ def _step(
     numbers: list[Any],
     state: HealState,
     signals: Signals,
-    leaf_norms: chex.Array | None,
+    leaf_norms: jax.Array | None,
 ) -> tuple[HealState, Decision]:
     (structure, rest), given = policy, iter(numbers)
     engine = Engine(structure.unflatten(next(given) if each is None else each for each in rest))
@@ -112,7 +111,7 @@ def _is_array(leaf: Any) -> bool:
 
 def _judge(
     engine: Engine, state: HealState, signals: Signals
-) -> tuple[chex.Array, chex.Array, Decision, chex.Array]:
+) -> tuple[jax.Array, jax.Array, Decision, jax.Array]:
     """Returns the new floats and integers, the decision, and whether it has a host action."""
     layout = _layout_of(engine, state)
     old = layout.unpack(state.heal_floats, state.heal_ints)
@@ -133,7 +132,7 @@ def _judge(
     return *layout.pack(new, header), decision, ordered
 
 
-def _as_own_buffer(kind: Any, leaf: chex.Array) -> chex.Array:
+def _as_own_buffer(kind: Any, leaf: jax.Array) -> jax.Array:
     """Returns the leaf with the dtype of `kind`, in a separate buffer.
 
     Eager code may return the same array for several leaves, but a buffer can be donated only once.
@@ -144,8 +143,8 @@ def _as_own_buffer(kind: Any, leaf: chex.Array) -> chex.Array:
 
 
 def clip_update(
-    engine: Engine, state: HealState, norm: chex.Array, skipped: chex.Array
-) -> tuple[HealState, chex.Array]:
+    engine: Engine, state: HealState, norm: jax.Array, skipped: jax.Array
+) -> tuple[HealState, jax.Array]:
     """Returns the state, and the factor for an update of norm `norm`; see `Engine.clip_update`."""
     layout = _layout_of(engine, state)
     old = layout.unpack(state.heal_floats, state.heal_ints)
@@ -258,7 +257,7 @@ def _layout_of(engine: Engine, state: HealState) -> StateLayout:
     return StateLayout(engine, _groups(state) or 0)
 
 
-def _flat_decision(made: Decision) -> dict[str, chex.Array]:
+def _flat_decision(made: Decision) -> dict[str, jax.Array]:
     return {
         f"heal_{name}": leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, leaf.dtype)
         for name, leaf in made._asdict().items()

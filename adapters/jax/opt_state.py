@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import chex
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -80,7 +79,7 @@ def last_decision(opt_state: optax.OptState) -> Decision:
     return Decision(*(found.get(f"heal_{field}") for field in Decision._fields))
 
 
-def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict[str, chex.Array]:
+def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict[str, jax.Array]:
     """Returns scalars for a logger: 0-d arrays named `heal/...`, without a sync or a copy.
 
     Args:
@@ -103,7 +102,7 @@ def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict
 
 
 @jax.jit
-def _metrics(floats: chex.Array, ints: chex.Array) -> dict[str, chex.Array]:
+def _metrics(floats: jax.Array, ints: jax.Array) -> dict[str, jax.Array]:
     """The metrics, compiled as one dispatch for calls outside of a compiled step."""
     head: Any = state_layout.head(floats, ints)
     found = engine_metrics(head)
@@ -112,7 +111,7 @@ def _metrics(floats: chex.Array, ints: chex.Array) -> dict[str, chex.Array]:
     return {**found, "heal/loss": loss}
 
 
-def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, chex.Array]:
+def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, jax.Array]:
     """Returns the norm of each parameter's gradient at the last step, before clipping.
 
     The step computes these norms for its decision, so they add no cost.

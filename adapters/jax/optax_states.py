@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,7 +114,7 @@ def _is_listed(table: Mapping[str, Any], node: Any) -> bool:
 class ScaleByHealLrState(NamedTuple):
     """The state of `scale_by_heal_lr`. No other state in a chain has a field of this name."""
 
-    heal_lr_scale: chex.Array
+    heal_lr_scale: jax.Array
     """The learning-rate multiplier, float32 0-d in (0, 1]."""
 
 
@@ -152,7 +151,7 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def set_lr_scale(opt_state: State, scale: chex.Numeric) -> State:
+def set_lr_scale(opt_state: State, scale: jax.typing.ArrayLike) -> State:
     """Sets the multiplier of every `scale_by_heal_lr` in an optimizer state.
 
     Args:
@@ -184,7 +183,7 @@ def has_lr_scale(opt_state: Any) -> bool:
     return bool(nodes(ScaleByHealLrState, opt_state))
 
 
-def with_lr_scale(opt_state: State, scale: chex.Array) -> State:
+def with_lr_scale(opt_state: State, scale: jax.Array) -> State:
     """Sets the multiplier of every `scale_by_heal_lr`."""
     new = ScaleByHealLrState(scale.astype(jnp.float32))
     return map_nodes(ScaleByHealLrState, lambda _: new, opt_state)
@@ -220,7 +219,7 @@ def check_second_iterates(opt_state: Any, cut: str, *, reaches_base: bool = True
 # -- hyperparameters of optax.inject_hyperparams ------------------------------------------------
 
 
-def injected_hyperparameters(tree: Any) -> dict[str, chex.Array]:
+def injected_hyperparameters(tree: Any) -> dict[str, jax.Array]:
     """Path -> hyperparameter (floating, 0-d) in states of `optax.inject_hyperparams`."""
     return {
         keystr(path): leaf
@@ -232,7 +231,7 @@ def injected_hyperparameters(tree: Any) -> dict[str, chex.Array]:
     }
 
 
-def injected_rates(tree: Any) -> list[chex.Array]:
+def injected_rates(tree: Any) -> list[jax.Array]:
     """The learning rates (floating, 0-d) in states of `optax.inject_hyperparams`."""
     found = injected_hyperparameters(tree)
     return [leaf for path, leaf in found.items() if path.endswith(".hyperparams['learning_rate']")]

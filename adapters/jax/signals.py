@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +58,7 @@ def split_keywords(keywords: Mapping[str, Any]) -> tuple[ReportedSignals, dict[s
 
 def make_signals(
     engine: Engine, updates: Any, given: ReportedSignals, axes: Axes
-) -> tuple[Signals, chex.Array | None]:
+) -> tuple[Signals, jax.Array | None]:
     """Makes one step's `Signals`, the same on every device, from its gradients and `given`.
 
     Also returns the norm of each gradient leaf, float32 (n,), or None if `given` has the global
@@ -119,8 +118,8 @@ class Axes(NamedTuple):
         return bool(self.averaged or self.split)
 
     def signals(
-        self, own: Signals, leaf_norms: chex.Array | None, *, norm_reported: bool
-    ) -> tuple[Signals, chex.Array | None]:
+        self, own: Signals, leaf_norms: jax.Array | None, *, norm_reported: bool
+    ) -> tuple[Signals, jax.Array | None]:
         """Reduces this device's signals and leaf norms over all devices, by one all-reduce.
 
         Losses and rates are averaged, norms are combined, and a flag is set if any device sets it.
@@ -146,7 +145,7 @@ class Axes(NamedTuple):
             new["group_norms"] = leaf_norms
         return own._replace(**new), leaf_norms
 
-    def norm(self, tree: Any) -> chex.Array:
+    def norm(self, tree: Any) -> jax.Array:
         """The `global_norm` over all devices."""
         own = global_norm(tree)
         if not self:
@@ -154,7 +153,7 @@ class Axes(NamedTuple):
         total = jax.lax.psum(jnp.square(own), (*self.averaged, *self.split))
         return jnp.sqrt(total / self._size(self.averaged))
 
-    def any(self, flag: chex.Array) -> chex.Array:
+    def any(self, flag: jax.Array) -> jax.Array:
         """Whether a flag (bool, 0-d) is set on any device.
 
         Without named axes, reduces over the axes along which JAX knows the flag to vary
@@ -167,7 +166,7 @@ class Axes(NamedTuple):
         return math.prod(jax.lax.axis_size(name) for name in names)
 
 
-def _varying(array: chex.Array) -> tuple[str, ...]:
+def _varying(array: jax.Array) -> tuple[str, ...]:
     """The axes along which JAX knows an array to vary. Empty under `check_vma=False`."""
     kind: Any = jax.typeof(array)
     found = getattr(kind, "vma", None)  # up to jax 0.9
@@ -198,7 +197,7 @@ def _warn_if_no_loss(engine: Engine, given: ReportedSignals) -> None:
         )
 
 
-def _scalar(name: str, value: Any) -> chex.Array | None:
+def _scalar(name: str, value: Any) -> jax.Array | None:
     """Converts a signal to float32 or bool, 0-d. Returns None for None."""
     if value is None:
         return None

@@ -6,7 +6,6 @@ import inspect
 import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,11 +106,11 @@ def heal(
 
 
 def heal_zclip(
-    z_threshold: chex.Numeric = 2.5,
-    ema_decay: chex.Numeric = 0.97,
-    warmup_steps: chex.Numeric = 25,
+    z_threshold: jax.typing.ArrayLike = 2.5,
+    ema_decay: jax.typing.ArrayLike = 0.97,
+    warmup_steps: jax.typing.ArrayLike = 25,
     target: Literal["reciprocal", "mean", "max"] = "reciprocal",
-    max_norm: chex.Numeric | None = 1.0,
+    max_norm: jax.typing.ArrayLike | None = 1.0,
     on_skip: OnSkip = "zero",
     axis_name: AxisName = None,
     shard_axis_name: AxisName = None,
@@ -282,7 +281,7 @@ def protect(
         )
         return replicate_over_mesh(params, state)
 
-    def measured(updates: optax.Updates) -> tuple[chex.Array | None, chex.Array]:
+    def measured(updates: optax.Updates) -> tuple[jax.Array | None, jax.Array]:
         if not (reads_update_norm or engine.clips_updates):
             return None, axes.any(gradients.not_finite(updates))
         norm = axes.norm(updates)
@@ -394,7 +393,7 @@ def _transformation(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _within_limit(engine: Engine, heal: HealState, rate: chex.Array) -> chex.Array:
+def _within_limit(engine: Engine, heal: HealState, rate: jax.Array) -> jax.Array:
     """Factor, at most 1, that lowers a rate (including the multiplier) to the limit of a cut."""
     lr = heal_state.engine_state(engine, heal).lr
     limit = jnp.asarray(engine.config.lr.ceiling, jnp.float32) * lr.broken

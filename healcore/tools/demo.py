@@ -40,7 +40,7 @@ from healcore.tools.report import page, picture
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
 
-FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax", "chex")}
+FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}
 _STYLES = {Outcome.TRAINED: "green", Outcome.NEITHER: "yellow", Outcome.FAILED: "red"}
 
 

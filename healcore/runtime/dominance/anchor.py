@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,6 +59,8 @@ class Anchor:
     sample: list[TrainedStep] = field(default_factory=list)
     trained: int = 0
     """Steps that the model has trained on since the anchor."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLE))
+    """Losses of these weights at the latest comparisons in which they were better."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.step)  # the same on every rank

@@ -123,8 +123,6 @@ class Dominance:
         self._expected: float | None = None
         """Result of `loss_fn` for the first batch before the first step, or None."""
         self._losses: deque[float] = deque(maxlen=HEARTBEAT)
-        self._recent: deque[float] = deque(maxlen=SAMPLE)
-        """Losses of the earlier weights at the latest comparisons in which they were better."""
         self._rates: list[float] = []
         """Learning rates in force at the comparisons of the current suspicion."""
         self._alarms = (-1, -1)
@@ -295,7 +293,8 @@ class Dominance:
 
     def _forget_trouble(self) -> None:
         self._pending_verdict = None
-        self._recent.clear()
+        for each in self.anchors:
+            each.recent.clear()
         self._rates.clear()
         self._credit = MAX_CREDIT
         self._dispatch_losses.clear()
@@ -344,7 +343,7 @@ class Dominance:
                 continue  # no batch was trained on since the anchor
             anchor.learn(step.index, won=won)
             if won:
-                self._recent.append(then)
+                anchor.recent.append(then)
             if anchor.evidence >= self.threshold:
                 verdict = self._verdict(step.index, anchor, now - then, remembered)
             elif self._pending_verdict is not None and anchor.evidence <= 1:
@@ -408,7 +407,7 @@ class Dominance:
             evidence=anchor.evidence,
             rise=rise,
             rise_remembered=remembered,
-            data_ordinary=ordinary(self._recent, usual),
+            data_ordinary=ordinary(anchor.recent, usual),
             healthy_rate=anchor.learning_rate,
             rates=tuple(self._rates),
         )

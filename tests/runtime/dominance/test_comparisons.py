@@ -122,6 +122,18 @@ def test_damaged_data_are_at_fault():
     assert not verdict.data_ordinary
 
 
+def test_each_earlier_weights_have_their_own_usual_losses():
+    """Losses of the first weights, which are higher, do not make the data of step 200 unusual."""
+    run = Run(noisy)
+    healthy(run, 194)
+    for weight in (30.0, 30.0, 30.0, 30.0, 2.0, 2.0):  # the first weights keep some evidence
+        assert run.take(run.step, weight=weight, alarm=True) is None
+    verdict = run.until_verdict(250, weight=30.0, alarm=True)
+    assert verdict is not None
+    assert verdict.anchor == 100
+    assert verdict.data_ordinary
+
+
 def test_the_rates_of_the_trouble_are_reported():
     run = Run(noisy)
     run.driver.rate = 0.25
