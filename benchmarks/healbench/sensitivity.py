@@ -103,7 +103,9 @@ def as_markdown(chosen: Sequence[Number], results: Sequence[Result], asked: int)
         f"**{len(results):,} of {asked:,} runs are of the present code.** *Healthy*: the largest "
         "mean difference from the unchanged policy, with its task and arm. *Rollbacks*: change in "
         "the number of healthy runs that are rolled back. *Sick*: geometric mean of the ratio of "
-        f"the metric to the unchanged policy's metric, at most {CAP:g} in a task.\n\n" + table.markdown(rows) + "\n"
+        f"the metric to the unchanged policy's metric, at most {CAP:g} in a task.\n\n"
+        + table.markdown(rows)
+        + "\n"
     )
 
 
