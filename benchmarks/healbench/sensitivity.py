@@ -101,9 +101,11 @@ def as_markdown(chosen: Sequence[Number], results: Sequence[Result], asked: int)
         rows.append(row)
     return (
         f"**{len(results):,} of {asked:,} runs are of the present code.** *Healthy*: the largest "
-        "mean difference from the policy as it is, with the task and the arm, and healthy runs "
-        "with a rollback more. *Sick*: geometric mean of the metric over that of the policy as it "
-        f"is, at most {CAP:g} in a task.\n\n" + table.markdown(rows) + "\n"
+        "mean difference from the unchanged policy, with its task and arm. *Rollbacks*: change in "
+        "the number of healthy runs that are rolled back. *Sick*: geometric mean of the ratio of "
+        f"the metric to the unchanged policy's metric, at most {CAP:g} in a task.\n\n"
+        + table.markdown(rows)
+        + "\n"
     )
 
 

@@ -129,16 +129,16 @@ def _sick_family(cells: list[Cell]) -> str:
 HEADLINES: dict[str, tuple[str, str, Callable[[list[Cell]], str]]] = {
     "healthy": (
         "Healthy tasks: on against off, by family",
-        "Tasks that are as they were without healcore, of all tasks of the family, and the largest "
-        f"mean difference. A task does not hold if it is worse by more than {NOISE:g} % beyond two "
-        f"standard errors or by more than {MARGIN:g} %, if a run fails, or if a run ends at an LR "
-        "multiplier below 1.",
+        "Number of tasks that hold, number of tasks in the family, and the largest mean "
+        f"difference. A task does not hold if it is worse by more than {NOISE:g} % beyond two "
+        f"standard errors or by more than {MARGIN:g} %. It does not hold either if a run fails or "
+        "ends at a reduced learning rate.",
         _healthy_family,
     ),
     "sick": (
         "Sick tasks: metric over the undamaged run, by kind of fault",
         "Geometric mean over tasks and seeds, then the worst task. 1 is a perfect cure. A ratio "
-        f"counts as {CAP:g} at most; runs that reach it are *lost*.",
+        f"counts as {CAP:g} at most; runs with this ratio are *lost*.",
         _sick_family,
     ),
 }
@@ -146,8 +146,8 @@ _OFF = "`fixed_clip` for the arms with a clip, `nothing` for the others"
 LEGENDS = {
     ("healthy", ""): f"""\
 Mean held-out metric over the seeds (lower is better), and the difference from the same run \
-without healcore: {_OFF}. **Bold**: the task does not hold. The last column is the better of \
-no clip and a fixed clip (chosen with hindsight).""",
+without healcore: {_OFF}. **Bold**: the task does not hold. The last column has the better \
+arm of `nothing` and `fixed_clip`, chosen with hindsight.""",
     ("healthy", OTHER): """\
 Held-out metric (lower is better), and the difference from `nothing`. One seed: there is no \
 standard error.""",
@@ -158,8 +158,9 @@ healcore: {_OFF}.""",
 }
 """By kind of task, and the ending of the title."""
 INTERVENTIONS = (
-    "Skips of finite and of non-finite steps per 10,000 steps, then, over all seeds, LR cuts, runs "
-    "that ended at an LR multiplier below 1, rollbacks, and runs stopped; `-`: no intervention."
+    "First the skips of finite and of non-finite steps per 10,000 steps. Then, summed over all "
+    "seeds: cuts of the learning rate, runs that ended at a reduced rate, rollbacks, and stopped "
+    "runs. `-` means no intervention."
 )
 
 
