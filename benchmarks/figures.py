@@ -125,13 +125,6 @@ ARMS = {
     "healer_ask_clip": "`Healer` with a `loss_fn` and that clip",
 }
 """The arms of the promise, with the names that the pages use."""
-KINDS = {
-    "learning rate": "wrong learning rate",
-    "damage": "damaged weights",
-    "poisoned data": "corrupt data",
-    "arithmetic": "NaN, Inf, overflow",
-}
-"""Families of the sick tasks, with the names that the pages use."""
 
 
 @functools.cache
@@ -166,13 +159,14 @@ def _on() -> tuple[str, ...]:
 def promise() -> str:
     """One row for each entry point: healthy tasks that hold, and the cure of each kind of fault."""
     from benchmarks.healbench.comparing import geometric_mean
+    from benchmarks.healbench.peers import FAMILIES
 
-    rows = [["", "healthy tasks kept", *KINDS.values()]]
+    rows = [["", "healthy tasks kept", *FAMILIES.values()]]
     for arm, title in ARMS.items():
         healthy = _healthy(arm)
         kept = f"{sum(c.holds for c in healthy)} of {len(healthy)}" if arm in _on() else ""
         cures = []
-        for family in KINDS:
+        for family in FAMILIES:
             some = [c for c in _cells() if c.arm == arm and c.task.family == family and c.ratios]
             cures.append(_short(geometric_mean(c.ratio for c in some)))
         rows.append([title, kept, *cures])

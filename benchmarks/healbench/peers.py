@@ -32,7 +32,13 @@ ROWS = {
     "selgis": "selgis",
     "self_healing_trainer": "self-healing-trainer",
 }
-FAMILIES = ("learning rate", "damage", "poisoned data", "arithmetic")
+FAMILIES = {
+    "learning rate": "wrong learning rate",
+    "damage": "damaged weights",
+    "poisoned data": "corrupt data",
+    "arithmetic": "NaN, Inf, overflow",
+}
+"""Families of the sick tasks, with the names that the pages use."""
 
 
 def figures() -> Iterator[list[str]]:
@@ -47,7 +53,7 @@ def figures() -> Iterator[list[str]]:
         "",
         "healthy of 75, against no protection",
         "healthy of 75, against a clip to 1.0",
-        *FAMILIES,
+        *FAMILIES.values(),
         "all sick tasks",
         "lost of 42",
     ]
