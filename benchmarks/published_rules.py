@@ -134,7 +134,7 @@ def either(a: list[bool], b: list[bool]) -> list[bool]:
 ON_LOSS: dict[str, Rule] = {
     "OLMo skip-step, 6 sigma / 128": olmo_skip_step,
     "OLMo 2 spike score, 7 sigma / 1000": olmo_spike_score,
-    "Lightning SpikeDetection, 2x the mean of 10": lightning,
+    "Lightning SpikeDetection, 3x the mean of 10": lightning,
     "5x the median of 100": five_medians,
     "Megatron, 10x the largest of the first 100": megatron,
     "llm-foundry KillLossSpike, 2x the mean of 100": kill_loss_spike,

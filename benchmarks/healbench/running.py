@@ -431,7 +431,8 @@ class _Worker:
         job, log = self.job, self.folder / "log"
         output = log.read_text(errors="replace").split() if log.exists() else []
         if status == CRASHED and output:
-            error += ": " + " ".join(output)[-300:]
+            text = " ".join(output)
+            error += f": {text}" if len(text) <= 300 else f": … {text[-300:].partition(' ')[2]}"
         self.end()
         if not self.ready:
             raise RuntimeError(f"a worker does not start ({status}): {error}")
