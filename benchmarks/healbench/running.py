@@ -182,8 +182,8 @@ def _imports_of(file: Path) -> tuple[Path, ...]:
 DECIDING = (
     "healcore/core",
     "healcore/policy",
-    *(f"healcore/runtime/{name}" for name in ("dominance", "driver", "incidents", "loop")),
-    "healcore/runtime/recovery",
+    *(f"healcore/runtime/{name}" for name in ("checkpoints", "data", "dominance", "driver")),
+    *(f"healcore/runtime/{name}" for name in ("incidents", "loop", "recovery", "store/retention")),
 )
 """Files and folders of healcore that decide; those of the adapter are its modules and `driver`."""
 
