@@ -1,5 +1,4 @@
-"""docs/reports.md: its programs run, and its example is a report of the present version and
-default policy."""
+"""docs/reports.md: its programs run; its example is of the present version and default policy."""
 
 from __future__ import annotations
 
