@@ -216,7 +216,7 @@ def exceptions() -> str:
             name = base if isinstance(base, str) else base.name
             kinds.append(f"[`{name}`]({target.page})" if target else f"`{name}`")
         what = _cell(symbol.definition)
-        text += f"| [`{symbol.path}`]({symbol.page}) | {', '.join(kinds)} | {what} |\n"
+        text += f"| [`{symbol.name}`]({symbol.page}) | {', '.join(kinds)} | {what} |\n"
     return text
 
 

@@ -12,6 +12,7 @@ The extra `deepspeed` compiles itself beside torch: .ci/run installs and tests i
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import shutil
@@ -24,6 +25,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "requirements" / "lock.txt"
+PARTS = ("healcore", "adapters", "policies")
+FILES = ("pyproject.toml", "README.md", "LICENSE")
+"""What a release is built from, with the folders in `PARTS`."""
 QUICK = ("core", "report")
 ELSEWHERE = ("deepspeed", "dev")
 """Extras that this script does not install: .ci/run tests DeepSpeed, `make test` uses `dev`."""
@@ -74,11 +78,19 @@ def check_version() -> str:
 def build(folder: Path, version: str) -> Path:
     """Builds the sdist, then the wheel from it, and checks the metadata of both.
 
+    Builds from a copy: the sdist would contain the files that a stale egg-info of the checkout
+    lists.
+
     Returns:
         The wheel.
     """
-    dist = folder / "dist"
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(ROOT))
+    dist, copy = folder / "dist", folder / "checkout"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for part in PARTS:
+        shutil.copytree(ROOT / part, copy / part, symlinks=True, ignore=ignore)
+    for file in FILES:
+        shutil.copy(ROOT / file, copy / file)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(copy))
     names = sorted(each.name for each in dist.iterdir())
     assert names == [f"healcore-{version}-py3-none-any.whl", f"healcore-{version}.tar.gz"], names
     run(sys.executable, "-m", "twine", "check", "--strict", *map(str, dist.iterdir()))
@@ -88,7 +100,7 @@ def build(folder: Path, version: str) -> Path:
 
 def install_and_try(wheel: Path, extra: str, venv: Path) -> None:
     """Installs the wheel with an extra into a new environment, and runs the smoke test."""
-    run(sys.executable, "-m", "venv", "--clear", str(venv))
+    make_venv(venv)
     limits = [] if "--newest" in sys.argv[1:] else ["--constraint", str(LOCK)]
     index = os.environ.get("TORCH_INDEX")
     if index and extra in ("torch", "huggingface", "lightning", "all"):
@@ -104,6 +116,20 @@ def install_and_try(wheel: Path, extra: str, venv: Path) -> None:
     argument = str(ROOT) if extra == "core" else extra
     run(str(venv / "bin" / "python"), "-I", str(copy), argument, cwd=venv.parent)
     shutil.rmtree(venv)
+
+
+def make_venv(venv: Path) -> None:
+    """Makes an empty environment with pip."""
+    command = [sys.executable, "-m", "venv", "--clear"]
+    if importlib.util.find_spec("ensurepip"):
+        run(*command, str(venv))
+        return
+    # As in the Makefile: this pip installs a pip there.
+    run(*command, "--without-pip", str(venv))
+    base = str(LOCK.parent / "hashed" / "base.txt")
+    arguments = ("install", "--require-hashes", "--no-deps", "-r", base)
+    python = str(venv / "bin" / "python")
+    run(sys.executable, "-m", "pip", "--quiet", "--python", python, *arguments)
 
 
 def pip(venv: Path, *arguments: str) -> None:

@@ -64,7 +64,8 @@ def main() -> None:
     wanted.append(f"{HERE.parent}[jax,torch,report,dev]")
     if "--keep" in sys.argv[1:]:
         wanted += ["--constraint", str(LOCK)]
-    resolved = report(wanted)
+    # On Linux torch of PyPI needs the packages of CUDA; the CPU builds do not.
+    resolved = [item for item in report(wanted) if not comes_with_torch(item["metadata"]["name"])]
     pins: dict[str, str] = {
         canonicalize_name(item["metadata"]["name"]): item["metadata"]["version"].partition("+")[0]
         for item in resolved
@@ -193,6 +194,12 @@ def report(arguments: list[str], env: Mapping[str, str] | None = None) -> list[A
         print(done.stderr[-2000:], file=sys.stderr)
         done.check_returncode()
     return json.loads(done.stdout)["install"]
+
+
+def comes_with_torch(name: str) -> bool:
+    """Whether a package belongs to CUDA: only torch needs it, and only on some machines."""
+    name = canonicalize_name(name)
+    return name == "triton" or name.startswith(("nvidia-", "cuda-"))
 
 
 def _lines(path: Path) -> list[str]:

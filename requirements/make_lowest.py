@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from make_lock import report
+from make_lock import comes_with_torch, report
 from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
@@ -46,17 +46,13 @@ def main() -> None:
         sys.exit(done.stderr)
     lowest = dict(re.findall(r"^([\w-]+)==(\S+)$", done.stdout, re.M))
     torch = lowest.pop("torch")
-    lines = [f"{name}=={lowest[name]}" for name in lowest if not _of_torch(name)]
+    lines = [f"{name}=={lowest[name]}" for name in lowest if not comes_with_torch(name)]
     text = HEADER.format(torch=torch)
     for item in sorted(report(["--no-deps", *lines]), key=_name):
         digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
         version = item["metadata"]["version"]
         text += f"{_name(item)}=={version} \\\n    --hash=sha256:{digest}\n"
     LOWEST.write_text(text)
-
-
-def _of_torch(name: str) -> bool:
-    return name == "triton" or name.startswith("nvidia-")
 
 
 def _name(item: Any) -> str:

@@ -36,7 +36,7 @@ KINDS: dict[str, EventKind] = {
     ),
     "alert": EventKind(
         "A rule alerts on a cause: at the first step of the cause in an incident; outside of "
-        "incidents at its 1st, 10th and 100th step. `step` is the step that was judged.",
+        "incidents at its 1st, 10th, 100th, ... step. `step` is the step that was judged.",
         ("cause", "action", "severity", "diagnosis", "references"),
     ),
     "order": EventKind(

@@ -28,8 +28,9 @@ class Checkpoints:
             the time.
         restart_every: max steps between two restart points, also with `every`, or None for no such
             limit.
-        keep: how many checkpoints of each kind to keep, or None for `Keep(older=True)`: the newest
-            few, and one older known-good checkpoint at each doubling of the distance.
+        keep: how many checkpoints of each kind to keep. With None the run keeps the candidates of
+            one probation, at most 8, the newest few of the other kinds, and one older known-good
+            checkpoint at each doubling of the distance.
         nonfinite_ok: patterns of array names (`model.*.mask`) in which NaN and Inf are allowed.
         trust: whether to pickle objects of the state and of loaders that have no plain form, and to
             read pickles. A pickle can run any code when it is read: use it only for a directory

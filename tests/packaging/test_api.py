@@ -63,7 +63,7 @@ def test_the_index_of_exceptions_has_every_exception():
     for each in hooks.symbols():
         symbol = getattr(importlib.import_module(each.module), each.name)
         is_exception = inspect.isclass(symbol) and issubclass(symbol, HealcoreError)
-        assert is_exception == (f"| [`{each.path}`]" in text), each.path
+        assert is_exception == (f"\n| [`{each.name}`]({each.page})" in text), each.path
 
 
 def test_nav_has_every_page_once():

@@ -1,4 +1,4 @@
-"""docs/reports.md: its programs run, and its example is a report of the present default policy."""
+"""docs/reports.md: its programs run; its example is of the present version and default policy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import healcore
 from healcore.policy import fingerprint, load
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -29,12 +30,15 @@ def test_the_programs_run(healed, tmp_path, monkeypatch, capsys):
     assert "completed" in capsys.readouterr().out.lower()
 
 
-def test_the_example_is_of_the_default_policy():
+def test_the_example_is_of_this_version_and_its_default_policy():
     example = (DOCS / "report-example.html").read_text()
-    assert fingerprint(load("default")) in example, (
-        "run `healcore demo --framework torch`, copy the page of the healed run to "
-        "docs/report-example.html, and make docs/report.png of it in a browser"
+    advice = (
+        "run `healcore demo --framework torch` in a folder such as /home/me/project, copy the page "
+        "of the healed run to docs/report-example.html, and make docs/report.png of it in a browser"
     )
+    assert fingerprint(load("default")) in example, advice
+    assert f"Made by healcore {healcore.__version__}." in example, advice
+    assert "/tmp/" not in example, advice
     assert (DOCS / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
