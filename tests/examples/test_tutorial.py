@@ -140,8 +140,8 @@ def test_a_picture_is_small(name, limit):
 def test_the_curves(tmp_path, monkeypatch):
     """With losses that were not trained for: the first attempt of the Healer is undone."""
     monkeypatch.syspath_prepend(ROOT / "examples")
-    import tutorial_curves
-    import tutorial_torch as example
+    import tutorial_curves  # pyright: ignore[reportMissingImports]
+    import tutorial_torch as example  # pyright: ignore[reportMissingImports]
 
     losses = {
         "none": [(0, 1.0), *[(step, float("nan")) for step in range(1, 9)]],

@@ -25,7 +25,8 @@ HEAD = 'schema = 1\nname = "x"\n'
 
 def all_tables() -> set[type[Table]]:
     """Every table class of the format."""
-    found, open_ = set(), [Policy]
+    found: set[type[Table]] = set()
+    open_: list[type[Table]] = [Policy]
     while open_:
         table = open_.pop()
         if table in found:
