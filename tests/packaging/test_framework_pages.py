@@ -30,7 +30,7 @@ def test_the_torch_snippets(tmp_path, monkeypatch):
             assert healer.report().ending == "completed"
         else:
             assert scope["heal"].metrics()["heal/loss"].isfinite()
-    assert healers == {50: ["optimizer"], 20: ["of_D", "of_G"]}
+    assert healers == {50: ["optimizer"], 10: ["optimizer"], 20: ["of_D", "of_G"]}
     assert [each.mode for each in reports] == ["heal"]
 
 
