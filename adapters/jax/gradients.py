@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from healcore.jax.compilation import compiled
 from healcore.jax.namespace import shared
@@ -33,7 +34,7 @@ def gradient_leaves(tree: Any) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: optax.Updates) -> jax.Array:
     """L2 norm over all leaves.
 
     Args:
@@ -46,7 +47,7 @@ def global_norm(tree: Any) -> jax.Array:
     return both_norms(tree)[0]
 
 
-def leaf_norms(tree: Any) -> jax.Array:
+def leaf_norms(tree: optax.Updates) -> jax.Array:
     """L2 norm of each gradient leaf, in flattening order.
 
     Returns:
