@@ -257,7 +257,8 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages of the API reference."""
-    from mkdocs.structure.files import File
+    # make docs installs mkdocs; make lint does not.
+    from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]
 
     made = {each.page: page(each) for each in symbols()} | {"exceptions.md": exceptions()}
     for name, text in made.items():
