@@ -15,6 +15,7 @@ from jax.tree_util import SequenceKey
 
 from healcore.core import tree
 from healcore.core.engine import Engine, EngineState, StateError, neutral
+from healcore.core.engine.alerts import signal_numbers
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Decision
@@ -60,7 +61,9 @@ def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealSta
     return HealState(
         floats,
         ints,
-        state_layout.init_records(kept, state_layout.record(floats, ints)),
+        state_layout.init_records(
+            kept, state_layout.record(floats, ints, state_layout.no_signals())
+        ),
         _flat_decision(neutral(groups=leaves if engine.per_tensor else None)),
         jnp.zeros((leaves,), jnp.float32),
     )
@@ -93,11 +96,14 @@ def _step(
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
         norms = leaf_norms
-    floats, ints, decision, ordered = one_kernel(partial(_judge, engine), state, signals)
+    floats, ints, decision, ordered, row = one_kernel(partial(_judge, engine), state, signals)
+    if signals.externally_skipped is not None:  # keeps the signals of the last judged step
+        last = state_layout.last_record(state.heal_records, state_layout.step(state.heal_ints))
+        row = jnp.where(signals.externally_skipped, last, row)
     # Outside of the kernel, because `vmap` turns this into a scatter.
     rings = state_layout.write_record(
         state.heal_records,
-        state_layout.record(floats, ints),
+        row,
         state_layout.step(ints),
         state_layout.header(state.heal_ints).orders,
         ordered,
@@ -111,11 +117,14 @@ def _is_array(leaf: Any) -> bool:
 
 def _judge(
     engine: Engine, state: HealState, signals: Signals
-) -> tuple[jax.Array, jax.Array, Decision, jax.Array]:
-    """Returns the new floats and integers, the decision, and whether it has a host action."""
+) -> tuple[jax.Array, jax.Array, Decision, jax.Array, jax.Array]:
+    """Returns the new floats and integers, the decision, whether it has a host action, its record.
+
+    Runs only the part of the policy that can change the step; see `healcore.core.engine.alerts`.
+    """
     layout = _layout_of(engine, state)
     old = layout.unpack(state.heal_floats, state.heal_ints)
-    new, decision = engine.step(old, signals, xp=namespace)
+    new, decision = engine.in_step.step(old, signals, xp=namespace)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
@@ -129,7 +138,9 @@ def _judge(
     if signals.loss is not None:
         header = header._replace(loss_seen=header.loss_seen | jnp.isfinite(signals.loss))
     header = header._replace(orders=header.orders + ordered)
-    return *layout.pack(new, header), decision, ordered
+    floats, ints = layout.pack(new, header)
+    given = state_layout.pack_signals(*signal_numbers(old, signals, xp=namespace))
+    return floats, ints, decision, ordered, state_layout.record(floats, ints, given)
 
 
 def _as_own_buffer(kind: Any, leaf: jax.Array) -> jax.Array:
@@ -154,7 +165,10 @@ def clip_update(
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:
-    """Unpacks the EngineState. Raises HealStateError for another policy or another type."""
+    """Unpacks the EngineState of `engine.in_step`.
+
+    Raises HealStateError for another policy or another type.
+    """
     _check(engine, state)
     floats, ints = state.heal_floats, state.heal_ints
     if not isinstance(ints, Tracer):  # avoids compiling about 40 slices for the device
@@ -163,7 +177,7 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
 
 
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
-    """Replaces the engine's state. Raises StateError if `new` belongs to another model."""
+    """Replaces the state of `engine.in_step`. StateError if `new` belongs to another model."""
     layout = _layout_of(engine, state)
     old = state_layout.header(state.heal_ints)
     seen = old.loss_seen | (jnp.asarray(new.last.loss) != 0)
@@ -174,7 +188,8 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
             f"{jnp.shape(state.heal_floats)[0]}: it belongs to a model with other tensors; start "
             "from a fresh state"
         )
-    record, step = state_layout.record(floats, ints), state_layout.step(ints)
+    step = state_layout.step(ints)
+    record = state_layout.record(floats, ints, state_layout.no_signals())
     rings = state_layout.write_record(state.heal_records, record, step, old.orders, step != step)
     return state._replace(heal_floats=floats, heal_ints=ints, heal_records=rings)
 

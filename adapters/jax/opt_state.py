@@ -155,7 +155,8 @@ def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
         HealStateError: as in `last_decision`, or the state belongs to another policy.
     """
     engine = _engine(policy)
-    return engine.to_dict(jax.device_get(engine_state(engine, find(opt_state))))
+    state = jax.device_get(engine_state(engine, find(opt_state)))
+    return engine.to_dict(engine.alerts.joined(state, engine.alerts.init()))
 
 
 def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> State:
@@ -176,7 +177,8 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
     engine = _engine(policy)
     old = find(opt_state)
     engine_state(engine, old)  # raises for another policy
-    new = with_engine_state(engine, old, engine.from_dict(data))
+    in_step, _ = engine.alerts.divided(engine.from_dict(data))
+    new = with_engine_state(engine, old, in_step)
     return replace(opt_state, with_neutral_decision(new))
 
 

@@ -19,8 +19,11 @@ from jax import lax
 
 from healcore.core import step_record
 from healcore.core.engine import Engine
+from healcore.core.engine.alerts import SIGNALS, unpack_signals
+from healcore.core.signals import Signals
+from healcore.core.step_record import StepRecord
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of this layout."""
 STEPS = 32
 """Default size of the first ring buffer, in steps."""
@@ -56,13 +59,13 @@ _ENGINE = len(Header._fields)
 
 
 class StateLayout:
-    """The positions of a state's arrays in the two vectors, for one policy.
+    """The positions of a state's arrays in the two vectors, for the part of a policy in the step.
 
     `groups` is the number of tensors for per-tensor clipping, else 0.
     """
 
     def __init__(self, engine: Engine, groups: int) -> None:
-        self.template = engine.init(groups=groups)
+        self.template = engine.in_step.init(groups=groups)
         high, low = np.frombuffer(bytes.fromhex(engine.fingerprint or "0" * 16), ">i4")
         self.header = Header(*(np.int32(each) for each in (SCHEMA, high, low, 0, 0, 0)))
         self._like = _by_path(self.template)
@@ -182,11 +185,29 @@ def check_records(steps: Any) -> int:
     return steps
 
 
-def record(floats: Any, ints: Any) -> jax.Array:
-    """The last step's record, int32 (elements,), in the format of `step_record.unpack`."""
+def no_signals() -> jax.Array:
+    """The signals of a record without a step, int32 (1 + len(SIGNALS),)."""
+    return jnp.zeros((1 + len(SIGNALS),), jnp.int32)
+
+
+def pack_signals(flags: Any, values: list[Any]) -> jax.Array:
+    """Packs `alerts.signal_numbers` as int32 (1 + len(SIGNALS),)."""
+    bits = lax.bitcast_convert_type(jnp.stack(values), jnp.int32)
+    return jnp.concatenate([jnp.reshape(flags, (1,)), bits])
+
+
+def record(floats: Any, ints: Any, signals: Any) -> jax.Array:
+    """The last step's record, int32 (elements,): see `unpack_record`."""
     head = lax.slice(ints, (_ENGINE,), (_ENGINE + len(_RECORD_INTS),))
     numbers = lax.slice(floats, (0,), (len(_RECORD_FLOATS),))
-    return jnp.concatenate([head, lax.bitcast_convert_type(numbers, jnp.int32)])
+    return jnp.concatenate([head, lax.bitcast_convert_type(numbers, jnp.int32), signals])
+
+
+def unpack_record(row: np.ndarray, engine: str) -> tuple[StepRecord, Signals]:
+    """The record of the part of the policy in the step, and the signals for the other part."""
+    judged, signals = np.split(row, [len(_RECORD)])
+    found = unpack_signals(int(signals[0]), signals[1:].view(np.float32))
+    return step_record.unpack(judged, engine), found
 
 
 def init_records(steps: int, record: Any) -> jax.Array:
@@ -207,7 +228,7 @@ def write_record(records: Any, record: Any, step: Any, orders: Any, ordered: Any
     return lax.dynamic_update_slice(records, record[None], (place, jnp.zeros_like(place)))
 
 
-def last_record(records: np.ndarray, step: int) -> np.ndarray:
+def last_record(records: Any, step: Any) -> Any:
     """The newest record after `step` steps."""
     return records[(step - 1) % (records.shape[0] - ORDERS)]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from healcore.core.engine.alerts import AlertState
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver.gradient_window import GradientWindow, differ
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
@@ -74,7 +75,7 @@ class JaxDriver:
                 "should_skip_update_fn=optax.skip_not_finite to MultiSteps"
             )
         self._on_step: Callable[[], None] = lambda: None
-        self._remember_step()
+        self._remember_step([self._engine.alerts.init()] * len(self._engines))
         self._edit = max(in_state.edits(self._states()))
         """Number of the last edit of the state, by a rollback, `expect_change`, ..."""
         self._edit_is_new = False
@@ -126,7 +127,7 @@ class JaxDriver:
         """
         if self._all_polled():
             return None
-        before, self._readback = self._readback, PendingReadback(self._states())
+        before, self._readback = self._readback, self._read_back(self._readback)
         if self._step is not None:
             self._stride = self._step.steps_read or self._stride
         # One sync, at the first dispatch only. A wrong number of steps (the last dispatch of an
@@ -185,12 +186,15 @@ class JaxDriver:
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """Returns engine name -> `Engine.to_dict`. One sync."""
-        return in_state.dicts(self._engine, self._engines, self._live.read())
+        last = self._readback if self._all_polled() else self._read_back(self._readback)
+        alerts = [each.alerts for each in last.read()]
+        return in_state.dicts(self._engine, self._engines, self._live.read(), alerts)
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Replaces the named engine states."""
         tree = self._live.read()
-        self._replace_state(in_state.loaded(self._engine, self._engines, tree, engines))
+        tree, alerts = in_state.loaded(self._engine, self._engines, tree, engines)
+        self._replace_state(tree, alerts)
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
@@ -329,8 +333,8 @@ class JaxDriver:
             self._missing_noted = True
             self.warnings.append(
                 f"one dispatch has {steps} steps, and the state holds the records of "
-                f"{steps - missing}: no order is lost, but the metrics lack the other steps; "
-                f"protect(tx, policy, records={steps}) holds all records"
+                f"{steps - missing}: no order is lost, but the metrics, and detectors that only "
+                f"alert, lack the other steps; protect(tx, policy, records={steps}) holds all"
             )
 
     def _nonfinite_parameters(self) -> set[str]:
@@ -369,14 +373,26 @@ class JaxDriver:
         if all_polled:  # otherwise `poll_step` still has to return the step before the edit
             self._last_counters = self._counters()
 
-    def _replace_state(self, tree: Any) -> None:
-        """Makes `tree` the live state, and drops a step that was not polled."""
-        self._edit_state(tree)
-        self._remember_step()
+    def _replace_state(self, tree: Any, alerts: Mapping[str, AlertState] | None = None) -> None:
+        """Makes `tree` the live state, and drops a step that was not polled.
 
-    def _remember_step(self) -> None:
-        self._readback = PendingReadback(self._states())
+        `alerts` holds new states of the part of the policy on the host, by engine name.
+        """
+        self._edit_state(tree)
+        latest = [each.alerts for each in self._readback.read()]
+        self._remember_step(
+            [
+                (alerts or {}).get(each.name, old)
+                for each, old in zip(self._engines, latest, strict=True)
+            ]
+        )
+
+    def _remember_step(self, alerts: Sequence[AlertState]) -> None:
+        self._readback = self._read_back(alerts)
         self._last_counters = self._counters()
+
+    def _read_back(self, before: PendingReadback | Sequence[AlertState]) -> PendingReadback:
+        return PendingReadback(self._states(), self._engine, self._engines, before)
 
 
 _ARRAYS_ONLY = (

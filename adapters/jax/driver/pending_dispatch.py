@@ -15,31 +15,53 @@ import jax.numpy as jnp
 import numpy as np
 
 from healcore.core import step_record
+from healcore.core.engine import Engine
+from healcore.core.engine.alerts import AlertState
 from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
 from healcore.jax import state_layout
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.live_state import array_of
 from healcore.jax.heal_state import HealState, HealStateError
-from healcore.jax.state_layout import StepCounts, last_record, records_between
+from healcore.jax.state_layout import StepCounts, last_record, records_between, unpack_record
 
 _SEEN = [step_record.FIELDS.index(name) for name in ("loss", "grad_norm")]
 """Indices in a record that no edit of the Healer changes."""
 
 
 class Readback(NamedTuple):
-    """The part of one engine's state that the host reads."""
+    """The part of one engine's state that the host reads, and what follows from it."""
 
     counts: StepCounts
     records: np.ndarray
     norms: np.ndarray
     """float32 (n,): norm of each gradient leaf at the last step."""
+    steps: list[StepRecord]
+    """Records of the whole policy since the previous readback, oldest first."""
+    missing: int
+    """Number of these steps without a record."""
+    alerts: AlertState
+    """State of the part of the policy on the host after these steps."""
 
 
 class PendingReadback:
-    """An asynchronous copy of each engine's `Readback`. `states` may be donated after the start."""
+    """An asynchronous copy of each engine's `Readback`. `states` may be donated after the start.
 
-    def __init__(self, states: Sequence[HealState]) -> None:
+    Args:
+        states: the healing states.
+        engine: the policy's engine.
+        engines: the engines of the run.
+        before: the previous readback, or the states of the part of the policy on the host if
+            `states` have taken no step since.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[HealState],
+        engine: Engine,
+        engines: Sequence[EngineEntry],
+        before: PendingReadback | Sequence[AlertState],
+    ) -> None:
         arrays = [
             (array_of(each.heal_ints), array_of(each.heal_records), array_of(each.heal_leaf_norms))
             for each in states
@@ -47,20 +69,47 @@ class PendingReadback:
         self._shapes = [(records.shape, norms.shape[0]) for _, records, norms in arrays]
         self._packed = _pack(arrays)
         self._packed.copy_to_host_async()
+        self._alerts = engine.alerts
+        self._engines = engines
+        self._before: PendingReadback | Sequence[AlertState] = before
         self._read: list[Readback] | None = None
 
     def read(self) -> list[Readback]:
         """The `Readback` of each engine. Waits until the copy has arrived."""
         if self._read is None:
-            packed, self._read = np.asarray(self._packed), []
-            for shape, tensors in self._shapes:
+            packed, found = np.asarray(self._packed), []
+            for index, (shape, tensors) in enumerate(self._shapes):
                 (steps, orders), packed = packed[:2].tolist(), packed[2:]
                 records, packed = np.split(packed, [math.prod(shape)])
                 norms, packed = np.split(packed, [tensors])
-                counts = StepCounts(steps, orders)
-                read = Readback(counts, records.reshape(shape), norms.view(np.float32))
-                self._read.append(read)
+                counts, rows = StepCounts(steps, orders), records.reshape(shape)
+                found.append(
+                    Readback(
+                        counts, rows, norms.view(np.float32), *self._judge(index, counts, rows)
+                    )
+                )
+            self._read, self._before = found, ()  # frees the previous readback
         return self._read
+
+    def _judge(
+        self, index: int, counts: StepCounts, records: np.ndarray
+    ) -> tuple[list[StepRecord], int, AlertState]:
+        """Runs the part of the policy on the host; the result is the end of a `Readback`."""
+        if not isinstance(self._before, PendingReadback):
+            return [], 0, self._before[index]
+        before = self._before.read()[index]
+        state = before.alerts
+        if counts.steps <= before.counts.steps:
+            return [], 0, state
+        rows, missing = records_between(records, before.counts, counts)
+        steps = []
+        for row in rows:
+            judged, signals = unpack_record(row, self._engines[index].name)
+            if self._alerts:
+                state = self._alerts.step(state, judged, signals)
+                judged = self._alerts.completed(judged, state)
+            steps.append(judged)
+        return steps, missing, state
 
 
 class Dispatch:
@@ -142,19 +191,15 @@ class Dispatch:
         self, engine: EngineEntry, before: Readback, after: Readback, steps: list[list[StepRecord]]
     ) -> None:
         moved = after.counts.steps - before.counts.steps
-        rows, missing = (
-            records_between(after.records, before.counts, after.counts) if moved > 0 else ([], 0)
-        )
-        for row in rows:
-            record = step_record.unpack(row, engine.name)
+        for record in after.steps:
             if record.step == after.counts.steps:  # norms of earlier steps are overwritten
                 record = record._replace(evidence=self._evidence(engine, record, after.norms))
             steps[(record.step - 1 - before.counts.steps) * len(steps) // moved].append(record)
         for records in steps:
             if not any(each.engine == engine.name for each in records):
                 records.append(_idle(engine, after))
-        if missing:
-            self._on_missing(moved, missing)
+        if after.missing:
+            self._on_missing(moved, after.missing)
 
     def _evidence(
         self, engine: EngineEntry, record: StepRecord, norms: np.ndarray
@@ -180,5 +225,5 @@ def _idle(engine: EngineEntry, read: Readback) -> StepRecord:
     """The record for a step that the engine did not judge, or whose record is missing."""
     # An engine does not judge steps of other optimizers, or micro-batches of an optax.MultiSteps
     # around `protect`. The state still holds the previous step, whose order was handled already.
-    record = step_record.unpack(last_record(read.records, read.counts.steps), engine.name)
+    record, _ = unpack_record(last_record(read.records, read.counts.steps), engine.name)
     return record.unjudged()._replace(step=read.counts.steps, judged=False)

@@ -27,15 +27,14 @@ def judge(
     change_expected = state.change_expected
     if signals.change_expected is not None:
         change_expected = change_expected | signals.change_expected
-    remaining = xp.where(state.grace > 0, state.grace - 1, 0)
-    grace = xp.where(change_expected, config.grace_steps, remaining)
+    grace = remaining_grace(config, state.grace, change_expected, xp=xp)
     seen = observe(signals, change_expected, xp=xp)
 
-    detectors, readings = _read(config, state, seen, grace > 0, xp=xp)
-    alarmed, sustained = _causes(config, readings, seen, xp=xp)
+    detectors, readings = run_detectors(config, state.detectors, seen, grace > 0, xp=xp)
+    alarmed, sustained = cause_flags(config, readings, seen, xp=xp)
     alarmed, sustained = numerics.shared(alarmed, xp=xp), numerics.shared(sustained, xp=xp)
     cause = alarmed | sustained
-    rule_states, fired = _fire(config, state, alarmed, sustained, xp=xp)
+    rule_states, fired = run_rules(config, state.rules, alarmed, sustained, state.step, xp=xp)
 
     never = cause != cause  # false, with the batch's shape
     skips, skip, soft = rules.limit_skips(
@@ -81,9 +80,7 @@ def judge(
         | flag(orders.stop, Action.STOP, xp=xp)
         | flag(orders.alert, Action.ALERT, xp=xp)
     )
-    for rule, firing in fired:
-        if rule.action & _ONCE:
-            action = action | flag(firing.fresh, rule.action & _ONCE, xp=xp)
+    action = action | fresh_actions(fired, action, xp=xp)
 
     lr_scale = lr_state.scale
     if soft is not None:
@@ -129,23 +126,29 @@ def judge(
     ), ordered
 
 
-def _read(
-    config: EngineConfig, state: EngineState, seen: Observed, in_grace: Any, *, xp: Any
+def remaining_grace(config: EngineConfig, grace: Any, change_expected: Any, *, xp: Any) -> Any:
+    """Remaining steps of the grace window, int32, including this step."""
+    remaining = xp.where(grace > 0, grace - 1, 0)
+    return xp.where(change_expected, config.grace_steps, remaining)
+
+
+def run_detectors(
+    config: EngineConfig, states: tuple[Any, ...], seen: Observed, in_grace: Any, *, xp: Any
 ) -> tuple[tuple[Any, ...], dict[str, Reading]]:
     """Runs the detectors that have their signals; the grace window mutes all but `nonfinite`."""
-    states, readings = [], {}
-    for (name, detector), detector_state in zip(config.detectors, state.detectors, strict=True):
+    new, readings = [], {}
+    for (name, detector), state in zip(config.detectors, states, strict=True):
         if all(getattr(seen, field) is not None for field in detector.NEEDS):
-            detector_state, reading = detector.update(detector_state, seen, xp=xp)
+            state, reading = detector.update(state, seen, xp=xp)
             if name != "nonfinite":
                 alarm, sustained = reading.alarm & ~in_grace, reading.sustained & ~in_grace
                 reading = reading._replace(alarm=alarm, sustained=sustained)
             readings[name] = reading
-        states.append(detector_state)
-    return tuple(states), readings
+        new.append(state)
+    return tuple(new), readings
 
 
-def _causes(
+def cause_flags(
     config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: Any
 ) -> tuple[Any, Any]:
     """`Cause` flags (int32) of this step's alarms, and of its sustained alarms."""
@@ -162,17 +165,32 @@ def _causes(
     return alarmed, sustained
 
 
-def _fire(
-    config: EngineConfig, state: EngineState, alarmed: Any, sustained: Any, *, xp: Any
+def run_rules(
+    config: EngineConfig,
+    states: tuple[rules.RuleState, ...],
+    alarmed: Any,
+    sustained: Any,
+    step: Any,
+    *,
+    xp: Any,
 ) -> tuple[tuple[rules.RuleState, ...], list[tuple[RuleConfig, rules.Firing]]]:
-    rule_states, fired = [], []
-    for rule, rule_state in zip(config.rules, state.rules, strict=True):
+    """Counts the hits of each rule. Returns the new states, and each rule with its `Firing`."""
+    new, fired = [], []
+    for rule, state in zip(config.rules, states, strict=True):
         hit = ((sustained if rule.sustained else alarmed) & rule.causes) != 0
-        quiet = config.incident.quiet_steps
-        rule_state, firing = rules.update(rule, rule_state, hit, state.step, quiet, xp=xp)
-        rule_states.append(rule_state)
+        state, firing = rules.update(rule, state, hit, step, config.incident.quiet_steps, xp=xp)
+        new.append(state)
         fired.append((rule, firing))
-    return tuple(rule_states), fired
+    return tuple(new), fired
+
+
+def fresh_actions(fired: list[tuple[RuleConfig, rules.Firing]], like: Any, *, xp: Any) -> Any:
+    """`Action` flags (int32) of alerts, saves and stops whose rules fire anew."""
+    action = like & 0
+    for rule, firing in fired:
+        if rule.action & _ONCE:
+            action = action | flag(firing.fresh, rule.action & _ONCE, xp=xp)
+    return action
 
 
 def _clip(
