@@ -3,9 +3,11 @@
 `HostEngine` is for CPUs, and for steps whose decision the host needs anyway (one sync per step on
 an accelerator). Its step is recorded once (`healcore.core.recorded`) and takes 0.1 ms.
 
-`DeviceEngine` needs no sync. The addresses of its state never change, so that a captured CUDA graph
-can update it. An eager step of the preset `default` makes about 1,700 launches of a few
-microseconds each. On an accelerator the step is therefore compiled into a few kernels.
+`DeviceEngine` needs no sync. It judges only what can change the step; detectors that only alert run
+on the host, from signals that are copied there (`healcore.core.engine.alerts`). The addresses of
+its state never change, so that a captured CUDA graph can update it. An eager step of the preset
+`default` makes about 490 launches of a few microseconds each. On an accelerator the step is
+therefore compiled into a few kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from healcore.core.step_record import StepRecord
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Decision
 from healcore.torch import namespace
-from healcore.torch.measurement import AsyncCopy, Measurement, read, signals_of
+from healcore.torch.alert_queue import AlertQueue, PendingRecords
+from healcore.torch.measurement import Measurement, read, signals_of
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
@@ -85,11 +88,19 @@ class _StatefulEngine:
     def __init__(self, engine: Engine, groups: int) -> None:
         self.engine = engine
         self.groups = groups
-        self.state: EngineState = map_leaves(self._to_engine_array, engine.init(groups=groups))
+        self.state: EngineState = self._initial(groups)
         self.decision: Decision | None = None
 
-    def _to_engine_array(self, leaf: Any) -> Any:
-        """Converts a NumPy leaf of a state to this engine's kind of array."""
+    def _initial(self, groups: int) -> EngineState:
+        """The state before the first step, in this engine's arrays."""
+        raise NotImplementedError
+
+    def _whole(self) -> EngineState:
+        """The state of the whole policy, in NumPy."""
+        raise NotImplementedError
+
+    def _replace_whole(self, new: EngineState) -> None:
+        """Replaces the state of the whole policy by `new`, in NumPy."""
         raise NotImplementedError
 
     def _replace_state(self, new: EngineState) -> None:
@@ -102,12 +113,15 @@ class _StatefulEngine:
     def grow(self, groups: int) -> None:
         """Starts a clipping history for added parameters. Leaves of fixed size stay in place."""
         self.groups = groups
-        new = map_leaves(self._to_engine_array, self.engine.init(groups=groups))
-        self.state = map_leaves(_extend_leaf, self.state, new)
+        self.state = map_leaves(_extend_leaf, self.state, self._initial(groups))
+
+    def alert_flags(self) -> tuple[int, int]:
+        """`Cause` and `Action` flags of the last step that are not in `decision`. A sync."""
+        return 0, 0
 
     def to_dict(self) -> dict[str, Any]:
         """The framework-neutral state. A sync on an accelerator."""
-        return self.engine.to_dict(self.state)
+        return self.engine.to_dict(self._whole())
 
     def parse(self, data: Mapping[str, Any]) -> EngineState:
         """A state saved by `Engine.to_dict` of any framework, in NumPy.
@@ -126,10 +140,10 @@ class _StatefulEngine:
 
     def load(self, data: Mapping[str, Any], *, rollback: bool) -> None:
         """Loads a saved state. With `rollback`, keeps the current budgets and LR multiplier."""
-        saved = map_leaves(self._to_engine_array, self.parse(data))
+        saved = self.parse(data)
         if rollback:
-            saved = self.engine.on_rollback(self.state, saved, xp=self._xp)
-        self._replace_state(saved)
+            saved = self.engine.on_rollback(self._whole(), saved, xp=np)
+        self._replace_whole(saved)
         self.decision = None
 
 
@@ -146,11 +160,16 @@ class HostEngine(_StatefulEngine):
         """Whether each signal is present -> the recorded step."""
         self._clip_program: Callable[..., Any] | None = None
 
-    def _to_engine_array(self, leaf: Any) -> Any:
-        return leaf[()] if isinstance(leaf, np.ndarray) and leaf.ndim == 0 else leaf
+    def _initial(self, groups: int) -> EngineState:
+        return map_leaves(_scalar, self.engine.init(groups=groups))
+
+    def _whole(self) -> EngineState:
+        return self.state
 
     def _replace_state(self, new: EngineState) -> None:
-        self.state = map_leaves(self._to_engine_array, new)
+        self.state = map_leaves(_scalar, new)
+
+    _replace_whole = _replace_state
 
     def step(self, measured: Measurement) -> HostOrder:
         """Judges one step."""
@@ -181,7 +200,7 @@ class HostEngine(_StatefulEngine):
         """
         value, flag = read([norm, skipped if isinstance(skipped, Tensor) else None])
         held = np.bool_(skipped if flag is None else flag > 0)
-        given = self._to_engine_array(np.asarray(value, np.float32))
+        given = _scalar(np.asarray(value, np.float32))
         with np.errstate(all="ignore"):
             if self._clip_program is None:
                 self._clip_program = record(self.engine.clip_update, self.state, given, held)
@@ -226,6 +245,7 @@ class DeviceEngine(_StatefulEngine):
         self.device = device
         self._xp = namespace.on(device)
         super().__init__(engine, groups)
+        self._alerts = AlertQueue(engine)
         self._run = _CompiledOrEager(self._step, compile=compile)
         self._run_clip = _CompiledOrEager(self._clip, compile=compile and engine.clips_updates)
 
@@ -234,8 +254,40 @@ class DeviceEngine(_StatefulEngine):
         """Whether the step runs through torch.compile."""
         return self._run.compiled
 
-    def _to_engine_array(self, leaf: Any) -> Tensor:
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph captures the step. Its replays run no hooks."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _initial(self, groups: int) -> EngineState:
+        return map_leaves(self._to_tensor, self.engine.in_step.init(groups=groups))
+
+    def _to_tensor(self, leaf: Any) -> Tensor:
         return torch.tensor(leaf, device=self.device)
+
+    def _whole(self) -> EngineState:
+        """See `_StatefulEngine`. The state on the device is read in one copy. A sync."""
+        bits = torch.cat([_bits(leaf).reshape(-1) for leaf in leaves(self.state)]).cpu().numpy()
+        ends = itertools.accumulate(leaf.numel() for leaf in leaves(self.state))
+        parts = iter(np.split(bits, list(ends)))
+
+        def on_host(leaf: Tensor) -> np.ndarray:
+            part = next(parts).reshape(tuple(leaf.shape))
+            kind = np.dtype(str(leaf.dtype).removeprefix("torch."))
+            return part.view(kind) if leaf.dtype is torch.float32 else part.astype(kind)
+
+        state = map_leaves(on_host, self.state)
+        return self.engine.alerts.joined(state, self._alerts.latest())
+
+    def _replace_whole(self, new: EngineState) -> None:
+        in_step, alerts = self.engine.alerts.divided(new)
+        self._replace_state(map_leaves(self._to_tensor, in_step))
+        self._alerts.load(alerts, int(new.step), changes=bool(new.change_expected))
+
+    def expect_change(self) -> None:
+        """Opens the grace window at the next step."""
+        super().expect_change()
+        self._alerts.expect_change()
 
     def _replace_state(self, new: EngineState) -> None:
         """Copies every changed leaf of `new` into the state's leaf, in place.
@@ -267,6 +319,8 @@ class DeviceEngine(_StatefulEngine):
     def step(self, measured: Measurement) -> DeviceOrder:
         """Judges one step without reading anything on the host."""
         order, self.decision = self._run(measured)
+        if not self.is_capturing:
+            self._alerts.add(self.state, signals_of(measured))
         return order
 
     def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> Tensor:
@@ -281,7 +335,7 @@ class DeviceEngine(_StatefulEngine):
 
     def _step(self, measured: Measurement) -> tuple[DeviceOrder, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""
-        new, decision = self.engine.step(self.state, signals_of(measured), xp=self._xp)
+        new, decision = self.engine.in_step.step(self.state, signals_of(measured), xp=self._xp)
         self._replace_state(new)
         skip = decision.skip
         if measured.found_inf is not None:
@@ -300,34 +354,34 @@ class DeviceEngine(_StatefulEngine):
 
     def pending_record(self) -> PendingRecord:
         """The last step's record. Starts its copy to the host, as one tensor."""
-        values = step_record.numbers(self.state)
-        ints, floats = values[: step_record.INTS], values[step_record.INTS :]
-        packed = [n.to(torch.int32) for n in ints] + [x.view(torch.int32) for x in floats]
-        copy = AsyncCopy(torch.stack(packed))
-        return functools.cache(lambda: step_record.unpack(copy.read()))
+        records = self.pending_records()
+        return lambda: records()[-1]
+
+    def alert_flags(self) -> tuple[int, int]:
+        """See `HostEngine.alert_flags`."""
+        state = self._alerts.latest()
+        return int(state.cause), int(state.action)
+
+    def pending_records(self) -> PendingRecords:
+        """The records since the last call, or the last record. Starts their copy to the host."""
+        return self._alerts.send(self.state)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors on the device; copies, because the state is written in place."""
+        """Named 0-d tensors on the device; copies, because the state is written in place.
+
+        They lack the detectors that only alert, which run on the host.
+        """
         found = self.engine.metrics(self.state)
         return {name: value.detach().clone() for name, value in found.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The framework-neutral state, in one copy. A sync."""
-        bits = torch.cat([_bits(leaf).reshape(-1) for leaf in leaves(self.state)]).cpu().numpy()
-        ends = itertools.accumulate(leaf.numel() for leaf in leaves(self.state))
-        parts = iter(np.split(bits, list(ends)))
-
-        def on_host(leaf: Tensor) -> np.ndarray:
-            part = next(parts).reshape(tuple(leaf.shape))
-            kind = np.dtype(str(leaf.dtype).removeprefix("torch."))
-            return part.view(kind) if leaf.dtype is torch.float32 else part.astype(kind)
-
-        return self.engine.to_dict(map_leaves(on_host, self.state))
 
 
 def _bits(leaf: Tensor) -> Tensor:
     """A float32, int32 or bool leaf of a state as int32."""
     return leaf.view(torch.int32) if leaf.dtype is torch.float32 else leaf.to(torch.int32)
+
+
+def _scalar(leaf: Any) -> Any:
+    return leaf[()] if isinstance(leaf, np.ndarray) and leaf.ndim == 0 else leaf
 
 
 def _extend_leaf(old: Any, new: Any) -> Any:

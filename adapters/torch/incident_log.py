@@ -1,6 +1,6 @@
 """`IncidentLog`: logs incidents and likely mistakes, for `attach` without a Healer.
 
-On an accelerator flags are collected, copied every `READ_EVERY` steps, and read after they arrive.
+On an accelerator records are copied every `READ_EVERY` steps, and read after they arrive.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from healcore import console
 from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.incidents.step_lines import enforced_text, incident_text, is_logged
-from healcore.torch.engines import READ_EVERY, HostEngine, LiveEngine, PendingRecord
+from healcore.torch.alert_queue import PendingRecords
+from healcore.torch.engines import READ_EVERY, DeviceEngine, HostEngine, LiveEngine
 from healcore.torch.loop_mistakes import NormCeiling
-from healcore.torch.measurement import AsyncCopy
 
 WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""
@@ -64,11 +61,9 @@ class IncidentLog:
         """Orders that the loop has not answered yet."""
         self._ordered_at = 0
         self._ignored: Counter[Action] = Counter()
-        self._flags: Tensor | None = None
-        """int32 (2,): causes and actions since the last copy, on the device."""
-        self._pending: tuple[PendingRecord, AsyncCopy] | None = None
-        self._is_answered = False
-        """Whether the loop has answered the orders that are being copied."""
+        self._pending: PendingRecords | None = None
+        self._read = self._answered = 0
+        """Steps whose records were read; steps whose orders the loop has answered."""
 
     def observed(self) -> None:
         """Call it when a loss is observed."""
@@ -109,30 +104,27 @@ class IncidentLog:
     def answered(self) -> None:
         """Call it after the loop has carried out or declined an order."""
         self._open_orders = Action(0)
-        self._is_answered = self._pending is not None
-        if self._flags is not None:
-            self._flags[1] = 0
+        self._answered = self._steps
 
-    def _collect(self, live_engine: LiveEngine) -> None:
-        decision = live_engine.state.last.decision
-        if decision.cause.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # the replays of a CUDA graph run no hooks
-        now = torch.stack([decision.cause, decision.action])
-        self._flags = now if self._flags is None else self._flags | now
+    def _collect(self, live_engine: DeviceEngine) -> None:
+        if live_engine.is_capturing:
+            self._steps -= 1  # the replays of a CUDA graph run no hooks
+            return
         self._read_arrived()
         if self._pending is None and self._steps % READ_EVERY == 0:
-            self._pending = live_engine.pending_record(), AsyncCopy(self._flags)
-            self._flags = None
+            self._pending = live_engine.pending_records()
             self._read_arrived()
 
     def _read_arrived(self) -> None:
-        if self._pending is None or not self._pending[1].has_arrived():
+        if self._pending is None or not self._pending.has_arrived():
             return
-        (record, flags), self._pending = self._pending, None
-        cause, action = flags.read().tolist()
-        if self._is_answered:
-            action, self._is_answered = 0, False
-        self._log_step(record(), cause, action)
+        records, self._pending = self._pending(), None
+        for record in records:
+            self._read += 1
+            self._log_ignored_orders()
+            action = 0 if self._read <= self._answered else int(record.action)
+            if record.cause or action:
+                self._log_step(record, int(record.cause), action)
 
     def _log_step(self, record: StepRecord, cause: int, action: int) -> None:
         new, self._incident = record.incident > self._incident, record.incident
