@@ -63,6 +63,8 @@ class AlertQueue:
         self._sent: deque[PendingRecords] = deque()
         """Copies that have not been read, oldest first."""
         self._last: PendingRecords | None = None
+        self._untaken: list[PendingRecords] = []
+        """Copies since the last `take`."""
         self._step = 0
         self._announced = self._changes = False
         """Whether a change was announced since the last row; and before the next judged step."""
@@ -81,24 +83,32 @@ class AlertQueue:
         """Announces a change before the next step."""
         self._announced = True
 
-    def send(self, state: EngineState) -> PendingRecords:
-        """Begins to copy the steps since the last call, or returns the last copy without a step."""
-        if not self._rows:
-            if self._last is not None:
-                return self._last
+    def last(self, state: EngineState) -> PendingRecords:
+        """The copy that ends with the last step. Begins it if necessary."""
+        if not self._rows and self._last is None:
             self.add(state, Signals())  # before the first step
-        return self._begin_copy()
-
-    def _begin_copy(self) -> PendingRecords:
-        self._last = PendingRecords(self._rows, self._read_until)
-        self._sent.append(self._last)
-        self._rows = []
+        self.begin_copy()
+        self._untaken.clear()
+        assert self._last is not None
         return self._last
+
+    def take(self) -> list[PendingRecords]:
+        """The copies of all steps since the last call. Begins the last copy if necessary."""
+        self.begin_copy()
+        taken, self._untaken = self._untaken, []
+        return taken
+
+    def begin_copy(self) -> None:
+        """Begins to copy the steps whose copy has not begun."""
+        if self._rows:
+            self._last = PendingRecords(self._rows, self._read_until)
+            self._sent.append(self._last)
+            self._untaken.append(self._last)
+            self._rows = []
 
     def latest(self) -> AlertState:
         """The state after the last step of the device. A sync if steps have not arrived."""
-        if self._rows:
-            self._begin_copy()
+        self.begin_copy()
         while self._sent:
             self._sent[0]()
         return self._state

@@ -267,6 +267,7 @@ class DeviceEngine(_StatefulEngine):
 
     def _whole(self) -> EngineState:
         """See `_StatefulEngine`. The state on the device is read in one copy. A sync."""
+        self._alerts.begin_copy()
         bits = torch.cat([_bits(leaf).reshape(-1) for leaf in leaves(self.state)]).cpu().numpy()
         ends = itertools.accumulate(leaf.numel() for leaf in leaves(self.state))
         parts = iter(np.split(bits, list(ends)))
@@ -354,7 +355,7 @@ class DeviceEngine(_StatefulEngine):
 
     def pending_record(self) -> PendingRecord:
         """The last step's record. Starts its copy to the host, as one tensor."""
-        records = self.pending_records()
+        records = self._alerts.last(self.state)
         return lambda: records()[-1]
 
     def alert_flags(self) -> tuple[int, int]:
@@ -362,9 +363,9 @@ class DeviceEngine(_StatefulEngine):
         state = self._alerts.latest()
         return int(state.cause), int(state.action)
 
-    def pending_records(self) -> PendingRecords:
-        """The records since the last call, or the last record. Starts their copy to the host."""
-        return self._alerts.send(self.state)
+    def pending_records(self) -> list[PendingRecords]:
+        """The records since the last call. Starts their copy to the host."""
+        return self._alerts.take()
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d tensors on the device; copies, because the state is written in place.

@@ -61,7 +61,7 @@ class IncidentLog:
         """Orders that the loop has not answered yet."""
         self._ordered_at = 0
         self._ignored: Counter[Action] = Counter()
-        self._pending: PendingRecords | None = None
+        self._pending: list[PendingRecords] = []
         self._read = self._answered = 0
         """Steps whose records were read; steps whose orders the loop has answered."""
 
@@ -111,15 +111,15 @@ class IncidentLog:
             self._steps -= 1  # the replays of a CUDA graph run no hooks
             return
         self._read_arrived()
-        if self._pending is None and self._steps % READ_EVERY == 0:
+        if not self._pending and self._steps % READ_EVERY == 0:
             self._pending = live_engine.pending_records()
             self._read_arrived()
 
     def _read_arrived(self) -> None:
-        if self._pending is None or not self._pending.has_arrived():
+        if not self._pending or not self._pending[-1].has_arrived():
             return
-        records, self._pending = self._pending(), None
-        for record in records:
+        batches, self._pending = self._pending, []
+        for record in itertools.chain.from_iterable(batch() for batch in batches):
             self._read += 1
             self._log_ignored_orders()
             action = 0 if self._read <= self._answered else int(record.action)
