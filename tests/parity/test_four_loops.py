@@ -24,6 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import healcore.jax
 import healcore.torch
 from healcore.core.verdict import Cause
+from healcore.jax.driver import JaxDriver
 from healcore.torch import HealingCallback, LightningHealingCallback
 from tests.healer.run_options import grouped
 
@@ -220,9 +221,17 @@ def jax_loop(policy: Path) -> list[Decided]:
 
     w = jnp.ones(SIZE)
     state, decided = tx.init(w), []
+    driver = JaxDriver({"opt": state}, policy)  # runs the detectors that only alert
     for loss, gradient in signals():
         w, state, decision = step(w, state, loss, gradient)
-        decided.append(Decided.of(decision))
+        driver.update({"opt": state})
+        dispatch = driver.poll_step()
+        assert dispatch is not None
+        ((record,),) = dispatch.steps()
+        whole, in_step = Decided.of(record.decision), Decided.of(decision)
+        assert in_step.cause in whole.cause
+        assert in_step == whole._replace(cause=in_step.cause, action=in_step.action)
+        decided.append(whole)
     return decided
 
 
