@@ -43,7 +43,7 @@ def test_a_rollback_is_subtracted_where_it_is_carried_out_and_never_below_zero()
 def test_health_before_a_rollback_does_not_raise_the_limit_that_comes_with_it():
     health = 100
     budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=health)
-    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=()))
+    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=ROLLS_BACK))
     runner.feed(loss=np.ones(health - 1), learning_rate=[0.5] * (health - 1))
     runner.state = runner.engine.on_rollback(runner.state, runner.state, xp=np)
     runner.state = limited(runner, 0.125, 0.5)
@@ -55,7 +55,7 @@ def test_health_before_a_rollback_does_not_raise_the_limit_that_comes_with_it():
 
 def test_a_rollback_restores_the_limit_that_health_has_raised_since_its_checkpoint():
     budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=20)
-    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=()))
+    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=ROLLS_BACK))
     runner.feed(loss=np.ones(10), learning_rate=[0.5] * 10)
     runner.state = limited(runner, 0.125, 0.5)
     runner.feed(loss=np.ones(5), learning_rate=[0.5] * 5)
@@ -70,13 +70,15 @@ def test_a_rollback_restores_the_limit_that_health_has_raised_since_its_checkpoi
     assert float(runner.engine.on_rollback(low, saved, xp=np).lr.broken) == float(low.lr.broken)
 
 
+ROLLS_BACK = (RuleConfig(int(Cause.OVERFIT), action=int(Action.ROLLBACK)),)
+"""The host limits the rate only under a policy that rolls back."""
 LR = LrConfig(factor=0.25, floor=0.01, hold_steps=3, ramp_steps=8, ceiling=0.5)
 
 
 def limiting(rate: float | None) -> tuple[Runner, Any]:
     """A runner whose rules cut nothing, fed ten steps; and how to feed it more."""
     budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=1 << 20)
-    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=()))
+    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=ROLLS_BACK))
 
     def feed(steps: int, at: float | None = rate) -> list[float]:
         known = {} if at is None else {"learning_rate": [at] * steps}
@@ -125,7 +127,7 @@ def test_a_limit_at_the_share_of_the_policy_is_a_cut_of_a_rule(rate):
     """The same multiplier, budget and tally as when a rule cuts at that step."""
     same_share = LR._replace(ceiling=LR.factor)
     budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=1 << 20)
-    plain = ESCALATION._replace(lr=same_share, budget=budget, rules=())
+    plain = ESCALATION._replace(lr=same_share, budget=budget, rules=ROLLS_BACK)
     cutting = plain._replace(
         rules=(RuleConfig(int(Cause.NONFINITE_LOSS), action=int(Action.CUT_LR)),)
     )

@@ -96,6 +96,11 @@ def causes(config: EngineConfig) -> int:
     return mask
 
 
+def may_recover(config: EngineConfig) -> bool:
+    """Whether a rule can order a rollback or a cut of the learning rate."""
+    return any(rule.action & int(Action.ROLLBACK | Action.CUT_LR) for rule in config.rules)
+
+
 def update(
     config: EngineConfig,
     state: IncidentState,
@@ -137,6 +142,12 @@ def update(
     is_open = numerics.shared((state.open | incident_begun | orders_recovery) & lasts, xp=xp)
     skipped = ((state.skipped & ~incident_begun & ~orders_recovery) | skip_begun) & lasts
     onset = xp.where(opened, step, state.onset)
+    healthy = numerics.shared(~is_open & ~alarm, xp=xp)
+    number = xp.where(opened, state.number + 1, state.number)
+    if not may_recover(config):
+        never = healthy & ~healthy
+        new = state._replace(open=is_open, skipped=skipped, number=number, onset=onset, quiet=quiet)
+        return new, budget, Orders(never, state.quiet * 0, never, never, never, never, healthy)
 
     patience = config.incident.patience
     recovered = xp.where(opened, -1, state.recovered)
@@ -152,7 +163,6 @@ def update(
     # A rollback also resets the step counter, so an earlier onset is in the same region.
     escalations = xp.where(recover, xp.where(again, state.escalations + 1, 0), state.escalations)
     depth = config.rollback.depth + config.rollback.deepen * escalations
-    healthy = numerics.shared(~is_open & ~alarm, xp=xp)
     new_budget, orders = _grant(
         config.budget, budget, recover, cut_due, depth, healthy, is_open, cause, xp=xp
     )
@@ -160,7 +170,7 @@ def update(
         IncidentState(
             open=is_open,
             skipped=skipped,
-            number=xp.where(opened, state.number + 1, state.number),
+            number=number,
             onset=onset,
             quiet=quiet,
             recovered=recovered,

@@ -63,24 +63,25 @@ def judge(
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], never),
         xp=xp,
     )
-    lr_state = lr.update(
-        config.lr,
-        state.lr,
-        orders.cut,
-        orders.healthy,
-        incidents.open,
-        orders.refund,
-        seen.learning_rate,
-        xp=xp,
-    )
-
-    action = (
-        flag(orders.recover, Action.ROLLBACK, xp=xp)
-        | flag(orders.cut, Action.CUT_LR, xp=xp)
-        | flag(orders.stop, Action.STOP, xp=xp)
-        | flag(orders.alert, Action.ALERT, xp=xp)
-    )
-    action = action | fresh_actions(fired, action, xp=xp)
+    lr_state, action = state.lr, fresh_actions(fired, cause, xp=xp)
+    if incident.may_recover(config):
+        lr_state = lr.update(
+            config.lr,
+            state.lr,
+            orders.cut,
+            orders.healthy,
+            incidents.open,
+            orders.refund,
+            seen.learning_rate,
+            xp=xp,
+        )
+        action = (
+            action
+            | flag(orders.recover, Action.ROLLBACK, xp=xp)
+            | flag(orders.cut, Action.CUT_LR, xp=xp)
+            | flag(orders.stop, Action.STOP, xp=xp)
+            | flag(orders.alert, Action.ALERT, xp=xp)
+        )
 
     lr_scale = lr_state.scale
     if soft is not None:
