@@ -65,7 +65,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 PAGE = ROOT / "docs" / "gpu.md"
 RESULT = "result: "
-OPTIONAL = ("accelerate", "flax", "jax", "jaxlib", "optax", "tensorstore", "transformers")
+OPTIONAL = ("accelerate", "jax", "optax", "transformers")
 """Packages without which some checks are skipped."""
 
 
@@ -78,17 +78,20 @@ def missing_packages() -> list[str]:
 
 def run_one(name: str) -> None:
     """Runs a check in this process, and prints its result as the last line."""
+    from healcore.extras import MissingExtraError
+
     try:
         module = importlib.import_module(f"benchmarks.gpu_kit.{CHECKS[name].module}")
         found = {"outcome": "passed", **getattr(module, name)()}
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in OPTIONAL:
-            raise
-        found = {"outcome": "skipped", "why": f"{package} is not installed"}
+    except MissingExtraError as error:
+        found = {"outcome": "skipped", "why": str(error)}
     except Exception as error:
-        traceback.print_exc()
-        found = {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
+        package = error.name if isinstance(error, ModuleNotFoundError) else None
+        if package in OPTIONAL:
+            found = {"outcome": "skipped", "why": f"{package} is not installed"}
+        else:
+            traceback.print_exc()
+            found = {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
     print(RESULT + json.dumps(found), flush=True)
 
 

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_kit.device import CUDA, DEVICE, regression
-from healcore.torch import HealingCallback, attach
+from healcore.torch import attach
 
 
 def huggingface() -> dict[str, Any]:
     """A Trainer with the callback, in bfloat16 on CUDA, with one batch whose loss is NaN."""
     import accelerate  # the Trainer needs it
     import transformers
+
+    from healcore.torch import HealingCallback
 
     config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
     model = transformers.GPT2LMHeadModel(config)
@@ -62,7 +64,7 @@ def fsdp2() -> dict[str, Any]:
     if CUDA:
         torch.cuda.set_device(0)
     kind = "nccl" if CUDA else "gloo"
-    dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
         model, batch, loss_fn = regression()
         mesh = init_device_mesh(DEVICE.type, (1,))
