@@ -142,7 +142,13 @@ bench: $(VENV)/.bench
 figures: $(VENV)/.test
 	@$(BIN)/python -m benchmarks.figures $(ARGS)
 
-gpu: $(VENV)/.test
+# JAX's CUDA build is installed by its version, like torch, and apart from the CUDA of torch.
+$(VENV)/.gpu: $(VENV)/.test
+	@! nvidia-smi >/dev/null 2>&1 || $(PIP) install -c $(LOCK) 'jax[cuda12]' || \
+	  echo "jax[cuda12] cannot be installed: the checks of JAX will be skipped" >&2
+	@touch $@
+
+gpu: $(VENV)/.gpu
 	@$(BIN)/python -m benchmarks.gpu_kit $(ARGS)
 
 docs: $(VENV)/.docs

@@ -481,6 +481,47 @@ def demo_claims() -> str:
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
+# -- GPU -------------------------------------------------------------------------------------------
+
+NEVER_ON_GPU = "**healcore has never been run on a GPU.**"
+"""The only place that says so; the first results replace it."""
+
+
+def gpu(file: Path = RESULTS / "gpu.json") -> str:
+    """What `make gpu` has found on which device, or that there is no result.
+
+    Only a GPU can renew the results, so they name their commit instead of a digest of the code.
+    """
+    if not file.exists():
+        return NEVER_ON_GPU
+    result = json.loads(file.read_text())
+    made = f"healcore {result['healcore']}, commit {result.get('commit') or 'unknown'}"
+    rows = [["check", "outcome", "found"]]
+    for name, found in result["checks"].items():
+        rows.append([f"`{name}`", found["outcome"], _found_on_gpu(found)])
+    return f"Run on {result['device']}, {result['date']}, with {made}:\n\n{_table(rows)}"
+
+
+def _found_on_gpu(found: dict[str, Any]) -> str:
+    """The result of a check in one cell: ratios of a step, or names and values."""
+    if "torch" in found:
+        steps = {each["name"]: f"{each['ratio']:.2f}" for each in found["torch"]["steps"]}
+        shown = {title: steps[name] for name, title in TORCH_STEPS.items() if name in steps}
+    else:
+        hidden = ("outcome", "seconds", "log")
+        shown = {name: value for name, value in found.items() if name not in hidden}
+    cells = (f"{name}: {_value(value)}" for name, value in shown.items())
+    return "; ".join(cells).replace("|", "/").replace("\n", " ")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_value(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_value, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
 # -- pages -----------------------------------------------------------------------------------------
 
 
@@ -540,6 +581,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "goodput.saved": _saved_points,
     "goodput.pauses": _pauses,
     "goodput.intervals": lambda: _goodput("intervals"),
+    "gpu": gpu,
     "demo": demo_short,
     "demo.table": demo_table,
     "demo.claims": demo_claims,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from healcore.core import host, step_record
 from healcore.core.engine import Engine, EngineState, StateError
@@ -402,6 +403,10 @@ class _CompiledOrEager:
         self.compiled = compile
 
     def __call__(self, *args: Any) -> Any:
+        # Dynamo runs nothing compiled in such a mode (a FLOP counter), and torch.compile raises
+        # only after it has called the step eagerly: the call below would be a second step.
+        if self.compiled and is_in_torch_dispatch_mode(include_infra_modes=False):
+            return self._step(*args)
         try:
             return self._run(*args)
         except Exception as error:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_kit.device import CUDA, DEVICE, NEEDS_CUDA, finish, no_waits, regression
+from benchmarks.gpu_kit import device
 from healcore.torch import attach
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -18,6 +19,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 WARM_UP = 4
 """Steps that may wait: they compile, and the optimizer makes its state."""
+WARM = 24
+"""Steps after which everything has run that a step runs, also the reads every 10 steps."""
 SIGNALS = [(2.0 - i / 100, 1.0 + (i * 7 % 5) / 10) for i in range(40)]
 """Loss and gradient norm of each step."""
 for _step, _harm in {
@@ -33,18 +36,18 @@ for _step, _harm in {
 class Replayed:
     """An optimizer whose gradients have exactly the norms of `SIGNALS`."""
 
-    def __init__(self, policy: str, device: torch.device, **options: Any) -> None:
+    def __init__(self, policy: str, place: torch.device, **options: Any) -> None:
         given = POLICIES[policy]
-        self.weights = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (1, 5)]
+        self.weights = [torch.nn.Parameter(torch.ones(n, device=place)) for n in (1, 5)]
         for each in self.weights:
             each.grad = torch.zeros_like(each)
-        capturable = device.type == "cuda"
+        capturable = place.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.weights, lr=1e-3, fused=True, capturable=capturable)
         overrides = {key: value for key, value in given.items() if key != "policy"}
         self.heal = attach(
             self.optimizer, given.get("policy", policy), console=False, **options, **overrides
         )
-        self.loss = torch.zeros((), device=device)
+        self.loss = torch.zeros((), device=place)
 
     def give(self, step: int) -> None:
         """Writes the loss and the gradients of a step, without a wait."""
@@ -58,110 +61,194 @@ class Replayed:
         self.heal.observe(self.loss)
         self.optimizer.step()
 
-    def state(self) -> Any:
-        """The state of the engine."""
-        return self.heal.state_dict()["state"]
+    def compare(self, wanted: Replayed, what: str) -> None:
+        """AssertionError if the engine's state has other bits, or the weights other values."""
+        states = [each.heal.state_dict()["state"] for each in (self, wanted)]
+        assert states[0] == states[1], f"{what}: other decisions"
+        for one, other in zip(self.weights, wanted.weights, strict=True):
+            here, there = one.detach().cpu(), other.detach().cpu()
+            assert torch.allclose(here, there, rtol=1e-5), f"{what}: not enforced, {here}, {there}"
 
 
-def on_cpu(policy: str) -> Any:
-    """The state of the engine after all signals, on the host."""
+def on_cpu(policy: str) -> Replayed:
+    """The run on the host, after all signals."""
     run = Replayed(policy, torch.device("cpu"), engine="host")
     for step in range(len(SIGNALS)):
         run.give(step)
         run.step()
-    return run.state()
+    return run
 
 
 def decisions() -> dict[str, Any]:
-    """Eager and compiled: the state of the CPU, bit for bit, and no wait in a step."""
-    compiled = [False, True] if CUDA else [False]
+    """Eager and compiled: state and weights of the CPU, and no wait in a step."""
+    compiled = [False, True] if device.CUDA else [False]
     for policy in POLICIES:
         wanted = on_cpu(policy)
         for compile in compiled:
-            run = Replayed(policy, DEVICE, engine="device", compile=compile)
+            run = Replayed(policy, device.DEVICE, engine="device", compile=compile)
             for step in range(len(SIGNALS)):
                 run.give(step)
                 if step < WARM_UP:
                     run.step()
                 else:
-                    with no_waits():
+                    with device.no_waits(asleep=compile and step >= WARM):
                         run.step()
                         run.heal.metrics()
             assert run.heal.report().compiled is compile, "the compiler has failed"
-            assert run.state() == wanted, f"{policy}, compile={compile}: other decisions"
+            run.compare(wanted, f"{policy}, compile={compile}")
     return {"policies": list(POLICIES), "compiled": compiled, "steps": len(SIGNALS)}
 
 
+def captured(step: Callable[[], object], warm_up: Callable[[], object]) -> Any:
+    """A CUDA graph of `step`, after `warm_up` on a stream of its own."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        warm_up()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
 def cuda_graph() -> dict[str, Any]:
-    """A captured step, replayed, has the state of the CPU, bit for bit."""
-    if not CUDA:
-        return NEEDS_CUDA
-    for policy in POLICIES:
-        wanted = on_cpu(policy)
-        for compile in (False, True):
-            run = Replayed(policy, DEVICE, engine="device", compile=compile)
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for step in range(WARM_UP):
-                    run.give(step)
-                    run.step()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run.step()
-            for step in range(WARM_UP, len(SIGNALS)):
+    """Captured and replayed: a step has the state of the CPU, a whole loop the same weights."""
+    if not device.CUDA:
+        return device.NEEDS_CUDA
+    modes = [("default", True), ("default", False), ("pretraining", False), ("autoclip", False)]
+    for policy, compile in modes:
+        run = Replayed(policy, device.DEVICE, engine="device", compile=compile)
+
+        def warm_up(run: Replayed = run) -> None:
+            for step in range(WARM_UP):
                 run.give(step)
+                run.step()
+
+        graph = captured(run.step, warm_up)
+        for step in range(WARM_UP, len(SIGNALS)):
+            run.give(step)
+            with device.no_waits(asleep=step >= WARM):
                 graph.replay()
-            assert run.state() == wanted, f"{policy}, compile={compile}: other decisions"
-    return {"policies": list(POLICIES), "replays": len(SIGNALS) - WARM_UP}
+        run.compare(on_cpu(policy), f"{policy}, compile={compile}")
+    for one, other in zip(_trained(graph=True), _trained(graph=False), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4), "forward, backward and step: other weights"
+    return {"policies": list(POLICIES), "replays": len(SIGNALS) - WARM_UP, "whole step": True}
+
+
+def _trained(*, graph: bool) -> list[Tensor]:
+    """The weights after 40 whole steps with a NaN, captured after the first or not."""
+    model, batch, loss_fn = device.regression()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
+    heal = attach(optimizer, "default", engine="device", console=False)
+    x, y = batch(0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = loss_fn((x, y))
+        heal.observe(loss)
+        loss.backward()
+        optimizer.step()
+
+    def give(number: int) -> None:
+        for to, each in zip((x, y), batch(number), strict=True):
+            to.copy_(each)
+        if number == 30:
+            y.fill_(math.nan)
+
+    def first() -> None:
+        for number in range(WARM_UP):
+            give(number)
+            step()
+
+    if graph:
+        run = captured(step, first).replay
+    else:
+        first()
+        run = step
+    for number in range(WARM_UP, 40):
+        give(number)
+        run()
+    assert heal.state_dict()["state"]["tally"]["skips"] == 1
+    return [each.detach() for each in model.parameters()]
 
 
 def launches() -> dict[str, Any]:
-    """Kernels that one optimizer step launches, of 192 tensors."""
-    from torch.profiler import ProfilerActivity, profile
-
-    def counted(how: str) -> int:
-        weights = [torch.nn.Parameter(torch.ones(64, 64, device=DEVICE)) for _ in range(192)]
-        optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=True)
-        options: dict[str, Any] = {"engine": "device", "compile": CUDA and how != "attach, eager"}
-        heal = attach(optimizer, "default", **options) if how.startswith("attach") else None
-        loss = torch.ones((), device=DEVICE)
-
-        for each in weights:
-            each.grad = torch.full_like(each, 1e-3)
-
-        def step() -> None:
-            if heal is not None:
-                heal.observe(loss)
-            elif how == "clip_grad_norm_":
-                torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.step()
-            finish()
-
-        for _ in range(WARM_UP):
+    """Operations, launches and kernels of one optimizer step, of 192 tensors."""
+    hows = ["nothing", "clip_grad_norm_", "attach, eager"]
+    found: dict[str, Any] = {"tensors": 192, "dispatches": {}}
+    for how in hows:
+        step = _step_of(how)
+        with device.CountDispatches() as counted:
             step()
-        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * CUDA)]) as found:
-            step()
-        names = [each.name for each in found.events() or []]
-        kind = ("cudaLaunchKernel", "cuLaunchKernel") if CUDA else ("aten::",)
-        return sum(name.startswith(kind) for name in names)
+        found["dispatches"][how] = counted.count
+    few, many = (found["dispatches"][how] for how in ("nothing", "attach, eager"))
+    assert 0 < few < many, "the operations were not counted"
+    if not device.CUDA:
+        return found
+    for how in [*hows, "attach, compiled"]:
+        step = _step_of(how)
+        found[how] = _profiled(step)
+        if how.startswith("attach"):
+            graph = captured(step, lambda: None)
+            found[f"{how}, in a graph"] = _profiled(graph.replay)
+    eager, compiled = found["attach, eager"], found["attach, compiled"]
+    assert found["nothing"]["kernels"] > 0, "the profiler has seen no kernel"
+    assert found["attach, compiled, in a graph"]["launches"] == 1, found
+    assert compiled["launches"] < eager["launches"] / 4, found
+    return found
 
-    hows = ["nothing", "clip_grad_norm_", "attach", "attach, eager"]
-    return {"counted": "kernel launches" if CUDA else "operations", **{h: counted(h) for h in hows}}
+
+def _step_of(how: str) -> Callable[[], None]:
+    """An optimizer step that has warmed up."""
+    weights = [torch.nn.Parameter(torch.ones(64, 64, device=device.DEVICE)) for _ in range(192)]
+    cuda = device.CUDA
+    optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=True, capturable=cuda)
+    options: dict[str, Any] = {"engine": "device", "compile": how == "attach, compiled"}
+    heal = attach(optimizer, "default", **options) if how.startswith("attach") else None
+    loss = torch.ones((), device=device.DEVICE)
+    for each in weights:
+        each.grad = torch.full_like(each, 1e-3)
+
+    def step() -> None:
+        if heal is not None:
+            heal.observe(loss)
+        elif how == "clip_grad_norm_":
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+
+    for _ in range(WARM_UP):
+        step()
+    device.finish()
+    return step
+
+
+def _profiled(step: Callable[[], object]) -> dict[str, int]:
+    """The work of one step. The step before it warms up the profiler."""
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    plan = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], schedule=plan) as found:
+        for _ in range(2):
+            step()
+            device.finish()
+            found.step()
+    return device.work_of(found.events() or [])
 
 
 def grad_scaler() -> dict[str, Any]:
-    """float16: an overflow is the scaler's to skip; no step waits."""
-    model, batch, loss_fn = regression()
+    """float16, compiled: an overflow is the scaler's to skip; no whole step waits."""
+    model, batch, loss_fn = device.regression()
+    kind = device.DEVICE.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)  # type: ignore[arg-type]
-    heal = attach(optimizer, "default", engine="device", compile=CUDA, scaler=scaler)
+    scaler = torch.amp.GradScaler(kind, init_scale=1024.0)  # type: ignore[arg-type]
+    heal = attach(optimizer, "default", engine="device", compile=device.CUDA, scaler=scaler)
     batches = [batch(number) for number in range(30)]
-    kind = torch.float16 if CUDA else torch.bfloat16
+    dtype = torch.float16 if device.CUDA else torch.bfloat16
+    before: list[Tensor] = []
 
     def step(number: int) -> None:
-        with torch.autocast(DEVICE.type, dtype=kind):
+        with torch.autocast(kind, dtype=dtype):
             loss = loss_fn(batches[number])
         heal.observe(loss)
         scaler.scale(loss).backward()
@@ -169,35 +256,51 @@ def grad_scaler() -> dict[str, Any]:
             first: Tensor = next(model.parameters())
             assert first.grad is not None
             first.grad.fill_(math.inf)
+            before[:] = [each.detach().clone() for each in model.parameters()]
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
+        if number == 20:
+            before.extend(each.detach().clone() for each in model.parameters())
+
+    for number in range(30):
+        if number < WARM_UP:
+            step(number)
+        else:
+            with device.no_waits(asleep=number >= WARM):
+                step(number)
+    state = heal.state_dict()["state"]
+    assert scaler.get_scale() == 512.0, scaler.get_scale()
+    assert (state["step"], state["tally"]["alarms"]) == (29, 0), state["tally"]
+    half = len(before) // 2
+    same = all(torch.equal(a, b) for a, b in zip(before[:half], before[half:], strict=True))
+    assert half > 0, "there was no overflow"
+    assert same, "the overflow has moved the weights"
+    return {"dtype": str(dtype), "overflows": 1}
+
+
+def bfloat16() -> dict[str, Any]:
+    """Weights and gradients in bfloat16, eager: a NaN is skipped, and no whole step waits."""
+    model, batch, loss_fn = device.regression()
+    model.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    heal = attach(optimizer, "default", engine="device", compile=False)
+    batches = [batch(number) for number in range(30)]
+
+    def step(number: int) -> None:
+        x, y = batches[number]
+        loss = loss_fn((x.bfloat16(), y)) * (math.nan if number == 20 else 1.0)
+        heal.observe(loss)
+        loss.backward()
+        optimizer.step()
         optimizer.zero_grad()
 
     for number in range(30):
         if number < WARM_UP:
             step(number)
         else:
-            with no_waits():
+            with device.no_waits():
                 step(number)
-    state = heal.state_dict()["state"]
-    assert scaler.get_scale() == 512.0, scaler.get_scale()
-    assert (state["step"], state["tally"]["alarms"]) == (29, 0), state["tally"]
-    return {"dtype": str(kind), "overflows": 1}
-
-
-def bfloat16() -> dict[str, Any]:
-    """Weights and gradients in bfloat16: norms in float32, NaN skipped."""
-    model, batch, loss_fn = regression()
-    model.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    heal = attach(optimizer, "default", engine="device", compile=CUDA)
-    for number in range(30):
-        x, y = batch(number)
-        loss = loss_fn((x.bfloat16(), y)) * (math.nan if number == 20 else 1.0)
-        heal.observe(loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
     assert heal.state_dict()["state"]["tally"]["skips"] == 1
     assert all(bool(torch.isfinite(each).all()) for each in model.parameters())
     return {"skips": 1}

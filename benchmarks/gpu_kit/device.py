@@ -1,16 +1,27 @@
-"""The device of the checks, and how to see whether the host waits for it."""
+"""The device of the checks, and how to see whether the host waits for it.
+
+Checks read the names here as attributes of this module, so that a test can put a simulated device
+in their place (`tests/torch/simulated_runs.py`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 NEEDS_CUDA = {"outcome": "skipped", "why": "needs CUDA"}
+ASLEEP_CYCLES = 200_000_000
+"""Clock cycles for which the device is busy while the host takes a step: 0.1 s at 2 GHz."""
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpy", "cudaMemset", "cudaGraphLaunch")
+"""How the names of the host's calls begin that put work into a stream."""
 
 
 def name_of_device() -> str:
@@ -21,22 +32,60 @@ def name_of_device() -> str:
 
 
 @contextlib.contextmanager
-def no_waits() -> Iterator[None]:
-    """Raises where an operation of torch would wait for the device."""
+def no_waits(*, asleep: bool = False) -> Iterator[None]:
+    """Raises where an operation of torch waits for the device.
+
+    With `asleep` the device is busy first, and it must still be busy when the block ends. This also
+    finds waits for events and streams, which torch does not report. The block may have at most
+    about 1,000 launches, because the host waits when the queue of the device is full.
+    """
     if not CUDA:
         yield
         return
+    awake = torch.cuda.Event()
+    if asleep:
+        torch.cuda._sleep(ASLEEP_CYCLES)  # pyright: ignore[reportPrivateUsage]
+        awake.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    if asleep:
+        assert not awake.query(), "the host has waited for the device"
+        finish()
 
 
 def finish() -> None:
     """Waits until the device has done everything."""
     if CUDA:
         torch.cuda.synchronize()
+
+
+class CountDispatches(TorchDispatchMode):
+    """Counts the operations that torch dispatches: in an eager step about one launch each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def work_of(events: Iterable[Any]) -> dict[str, int]:
+    """Counts the work in the events of a `torch.profiler`.
+
+    Returns:
+        `launches`: calls of the host that put work into a stream. The replay of a CUDA graph is one
+        call. `kernels`: kernels that the device has run, also those of a replay.
+    """
+    found = Counter({"launches": 0, "kernels": 0})
+    for each in events:
+        if each.device_type == DeviceType.CPU:
+            found["launches"] += each.name.startswith(LAUNCHES)
+        elif not getattr(each, "is_user_annotation", False):
+            found["kernels"] += not each.name.startswith(("Memcpy", "Memset"))
+    return dict(found)
 
 
 def regression(seed: int = 0) -> tuple[torch.nn.Module, Any, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_kit.device import CUDA, DEVICE, NEEDS_CUDA, finish, regression
+from benchmarks.gpu_kit import device
+from benchmarks.gpu_kit.device import CUDA, finish, regression
 from healcore import Checkpoints, Healer
 from healcore.torch.driver import TorchDriver
 from healcore.torch.store import MemoryStore
@@ -32,6 +33,7 @@ def trained(*, harmed: bool) -> tuple[float, int, int]:
             store=Path(folder),
             loss_fn=loss_fn,
             checkpoints=Checkpoints(every=50),
+            attach={"compile": CUDA and harmed},
         ) as healer,
     ):
         for each in healer.batches([batch(number) for number in range(STEPS)]):
@@ -61,11 +63,12 @@ def rollback() -> dict[str, Any]:
 
 def snapshots() -> dict[str, Any]:
     """Saves, restores and copies of weights against one plain copy to pinned memory: ratios."""
-    side, count = (4096, 32) if CUDA else (256, 8)
+    side, count = (4096, 16) if CUDA else (256, 8)
     layers = [torch.nn.Linear(side, side, bias=False) for _ in range(count)]
-    model = torch.nn.Sequential(*layers).to(DEVICE)
+    model = torch.nn.Sequential(*layers).to(device.DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     params = [each.detach() for each in model.parameters()]
+    wanted = [each.cpu() if CUDA else each.clone() for each in params]
     pinned = [torch.empty(each.shape, pin_memory=CUDA) for each in params]
     store, step = MemoryStore(), [0]
     driver = TorchDriver({"model": model, "optimizer": optimizer}, "default")
@@ -79,11 +82,15 @@ def snapshots() -> dict[str, Any]:
         step[0] += 1
         store.save(step[0], {"model": model})
 
-    def wait() -> None:
-        store.wait()
-
     def restore() -> None:
         model.load_state_dict(store.restore(step[0], {"model": model}).state["model"])
+
+    def put_back() -> None:
+        driver._evaluation._write_weights(weights)  # pyright: ignore[reportPrivateUsage]
+
+    def check(what: str) -> None:
+        same = all(torch.equal(a.cpu(), b) for a, b in zip(params, wanted, strict=True))
+        assert same, f"{what}: other weights"
 
     def seconds(call: Callable[[], Any]) -> float:
         finish()
@@ -99,44 +106,89 @@ def snapshots() -> dict[str, Any]:
         began = time.perf_counter()
         save()
         blocked = time.perf_counter() - began
-        wait()
+        store.wait()
         taken = {"save, host blocked": blocked, "save": time.perf_counter() - began}
         taken["restore"] = seconds(restore)
         taken["copy of weights"] = seconds(driver.copy_weights)
-        taken["weights put back"] = seconds(lambda: driver._evaluation._write_weights(weights))  # pyright: ignore[reportPrivateUsage]
+        taken["weights put back"] = seconds(put_back)
         for name, value in taken.items():
             rows.setdefault(name, []).append(value / base)
         rows.setdefault("plain copy, s", []).append(base)
+    # Only now: the first saves allocate pinned memory, which may wait for the device.
+    with device.no_waits(asleep=True):
+        save()
+        for each in params:
+            each.zero_()  # the save must have read the weights of before
+    store.wait()
+    copies = store._ring.values()  # pyright: ignore[reportPrivateUsage]
+    assert all(copy.snapshot.pinned is CUDA for copy in copies), "the copies are not pinned"  # type: ignore[attr-defined]
+    restore()
+    check("saved and restored")
+    for each in params:
+        each.zero_()
+    put_back()
+    check("copied and put back")
     driver.close()
     nbytes = sum(each.nbytes for each in params)
     middle = {name: sorted(values[1:])[2] for name, values in rows.items()}
     return {"gigabytes": nbytes / 1e9, "ratios_to_plain_copy": middle}
 
 
+class Limited(torch.nn.Sequential):
+    """A model with memory for `fits` samples, where there is no CUDA."""
+
+    fits = 200
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The output; OutOfMemoryError for too many samples."""
+        if not CUDA and len(input) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. (none is there: simulated)")
+        return super().forward(input)
+
+
 def out_of_memory() -> dict[str, Any]:
-    """Memory that really runs out: the step is done again in parts, with the whole gradient."""
-    if not CUDA:
-        return NEEDS_CUDA
-    torch.cuda.set_per_process_memory_fraction(
-        3e9 / torch.cuda.get_device_properties(0).total_memory
+    """Memory runs out: the accumulation window is repeated in parts, with the whole gradient.
+
+    On CUDA the memory of the process is limited to 3 GB, and really runs out.
+    """
+    wide, samples = (8192, 80_000) if CUDA else (64, 800)
+    model = Limited(torch.nn.Linear(64, wide), torch.nn.Tanh(), torch.nn.Linear(wide, 1)).to(
+        device.DEVICE
     )
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 8192), torch.nn.Tanh(), torch.nn.Linear(8192, 1)
-    ).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    batch = torch.randn(80_000, 64, device=DEVICE)
+    small, large = (torch.randn(n, 64, device=device.DEVICE) for n in (100, samples))
+
+    def gradients() -> list[torch.Tensor]:
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    for each in (small, large):
+        for part in each.split(100):
+            (model(part).square().mean() * (len(part) / len(each))).backward()
+    wanted = gradients()
+    optimizer.zero_grad()
+    if CUDA:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 3e9 / total))
     sizes: list[int] = []
+    failed, found = 0, []
     state = {"model": model, "optimizer": optimizer}
-    with Healer("default", state=state) as healer:
-        for each in healer.batches([batch] * 3):
+    with Healer("default", state=state, attach={"compile": False}) as healer:
+        for number, each in enumerate(healer.batches([small, large] * 3)):
             for part in healer.microbatches(each):
                 with part:
                     loss = model(part.batch).square().mean()
                     healer.observe(loss)
                     (loss * part.weight).backward()
                     sizes.append(len(part.batch))
-            optimizer.step()
-            optimizer.zero_grad()
+                failed += part.failed
+            if number % 2:
+                found = found or gradients()
+                optimizer.step()
+                optimizer.zero_grad()
     assert healer.step == 3
-    assert max(sizes) < len(batch), "memory did not run out"
-    return {"samples": len(batch), "samples_in_a_part": max(sizes)}
+    assert failed > 0, "memory did not run out"
+    assert max(sizes) < len(large), "the parts are not smaller"
+    for one, other in zip(found, wanted, strict=True):
+        difference = float((one - other).norm() / other.norm())
+        assert difference < 1e-3, f"the gradient is not that of the whole window: {difference}"
+    return {"samples": len(large), "samples_in_a_part": max(sizes), "failed_parts": failed}

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_kit.device import CUDA, DEVICE, regression
-from healcore.torch import HealingCallback, attach
+from healcore.torch import attach
 
 
 def huggingface() -> dict[str, Any]:
     """A Trainer with the callback, in bfloat16 on CUDA, with one batch whose loss is NaN."""
+    import accelerate  # the Trainer needs it
     import transformers
+
+    from healcore.torch import HealingCallback
 
     config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
     model = transformers.GPT2LMHeadModel(config)
@@ -46,7 +48,11 @@ def huggingface() -> dict[str, Any]:
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])  # type: ignore[arg-type]
         trainer.train()
     assert all(bool(torch.isfinite(each).all()) for each in model.parameters())
-    return {"transformers": transformers.__version__, "steps": trainer.state.global_step}
+    report = callback.report()
+    assert report is not None
+    assert report.counts["skips"] == 1, report.counts
+    versions = {"transformers": transformers.__version__, "accelerate": accelerate.__version__}
+    return {**versions, "steps": trainer.state.global_step, "skips": 1}
 
 
 def fsdp2() -> dict[str, Any]:
@@ -55,13 +61,10 @@ def fsdp2() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29571",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-    }
-    dist.init_process_group("nccl" if CUDA else "gloo")
+    if CUDA:
+        torch.cuda.set_device(0)
+    kind = "nccl" if CUDA else "gloo"
+    dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
         model, batch, loss_fn = regression()
         mesh = init_device_mesh(DEVICE.type, (1,))
@@ -75,6 +78,8 @@ def fsdp2() -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         assert heal.state_dict()["state"]["tally"]["skips"] == 1
+        assert all(bool(torch.isfinite(each.to_local()).all()) for each in model.parameters())  # type: ignore[operator]
+        assert heal.report().engine == ("device" if CUDA else "host"), heal.report()
         return {"engine": heal.report().engine, "skips": 1}
     finally:
         dist.destroy_process_group()

@@ -1,47 +1,209 @@
-"""The checks of a GPU still run, in their small form, and a failing one is reported as failed."""
+"""The checks of a GPU still run, in their small form, within a time, and can fail."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._C._autograd import DeviceType
 
-from benchmarks.gpu_kit.__main__ import CHECKS, run
+from benchmarks import figures
+from benchmarks.gpu_kit import __main__ as kit
+from benchmarks.gpu_kit.device import work_of
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with CUDA the kit itself runs: make gpu"
 )
+FOUND: dict[str, dict[str, Any]] = {
+    "decisions": {"policies": ["default", "pretraining", "autoclip"], "steps": 40},
+    "cuda_graph": {"outcome": "skipped", "why": "needs CUDA"},
+    "launches": {"tensors": 192},
+    "grad_scaler": {"overflows": 1},
+    "bfloat16": {"skips": 1},
+    "rollback": {"skips": 1},
+    "snapshots": {},
+    "out_of_memory": {"samples": 800, "samples_in_a_part": 200, "failed_parts": 2},
+    "protect": {"state": "same bits", "jax_device": "cpu"},
+    "heal_zclip": {"state": "same bits", "jax_device": "cpu"},
+    "jax_rollback": {"jax_device": "cpu"},
+    "huggingface": {"steps": 40, "skips": 1},
+    "fsdp2": {"engine": "host", "skips": 1},
+    "cost_25M": {"rounds": 3},
+}
+"""What each check finds on a CPU."""
 
 
-def kit(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "benchmarks.gpu_kit", *map(str, arguments)]
     return subprocess.run(program, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKS)
-def test_each_check_runs(name: str, tmp_path: Path):
-    found = run(name, tmp_path, 300)
-    needs_cuda = name in ("cuda_graph", "out_of_memory")
-    assert found["outcome"] == ("skipped" if needs_cuda else "passed"), found
+@pytest.mark.parametrize("name", [*kit.CHECKS, "cost_25M"])
+def test_each_check_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kit, "CHECKS", {n: c._replace(limit_s=280) for n, c in kit.CHECKS.items()})
+    found = kit.run(name, tmp_path, 300)
+    assert found == {"outcome": "passed", **found, **FOUND[name]}
+    if name == "launches":
+        counts = found["dispatches"]
+        print(f"operations of an eager step: {counts}")
+        assert 0 < counts["nothing"] < counts["clip_grad_norm_"] < counts["attach, eager"]
+    elif name.endswith("rollback"):
+        assert found["rollbacks"] >= 1
+    elif name == "snapshots":
+        assert min(found["ratios_to_plain_copy"].values()) > 0
+    elif name == "cost_25M":
+        names = {each["name"] for each in found["torch"]["steps"]}
+        assert {"adamw", "clip_grad_norm_ + adamw", "healcore default", "Healer default"} <= names
 
 
 def test_the_results_name_the_device(tmp_path: Path):
     file = tmp_path / "gpu.json"
-    done = kit("--json", file, "bfloat16", "cuda_graph")
+    done = run("--json", file, "bfloat16", "cuda_graph")
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     assert result["device"].startswith("CPU")
     assert [each["outcome"] for each in result["checks"].values()] == ["passed", "skipped"]
+    assert "1 passed, 1 skipped" in done.stdout
+    page = figures.gpu(file)
+    assert page.startswith(f"Run on {result['device']}")
+    assert "| `bfloat16` | passed | skips: 1 |" in page
 
 
-def test_a_check_that_fails_or_does_not_end_has_failed(tmp_path: Path):
-    found = run("decisions", tmp_path, 0.1)
+def test_all_checks_end_with_the_time(tmp_path: Path):
+    """No check is left out silently, and the largest come last."""
+    file = tmp_path / "gpu.json"
+    done = run("--seconds", 1, "--json", file)
+    assert done.returncode == 0, done.stderr
+    checks = json.loads(file.read_text())["checks"]
+    assert [*checks] == [*kit.CHECKS, "cost_25M"]
+    assert all(each == {"outcome": "not run", "why": "no time left"} for each in checks.values())
+    assert kit.TOTAL_S < 9 * 60
+    assert [*kit.COST.values()] == sorted(kit.COST.values())
+
+
+def test_a_check_is_stopped_when_the_time_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By the end of all checks it is not run, by its own limit it has failed."""
+    monkeypatch.setattr(kit, "LEAST_S", 0)
+    found = kit.run("decisions", tmp_path, 0.1)
+    assert found["outcome"] == "not run"
+    assert "no time left" in found["why"]
+    monkeypatch.setitem(kit.CHECKS, "decisions", kit.CHECKS["decisions"]._replace(limit_s=0.1))
+    found = kit.run("decisions", tmp_path, 100)
     assert found["outcome"] == "failed"
-    assert "not done" in found["error"]
-    done = kit("no_such_check")
+    assert "not done after 0 s" in found["error"]
+
+
+def test_a_stopped_check_leaves_no_process(tmp_path: Path):
+    file = tmp_path / "child"
+    child = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    program = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        f"begun = lambda: os.path.exists({str(file)!r}) and open({str(file)!r}).read()\n"
+        "while not begun(): time.sleep(0.1)\n"
+        "print('begun', flush=True)\n"
+    )
+    # It ends, and its child would not.
+    status, out, _ = kit.executed([sys.executable, "-c", program], 100)
+    assert (status, out) == (0, "begun\n")
+    while _runs(int(file.read_text())):  # killed, and not yet ended
+        time.sleep(0.05)
+    status, *_ = kit.executed([sys.executable, "-c", "import time; time.sleep(600)"], 0.1)
+    assert status is None
+
+
+def _runs(process: int) -> bool:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_an_unknown_check_is_an_error():
+    done = run("no_such_check")
     assert done.returncode == 2
+    assert "no such check: no_such_check" in done.stderr
+
+
+def test_without_jax_and_transformers_their_checks_are_skipped():
+    """A GPU machine may have torch alone. healcore's own packages are named if they are missing."""
+    program = (
+        "import sys\n"
+        "for name in ('jax', 'transformers', 'pytest', 'hypothesis'): sys.modules[name] = None\n"
+        "from benchmarks.gpu_kit.__main__ import run_one\n"
+        "for name in ('protect', 'huggingface', 'bfloat16'): run_one(name)\n"
+    )
+    status, out, err = kit.executed([sys.executable, "-c", program], 280)
+    assert status == 0, err
+    lines = [json.loads(line.removeprefix(kit.RESULT)) for line in out.splitlines()]
+    assert [each.get("why", each["outcome"]) for each in lines] == [
+        "jax is not installed",
+        "transformers is not installed",
+        "passed",
+    ]
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch):
+    assert kit.missing_packages() == []
+    monkeypatch.setattr(kit.importlib.util, "find_spec", lambda name: None)
+    assert {"numpy", "pydantic", "tomli-w", "tenacity", "torch"} <= {*kit.missing_packages()}
+
+
+def test_jax_takes_no_memory_of_torch_and_does_not_import_it():
+    assert kit.environment()["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    program = (
+        "import json, sys\n"
+        "from benchmarks.gpu_kit import in_jax\n"
+        "print(json.dumps([in_jax.protect(), 'torch' in sys.modules]))\n"
+    )
+    # As on a machine with a GPU that JAX does not see.
+    env = {**os.environ, "GPU_KIT_CUDA": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    found, has_torch = json.loads(done.stdout)
+    assert found["outcome"] == "skipped"
+    assert "JAX" in found["why"]
+    assert not has_torch
+
+
+def test_launches_and_kernels_are_counted_apart():
+    """A graph is one launch of many kernels; copies are launches, annotations are not."""
+    cpu, cuda = DeviceType.CPU, DeviceType.CUDA
+    events = [
+        SimpleNamespace(name=name, device_type=where, is_user_annotation=note)
+        for name, where, note in (
+            ("aten::add", cpu, False),
+            ("cudaLaunchKernel", cpu, False),
+            ("cuLaunchKernelEx", cpu, False),
+            ("cudaMemcpyAsync", cpu, False),
+            ("cudaGraphLaunch", cpu, False),
+            ("cudaDeviceSynchronize", cpu, False),
+            ("vectorized_elementwise_kernel", cuda, False),
+            ("triton_poi_fused_0", cuda, False),
+            ("Memcpy DtoH (Device -> Pinned)", cuda, False),
+            ("Memset (Device)", cuda, False),
+            ("Optimizer.step#AdamW.step", cuda, True),
+        )
+    ]
+    assert work_of(events) == {"launches": 4, "kernels": 2}
+
+
+def test_one_page_says_that_no_gpu_has_run_it():
+    """It says so until there are results."""
+    says = re.compile(r"(?:never|not)(?: been| yet)* (?:run|measured|tested) on an? GPU", re.I)
+    pages = [page for page in figures.pages() if page.parent.name != "decisions"]
+    found = [page.name for page in pages for _ in says.finditer(page.read_text())]
+    there = (figures.RESULTS / "gpu.json").exists()
+    assert found == ([] if there else ["gpu.md"])
+    assert says.search(figures.NEVER_ON_GPU)

@@ -85,7 +85,8 @@ def test_a_result_is_of_the_present_code(name):
 
 
 def test_every_result_file_is_checked():
-    assert {path.stem for path in figures.RESULTS.glob("*.json")} == {*figures.DEPENDS}
+    found = {path.stem for path in figures.RESULTS.glob("*.json")}
+    assert found - {"gpu"} == {*figures.DEPENDS}
 
 
 def test_healbench_is_of_the_present_code_and_so_is_its_page():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from typing import Any
 
@@ -16,6 +17,7 @@ from healcore.torch import attach, engines, namespace
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, snapshot
 from tests.torch.optimizer_cases import FUSED, NAN, Case, Where, host_and_device
+from tests.torch.sync_counter import CountSyncs
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))),
@@ -74,6 +76,21 @@ def test_the_compiled_engine_decides_as_the_eager_one():
         runs.append((snapshot(optimizer), heal.state_dict()))
     assert_same(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
+
+
+def test_a_step_within_a_dispatch_mode_runs_once_and_eagerly():
+    """As of a FLOP counter. Later steps are compiled again."""
+    case = Case("", torch.optim.AdamW, {"fused": True})
+    states = []
+    for counts in (False, True):
+        optimizer = case.build()
+        heal = attach(optimizer, policies.CUTS, engine="device", compile=True)
+        for i, factor in enumerate(FACTORS):
+            with CountSyncs() if counts and i in (0, 3) else contextlib.nullcontext():
+                case.step(optimizer, i, heal=heal, factor=factor)
+        assert heal.report().compiled
+        states.append(heal.state_dict())
+    assert states[0] == states[1]
 
 
 def test_a_compiler_that_fails_has_a_warning_and_eager_steps(monkeypatch: pytest.MonkeyPatch):
