@@ -100,7 +100,9 @@ def test_a_rollback_to_after_the_damage_repairs_nothing():
 def test_a_restart_before_the_rollback_loses_the_evidence():
     """Then a person repairs the damage: as under no policy."""
     cluster = dataclasses.replace(IS_DAMAGED, failures_per_rank_day=0.1)  # every 864 s
-    slow = dataclasses.replace(CARE, interval_s=60.0, rollbacks=((4000.0, 4100.0),))
+    slow = dataclasses.replace(
+        CARE, interval_s=60.0, rollbacks=((4000.0, 4100.0),), person_s=20_000.0
+    )
     person = dataclasses.replace(slow, rolled_back=0.0)
     found, error = mean(cluster, slow, "useful")
     assert found == pytest.approx(mean(cluster, person, "useful")[0], abs=4 * error)
@@ -119,7 +121,7 @@ def test_needless_rollbacks_cost_what_renewal_theory_says(per_step):
     alarms = dataclasses.replace(
         CARE, save_s=0.0, needless_per_step=per_step, needless_s=400.0, evidence_s=50.0
     )
-    found, error = mean(NOTHING_HAPPENS, alarms, "useful", 10)
+    found, error = mean(NOTHING_HAPPENS, alarms, "useful", 100)
     rate = per_step / NOTHING_HAPPENS.step_s
     assert found == pytest.approx((1 - rate * 400) / (1 + rate * 60), rel=1e-3, abs=4 * error)
     # The same as 1 / (1 + rate * cost), with the rate per second of lasting progress.
@@ -216,6 +218,7 @@ def test_the_parameters_are_those_of_the_raw_records(policy, committed):
             if math.isnan(ratio) or ratio > 1.02:
                 damaged, rolled = damaged + 1, rolled + (back > 0)
     found = committed[policy]
+    assert json.loads(json.dumps(parameters.measure(policy))) == json.loads(json.dumps(found))
     assert (found.damaged_runs, found.rolled_back_runs) == (damaged, rolled)
     assert (found.healthy_steps, found.needless) == (steps, needless)
     assert found.needless_steps == pytest.approx(undone / backs if backs else 0)
