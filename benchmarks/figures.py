@@ -48,7 +48,16 @@ DEPENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ),
         ("default", "pretraining", "aggressive", "conservative"),
     ),
-    "goodput": ("python -m benchmarks.goodput", ("benchmarks/goodput/simulation",), ()),
+    "recoveries": (
+        "python -m benchmarks.recoveries",
+        (*DECIDING, "adapters/torch/*", "adapters/torch/driver/**/*", "benchmarks/healbench/tasks"),
+        ("default", "pretraining"),
+    ),
+    "goodput": (
+        "python -m benchmarks.goodput",
+        ("benchmarks/goodput/simulation", "benchmarks/goodput/parameters"),
+        (),
+    ),
     "demo": (
         "python -m benchmarks.demo",
         (*HEALCORE, "healcore/demo", "healcore/runtime/incidents"),
@@ -57,7 +66,7 @@ DEPENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }
 """Result file -> its command, the code that its numbers depend on, and the policies that it uses.
 A path is a file without its suffix, a folder, or a pattern. The command's own code counts too."""
-INPUTS = {"goodput": ("detectors", "rollback")}
+INPUTS = {"goodput": ("recoveries", "rollback")}
 """Result file -> other result files that its command reads."""
 TEXTS = ("description", "references")
 """Keys of a policy file that decide nothing."""
@@ -411,25 +420,18 @@ def _goodput(part: str) -> str:
     return _table(tables(_result("goodput"))[part])
 
 
-def _saved_points() -> str:
-    """Points of goodput that `default` saves, smallest and largest, up to 16,384 ranks."""
-    from benchmarks.goodput.__main__ import PERSON
+def _person_minutes() -> str:
+    """Minutes until a person repairs, from which on `default` with a `loss_fn` gains."""
+    from benchmarks.goodput.__main__ import person_break_even
 
-    rows = [row for row in _result("goodput")["by_ranks"] if row["ranks"] <= 16_384]
-    shares = {(row["policy"], row["ranks"]): row["useful"] for row in rows}
-    points = [
-        100 * (share - shares[PERSON, ranks])
-        for (policy, ranks), share in shares.items()
-        if policy == "default"
-    ]
-    return f"{min(points):.1f} to {max(points):.1f}"
+    return f"{person_break_even(_result('goodput')) / 60:.0f} minutes"
 
 
 def _pauses() -> str:
-    """Seconds of a save and of a rollback."""
+    """Seconds of a save and of a restore."""
     from benchmarks.goodput.__main__ import pauses
 
-    return "a save {:.2f} s, a rollback {:.2f} s".format(*pauses(_result("goodput")))
+    return "a save {:.2f} s, a restore {:.2f} s".format(*pauses(_result("goodput")))
 
 
 def demo_short() -> str:
@@ -578,10 +580,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "detectors": detectors,
     "goodput.care": lambda: _goodput("care"),
     "goodput.ranks": lambda: _goodput("ranks"),
-    "goodput.saved": _saved_points,
+    "goodput.person": _person_minutes,
     "goodput.pauses": _pauses,
-    "goodput.intervals": lambda: _goodput("intervals"),
     "gpu": gpu,
+    "goodput.varied": lambda: _goodput("varied"),
     "demo": demo_short,
     "demo.table": demo_table,
     "demo.claims": demo_claims,

@@ -2,40 +2,42 @@
 
     python -m benchmarks.goodput [--quick] [--json FILE] [--figure FILE.png] [--ranks N ...]
 
-What the cluster does is assumed (the options below, each with its source); what healcore does is
-measured: how often and how soon each policy notices damage and how often it is wrong
-(results/detectors.json, recorded language-model runs), and what a save and a restore cost per byte
-(results/rollback.json).
+The behaviour of the cluster is assumed (the options below, each with its source). The behaviour of
+healcore is measured: what each policy does to damaged and to healthy runs (parameters.py), and what
+a save and a restore cost per byte (results/rollback.json).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import statistics
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import healcore.policy
 from benchmarks.goodput.figure import draw
-from benchmarks.goodput.simulation import Care, Cluster, Spent, simulate
+from benchmarks.goodput.parameters import POLICIES, Measured, measure
+from benchmarks.goodput.simulation import DAY, Care, Cluster, Spent, simulate
 from benchmarks.side_by_side import arguments, write_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-POLICIES = ("default", "pretraining", "aggressive", "conservative")
-DETECTED_AS = {"default": "pretraining"}
-"""Policy -> the policy whose detection it is assumed to have. `default` rolls back only if earlier
-weights are better, and recorded runs have no weights."""
 PERSON = "a person, no policy"
 RANKS = (8, 64, 512, 4096, 16_384, 100_000)
-INTERVALS = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400)
-LABELLED = ("llama_8b",)
-"""Recorded runs with labelled spikes and one row per step."""
-LANGUAGE_MODELS = ("llama_8b", "megatron_golden", "mlperf_other", "modded_nanogpt")
+VARIED = "`default`, `loss_fn`, stationary"
+"""Policy whose parameters are varied."""
+VARIED_RANKS = 16_384
+NEEDLESS = (0.0, 3e-6, 1e-5, 3e-5, 1e-4)
+"""Needless rollbacks per step."""
+PASS_SHARES = (0.0, 1 / 6, 1 / 3, 2 / 3, 1.0)
+"""Cost of a forward pass for evidence, as a share of a step."""
+PERSON_S = (3600.0, 7200.0, 14_400.0, 28_800.0)
+"""Seconds until a person has repaired a damage; the last is a night."""
 
 
 def main() -> None:
@@ -49,38 +51,76 @@ def main() -> None:
         step_s=options.step_s,
         restart_s=options.restart_s,
     )
-    cares = [_person(options), *(_policy(name, options) for name in POLICIES)]
-    run = partial(_average, days=options.days, seeds=options.seeds)
-    by_ranks, by_interval = [], []
-    with ProcessPoolExecutor() as pool:
+    measured = [measure(policy, options.damage_families) for policy in POLICIES]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        average = partial(_average, days=options.days, seeds=options.seeds)
+        by_ranks, varied = [], []
         for ranks in options.ranks:
             here = dataclasses.replace(cluster, ranks=ranks)
-            best = [dataclasses.replace(each, interval_s=young(here, each)) for each in cares]
-            by_ranks += [pool.submit(run, here, each) for each in best]
-            default = next(each for each in cares if each.name == "default")
-            every = [dataclasses.replace(default, interval_s=each) for each in INTERVALS]
-            by_interval += [pool.submit(run, here, each) for each in every]
-        rows = [each.result() for each in by_ranks]
-        intervals = [each.result() for each in by_interval]
-    result = {"options": _plain(options), "by_ranks": rows, "by_interval": intervals}
+            cares = (_person(options), *(_policy(each, options) for each in measured))
+            by_ranks += [
+                pool.submit(average, here, _at_best_interval(here, care)) for care in cares
+            ]
+        here = dataclasses.replace(cluster, ranks=VARIED_RANKS)
+        first = next(each for each in measured if each.policy == VARIED)
+        for labels, changed, given in _variations(first, options):
+            care = _person(given) if changed is None else _policy(changed, given)
+            varied.append((labels, pool.submit(average, here, _at_best_interval(here, care))))
+        result: dict[str, Any] = {
+            "options": _plain(options),
+            "parameters": [each._asdict() for each in measured],
+            "by_ranks": [_row(each) for each in by_ranks],
+            "varied": [labels | _row(each) for labels, each in varied],
+        }
     for table in tables(result).values():
         print("\n".join("| " + " | ".join(row) + " |" for row in table) + "\n")
-    print("A save keeps training waiting {:.2f} s, a rollback {:.2f} s.".format(*pauses(result)))
+    print("A save keeps training waiting {:.2f} s, a restore {:.2f} s.".format(*pauses(result)))
     write_json(options.json, result, "goodput")
     if options.figure:
-        draw(rows, intervals, options.figure)
+        draw(result, options.figure)
         print(f"written to {options.figure}")
 
 
-def young(cluster: Cluster, care: Care) -> float:
-    """The interval between checkpoints, in seconds, that loses least to crashes (Young 1974)."""
-    return max(math.sqrt(2 * care.save_s * cluster.mtbf_s), cluster.step_s)
+def _variations(
+    first: Measured, options: argparse.Namespace
+) -> Iterator[tuple[dict[str, Any], Measured | None, argparse.Namespace]]:
+    """One parameter changed at a time, for several shares of missed damages.
+
+    Yields the labels of the row, the parameters (None: a person alone), and the options.
+    """
+    for person_s in sorted({options.person_s, *PERSON_S}):
+        given = argparse.Namespace(**{**vars(options), "person_s": person_s})
+        yield {"varied": "person", "person_s": person_s}, None, given
+        yield {"varied": "measured", "person_s": person_s}, first, given
+    for missed in (0.0, 1 - first.rolled_back, 1.0):
+        runs = round((1 - missed) * first.damaged_runs)
+        changed = first._replace(rolled_back_runs=runs)
+        for rate in NEEDLESS:
+            needless = changed._replace(needless=rate * first.healthy_steps)
+            labels = {"varied": "needless", "missed": missed, "needless_per_step": rate}
+            yield labels, needless, options
+        for share in PASS_SHARES:
+            given = argparse.Namespace(**{**vars(options), "pass_share": share})
+            yield {"varied": "passes", "missed": missed, "pass_share": share}, changed, given
+
+
+def best_interval(cluster: Cluster, save_s: float) -> float:
+    """The interval between checkpoints, in seconds, that loses least (Young 1974).
+
+    A crash loses half an interval on average, and so does a damage that a person repairs.
+    """
+    per_second = cluster.damages_per_day / DAY + 1 / cluster.mtbf_s
+    return max(math.sqrt(2 * save_s / per_second), cluster.step_s)
+
+
+def _at_best_interval(cluster: Cluster, care: Care) -> Care:
+    return dataclasses.replace(care, interval_s=best_interval(cluster, care.save_s))
 
 
 def _options() -> argparse.Namespace:
     parser = arguments((__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--figure", type=Path, metavar="FILE", help="draw the two pictures of docs/goodput.md")
+    add("--figure", type=Path, metavar="FILE", help="draw the pictures of docs/goodput.md")
     add("--ranks", type=int, nargs="+", default=RANKS)
     add("--days", type=float, default=30.0, help="length of a run")
     add("--seeds", type=int, default=20, help="runs that are averaged")
@@ -89,6 +129,10 @@ def _options() -> argparse.Namespace:
     # An assumption. A hang lasts until NCCL's watchdog ends it: in torch 10 minutes by default.
     add("--hang-share", type=float, default=0.1)
     add("--hang-timeout-s", type=float, default=600.0)
+    # An assumption: a training step is a forward pass, and a backward pass of twice its cost.
+    add("--pass-share", type=float, default=1 / 3, help="cost of a forward pass, in steps")
+    add("--damage-families", nargs="+", default=["damage"], help="healbench's, as damage")
+    add("--jobs", type=int, help="processes (default: cores)")
     # About 20 loss spikes in PaLM 540B's training of 64 days (arXiv:2204.02311).
     add("--damages-per-day", type=float, default=20 / 64)
     # Until a NaN was resolved, on average (ByteRobust, arXiv:2509.16293).
@@ -117,26 +161,22 @@ def _person(options: argparse.Namespace) -> Care:
         interval_s=0.0,
         save_s=_seconds("memory, save", "MemoryStore.save", gigabytes),
         hang_timeout_s=options.hang_timeout_s,
-        noticed=0.0,
-        notice_s=0.0,
-        rollback_s=_seconds("memory, restore", "MemoryStore.restore", gigabytes),
+        restore_s=_seconds("memory, restore", "MemoryStore.restore", gigabytes),
         person_s=options.person_s,
     )
 
 
-def _policy(name: str, options: argparse.Namespace) -> Care:
-    scores = json.loads((RESULTS / "detectors.json").read_text())["scores"]
-    score = scores[f"healcore {DETECTED_AS.get(name, name)}: rollbacks"]
-    total = lambda groups, key: sum(score[group][key] for group in groups)  # noqa: E731
-    latencies = [score[group]["median_latency"] for group in LABELLED if score[group]["found"]]
-    lag = 1  # steps until the host reads a decision
+def _policy(measured: Measured, options: argparse.Namespace) -> Care:
+    step_s, pass_s = options.step_s, options.pass_share * options.step_s
     return dataclasses.replace(
         _person(options),
-        name=name,
-        noticed=total(LABELLED, "found") / total(LABELLED, "events"),
-        notice_s=(max(latencies, default=0) + lag) * options.step_s,
-        false_per_step=total(LANGUAGE_MODELS, "false_incidents") / total(LANGUAGE_MODELS, "rows"),
-        probation_s=healcore.policy.load(name).rollback.probation * options.step_s,
+        name=measured.policy,
+        rolled_back=measured.rolled_back,
+        rollbacks=tuple((wait * step_s, undone * step_s) for wait, undone in measured.rollbacks),
+        evidence_s=measured.passes_per_rollback * pass_s,
+        evidence_share=measured.passes_per_step * options.pass_share,
+        needless_per_step=measured.needless_per_step,
+        needless_s=measured.needless_steps * step_s,
     )
 
 
@@ -151,7 +191,12 @@ def _average(cluster: Cluster, care: Care, days: float, seeds: int) -> dict[str,
         "interval_s": care.interval_s,
         **means,
         "standard_error": error,
+        "each": [round(share, 6) for share in useful],
     }
+
+
+def _row(running: Future[dict[str, Any]]) -> dict[str, Any]:
+    return running.result()
 
 
 def _plain(options: argparse.Namespace) -> dict[str, Any]:
@@ -160,32 +205,135 @@ def _plain(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def pauses(result: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of a save and of a rollback for which training waits."""
+    """Seconds of a save and of a restore for which training waits."""
     care = _person(argparse.Namespace(**result["options"]))
-    return care.save_s, care.rollback_s
+    return care.save_s, care.restore_s
+
+
+def gain(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
+    """Mean of the difference in goodput, and its standard error: the seeds are paired."""
+    differences = [one - other for one, other in zip(row["each"], base["each"], strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences), error
+
+
+def break_even(result: dict[str, Any], varied: str, key: str, missed: float) -> float:
+    """Value of a harm at which the policy has the goodput of a person.
+
+    Zero if the policy has less at every value, infinite if the policy has more at every value.
+
+    Args:
+        result: of this command.
+        varied: `needless` or `passes`.
+        key: of the parameter in these rows.
+        missed: share of missed damages of these rows.
+    """
+    person = _person_row(result)
+    rows = [r for r in result["varied"] if r["varied"] == varied and r["missed"] == missed]
+    return _crossing([(row[key], -gain(row, person)[0]) for row in rows])
+
+
+def person_break_even(result: dict[str, Any]) -> float:
+    """Seconds until a person repairs, from which on the policy gains; otherwise as `break_even`."""
+    points = []
+    for row in result["varied"]:
+        if row["varied"] == "measured":
+            points.append((row["person_s"], gain(row, _person_row(result, row["person_s"]))[0]))
+    return _crossing(points)
+
+
+def _crossing(points: list[tuple[float, float]]) -> float:
+    """Where a rising curve crosses zero; 0 or infinity if it does so before or after all points."""
+    for (low, below), (high, above) in itertools.pairwise(points):
+        if below < 0 <= above:
+            return low + (high - low) * below / (below - above)
+    return math.inf if points[0][1] < 0 else 0.0
+
+
+def _person_row(result: dict[str, Any], person_s: float | None = None) -> dict[str, Any]:
+    person_s = person_s or result["options"]["person_s"]
+    rows = (row for row in result["varied"] if row["varied"] == "person")
+    return next(row for row in rows if row["person_s"] == person_s)
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """The tables of docs/goodput.md: `care`, `ranks` and `intervals`, each with its heading."""
-    options = argparse.Namespace(**result["options"])
-    care = [["policy", "damage noticed", "after", "wrong, per 10k steps", "known-good after"]]
-    for each in (_person(options), *(_policy(name, options) for name in POLICIES)):
-        noticed, after = f"{each.noticed:.0%}", f"{each.notice_s:.0f} s" if each.noticed else ""
-        wrong = f"{each.false_per_step * 1e4:.2f}"
-        if each.name == PERSON:
-            noticed, after, wrong = "100%", f"{each.person_s:.0f} s", "0"
-        care.append([f"`{each.name}`", noticed, after, wrong, f"{each.probation_s:.0f} s"])
-    ranks = [["ranks", "policy", "checkpoint every", "goodput", "lost", "saving", "down"]]
-    for row in result["by_ranks"]:
-        useful = f"{row['useful']:.2%} ± {1.96 * row['standard_error']:.2%}"
-        shares = [f"{row[name]:.2%}" for name in ("lost", "saving", "down")]
-        every = f"{row['interval_s']:.0f} s"
-        ranks.append([f"{row['ranks']:,}", f"`{row['policy']}`", every, useful, *shares])
-    intervals = [["ranks", *(f"{each} s" for each in INTERVALS)]]
-    for number in sorted({each["ranks"] for each in result["by_interval"]}):
-        shares = [each["useful"] for each in result["by_interval"] if each["ranks"] == number]
-        intervals.append([f"{number:,}", *(f"{each:.1%}" for each in shares)])
-    return {"care": care, "ranks": ranks, "intervals": intervals}
+    """The tables of docs/goodput.md: `care`, `ranks` and `varied`, each with its heading."""
+    measured = [Measured(**each) for each in result["parameters"]]
+    care = [
+        [
+            "policy",
+            "damages rolled back",
+            "after, steps",
+            "undone, steps",
+            "needless per 10k steps",
+            "forward passes per 1k steps",
+            "per rollback",
+        ]
+    ]
+    for each in measured:
+        waits, undone = zip(*each.rollbacks, strict=True) if each.rollbacks else ((), ())
+        low, high = each.rolled_back_interval
+        rate = each.needless_per_step
+        care.append(
+            [
+                each.policy,
+                f"{each.rolled_back_runs} of {each.damaged_runs} ({low:.0%} to {high:.0%})",
+                f"{statistics.median(waits):.0f}" if waits else "",
+                f"{statistics.median(undone):.0f}" if undone else "",
+                f"{rate * 1e4:.2f} ({_range(each.needless_interval, 1e4, 2)})",
+                f"{each.passes_per_step * 1e3:.0f} ({_range(each.passes_interval, 1e3, 0)})",
+                f"{each.passes_per_rollback:.0f}",
+            ]
+        )
+    names = list(dict.fromkeys(row["policy"] for row in result["by_ranks"]))
+    ranks = [["ranks", PERSON, *(f"{name}" for name in names if name != PERSON)]]
+    for number in dict.fromkeys(row["ranks"] for row in result["by_ranks"]):
+        rows = {row["policy"]: row for row in result["by_ranks"] if row["ranks"] == number}
+        person = rows.pop(PERSON)
+        cells = [f"{person['useful']:.2%}", *(_points(gain(row, person)) for row in rows.values())]
+        ranks.append([f"{number:,}", *cells])
+    return {"care": care, "ranks": ranks, "varied": _varied(result)}
+
+
+def _range(interval: tuple[float, float], factor: float, digits: int) -> str:
+    low, high = (f"{factor * each:.{digits}f}" for each in interval)
+    return f"{low} to {high}"
+
+
+def _points(difference: tuple[float, float]) -> str:
+    mean, error = difference
+    return f"{100 * mean:+.2f} ± {196 * error:.2f}"
+
+
+def _bound(value: float, largest: float) -> str:
+    return f"above {largest:.2f}" if math.isinf(value) else f"{value:.2f}" if value else "none"
+
+
+def _varied(result: dict[str, Any]) -> list[list[str]]:
+    """What a policy saves at `VARIED_RANKS`, and where it saves nothing any more."""
+    rows = [
+        [
+            "damages missed",
+            "gain",
+            "no gain from: needless per 10k steps",
+            "no gain from: cost of a forward pass",
+        ]
+    ]
+    person = _person_row(result)
+    for missed in dict.fromkeys(row["missed"] for row in result["varied"] if "missed" in row):
+        at = [row for row in result["varied"] if row.get("missed") == missed]
+        usual = next(r for r in at if r.get("pass_share") == result["options"]["pass_share"])
+        rate = break_even(result, "needless", "needless_per_step", missed)
+        share = break_even(result, "passes", "pass_share", missed)
+        rows.append(
+            [
+                f"{missed:.0%}",
+                _points(gain(usual, person)),
+                _bound(1e4 * rate, 1e4 * NEEDLESS[-1]),
+                _bound(share, PASS_SHARES[-1]),
+            ]
+        )
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""The simulation of long runs, against what can be computed by hand."""
+"""The simulation of long runs against closed forms, and its parameters against the raw records."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 
-from benchmarks.goodput.__main__ import young
+from benchmarks.goodput import __main__ as goodput
+from benchmarks.goodput import parameters
 from benchmarks.goodput.simulation import DAY, Care, Cluster, Spent, simulate
 
+RESULTS = Path(goodput.RESULTS)
 NOTHING_HAPPENS = Cluster(
     ranks=1000,
     failures_per_rank_day=0.0,
@@ -24,11 +29,10 @@ CARE = Care(
     interval_s=900.0,
     save_s=20.0,
     hang_timeout_s=600.0,
-    noticed=1.0,
-    notice_s=30.0,
-    rollback_s=10.0,
+    restore_s=10.0,
     person_s=5000.0,
-    probation_s=400.0,
+    rolled_back=1.0,
+    rollbacks=((30.0, 800.0),),
 )
 FAILS = dataclasses.replace(NOTHING_HAPPENS, failures_per_rank_day=5e-3)
 IS_DAMAGED = dataclasses.replace(NOTHING_HAPPENS, damages_per_day=4.0)
@@ -44,7 +48,7 @@ def test_without_failures_only_saving_takes_time():
     spent = simulate(NOTHING_HAPPENS, CARE, 10.0, 0)
     assert spent.useful == pytest.approx(900 / 920, rel=1e-3)
     assert spent.saving == pytest.approx(20 / 920, rel=1e-3)
-    assert spent.lost == spent.down == 0
+    assert spent.lost == spent.down == spent.evidence == 0
 
 
 @pytest.mark.parametrize("interval_s", [300.0, 900.0, 3600.0])
@@ -57,10 +61,13 @@ def test_crashes_cost_what_daly_has_computed(interval_s):
     assert found == pytest.approx(interval_s / took, abs=4 * error)
 
 
-def test_the_best_interval_is_youngs():
-    best = young(FAILS, CARE)
+@pytest.mark.parametrize("damages_per_day", [0.0, 8.0])
+def test_the_best_interval_loses_least(damages_per_day):
+    cluster = dataclasses.replace(FAILS, damages_per_day=damages_per_day)
+    person = dataclasses.replace(CARE, rolled_back=0.0, person_s=0.0)
+    best = goodput.best_interval(cluster, CARE.save_s)
     at = lambda factor: mean(  # noqa: E731
-        FAILS, dataclasses.replace(CARE, interval_s=best * factor), "useful"
+        cluster, dataclasses.replace(person, interval_s=best * factor), "useful"
     )[0]
     assert at(1) > max(at(1 / 4), at(4))
 
@@ -71,39 +78,224 @@ def test_a_hang_costs_the_timeout_too():
     assert hang / crash == pytest.approx(900 / 300, abs=0.1 + 4 * error)
 
 
-def test_damage_costs_what_was_trained_since_the_newest_good_checkpoint():
-    """The rollback comes 30 s later, to a checkpoint that was 400 s old, on average 450 s more."""
-    per_damage = CARE.notice_s + CARE.probation_s + CARE.interval_s / 2
+def test_a_damage_that_is_rolled_back_costs_the_undone_steps():
     found, error = mean(IS_DAMAGED, CARE, "lost", 10)
     # The two edges: a damage within the time of another one, and the rate per second of training.
-    assert found == pytest.approx(4.0 * per_damage / DAY, rel=0.05, abs=4 * error)
+    assert found == pytest.approx(4.0 * 800 / DAY, rel=0.05, abs=4 * error)
 
 
-def test_unnoticed_damage_waits_for_a_person():
-    person = dataclasses.replace(CARE, noticed=0.0)
+def test_a_missed_damage_waits_for_a_person():
+    person = dataclasses.replace(CARE, rolled_back=0.0)
     found, error = mean(IS_DAMAGED, person, "lost", 24)
     damages = 1 / (1 / 4.0 + (5000 + 450) / DAY)  # none while one is there
     assert found == pytest.approx(damages * (5000 + 450) / DAY, rel=0.05, abs=4 * error)
 
 
+def test_a_rollback_to_after_the_damage_repairs_nothing():
+    late = dataclasses.replace(CARE, rollbacks=((300.0, 200.0),))
+    person = dataclasses.replace(CARE, rolled_back=0.0)
+    assert mean(IS_DAMAGED, late, "useful")[0] <= mean(IS_DAMAGED, person, "useful")[0]
+
+
+def test_a_restart_before_the_rollback_loses_the_evidence():
+    """Then a person repairs the damage: as under no policy."""
+    cluster = dataclasses.replace(IS_DAMAGED, failures_per_rank_day=0.1)  # every 864 s
+    slow = dataclasses.replace(
+        CARE, interval_s=60.0, rollbacks=((4000.0, 4100.0),), person_s=20_000.0
+    )
+    person = dataclasses.replace(slow, rolled_back=0.0)
+    found, error = mean(cluster, slow, "useful")
+    assert found == pytest.approx(mean(cluster, person, "useful")[0], abs=4 * error)
+
+
 def test_damage_is_in_the_checkpoints_that_follow_it():
     """A crash alone does not heal it: the newest checkpoint may be damaged."""
     both = dataclasses.replace(IS_DAMAGED, failures_per_rank_day=5e-3)
-    never = dataclasses.replace(CARE, noticed=0.0, person_s=math.inf, interval_s=60.0)
+    never = dataclasses.replace(CARE, rolled_back=0.0, person_s=math.inf, interval_s=60.0)
     assert simulate(both, never, 10.0, 0).useful < 0.3
 
 
-def test_false_alarms_cost_too():
-    alarms = dataclasses.replace(CARE, false_per_step=1e-3)  # one in 5,000 s
-    found, error = mean(NOTHING_HAPPENS, alarms, "lost", 10)
-    share = (CARE.probation_s + CARE.interval_s / 2) / 5000
-    assert found == pytest.approx(share / (1 + 30 / 900), rel=0.08, abs=4 * error)
+@pytest.mark.parametrize("per_step", [1e-4, 1e-3])
+def test_needless_rollbacks_cost_what_renewal_theory_says(per_step):
+    """`useful` steps of a cycle 1 / rate - undone, in a time of 1 / rate + restore."""
+    alarms = dataclasses.replace(
+        CARE, save_s=0.0, needless_per_step=per_step, needless_s=400.0, evidence_s=50.0
+    )
+    found, error = mean(NOTHING_HAPPENS, alarms, "useful", 100)
+    rate = per_step / NOTHING_HAPPENS.step_s
+    assert found == pytest.approx((1 - rate * 400) / (1 + rate * 60), rel=1e-3, abs=4 * error)
+    # The same as 1 / (1 + rate * cost), with the rate per second of lasting progress.
+    lasting = rate / (1 - rate * 400)
+    assert found == pytest.approx(1 / (1 + lasting * (400 + 60)), rel=1e-3, abs=4 * error)
+
+
+def test_forward_passes_divide_the_goodput():
+    asks = dataclasses.replace(CARE, evidence_share=0.01)
+    with_, without = (simulate(IS_DAMAGED, each, 30.0, 3) for each in (asks, CARE))
+    assert with_.useful == pytest.approx(without.useful / 1.01, rel=1e-12)
+    assert with_.evidence == pytest.approx(0.01 / 1.01 * (1 - with_.saving - with_.down))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("rolled_back", (1.0, 0.7, 0.4, 0.0)),
+        ("needless_per_step", (0.0, 1e-5, 1e-4, 1e-3)),
+        ("evidence_share", (0.0, 0.01, 0.1)),
+        ("person_s", (4000.0, 8000.0, 40_000.0)),
+    ],
+)
+def test_more_of_a_harm_is_never_better(name, values):
+    cluster = dataclasses.replace(IS_DAMAGED, failures_per_rank_day=1e-3)
+    base = dataclasses.replace(CARE, rolled_back=0.5, needless_s=500.0)
+    shares = [mean(cluster, dataclasses.replace(base, **{name: v}), "useful")[0] for v in values]
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_failures_and_damages_are_the_same_under_every_policy():
+    """Without damages and alarms, policies that differ only in evidence have the same crashes."""
+    one, other = (
+        simulate(FAILS, dataclasses.replace(CARE, rolled_back=share), 30.0, 0) for share in (0, 1)
+    )
+    assert one == other
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_shares_are_a_whole(seed):
     both = dataclasses.replace(IS_DAMAGED, failures_per_rank_day=5e-2, hang_share=0.3)
-    spent = simulate(both, dataclasses.replace(CARE, false_per_step=1e-3, noticed=0.5), 20.0, seed)
+    care = dataclasses.replace(
+        CARE, needless_per_step=1e-3, needless_s=700.0, rolled_back=0.5, evidence_share=0.02
+    )
+    spent = simulate(both, care, 20.0, seed)
     assert sum(spent) == pytest.approx(1)
     assert min(spent) > 0
     assert isinstance(spent, Spent)
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def _lines(arm: str) -> dict[tuple[str, str, int], dict]:
+    """The records of an arm, read without `Store`."""
+    found = {}
+    for path in (RESULTS / "healbench" / "runs").glob(f"*/{arm}.jsonl"):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if row.get("status", "done") == "done":
+                found[path.parent.name, row["task"], row["seed"]] = row
+    return found
+
+
+def _value(row: dict) -> float:
+    return float(row.get("metric", row.get("metric_text", "nan")))
+
+
+@pytest.fixture(scope="module")
+def committed():
+    result = json.loads((RESULTS / "goodput.json").read_text())
+    return {each["policy"]: parameters.Measured(**each) for each in result["parameters"]}
+
+
+@pytest.mark.parametrize("policy", parameters.POLICIES)
+def test_the_parameters_are_those_of_the_raw_records(policy, committed):
+    """Counted a second time, from the lines of the files."""
+    from benchmarks.healbench.running import suite
+
+    arm, calm = parameters.POLICIES[policy]
+    runs, off = _lines(arm), _lines("nothing")
+    kinds = {(f, t.name): t for f in ("torch", "jax") for t in suite(f).tasks.values()}
+    damaged = rolled = steps = needless = undone = backs = 0
+    for (framework, name, seed), row in runs.items():
+        task, back = kinds[framework, name], row.get("rollbacks", 0)
+        if task.kind == "healthy":
+            undone += row["steps"] - off[framework, name, seed]["steps"] if back else 0
+            backs += back
+            if not calm or task.family in calm:
+                steps, needless = steps + row["steps"], needless + back
+        elif task.family == "damage":
+            plain, undamaged = off[framework, name, seed], off[framework, task.reference, seed]
+            ratio = _value(plain) / _value(undamaged)
+            if math.isnan(ratio) or ratio > 1.02:
+                damaged, rolled = damaged + 1, rolled + (back > 0)
+    found = committed[policy]
+    assert json.loads(json.dumps(parameters.measure(policy))) == json.loads(json.dumps(found))
+    assert (found.damaged_runs, found.rolled_back_runs) == (damaged, rolled)
+    assert (found.healthy_steps, found.needless) == (steps, needless)
+    assert found.needless_steps == pytest.approx(undone / backs if backs else 0)
+
+
+def test_repeated_runs_are_the_recorded_runs():
+    rows = json.loads(parameters.RECOVERIES.read_text())
+    for row in (*rows["rollbacks"], *rows["healthy"]):
+        record = _lines(row["arm"])["torch", row["task"], row["seed"]]
+        assert (row["iterations"], row["rollbacks"]) == (
+            record["steps"],
+            record.get("rollbacks", 0),
+        ), row
+    for row in rows["rollbacks"]:
+        assert row["fault"] <= row["rollback"]
+        assert row["target"] < row["rollback"]
+
+
+def test_every_recorded_rollback_of_a_damage_is_repeated():
+    from benchmarks.healbench.running import suite
+
+    rows = json.loads(parameters.RECOVERIES.read_text())["rollbacks"]
+    tasks = suite("torch").tasks
+    expected = {
+        (arm, name, seed)
+        for arm, _ in parameters.POLICIES.values()
+        for (framework, name, seed), row in _lines(arm).items()
+        if framework == "torch" and tasks[name].family == "damage" and row.get("rollbacks")
+    }
+    assert {(row["arm"], row["task"], row["seed"]) for row in rows} == expected
+
+
+def test_wilson_is_the_root_of_the_score_equation():
+    for count, trials in ((0, 50), (3, 400_000), (29, 49), (49, 49)):
+        for bound in parameters.wilson(count, trials):
+            off = abs(count / trials - bound) - 1.96 * math.sqrt(bound * (1 - bound) / trials)
+            assert off == pytest.approx(0, abs=1e-7)
+
+
+def test_the_bootstrap_of_equal_tasks_has_no_width():
+    assert parameters.bootstrap([(3, 5)] * 8) == pytest.approx((0.6, 0.6))
+    low, high = parameters.bootstrap([(0, 5), (5, 5)] * 8)
+    assert 0.2 < low < 0.5 < high < 0.8
+
+
+def test_the_simulation_uses_the_parameters(committed):
+    options = argparse.Namespace(
+        step_s=6.0, pass_share=0.5, gigabytes_per_rank=4.0, hang_timeout_s=600.0, person_s=1.0
+    )
+    measured = next(iter(committed.values()))
+    care = goodput._policy(measured, options)
+    assert care.rolled_back == measured.rolled_back_runs / measured.damaged_runs
+    assert care.needless_per_step == measured.needless / measured.healthy_steps
+    assert care.evidence_share == pytest.approx(measured.passes_per_step * 3.0 / 6.0)
+    assert care.rollbacks[0] == tuple(6.0 * each for each in measured.rollbacks[0])
+
+
+def test_break_even_is_interpolated():
+    person = [
+        {"varied": "person", "person_s": seconds, "each": [0.5, 0.6]} for seconds in (1.0, 9.0)
+    ]
+    rows = [
+        {"varied": "passes", "missed": 0.0, "pass_share": share, "each": [0.5 + g, 0.6 + g]}
+        for share, g in ((0.0, 0.02), (1.0, -0.02))
+    ]
+    ours = [
+        {"varied": "measured", "person_s": seconds, "each": [0.5 + g, 0.6 + g]}
+        for seconds, g in ((1.0, -0.01), (9.0, 0.03))
+    ]
+
+    def at(*some: dict) -> float:
+        result = {"options": {"person_s": 1.0}, "varied": [*person, *some]}
+        return goodput.break_even(result, "passes", "pass_share", 0.0)
+
+    assert at(*rows) == pytest.approx(0.5)
+    assert at(rows[0]) == math.inf
+    assert at(rows[1]) == 0
+    assert goodput.person_break_even({"options": {}, "varied": [*person, *ours]}) == pytest.approx(
+        3
+    )

@@ -43,6 +43,7 @@ ARMS: dict[str, Callable[[Problem], Training]] = {
     **{f"attach_{name}": functools.partial(Attached, policy=name) for name in PRESETS},
     "healer": Healed,
     "healer_ask": functools.partial(Healed, ask=True),
+    "healer_pretraining": functools.partial(Healed, policy="pretraining"),
     "attach_clip": functools.partial(Attached, policy=CLIPPED),
     "healer_clip": functools.partial(Healed, policy=CLIPPED),
     "healer_ask_clip": functools.partial(Healed, policy=CLIPPED, ask=True),

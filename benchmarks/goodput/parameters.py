@@ -1,0 +1,169 @@
+"""What a policy does to damaged and to healthy runs: measured on the runs of healbench.
+
+The records (benchmarks/results/healbench/runs) have the rollbacks and the metric of each run. When
+the Healer rolls back and how many forward passes it makes is in benchmarks/results/recoveries.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.healbench.__main__ import RUNS, SEEDS
+from benchmarks.healbench.comparing import MARGIN, OFF
+from benchmarks.healbench.running import DONE, Job, Result, Store, suite
+
+RECOVERIES = Path(__file__).resolve().parents[1] / "results" / "recoveries.json"
+STATIONARY = ("stationary", "likelihoods")
+"""Families whose data and objective stay the same, without heavy tails."""
+POLICIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "`default`, `loss_fn`": ("healer_ask", ()),
+    "`default`, `loss_fn`, stationary": ("healer_ask", STATIONARY),
+    "`default`": ("healer", ()),
+    "`pretraining`": ("healer_pretraining", ()),
+    "`pretraining`, stationary": ("healer_pretraining", STATIONARY),
+}
+"""Name of a policy here -> arm of healbench, and the families of healthy tasks (empty: all)."""
+Z = 1.96
+"""Of a 95 % interval."""
+
+
+class Measured(NamedTuple):
+    """The parameters of one policy. Times are in optimizer steps, intervals have 95 %."""
+
+    policy: str
+    damaged_runs: int
+    """Runs with a lasting damage: without healcore they end worse than the undamaged run."""
+    rolled_back_runs: int
+    """Of the damaged runs."""
+    rolled_back_interval: tuple[float, float]
+    """Of the share; bootstrap over tasks, because the seeds of a task are alike."""
+    rollbacks: list[tuple[int, int]]
+    """Steps from the damage to the first rollback, and steps that the rollback undoes."""
+    healthy_runs: int
+    healthy_steps: int
+    needless: int
+    """Rollbacks of the healthy runs."""
+    needless_interval: tuple[float, float]
+    """Of the rate per step (Wilson)."""
+    needless_steps: float
+    """Mean of the steps that a needless rollback undoes, less the steps whose batches it skips, in
+    the healthy tasks of all families; 0 without a needless rollback."""
+    passes_per_step: float
+    """Forward passes for evidence in healthy runs."""
+    passes_interval: tuple[float, float]
+    """Bootstrap over tasks."""
+    passes_per_rollback: float
+    """Mean number of forward passes from a damage to its rollback."""
+
+    @property
+    def rolled_back(self) -> float:
+        """Share of the lasting damages that are rolled back."""
+        return self.rolled_back_runs / self.damaged_runs
+
+    @property
+    def needless_per_step(self) -> float:
+        """Rate of needless rollbacks."""
+        return self.needless / self.healthy_steps
+
+
+def measure(policy: str, families: Collection[str] = ("damage",)) -> Measured:
+    """Reads the parameters of a policy.
+
+    Args:
+        policy: a key of `POLICIES`.
+        families: families of healbench whose faults count as damage.
+    """
+    arm, calm = POLICIES[policy]
+    runs = list(_runs(Store(RUNS), arm))
+    everything = [(task, run, off) for task, run, off, _ in runs if task.kind == "healthy"]
+    healthy = [run for task, run, _ in everything if not calm or task.family in calm]
+    undone = [(run.steps - off.steps, run.rollbacks) for _, run, off in everything if run.rollbacks]
+    damaged = [
+        run
+        for task, run, off, undamaged in runs
+        if task.family in families and undamaged is not None and _worse(off, undamaged)
+    ]
+    needless = sum(run.rollbacks for run in healthy)
+    steps = sum(run.steps for run in healthy)
+    watched = json.loads(RECOVERIES.read_text())
+    first = [row for row in watched["rollbacks"] if row["arm"] == arm]
+    tasks = suite("torch").tasks
+    asked = [
+        row
+        for row in watched["healthy"]
+        if row["arm"] == arm and (not calm or tasks[row["task"]].family in calm)
+    ]
+    per_task = [(row["forward_passes"], row["steps"]) for row in asked]
+    return Measured(
+        policy=policy,
+        damaged_runs=len(damaged),
+        rolled_back_runs=sum(run.rollbacks > 0 for run in damaged),
+        rolled_back_interval=bootstrap(_by_task(damaged)),
+        rollbacks=[
+            (row["rollback"] - row["fault"], row["rollback"] - row["target"]) for row in first
+        ],
+        healthy_runs=len(healthy),
+        healthy_steps=steps,
+        needless=needless,
+        needless_interval=wilson(needless, steps),
+        needless_steps=_ratio(undone),
+        passes_per_step=_ratio(per_task),
+        passes_interval=bootstrap(per_task),
+        passes_per_rollback=_ratio([(row["forward_passes"], 1) for row in first]),
+    )
+
+
+def _runs(store: Store, arm: str) -> Iterable[tuple[Any, Result, Result, Result | None]]:
+    """The task, the run, the run without healcore, and the undamaged run without healcore."""
+    off = OFF.get(arm, "nothing")
+    for framework, seeds in SEEDS.items():
+        for task in suite(framework).tasks.values():
+            for seed in range(seeds):
+                run = store.read(Job(framework, task.name, arm, seed))
+                plain = store.read(Job(framework, task.name, off, seed))
+                undamaged = store.read(Job(framework, task.reference, off, seed))
+                if run is not None and plain is not None and run.status == DONE:
+                    yield task, run, plain, undamaged
+
+
+def _worse(off: Result, undamaged: Result) -> bool:
+    """Whether the damage lasts until the end; a metric that is not finite is worse."""
+    return not off.value <= undamaged.value * (1 + MARGIN / 100)
+
+
+def _by_task(runs: Iterable[Result]) -> list[tuple[float, float]]:
+    """Runs that are rolled back, and runs, of each task."""
+    tasks: dict[tuple[str, str], list[bool]] = {}
+    for run in runs:
+        tasks.setdefault((run.framework, run.task), []).append(run.rollbacks > 0)
+    return [(sum(each), len(each)) for each in tasks.values()]
+
+
+def _ratio(parts: Sequence[tuple[float, float]]) -> float:
+    """Sum over sum; 0 without parts."""
+    return sum(part for part, _ in parts) / (sum(whole for _, whole in parts) or 1)
+
+
+def bootstrap(parts: Sequence[tuple[float, float]], draws: int = 4000) -> tuple[float, float]:
+    """95 % interval of a sum over a sum, where the pairs are drawn with replacement."""
+    if not parts:
+        return 0.0, 0.0
+    pairs = np.array(parts, float)
+    chosen = np.random.default_rng(0).integers(len(pairs), size=(draws, len(pairs)))
+    parts_of, wholes = pairs[chosen].sum(axis=1).T
+    low, high = np.quantile(parts_of / wholes, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def wilson(count: int, trials: int) -> tuple[float, float]:
+    """95 % interval of a probability (Wilson 1927)."""
+    share, small = count / trials, Z**2 / trials
+    middle = share + small / 2
+    spread = Z * math.sqrt((share * (1 - share) + small / 4) / trials)
+    return max(0.0, (middle - spread) / (1 + small)), (middle + spread) / (1 + small)
