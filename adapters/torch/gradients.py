@@ -49,7 +49,8 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     batches: dict[tuple[object, ...], dict[int, Tensor]] = {}
     for i, grad in enumerate(grads):
-        grad = local(grad)
+        if type(grad) is not Tensor:
+            grad = local(grad)
         if grad.layout is not torch.strided:
             grad = (grad.coalesce() if grad.is_sparse else grad).values()
         dtype = grad.dtype
