@@ -214,10 +214,10 @@ class HostEngine(_StatefulEngine):
             self._programs[present] = record(self.engine.step, self.state, signals)
         return self._programs[present]
 
-    def pending_record(self) -> PendingRecord:
-        """The last step's record, read from the immutable state."""
+    def pending_record(self, name: str = "") -> PendingRecord:
+        """The last step's record, read from the immutable state. `name` is the optimizer's name."""
         state = self.state
-        return _ReadOnce(lambda: step_record.to_host(step_record.numbers(state)))
+        return _ReadOnce(lambda: step_record.to_host(step_record.numbers(state), name))
 
     def grow(self, groups: int) -> None:
         """See `DeviceEngine.grow`."""
@@ -317,13 +317,13 @@ class DeviceEngine(_StatefulEngine):
             cut=(((decision.action & Action.CUT_LR) > 0) & ~skip).to(torch.float32),
         ), decision
 
-    def pending_record(self) -> PendingRecord:
+    def pending_record(self, name: str = "") -> PendingRecord:
         """The last step's record. Starts its copy to the host, as one tensor."""
         values = step_record.numbers(self.state)
         ints, floats = values[: step_record.INTS], values[step_record.INTS :]
         packed = [n.to(torch.int32) for n in ints] + [x.view(torch.int32) for x in floats]
         copy = AsyncCopy(torch.stack(packed))
-        return _ReadOnce(lambda: step_record.unpack(copy.read()))
+        return _ReadOnce(lambda: step_record.unpack(copy.read(), name))
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d tensors on the device; copies, because the state is written in place."""
