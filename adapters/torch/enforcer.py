@@ -49,7 +49,8 @@ class Enforcer:
 
     def amp_flags(self) -> tuple[Tensor | None, Tensor | None]:
         """A GradScaler's `(grad_scale, found_inf)` for this step: 0-d float32, or None."""
-        scale, found = (vars(self._optimizer).get(name) for name in ("grad_scale", "found_inf"))
+        values = vars(self._optimizer)
+        scale, found = values.get("grad_scale"), values.get("found_inf")
         return (
             scale if isinstance(scale, Tensor) else None,
             found if isinstance(found, Tensor) else None,

@@ -12,7 +12,6 @@ therefore compiled into a few kernels.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
@@ -74,11 +73,32 @@ class DeviceOrder(NamedTuple):
         return HostOrder(bool(found_inf > 0), float(scale), float(lr_scale), groups, bool(cut))
 
 
+_CUT_LR = int(Action.CUT_LR)  # operations on an IntFlag take microseconds
+
 READ_EVERY = 10
 """Steps between two reads of a device engine's flags. The host does not wait for the flags."""
 
 PendingRecord = Callable[[], StepRecord]
 """Reads the record of a judged step. Waits until the record is on the host."""
+
+
+class _ReadOnce:
+    """A `PendingRecord` that keeps its record: the next step's record reads this step's number.
+
+    `functools.cache` would take as long to create as the record takes to read.
+    """
+
+    __slots__ = ("_read", "_record")
+
+    def __init__(self, read: PendingRecord) -> None:
+        self._read: PendingRecord | None = read
+        self._record: StepRecord | None = None
+
+    def __call__(self) -> StepRecord:
+        if self._record is None:
+            assert self._read is not None
+            self._record, self._read = self._read(), None  # drops the engine's state
+        return self._record
 
 
 class _StatefulEngine:
@@ -191,7 +211,7 @@ class HostEngine(_StatefulEngine):
             grad_scale=float(decision.grad_scale),
             lr_scale=float(decision.lr_scale),
             group_scale=None if group_scale is None else np.asarray(group_scale),
-            cut=bool(decision.action & Action.CUT_LR) and not skip,
+            cut=bool(int(decision.action) & _CUT_LR) and not skip,
         )
 
     def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> float:
@@ -214,11 +234,10 @@ class HostEngine(_StatefulEngine):
             self._programs[present] = record(self.engine.step, self.state, signals)
         return self._programs[present]
 
-    def pending_record(self) -> PendingRecord:
-        """The last step's record, read from the immutable state."""
+    def pending_record(self, name: str = "") -> PendingRecord:
+        """The last step's record, read from the immutable state. `name` is the optimizer's name."""
         state = self.state
-        # Cached, because the next step's record also reads this step's number.
-        return functools.cache(lambda: step_record.to_host(step_record.numbers(state)))
+        return _ReadOnce(lambda: step_record.to_host(step_record.numbers(state), name))
 
     def grow(self, groups: int) -> None:
         """See `DeviceEngine.grow`."""
@@ -354,10 +373,10 @@ class DeviceEngine(_StatefulEngine):
             cut=(((decision.action & Action.CUT_LR) > 0) & ~skip).to(torch.float32),
         ), decision
 
-    def pending_record(self) -> PendingRecord:
+    def pending_record(self, name: str = "") -> PendingRecord:
         """The last step's record. Starts its copy to the host, as one tensor."""
         records = self._alerts.last(self.state)
-        return lambda: records()[-1]
+        return _ReadOnce(lambda: records()[-1]._replace(engine=name))
 
     def alert_flags(self) -> tuple[int, int]:
         """See `HostEngine.alert_flags`."""

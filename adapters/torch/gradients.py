@@ -46,17 +46,20 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
 
     Gradients may be dense or sparse, on any device and of any dtype.
     """
+    if grads and all(map(_is_small, grads)):  # of many models; saves half of the time per tensor
+        return [*_foreach_norm(grads, 2)]
     found: dict[int, Tensor] = {}
     batches: dict[tuple[object, ...], dict[int, Tensor]] = {}
     for i, grad in enumerate(grads):
-        grad = local(grad)
+        if type(grad) is not Tensor:
+            grad = local(grad)
         if grad.layout is not torch.strided:
             grad = (grad.coalesce() if grad.is_sparse else grad).values()
         dtype = grad.dtype
         if dtype.is_complex:
             grad = torch.view_as_real(grad)
             dtype = grad.dtype
-        if grad.is_cpu and (dtype in _HALVES or grad.numel() > CHUNK):
+        if grad.is_cpu and (grad.numel() > CHUNK or dtype in _HALVES):
             found[i] = _norm_in_pieces(grad)
         else:
             batches.setdefault((grad.device, dtype), {})[i] = grad
@@ -146,6 +149,17 @@ def _values(grad: Tensor) -> Tensor:
     if grad.layout is torch.strided:
         return grad
     return grad._values() if grad.is_sparse else grad.values()
+
+
+def _is_small(grad: Tensor) -> bool:
+    """Whether a gradient is a dense float32 tensor on a CPU, of up to `CHUNK` elements."""
+    return (
+        grad.dtype is torch.float32
+        and type(grad) is Tensor
+        and grad.is_cpu
+        and grad.numel() <= CHUNK
+        and grad.layout is torch.strided
+    )
 
 
 def _norm_in_pieces(grad: Tensor) -> Tensor:

@@ -141,6 +141,8 @@ class IncidentLog:
 
     def _log_ignored_orders(self) -> None:
         """Logs orders that the loop has not answered before its next step."""
+        if not self._open_orders:
+            return
         orders, self._open_orders = self._open_orders, Action(0)
         for order, answer in _ANSWERS.items():
             if not orders & order:

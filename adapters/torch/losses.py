@@ -55,6 +55,8 @@ class LossMean:
 
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros((), dtype=torch.float32, device=device)
+        self._on_host = self._total.numpy() if self._total.is_cpu else None
+        """The memory of the sum, or None on an accelerator."""
         self._count = 0
         self._weight = 0.0
 
@@ -73,6 +75,8 @@ class LossMean:
                 number *= math.inf  # `fill_` would raise, but any other cast gives infinity
             if self._count:
                 self._total.add_(number)
+            elif self._on_host is not None:
+                self._on_host.fill(number)
             else:
                 self._total.fill_(number)
         elif self._count:

@@ -211,11 +211,9 @@ class Measurer:
     def measure_dropped(self, groups: int, *, alone: bool) -> Measurement | None:
         """Measures a step that a GradScaler skipped without calling the optimizer.
 
-        None if there is no such step, or no need to judge it. Drops its losses. Uses its loss only
-        if the rank decides `alone`. A sync on an accelerator, like the GradScaler's own decision.
+        None if there is no need to judge it. Drops its losses. Uses its loss only if the rank
+        decides `alone`. A sync on an accelerator, like the GradScaler's own decision.
         """
-        if not self.dropped.found():
-            return None
         self._add_seen()
         loss = self.losses.mean() if alone else None
         to_judge = self.overflows.count_dropped()
@@ -299,10 +297,17 @@ def _may_be_state_init(optimizer: Optimizer) -> bool:
 
 def read(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Converts 0-d and 1-d float32 tensors to NumPy. One sync on an accelerator, none on a CPU."""
-    if all(t is None or t.is_cpu for t in tensors):
-        # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
-        return [None if t is None else t.numpy()[()].copy() for t in tensors]
-    return read_in_one_copy(tensors)
+    values: list[Any] = []
+    for t in tensors:
+        if t is None:
+            values.append(None)
+        elif t.is_cpu:
+            # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
+            array = t.numpy()
+            values.append(array.copy() if array.ndim else array[()])
+        else:
+            return read_in_one_copy(tensors)
+    return values
 
 
 def read_in_one_copy(tensors: Sequence[Tensor | None]) -> list[Any]:

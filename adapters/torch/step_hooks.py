@@ -103,9 +103,13 @@ class StepHooks:
             optimizer.register_step_post_hook(after),
         ]
 
-    @torch.no_grad()
     def judge_dropped(self) -> None:
         """See `Healing.judge_dropped`."""
+        if self.measurer.dropped.found():
+            self._judge_dropped()
+
+    @torch.no_grad()
+    def _judge_dropped(self) -> None:
         alone = self.all_reduce.world == 1
         measured = self.measurer.measure_dropped(self._groups, alone=alone)
         if measured is None:
@@ -143,10 +147,12 @@ class StepHooks:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The pre-hook: judges the step, or wraps a closure to judge after its backward pass."""
+        has_raised = self.open_step.is_open  # unless this step is nested
         if not self.open_step.enter():
             return None  # step() of a subclass called super().step()
         self.measurer.dropped.find_scaler(self.open_step.frame)
-        self.restore()  # a step that raised had no post-hook
+        if has_raised:  # a step that raised had no post-hook
+            self.restore()
         if self._cleared.before_step(optimizer):
             self.on_problem(NOT_CLEARED)
         self._judged = self._turned_nonfinite = False

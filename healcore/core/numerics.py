@@ -86,6 +86,14 @@ def shared(x: Any, *, xp: Any) -> Any:
     return xp.shared(x) if hasattr(xp, "shared") else x
 
 
+def with_slot(values: Any, slot: Any, value: Any, *, xp: Any) -> Any:
+    """Returns `values` (..., n) with `value` (...) at index `slot` (...) of the last axis."""
+    if hasattr(xp, "with_slot"):
+        return xp.with_slot(values, slot, value)
+    here = xp.arange(values.shape[-1]) == slot[..., None]
+    return xp.where(here, value[..., None], values)
+
+
 def as_float(count: Any, *, xp: Any) -> Any:
     """Converts an int32 counter to float32; exact below 2**24."""
     return xp.astype(count, xp.float32)

@@ -108,7 +108,7 @@ class Tape:
 
     float32, int32, bool = host.float32, host.int32, host.bool
     arange = staticmethod(host.arange)
-    isfinite = _called(host.isfinite)
+    with_slot = _called(host.with_slot)
     sqrt = _called(host.sqrt)
     sum = _called(host.sum)
     cumsum = _called(host.cumsum)
@@ -128,6 +128,8 @@ class Tape:
             return host.where(condition, a, b)
         samples = [_sample(each) for each in (condition, a, b)]
         a, b = _like(a, samples[2]), _like(b, samples[1])
+        if a is b:
+            return a
         same = type(_sample(a)) is type(_sample(b))
         if not same or any(isinstance(each, np.ndarray) for each in samples):
             return self.call(host.where, condition, a, b)
@@ -139,9 +141,18 @@ class Tape:
 
     def astype(self, x: Any, dtype: Any) -> Any:
         """As `host.astype`; for a bool it records a conditional, which is faster."""
-        if isinstance(_sample(x), np.bool_) and isinstance(x, Value):
+        kind = type(x.sample) if isinstance(x, Value) else None
+        if kind is np.bool_:
             return self.where(x, dtype(1), dtype(0))
+        if kind is host.int32 and dtype is host.float32:
+            return self.add("{} + float({})", lambda zero, x: zero + float(x), host.ZERO, x)
         return self.call(host.astype, x, dtype)
+
+    def isfinite(self, x: Any) -> Any:
+        """As `host.isfinite`."""
+        if not isinstance(x, Value) or isinstance(x.sample, np.ndarray):
+            return self.call(host.isfinite, x)
+        return self.add("abs({}) <= {}", lambda x, most: x.__abs__() <= most, x, host.MAX)
 
     def asarray(self, x: Any) -> Any:
         """As `host.asarray`, for constants."""

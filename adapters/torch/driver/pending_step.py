@@ -102,14 +102,14 @@ class Recorder:
         self._before = int(self.healing.live_engine.state.step)
 
     def _record(self, norms: StepNorms) -> None:
-        record = self.healing.live_engine.pending_record()
+        record = self.healing.live_engine.pending_record(self.name)
         marks = self.healing.hooks.all_reduce.last_marks
         self._pending.add(PendingEntry(self, record, self._before, norms, marks))
         self._before = record
 
     def read(self, entry: PendingEntry) -> StepRecord:
         """The record of an entry. A record with a cause has evidence, which takes a sync."""
-        record = entry.record()._replace(engine=self.name)
+        record = entry.record()
         before = entry.before if isinstance(entry.before, int) else entry.before().step
         if record.step == before:
             # A GradScaler has skipped this step: the state has the previous step's record.

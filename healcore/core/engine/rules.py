@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core import numerics
 from healcore.core.engine.config import RuleConfig
 from healcore.core.signals import Observed
 
@@ -59,8 +60,8 @@ def update(
     fired = hit & (streak >= config.consecutive)
     window = state.window
     if config.within:
-        slot = xp.arange(config.within) == (step % config.within)[..., None]
-        window = xp.where(slot, xp.astype(hit, xp.int32)[..., None], window)
+        slot, value = step % config.within, xp.astype(hit, xp.int32)
+        window = numerics.with_slot(window, slot, value, xp=xp)
         fired = fired & (xp.sum(window, axis=-1) >= config.count)
     fresh = fired & (state.age >= quiet_steps)
     age = xp.where(fired, 0, xp.where(state.age < _NEVER, state.age + 1, state.age))

@@ -53,7 +53,7 @@ class RunMetrics:
             if record.judged and (last is None or last.step != record.step):
                 counts["clips"] += record.grad_scale < 1 and not record.skip
                 counts["skips"] += record.skip
-                counts["lr_cuts"] += bool(record.action & Action.CUT_LR)
+                counts["lr_cuts"] += bool(record.action and record.action & Action.CUT_LR)
                 counts["alarms"] += record.cause != 0
             self._last[record.engine] = record
 
