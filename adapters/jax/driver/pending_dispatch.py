@@ -54,12 +54,10 @@ class PendingReadback:
         if self._read is None:
             packed, self._read = np.asarray(self._packed), []
             for shape, tensors in self._shapes:
-                (steps, orders), packed = packed[:2].tolist(), packed[2:]
-                records, packed = np.split(packed, [math.prod(shape)])
-                norms, packed = np.split(packed, [tensors])
-                counts = StepCounts(steps, orders)
-                read = Readback(counts, records.reshape(shape), norms.view(np.float32))
-                self._read.append(read)
+                end = 2 + math.prod(shape)
+                counts, records = StepCounts(*packed[:2].tolist()), packed[2:end].reshape(shape)
+                norms, packed = packed[end : end + tensors], packed[end + tensors :]
+                self._read.append(Readback(counts, records, norms.view(np.float32)))
         return self._read
 
 
@@ -128,9 +126,11 @@ class Dispatch:
 
     def _check_continues(self, engine: EngineEntry, before: Readback, after: Readback) -> None:
         now, then = after.counts.steps, before.counts.steps
+        if now > min(then, self.count):
+            return
         seen = [last_record(each.records, now)[_SEEN].tobytes() for each in (before, after)]
         # A step that is not judged, or that the caller skips, does not change the record.
-        if now <= min(then, self.count) and (now < then or seen[0] != seen[1]):
+        if now < then or seen[0] != seen[1]:
             raise HealStateError(
                 f'the optimizer state of "{engine.name}" was reset, with step {now} after '
                 f"step {then}: tx.init(params) within the loop loses the moments, "
@@ -148,7 +148,8 @@ class Dispatch:
         for row in rows:
             record = step_record.unpack(row, engine.name)
             if record.step == after.counts.steps:  # norms of earlier steps are overwritten
-                record = record._replace(evidence=self._evidence(engine, record, after.norms))
+                found = self._evidence(engine, record, after.norms)
+                record = record._replace(evidence=found) if found else record
             steps[(record.step - 1 - before.counts.steps) * len(steps) // moved].append(record)
         for records in steps:
             if not any(each.engine == engine.name for each in records):
