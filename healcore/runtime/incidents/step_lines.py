@@ -40,6 +40,8 @@ class StepLines:
         self, step: StepResult, incident: IncidentRecord | None, *, is_new: bool, skips: int
     ) -> None:
         """Logs a line about a step if it is due. `skips` counts the run's skips up to this step."""
+        if not is_new and not any(each.cause or each.action or each.skip for each in step.records):
+            return
         skips_before = skips - sum(bool(each.skip) for each in step.records)
         outside_before = self._alarms_outside
         record = max(step.records, key=_weight, default=None)

@@ -301,12 +301,14 @@ class IncidentMonitor:
         Other changes have no event: the multiplier may change at every step of a ramp, and while
         the schedule is above a limit.
         """
-        if record.action & Action.SOFT_STEP:
+        if record.action and record.action & Action.SOFT_STEP:
             return  # `lr_scale` applies to this step only, and the alarm's event has it
         now = record.lr_scale
         before = self._lr_scale.get(record.engine, 1.0)
         self._lr_scale[record.engine] = now
         self._lr_scale_before[record.engine] = before
+        if now == before:
+            return
         cut = bool(record.action & Action.CUT_LR)
         if cut and now < before:
             why = "the policy cuts it"
