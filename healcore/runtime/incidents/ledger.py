@@ -101,8 +101,8 @@ class Ledger:
             last = self.last_incident
             if not self.open and last is not None:
                 last.over = True
-            lasting = reduce(or_, (int(each.cause) for each in records), 0) & LASTING
-            return self._watch(index, lasting)
+            lasting = reduce(or_, (int(each.cause) for each in records), 0) & int(LASTING)
+            return self._watch(index, lasting) if lasting or self.incidents else None
         self.unhealthy.append(index)
         skip = any(each.skip for each in records)
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
@@ -191,6 +191,8 @@ class Ledger:
 
     def forget(self, before: int) -> None:
         """Drops unhealthy steps before a step, except consecutive ones up to the newest step."""
+        if not self.unhealthy:
+            return
         before = min(before, self.first_consecutive(self.next_step - 1))
         del self.unhealthy[: bisect.bisect_left(self.unhealthy, before)]
 
