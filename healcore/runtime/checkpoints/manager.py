@@ -212,8 +212,9 @@ class CheckpointManager:
         if ledger.open:
             return
         self._verify(self._probation_passed(ledger), ledger)
-        # A rollback needs the steps since the newest known-good checkpoint.
-        ledger.forget(min([self.good or 0, *self.catalog.on_probation]))
+        if ledger.unhealthy:
+            # A rollback needs the steps since the newest known-good checkpoint.
+            ledger.forget(min([self.good or 0, *self.catalog.on_probation]))
 
     def verify_due(self, ledger: Ledger, *, before: int) -> None:
         """Verifies all checkpoints whose probation was over at step `before`. Waits. Collective.

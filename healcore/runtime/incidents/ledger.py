@@ -9,8 +9,6 @@ import bisect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import reduce
-from operator import or_
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
@@ -92,17 +90,19 @@ class Ledger:
                 self.unhealthy.append(index)
             return None
         self.open = any(each.incident_open for each in records)
-        cause = 0
+        cause = alerts = 0
         for each in records:
             # An alert alone (a clipped gradient spike) opens no incident.
             if each.incident_open or each.skip:
                 cause |= int(each.cause)
+            alerts |= int(each.cause)
         if not cause:
+            if not self.incidents and not alerts:
+                return None  # most steps of most runs
             last = self.last_incident
             if not self.open and last is not None:
                 last.over = True
-            lasting = reduce(or_, (int(each.cause) for each in records), 0) & int(LASTING)
-            return self._watch(index, lasting) if lasting or self.incidents else None
+            return self._watch(index, alerts & LASTING)
         self.unhealthy.append(index)
         skip = any(each.skip for each in records)
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
@@ -191,8 +191,6 @@ class Ledger:
 
     def forget(self, before: int) -> None:
         """Drops unhealthy steps before a step, except consecutive ones up to the newest step."""
-        if not self.unhealthy:
-            return
         before = min(before, self.first_consecutive(self.next_step - 1))
         del self.unhealthy[: bisect.bisect_left(self.unhealthy, before)]
 

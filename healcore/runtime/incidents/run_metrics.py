@@ -47,16 +47,13 @@ class RunMetrics:
     def add(self, records: Iterable[StepRecord]) -> None:
         """Adds the records of one step."""
         for record in records:
-            counts = self._counts.get(record.engine)
-            if counts is None:
-                counts = self._counts[record.engine] = dict.fromkeys(COUNTS, 0)
+            counts = self._counts.setdefault(record.engine, dict.fromkeys(COUNTS, 0))
             last = self._last.get(record.engine)
             # A step that a GradScaler skipped is not judged, and repeats the previous record.
             if record.judged and (last is None or last.step != record.step):
                 counts["clips"] += record.grad_scale < 1 and not record.skip
                 counts["skips"] += record.skip
-                if record.action:
-                    counts["lr_cuts"] += bool(record.action & Action.CUT_LR)
+                counts["lr_cuts"] += bool(record.action and record.action & Action.CUT_LR)
                 counts["alarms"] += record.cause != 0
             self._last[record.engine] = record
 

@@ -40,13 +40,11 @@ class StepLines:
         self, step: StepResult, incident: IncidentRecord | None, *, is_new: bool, skips: int
     ) -> None:
         """Logs a line about a step if it is due. `skips` counts the run's skips up to this step."""
-        if not is_new and not any(each.cause or each.action or each.skip for each in step.records):
+        if not any(each.cause or each.action or each.skip for each in step.records):
             return
         skips_before = skips - sum(bool(each.skip) for each in step.records)
         outside_before = self._alarms_outside
-        record = max(step.records, key=_weight, default=None)
-        if record is None:
-            return
+        record = max(step.records, key=_weight)
         if incident is None and record.cause:
             self._alarms_outside += 1
         if (
