@@ -29,6 +29,8 @@ class Contender:
     """The timed work; must have finished when it returns."""
     prepare: Callable[[], Any] = lambda: None
     """Untimed preparation before each step."""
+    steps: int = 1
+    """Steps of one call of `step`. Times are of one step."""
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Timing:
     median_ms: float
     ratio: float
     """Median over rounds of this step over the reference's step."""
+    extra_ms: float = 0.0
+    """Median over rounds of this step less the reference's step, in milliseconds."""
 
 
 def interleave(
@@ -60,13 +64,14 @@ def interleave(
             start = time.perf_counter()
             each.step()
             if number >= warmup:
-                times[each.name].append(time.perf_counter() - start)
+                times[each.name].append((time.perf_counter() - start) / each.steps)
     base = times[reference]
     return [
         Timing(
             name,
             statistics.median(taken) * 1e3,
             statistics.median(a / b for a, b in zip(taken, base, strict=True)),
+            statistics.median(a - b for a, b in zip(taken, base, strict=True)) * 1e3,
         )
         for name, taken in times.items()
     ]

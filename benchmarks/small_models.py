@@ -9,6 +9,7 @@ last. All variants run interleaved in one process; ratios are over the step with
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
@@ -23,7 +24,7 @@ SIZES = (64, 96, 40, 10)
 """Widths of the net: about 10,000 parameters."""
 BATCH = 32
 AT_ONCE = 20
-"""Steps that are timed together: one is too short for a clock."""
+"""Steps that are timed together, because one step is too short for a clock."""
 SKIPPED = 10
 """First steps of a Trainer's run, which are not timed."""
 
@@ -82,7 +83,7 @@ def bench_torch(rounds: int) -> dict[str, Any]:
                 optimizer.step()
                 after()
 
-        return Contender(name, step)
+        return Contender(name, step, steps=AT_ONCE)
 
     names = ("no clip", "clip_grad_norm_", "healcore default", "Healer default")
     return {
@@ -90,7 +91,7 @@ def bench_torch(rounds: int) -> dict[str, Any]:
             [contender(name, kind == "whole step") for name in names],
             "clip_grad_norm_",
             rounds,
-            f"torch {torch.__version__}, AdamW, {AT_ONCE} times the {kind}",
+            f"torch {torch.__version__}, AdamW, {kind}",
         )
         for kind in ("optimizer step", "whole step")
     }
@@ -110,33 +111,48 @@ def bench_jax(rounds: int) -> dict[str, Any]:
         (0.1 * jax.random.normal(next(keys), (a, b)), jnp.zeros(b)) for a, b in pairwise(SIZES)
     ]
 
-    def loss_of(weights: Any) -> Any:
+    def loss_of(weights: Any, batch: Any) -> Any:
         hidden = batch
         for at, (matrix, bias) in enumerate(weights):
             hidden = hidden @ matrix + bias
             hidden = jax.nn.relu(hidden) if at == 0 else hidden
         return jnp.mean((hidden - target) ** 2)
 
-    some_loss, some_grads = jax.value_and_grad(loss_of)(first)
+    some_loss, some_grads = jax.value_and_grad(loss_of)(first, batch)
 
     def contender(name: str, tx: Any, whole: bool) -> Contender:
         tx = optax.with_extra_args_support(tx)
 
-        def update(weights: Any, state: Any) -> Any:
-            loss, grads = jax.value_and_grad(loss_of)(weights) if whole else (some_loss, some_grads)
-            updates, state = tx.update(grads, state, weights, value=loss)
-            return optax.apply_updates(weights, updates), state
+        def update(state: Any, batch: Any) -> Any:
+            weights, memory = state
+            loss, grads = (
+                jax.value_and_grad(loss_of)(weights, batch) if whole else (some_loss, some_grads)
+            )
+            updates, memory = tx.update(grads, memory, weights, value=loss)
+            return optax.apply_updates(weights, updates), memory
 
-        compiled = jax.jit(update, donate_argnums=(0, 1))
+        compiled = jax.jit(update, donate_argnums=0)
         weights = jax.tree.map(jnp.copy, first)
-        memory = [weights, jax.jit(tx.init)(weights)]
+        state = (weights, jax.jit(tx.init)(weights))
 
         def step() -> None:
+            nonlocal state
             for _ in range(AT_ONCE):
-                memory[:] = compiled(*memory)
-            jax.block_until_ready(memory)
+                state = compiled(state, batch)
+            jax.block_until_ready(state)
 
-        return Contender(name, step)
+        def healed_step() -> None:
+            for _, each in zip(range(AT_ONCE), batches, strict=False):
+                healer.update(compiled(healer.state, each))
+            jax.block_until_ready(healer.state)
+
+        if name != "Healer default":
+            return Contender(name, step, steps=AT_ONCE)
+        healer = healcore.Healer(
+            "default", state=state, checkpoints=healcore.Checkpoints(every=10**9)
+        ).__enter__()
+        batches = healer.batches(itertools.repeat(batch), epochs=None)
+        return Contender(name, healed_step, steps=AT_ONCE)
 
     adamw = optax.adamw(1e-4)
     made = {
@@ -144,15 +160,22 @@ def bench_jax(rounds: int) -> dict[str, Any]:
         "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1.0), adamw),
         "heal_zclip": optax.chain(healcore.jax.heal_zclip(), adamw),
         "protect, default": healcore.jax.protect(adamw, "default"),
+        "Healer default": healcore.jax.protect(adamw, "default"),
+    }
+    pair = ("protect, default", "Healer default")
+    tables = {
+        "optimizer step": ("clip_by_global_norm", made),
+        "whole step": ("clip_by_global_norm", made),
+        "whole step, beyond protect": (pair[0], {name: made[name] for name in pair}),
     }
     return {
         kind: timings(
-            [contender(name, tx, kind == "whole step") for name, tx in made.items()],
-            "clip_by_global_norm",
+            [contender(name, tx, kind != "optimizer step") for name, tx in some.items()],
+            reference,
             rounds,
-            f"JAX {jax.__version__}, AdamW, jitted and donated, {AT_ONCE} times the {kind}",
+            f"JAX {jax.__version__}, AdamW, jitted and donated, {kind}",
         )
-        for kind in ("optimizer step", "whole step")
+        for kind, (reference, some) in tables.items()
     }
 
 

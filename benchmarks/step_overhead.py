@@ -355,10 +355,10 @@ def bench_jax(params: int, tensors: int, rounds: int, warmup: int) -> dict[str, 
 def report(title: str, timings: list[Timing], syncs: dict[str, int] | None = None) -> None:
     """One table on standard output."""
     print(f"\n{title}")
-    head = f"{'step':32s} {'median ms':>10s} {'ratio':>7s}"
+    head = f"{'step':32s} {'median ms':>10s} {'ratio':>7s} {'extra ms':>9s}"
     print(head + (f" {'syncs':>6s}" if syncs else ""))
     for each in timings:
-        line = f"{each.name:32s} {each.median_ms:10.3f} {each.ratio:7.3f}"
+        line = f"{each.name:32s} {each.median_ms:10.3f} {each.ratio:7.3f} {each.extra_ms:9.3f}"
         print(line + (f" {syncs[each.name]:6d}" if syncs else ""))
 
 

@@ -105,14 +105,15 @@ class JaxDriver:
             return
         before, self._live.state = self._live.state, state
         try:
-            self._live.check()
-            states = self._states()
+            if self._live.check():
+                self._states()  # raises if a state of another class has replaced a healing state
             if self._edit_is_new:  # one sync, in the first update after an edit
-                self._edit_is_new = any(each != self._edit for each in in_state.edits(states))
+                edits = in_state.edits(self._states())
+                self._edit_is_new = any(each != self._edit for each in edits)
                 if self._edit_is_new:
                     raise HealStateError(_STALE)
         except HealStateError:
-            self._live.state = before
+            self._live.state, self._live.checked = before, None
             raise
 
     def on_step(self, call: Callable[[], None]) -> None:
@@ -125,9 +126,11 @@ class JaxDriver:
         Every new state counts as a step. If no engine has judged the step (optax.MultiSteps), which
         only the device knows, `StepRecord.step` does not change.
         """
-        if self._all_polled():
+        states = self._states()
+        counters = _counters_of(states)
+        if not differ(counters, self._last_counters):
             return None
-        before, self._readback = self._readback, self._read_back(self._readback)
+        before, self._readback = self._readback, self._read_back(self._readback, states)
         if self._step is not None:
             self._stride = self._step.steps_read or self._stride
         # One sync, at the first dispatch only. A wrong number of steps (the last dispatch of an
@@ -141,7 +144,7 @@ class JaxDriver:
             self._note_missing,
             bool if self._marks is None else self._marks.begin_dispatch(),
         )
-        self._last_counters = self._counters()
+        self._last_counters = counters
         self._stride = self._step.count
         return self._step
 
@@ -186,7 +189,8 @@ class JaxDriver:
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """Returns engine name -> `Engine.to_dict`. One sync."""
-        last = self._readback if self._all_polled() else self._read_back(self._readback)
+        polled, states = self._all_polled(), self._states()
+        last = self._readback if polled else self._read_back(self._readback, states)
         alerts = [each.alerts for each in last.read()]
         return in_state.dicts(self._engine, self._engines, self._live.read(), alerts)
 
@@ -357,8 +361,7 @@ class JaxDriver:
         return [in_state.at(roots, each.path) for each in self._engines]
 
     def _counters(self) -> list[Any]:
-        """The array with each engine's counters. Each step replaces these arrays."""
-        return [array_of(each.heal_ints) for each in self._states()]
+        return _counters_of(self._states())
 
     def _all_polled(self) -> bool:
         return not differ(self._counters(), self._last_counters)
@@ -388,11 +391,13 @@ class JaxDriver:
         )
 
     def _remember_step(self, alerts: Sequence[AlertState]) -> None:
-        self._readback = self._read_back(alerts)
+        self._readback = self._read_back(alerts, self._states())
         self._last_counters = self._counters()
 
-    def _read_back(self, before: PendingReadback | Sequence[AlertState]) -> PendingReadback:
-        return PendingReadback(self._states(), self._engine, self._engines, before)
+    def _read_back(
+        self, before: PendingReadback | Sequence[AlertState], states: Sequence[HealState]
+    ) -> PendingReadback:
+        return PendingReadback(states, self._engine, self._engines, before)
 
 
 _ARRAYS_ONLY = (
@@ -406,6 +411,11 @@ _STALE = (
     "healer.state. For a state that you have restored yourself: "
     "with_heal_state(without_heal_state(mine), like=healer.state)"
 )
+
+
+def _counters_of(states: list[HealState]) -> list[Any]:
+    """The array with each engine's counters. Each step replaces these arrays."""
+    return [array_of(each.heal_ints) for each in states]
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import jax
@@ -65,4 +66,4 @@ class GradientWindow:
 
 def differ(arrays: list[Any], others: list[Any]) -> bool:
     """Whether any array was replaced by another object."""
-    return any(a is not b for a, b in zip(arrays, others, strict=True))
+    return any(map(is_not, arrays, others))

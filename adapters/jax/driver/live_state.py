@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -45,7 +46,7 @@ class LiveState:
         tree = self.read()
         self._accumulates = bool(nodes(optax.MultiStepsState, tree))
         self._dtypes_and_shapes = _dtypes_and_shapes(tree)
-        self._checked: tuple[Any, list[Any]] | None = None
+        self.checked: tuple[Any, list[Any]] | None = None
         """Structure and abstract values of the last state that passed `check`, or None."""
 
     def read(self) -> Any:
@@ -64,16 +65,17 @@ class LiveState:
         """A tree that contains the parameters, for their names."""
         return self.state
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """Raises HealStateError unless the leaves have the first state's paths, shapes and dtypes.
 
-        First compares the `aval` objects, because a compiled step returns the same objects.
+        First compares the `aval` objects, because a compiled step returns the same objects. Returns
+        whether the structure or an `aval` differs from the last checked state.
         """
         tree = self.read()
         leaves, structure = jax.tree.flatten(tree)
-        found = structure, [getattr(leaf, "aval", None) or _abstract_value(leaf) for leaf in leaves]
-        if found == self._checked:
-            return
+        found = structure, _abstract_values(leaves)
+        if found == self.checked:
+            return False
         forms, wanted = _dtypes_and_shapes(tree), self._dtypes_and_shapes
         for index, part in enumerate(tree if isinstance(tree, tuple) else ()):
             if _dtypes_and_shapes(part) == wanted:
@@ -95,7 +97,8 @@ class LiveState:
                 "state from the step, and cast changed arrays, x.astype(old.dtype). For NumPy "
                 "arrays write `state = jax.tree.map(jnp.asarray, state)` before the Healer"
             )
-        self._checked = found
+        self.checked = found
+        return True
 
     def items(self) -> dict[str, Any]:
         """The items of a checkpoint by name, without healing states. Copies nothing."""
@@ -335,7 +338,17 @@ def _is_number(leaf: Any) -> bool:
     return type(leaf) in (bool, int, float)
 
 
-def _abstract_value(leaf: Any) -> tuple[Any, ...]:
+_aval = attrgetter("aval")
+
+
+def _abstract_values(leaves: list[Any]) -> list[Any]:
+    try:
+        return list(map(_aval, leaves))
+    except AttributeError:  # a number or a NumPy array
+        return [getattr(leaf, "aval", None) or _without_aval(leaf) for leaf in leaves]
+
+
+def _without_aval(leaf: Any) -> tuple[Any, ...]:
     return type(leaf), getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
 
 

@@ -79,15 +79,11 @@ class PendingReadback:
         if self._read is None:
             packed, found = np.asarray(self._packed), []
             for index, (shape, tensors) in enumerate(self._shapes):
-                (steps, orders), packed = packed[:2].tolist(), packed[2:]
-                records, packed = np.split(packed, [math.prod(shape)])
-                norms, packed = np.split(packed, [tensors])
-                counts, rows = StepCounts(steps, orders), records.reshape(shape)
-                found.append(
-                    Readback(
-                        counts, rows, norms.view(np.float32), *self._judge(index, counts, rows)
-                    )
-                )
+                end = 2 + math.prod(shape)
+                counts, records = StepCounts(*packed[:2].tolist()), packed[2:end].reshape(shape)
+                norms, packed = packed[end : end + tensors], packed[end + tensors :]
+                judged = self._judge(index, counts, records)
+                found.append(Readback(counts, records, norms.view(np.float32), *judged))
             self._read, self._before = found, ()  # frees the previous readback
         return self._read
 
@@ -177,9 +173,11 @@ class Dispatch:
 
     def _check_continues(self, engine: EngineEntry, before: Readback, after: Readback) -> None:
         now, then = after.counts.steps, before.counts.steps
+        if now > min(then, self.count):
+            return
         seen = [last_record(each.records, now)[_SEEN].tobytes() for each in (before, after)]
         # A step that is not judged, or that the caller skips, does not change the record.
-        if now <= min(then, self.count) and (now < then or seen[0] != seen[1]):
+        if now < then or seen[0] != seen[1]:
             raise HealStateError(
                 f'the optimizer state of "{engine.name}" was reset, with step {now} after '
                 f"step {then}: tx.init(params) within the loop loses the moments, "
@@ -193,7 +191,8 @@ class Dispatch:
         moved = after.counts.steps - before.counts.steps
         for record in after.steps:
             if record.step == after.counts.steps:  # norms of earlier steps are overwritten
-                record = record._replace(evidence=self._evidence(engine, record, after.norms))
+                found = self._evidence(engine, record, after.norms)
+                record = record._replace(evidence=found) if found else record
             steps[(record.step - 1 - before.counts.steps) * len(steps) // moved].append(record)
         for records in steps:
             if not any(each.engine == engine.name for each in records):

@@ -76,6 +76,8 @@ class Catalog:
         """Steps of checkpoints whose probation is over now, or at step `before`."""
         now = ledger.next_step if before is None else min(before, ledger.next_step)
         saves = [self._saves[step] for step in self.on_probation]
+        if not saves or now - saves[0].step < self._probation:
+            return []
         return probation_passed(
             saves, unhealthy=ledger.unhealthy, now=now, probation=self._probation
         )

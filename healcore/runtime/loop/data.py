@@ -227,7 +227,7 @@ class Data:
     @property
     def between_steps(self) -> bool:
         """Whether no batch was read since the last step: state and loader positions match."""
-        return not self.unused
+        return not self._ids.get(self._current)
 
     @property
     def unused(self) -> tuple[BatchId, ...]:
