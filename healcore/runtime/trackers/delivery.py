@@ -11,6 +11,7 @@ from typing import Any
 from healcore.core.step_record import StepRecord
 from healcore.events import fork_safety
 from healcore.events.log import now
+from healcore.runtime.cost import Cost
 from healcore.runtime.trackers.selection import Selection
 from healcore.runtime.trackers.tracker import TrackedRun, Tracker
 
@@ -61,6 +62,13 @@ class Trackers:
         values[f"{prefix}action"] = float(int(record.action))
         for delivery in self._deliveries:
             delivery.put(lambda tracker: tracker.metrics(step, dict(values)), MAX_PENDING)
+
+    def cost(self, step: int, cost: Cost) -> None:
+        """Sends the cost of healing after `step` steps, with the index of the last step."""
+        values = {f"heal/cost/{name}": float(value) for name, value in cost.known().items()}
+        index = max(0, step - 1)
+        for delivery in self._deliveries:
+            delivery.put(lambda tracker: tracker.metrics(index, dict(values)), MAX_PENDING)
 
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
         """Sends an event."""
