@@ -82,13 +82,13 @@ class Cost(NamedTuple):
         ]
         memory, disk = self.host_bytes, self.written_bytes
         parts = [
-            f"healing took {_short(100 * self.share)} % of {_short(self.seconds)} s: "
-            + ", ".join(f"{_short(each)} s {what}" for each, what in times if each),
+            *(f"{_short(each)} s {what}" for each, what in times if each),
             f"{self.host_syncs:,} host syncs" if self.host_syncs else "",
             f"{decimal(memory)} of host memory" if memory else "",
             f"{decimal(disk)} written" if disk else "",
         ]
-        return ", ".join(filter(None, parts))
+        whole = f"healing took {_short(100 * self.share)} % of {_short(self.seconds)} s"
+        return ": ".join(filter(None, (whole, ", ".join(filter(None, parts)))))
 
 
 def _short(number: float) -> str:

@@ -237,7 +237,7 @@ class Loop(Generic[AnySaver]):
                 return True
             self.saver.save(why)
             if len(self.log.trackers):
-                self.log.trackers.cost(self.data.step, self.cost())
+                self.log.trackers.cost(self.cost())
         return False
 
     def _roll_back_if_nonfinite(self, *, at_end: bool = False) -> bool:
@@ -325,7 +325,7 @@ class Loop(Generic[AnySaver]):
     def end_cost(self) -> None:
         """Sets `final_cost`, and sends it to the trackers."""
         self.final_cost = self.cost()
-        self.log.trackers.cost(self.data.step, self.final_cost)
+        self.log.trackers.cost(self.final_cost, last_step=max(0, self.data.step - 1))
 
     def warn(self, problem: str) -> None:
         """Reports a problem of the current step."""

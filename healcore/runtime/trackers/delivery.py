@@ -35,6 +35,8 @@ class Trackers:
         self._deliveries: list[_Delivery] = []
         self._problems: list[str] = []
         self._config: dict[str, Any] = {}
+        self._cost: dict[str, float] = {}
+        """Name -> value of the cost to send with the next step."""
         self._deadline: float | None = None
         """Value of `time.monotonic` at which waiting ends, or None before the first wait."""
         for selection in selected:
@@ -60,15 +62,18 @@ class Trackers:
         values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
+        self._send(step, values)
+
+    def cost(self, cost: Cost, *, last_step: int | None = None) -> None:
+        """Sends the cost of healing with the next step, or alone with the run's `last_step`."""
+        self._cost = {f"heal/cost/{name}": float(each) for name, each in cost.known().items()}
+        if last_step is not None:
+            self._send(last_step, {})
+
+    def _send(self, step: int, values: dict[str, float]) -> None:
+        values, self._cost = values | self._cost, {}
         for delivery in self._deliveries:
             delivery.put(lambda tracker: tracker.metrics(step, dict(values)), MAX_PENDING)
-
-    def cost(self, step: int, cost: Cost) -> None:
-        """Sends the cost of healing after `step` steps, with the index of the last step."""
-        values = {f"heal/cost/{name}": float(value) for name, value in cost.known().items()}
-        index = max(0, step - 1)
-        for delivery in self._deliveries:
-            delivery.put(lambda tracker: tracker.metrics(index, dict(values)), MAX_PENDING)
 
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
         """Sends an event."""

@@ -38,7 +38,7 @@ class Tracker(Protocol):
     """
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Receives the numbers of one optimizer step, or the cost of healing so far.
+        """Receives the numbers of one optimizer step, and in the end the cost of healing.
 
         Args:
             step: index of the step, from 0. Decreases after a rollback or a restart.
