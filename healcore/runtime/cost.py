@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-Part = Literal["training", "between_steps", "waits", "saves", "restores", "comparisons"]
-"""What the training thread does. `waits`: it waits for the numbers of a step, which the device is
-still computing."""
+Part = Literal["training", "between_steps", "saves", "restores", "comparisons"]
+"""What the training thread does."""
 
 
 class Cost(NamedTuple):
@@ -103,16 +102,22 @@ class Meter:
 
     def __init__(self) -> None:
         self.forward_passes = 0
-        self._seconds: dict[Part, float] = {}
+        self._seconds: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
+        self._waited = 0.0
         self._part: Part = "training"
         self._since = time.monotonic()
 
     def switch(self, part: Part, now: float) -> Part:
         """Begins a part at `now`, a value of `time.monotonic`. Returns the part that ends."""
         ended = self._part
-        self._seconds[ended] = self._seconds.get(ended, 0.0) + now - self._since
+        self._seconds[ended] += now - self._since
         self._part, self._since = part, now
         return ended
+
+    def exclude(self, seconds: float) -> None:
+        """Takes a wait for the device, which has just ended, out of the current part."""
+        self._since += seconds
+        self._waited += seconds
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:
@@ -128,10 +133,10 @@ class Meter:
         self.switch(self._part, time.monotonic())
         seconds = self._seconds
         return cost._replace(
-            seconds=sum(seconds.values()),
-            between_steps_s=seconds.get("between_steps", 0.0),
-            saves_s=seconds.get("saves", 0.0),
-            restores_s=seconds.get("restores", 0.0),
-            comparisons_s=seconds.get("comparisons", 0.0),
+            seconds=sum(seconds.values()) + self._waited,
+            between_steps_s=seconds["between_steps"],
+            saves_s=seconds["saves"],
+            restores_s=seconds["restores"],
+            comparisons_s=seconds["comparisons"],
             forward_passes=self.forward_passes,
         )

@@ -203,15 +203,14 @@ class Loop(Generic[AnySaver]):
 
     def _steps(self, *, all: bool) -> Iterator[tuple[StepResult, Rollback | None]]:
         """Yields the steps that are due with their orders, which the caller carries out."""
-        switch = self.meter.switch
-        outer = switch("waits", self.guard.watch())  # reading waits for the device
+        began = self.guard.watch()  # reading waits for the device
         for step in self.recovery.reader.due(all=all):
-            switch(outer, self.guard.pause())
+            self.meter.exclude(self.guard.pause() - began)
             order = self.recovery.process(step)
             self.ranks.read(step)
             yield step, order
-            outer = switch("waits", self.guard.watch())
-        switch(outer, self.guard.pause())
+            began = self.guard.watch()
+        self.guard.pause()
 
     def _rewind_if_applied(self, order: Rollback) -> bool:
         """Rewinds all parts to the checkpoint of an applied order. False for any other order."""
