@@ -160,7 +160,7 @@ def test_the_wait_for_a_step_is_no_cost(tmp_path, monkeypatch):
     assert cost.between_steps_s < 0.3
 
 
-UPDATE_CLIP = {"update_clip": {"z_threshold": 3.0}}
+UPDATE_CLIP: dict[str, Any] = {"update_clip": {"z_threshold": 3.0}}
 
 
 @pytest.mark.parametrize("clips_updates", [False, True])

@@ -85,8 +85,7 @@ def test_the_printed_page_has_everything(stopped, tmp_path):
     pdf, console = print_page(page_of(read_reports(stopped), tmp_path), tmp_path)
     assert console == ""
     assert pdf.startswith(b"%PDF")
-    # Five or six sheets of A4, the policy unfolded. Columns narrower than their text would need many
-    # more.
+    # Six sheets of A4, the policy unfolded. Columns narrower than their text would need many more.
     assert 3 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 6
 
 
