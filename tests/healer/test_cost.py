@@ -160,13 +160,11 @@ def test_the_wait_for_a_step_is_no_cost(tmp_path, monkeypatch):
     assert cost.between_steps_s < 0.3
 
 
-UPDATE_CLIP: dict[str, Any] = {"update_clip": {"z_threshold": 3.0}}
-
-
 @pytest.mark.parametrize("clips_updates", [False, True])
 def test_attach_alone(clips_updates):
     loop = loop_of("torch", Faults())
-    heal = attach(loop.optimizer, "default", **(UPDATE_CLIP if clips_updates else {}))
+    overrides: Any = {"update_clip": {"z_threshold": 3.0}} if clips_updates else {}
+    heal = attach(loop.optimizer, "default", **overrides)
     in_step = 0.0
     for number in range(10):
         inputs, targets = map(torch.from_numpy, loop.faults.batch(number))
