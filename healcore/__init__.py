@@ -22,6 +22,7 @@ __all__ = [
     "Cause",
     "CheckpointStore",
     "Checkpoints",
+    "Cost",
     "Cursor",
     "DataError",
     "Decision",

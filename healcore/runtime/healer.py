@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
@@ -24,6 +25,7 @@ from healcore.events.log import Log
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import check_keywords
+from healcore.runtime.cost import Cost
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit
@@ -368,8 +370,8 @@ class Healer(Generic[State]):
                 state before the last rollback or `expect_change`.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        self._driver_method("update", "in torch the state changes in place")(state)
-        self._live.after_update()
+        method = self._driver_method("update", "in torch the state changes in place")
+        self._live.update(partial(method, state))
         return self.state
 
     @property
@@ -443,6 +445,15 @@ class Healer(Generic[State]):
         """
         return self._loop.recovery.monitor.metrics.values()
 
+    def stats(self) -> Cost:
+        """What healing has cost this process so far, or in total after the block. No device sync.
+
+            print(healer.stats())
+
+        The same numbers are in the event `end`, in the report and, as `heal/cost/...`, in trackers.
+        """
+        return self._loop.cost()
+
     @property
     def events(self) -> Log:
         """Writer of the events file."""
@@ -462,6 +473,7 @@ class Healer(Generic[State]):
             driver=loop.driver,
             counts={"shrinks": loop.memory.sizes.used},
             postmortem=postmortem if is_written else None,
+            cost=loop.cost(),
             error=self._error,
         )
 

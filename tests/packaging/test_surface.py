@@ -18,6 +18,7 @@ SURFACE = {
         "Cause",
         "CheckpointStore",
         "Checkpoints",
+        "Cost",
         "Cursor",
         "DataError",
         "Decision",

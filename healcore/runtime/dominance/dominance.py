@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from healcore.core.signals import SignalError, check_scalar
 from healcore.core.verdict import Cause
+from healcore.runtime.cost import Meter
 from healcore.runtime.dominance.anchor import (
     MEDIAN,
     SAMPLE,
@@ -110,6 +111,8 @@ class Dominance:
     log: RunLog
     learning_rate: Callable[[], float | None]
     """The learning rate in force, or None if it is unknown."""
+    meter: Meter = field(default_factory=Meter)
+    """Measures the time of comparisons, and counts calls of `loss_fn`."""
     anchors: list[Anchor] = field(default_factory=list, init=False)
     """At most `MAX_ANCHORS`, oldest first: the weights at the start of this process and at the last
     checkpoints."""
@@ -149,6 +152,13 @@ class Dominance:
     def suspects(self) -> bool:
         """Whether an anchor has evidence, or a verdict is pending."""
         return self._pending_verdict is not None or any(each.evidence > 1 for each in self.anchors)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the anchors' weights in host memory."""
+        weights = (each.weights for each in self.anchors)
+        parts = (each.values() if isinstance(each, Mapping) else each for each in weights)
+        return sum(getattr(part, "nbytes", 0) for each in parts for part in each)
 
     def check_loss_fn(self, batch: Any) -> None:
         """Calls `loss_fn` on the first batch, so that a mistake in it raises at the start.
@@ -262,7 +272,8 @@ class Dominance:
         self._checked = True
         mistake = problem = failure = None
         try:
-            loss = self.driver.try_loss_fn(self.loss_fn, batch)  # type: ignore[arg-type]
+            with self.meter.part("comparisons"):
+                loss = self.driver.try_loss_fn(self._counted_loss, batch)
             self._expected = float(check_scalar("loss_fn(batch)", loss))
         except SignalError as error:
             mistake, failure = str(error), error
@@ -449,8 +460,14 @@ class Dominance:
         return now, then
 
     def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
-        losses = self.driver.losses_of(self.loss_fn, batches, weights)  # type: ignore[arg-type]
+        with self.meter.part("comparisons"):
+            losses = self.driver.losses_of(self._counted_loss, batches, weights)
         return [float(check_scalar("loss_fn(batch)", loss)) for loss in losses]
+
+    def _counted_loss(self, *arguments: Any) -> Any:
+        assert self.loss_fn is not None
+        self.meter.forward_passes += 1
+        return self.loss_fn(*arguments)
 
     # -- the budget -----------------------------------------------------------------------------
 

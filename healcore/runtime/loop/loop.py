@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, NoReturn, TypeVar
 
 from healcore.core.verdict import Action, names
+from healcore.runtime.cost import Cost
 from healcore.runtime.driver import Driver
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.host_policy import HostPolicy
@@ -71,6 +72,9 @@ class Loop(Generic[AnySaver]):
             log=log,
         )
         self.began = time.monotonic()
+        self.meter = recovery.meter
+        self.final_cost: Cost | None = None
+        """The cost at the end of the run, or None before it."""
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""
         self._has_trainer = has_trainer
@@ -119,8 +123,10 @@ class Loop(Generic[AnySaver]):
         self._update_rolled_back = False
         return rolled_back
 
-    def after_update(self) -> None:
+    def update(self, take_state: Callable[[], None]) -> None:
         """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
+        with self.meter.part("between_steps"):
+            take_state()
         number = self.data.loaders.current
         rolled_back = self._between_steps()
         if not rolled_back and self.data.at_last_batch(number):
@@ -128,7 +134,14 @@ class Loop(Generic[AnySaver]):
         self._update_rolled_back |= rolled_back
 
     def _between_steps(self, *, last: bool = False) -> bool:
-        self.guard.pause()
+        outer = self.meter.switch("between_steps", self.guard.pause())
+        try:
+            return self._work(last=last)
+        finally:
+            self.meter.switch(outer, time.monotonic())
+
+    def _work(self, *, last: bool) -> bool:
+        """The work between two steps. Returns whether the run was rolled back."""
         self.polled = True
         has_stepped = self._count_dispatch()
         if last:
@@ -190,13 +203,13 @@ class Loop(Generic[AnySaver]):
 
     def _steps(self, *, all: bool) -> Iterator[tuple[StepResult, Rollback | None]]:
         """Yields the steps that are due with their orders, which the caller carries out."""
-        self.guard.watch()  # reading waits for the device
+        began = self.guard.watch()  # reading waits for the device
         for step in self.recovery.reader.due(all=all):
-            self.guard.pause()
+            self.meter.exclude(self.guard.pause() - began)
             order = self.recovery.process(step)
             self.ranks.read(step)
             yield step, order
-            self.guard.watch()
+            began = self.guard.watch()
         self.guard.pause()
 
     def _rewind_if_applied(self, order: Rollback) -> bool:
@@ -222,6 +235,8 @@ class Loop(Generic[AnySaver]):
             if why == "regular" and self._roll_back_if_nonfinite():
                 return True
             self.saver.save(why)
+            if len(self.log.trackers):
+                self.log.trackers.cost(self.cost())
         return False
 
     def _roll_back_if_nonfinite(self, *, at_end: bool = False) -> bool:
@@ -293,6 +308,23 @@ class Loop(Generic[AnySaver]):
         return "" if self._has_trainer else self.data.loaders.left_at()
 
     # -- reports --------------------------------------------------------------------------------
+
+    def cost(self) -> Cost:
+        """See `Healer.stats`."""
+        if self.final_cost is not None:
+            return self.final_cost
+        cost = self.meter.add_to(self.driver.step_cost())
+        in_memory, written = self.saver.copy_bytes()
+        if in_memory is not None:
+            in_memory += self.recovery.dominance.host_bytes + (cost.host_bytes or 0)
+        return cost._replace(
+            steps=self.data.steps_taken, host_bytes=in_memory, written_bytes=written
+        )
+
+    def end_cost(self) -> None:
+        """Sets `final_cost`, and sends it to the trackers."""
+        self.final_cost = self.cost()
+        self.log.trackers.cost(self.final_cost, last_step=max(0, self.data.step - 1))
 
     def warn(self, problem: str) -> None:
         """Reports a problem of the current step."""

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from healcore.core.verdict import Action, Cause, names
 from healcore.events.models import Ending, RerunVerdict, RollbackOutcome
 from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.cost import Meter
 from healcore.runtime.data.loader_registry import RewindResult
 from healcore.runtime.dominance.anchor import TrainedStep
 from healcore.runtime.dominance.dominance import Dominance, Verdict
@@ -68,6 +69,7 @@ class Recovery:
         self._rerun_first = reruns
         self.ledger = ledger
         self.reader = DelayedReader(lag)
+        self.meter = Meter()
         every = 0 if self._checkpoints is None else self._checkpoints.every
         self.monitor = IncidentMonitor(
             policy=policy,
@@ -88,6 +90,7 @@ class Recovery:
             warn=lambda problem: log.problem(data.step, problem),
             log=log,
             learning_rate=self._rate_in_force,
+            meter=self.meter,
         )
         compares = self.dominance.is_enabled
         self._evidence = Evidence(policy, driver, ranks, ledger, log, compares=compares)
@@ -271,7 +274,8 @@ class Recovery:
             order.batches += self.monitor.batches_of_alarms(unread)
         step = self._data.step
         try:
-            moved = self.restorer.apply(order, step)
+            with self.meter.part("restores"):
+                moved = self.restorer.apply(order, step)
         except StoreError as error:
             if order.better is None or not isinstance(error, NoGoodCheckpoint):
                 self.stop(str(error))

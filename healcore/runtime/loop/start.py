@@ -182,7 +182,8 @@ def _resume(loop: Loop[CheckpointSaver]) -> None:
         order = sorted(newest_first, key=unknown.__contains__)
         if journal.state.first_step is None:  # the journal was deleted
             journal.state.first_step = min(usable)
-        step, generators = restorer.resume(order)
+        with loop.meter.part("restores"):
+            step, generators = restorer.resume(order)
     except NoGoodCheckpoint as error:
         raise no_usable_checkpoint(journal, saves, restorer.damage) from error
     loop.data.restore(step, generators)
@@ -213,7 +214,8 @@ def finish_rollback(loop: Loop[CheckpointSaver], plan: Rollback) -> None:
     """Finishes a rollback during which the previous process was killed."""
     restorer = loop.saver.restorer
     try:
-        generators = restorer.finish(plan)
+        with loop.meter.part("restores"):
+            generators = restorer.finish(plan)
     except NoGoodCheckpoint as error:
         raise no_usable_checkpoint(restorer.journal, restorer.saves(), restorer.damage) from error
     loop.data.restore(plan.target, generators)

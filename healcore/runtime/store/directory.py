@@ -221,7 +221,7 @@ class DirectoryStore(Tier):
             ranks.on_each(self.processes, copy.settle)
             # The manifest has the clock time of rank 0.
             copy.created = ranks.agreed(self.processes, copy.created)
-            nonfinite = commit.commit(
+            nonfinite, written = commit.commit(
                 self.root,
                 self.processes,
                 copy,
@@ -229,6 +229,7 @@ class DirectoryStore(Tier):
                 lambda folder: self._write(copy, folder),
                 lambda folder: self._complete_arrays(folder / manifest.DATA),
             )
+            self._written_bytes += written
             nonfinite = inspection.disallowed(nonfinite, self.nonfinite_ok)
             if nonfinite and copy.inspected is None:  # the memory tier reports inspected copies
                 self._nonfinite.append((copy.step, nonfinite))

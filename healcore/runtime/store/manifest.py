@@ -92,11 +92,13 @@ class StoredCheckpoint(NamedTuple):
         return CheckpointDamaged(step, str(self.folder), file, difference, malformed)
 
 
-def write(folder: Path, manifest: Manifest) -> None:
-    """Completes a checkpoint. All other files of `folder` must be on disk."""
+def write(folder: Path, manifest: Manifest) -> int:
+    """Completes a checkpoint. All other files of `folder` must be on disk. Returns the bytes."""
     listed = {name: digest._asdict() for name, digest in manifest.files.items()}
     content = {"schema": SCHEMA, **manifest._asdict(), "files": listed}
-    files.write_new(folder / MANIFEST, checksummed_json.dumps(content))
+    data = checksummed_json.dumps(content)
+    files.write_new(folder / MANIFEST, data)
+    return len(data)
 
 
 def read(folder: Path) -> Manifest:

@@ -123,11 +123,9 @@ class SnapshotStore(Tier):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory held now, including the memory kept for the next copy."""
+        """Bytes of host memory held after all saves, including the memory for the next copy."""
         self.join()
-        with self._lock:
-            held = sum(copy.snapshot.nbytes for copy in self._ring.values())
-            return held + self.copier.spare_bytes
+        return self.host_bytes
 
     def hold(
         self,

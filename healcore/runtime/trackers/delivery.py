@@ -11,6 +11,7 @@ from typing import Any
 from healcore.core.step_record import StepRecord
 from healcore.events import fork_safety
 from healcore.events.log import now
+from healcore.runtime.cost import Cost
 from healcore.runtime.trackers.selection import Selection
 from healcore.runtime.trackers.tracker import TrackedRun, Tracker
 
@@ -34,6 +35,8 @@ class Trackers:
         self._deliveries: list[_Delivery] = []
         self._problems: list[str] = []
         self._config: dict[str, Any] = {}
+        self._cost: dict[str, float] = {}
+        """Name -> value of the cost to send with the next step."""
         self._deadline: float | None = None
         """Value of `time.monotonic` at which waiting ends, or None before the first wait."""
         for selection in selected:
@@ -59,6 +62,16 @@ class Trackers:
         values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
+        self._send(step, values)
+
+    def cost(self, cost: Cost, *, last_step: int | None = None) -> None:
+        """Sends the cost of healing with the next step, or alone with the run's `last_step`."""
+        self._cost = {f"heal/cost/{name}": float(each) for name, each in cost.known().items()}
+        if last_step is not None:
+            self._send(last_step, {})
+
+    def _send(self, step: int, values: dict[str, float]) -> None:
+        values, self._cost = values | self._cost, {}
         for delivery in self._deliveries:
             delivery.put(lambda tracker: tracker.metrics(step, dict(values)), MAX_PENDING)
 

@@ -11,7 +11,7 @@ from healcore.runtime.postmortem.sentences import flag_names, sentence_and_field
 
 _NOT_IN_TEXT = frozenset(
     {"evidence", "batches", "readings", "policy_toml", "environment", "fingerprint"}
-    | {"host", "pid", "boot", "born"}
+    | {"host", "pid", "boot", "born", "cost"}
 )
 _MAX_ROWS = 1000
 """Limit of the table of events. The events file has all events."""
@@ -38,7 +38,7 @@ class Tracker(Protocol):
     """
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Receives the numbers of one optimizer step.
+        """Receives the numbers of one optimizer step, and in the end the cost of healing.
 
         Args:
             step: index of the step, from 0. Decreases after a rollback or a restart.
