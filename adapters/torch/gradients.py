@@ -47,7 +47,7 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     Gradients may be dense or sparse, on any device and of any dtype.
     """
     if grads and all(map(_is_small, grads)):  # of many models; saves half of the time per tensor
-        return [*_foreach_norm(grads, 2)]
+        return [*_foreach_norm([*grads], 2)]
     found: dict[int, Tensor] = {}
     batches: dict[tuple[object, ...], dict[int, Tensor]] = {}
     for i, grad in enumerate(grads):
