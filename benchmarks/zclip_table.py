@@ -90,7 +90,7 @@ ARMS = {
     "pretraining": "healcore `pretraining`",
 }
 """Arm, which is the name of its policy if it has one -> its name in the tables."""
-FRAMEWORKS = ("torch", "jax")
+FRAMEWORKS = ("jax", "torch")
 
 
 class Run(NamedTuple):
@@ -392,6 +392,9 @@ def sweep_table(runs: Sequence[dict[str, Any]], framework: str) -> list[list[str
             some = [
                 r for r in runs if (r["framework"], r["arm"], r["rate"]) == (framework, arm, rate)
             ]
+            if len(some) < 2:  # of a stopped command
+                cells.append("")
+                continue
             mean, half = interval(run["final"] for run in some)
             many = statistics.fmean(run["spikes"] for run in some)
             cells.append(f"{mean:.2f} ± {half:.2f}; {many:.1f}")
@@ -409,6 +412,8 @@ def differences(runs: Sequence[dict[str, Any]], framework: str, arm: str) -> lis
     found: list[list[float]] = [[], [], []]
     for seed in sorted({run["seed"] for run in runs}):
         ours, fixed = of(arm, seed), of("fixed", seed)
+        if not ours or ours.keys() != fixed.keys():  # of a stopped command
+            continue
         best = min(run["final"] for run in fixed.values())
         # A rate counts only if all lower ones are usable too; without any, half of the lowest.
         largest = []
@@ -446,8 +451,9 @@ def claim_table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     ]
     for framework in FRAMEWORKS:
         for arm in dict.fromkeys(run["arm"] for run in runs):
-            if arm != "fixed":
-                fewer, higher, loss = map(interval, differences(runs, framework, arm))
+            found = differences(runs, framework, arm)
+            if arm != "fixed" and len(found[0]) > 1:
+                fewer, higher, loss = map(interval, found)
                 shares = [2 ** (higher[0] + sign * higher[1]) for sign in (0, -1, 1)]
                 rows.append(
                     [
@@ -511,8 +517,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     wanted = [
         Run(framework, arm, rate, seed)
-        for seed in range(scale.seeds)
         for framework in FRAMEWORKS
+        for seed in range(scale.seeds)
         for arm in scale.arms
         for rate in scale.rates
     ]
