@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.side_by_side import arguments, machine, write_json
+from benchmarks.side_by_side import arguments, machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -528,7 +528,8 @@ def main() -> None:
     ]
     done = {Run(*list(run.values())[:4]) for run in runs}
     print(f"{machine()}; {len(wanted) - len(done)} of {len(wanted)} runs to do")
-    result = {"scale": name, **dataclasses.asdict(scale), "runs": runs}
+    result = {"machine": machine(), "load": round(os.getloadavg()[0], 1), "source": digest}
+    result |= {"scale": name, **dataclasses.asdict(scale), "runs": runs}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         made = [pool.submit(run_one, r, scale, options.device) for r in wanted if r not in done]
@@ -536,12 +537,13 @@ def main() -> None:
             runs.append(future.result())
             print(*runs[-1].values(), flush=True)
             if options.json:
-                _write(options.json, result | {"source": digest})
+                _write(options.json, result)
     runs.sort(key=lambda run: wanted.index(Run(*list(run.values())[:4])))
     for framework in FRAMEWORKS:
         show(sweep_table(runs, framework))
     show(claim_table(runs))
-    write_json(options.json, result, "zclip_table")
+    if options.json:
+        _write(options.json, result)
 
 
 if __name__ == "__main__":
