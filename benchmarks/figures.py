@@ -63,6 +63,11 @@ DEPENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         (*HEALCORE, "healcore/demo", "healcore/runtime/incidents"),
         ("default",),
     ),
+    "zclip_table": (
+        "python -m benchmarks.zclip_table",
+        HEALCORE,
+        ("default", "pretraining", "zclip", "zclip-1.0.0", "zclip-paper"),
+    ),
 }
 """Result file -> its command, the code that its numbers depend on, and the policies that it uses.
 A path is a file without its suffix, a folder, or a pattern. The command's own code counts too."""
@@ -414,6 +419,17 @@ def detectors() -> str:
     return _table(rows)
 
 
+@functools.cache
+def _zclip(part: str) -> str:
+    from benchmarks import zclip_table
+
+    runs = _result("zclip_table")["runs"]
+    rows = (
+        zclip_table.claim_table(runs) if part == "claims" else zclip_table.sweep_table(runs, part)
+    )
+    return _table(rows)
+
+
 def _goodput(part: str) -> str:
     from benchmarks.goodput.__main__ import tables
 
@@ -578,6 +594,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "saves": saves,
     "saves.machine": _machine("rollback"),
     "detectors": detectors,
+    "zclip.torch": lambda: _zclip("torch"),
+    "zclip.jax": lambda: _zclip("jax"),
+    "zclip.claims": lambda: _zclip("claims"),
+    "zclip.machine": _machine("zclip_table"),
     "goodput.care": lambda: _goodput("care"),
     "goodput.ranks": lambda: _goodput("ranks"),
     "goodput.person": _person_minutes,

@@ -1,0 +1,101 @@
+"""The tables of the ZClip paper: spikes counted as defined, the same runs in torch and JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import zclip_table
+from benchmarks.zclip_table import ARMS, SCALES, Run, batches, final_loss, run_one, spikes
+
+SCALE = dataclasses.replace(SCALES["quick"], steps=40)
+
+
+def noise(steps: int) -> np.ndarray:
+    return 1.0 + 0.1 * np.random.default_rng(0).normal(size=steps)
+
+
+def test_noise_has_no_spike():
+    assert spikes(noise(2000)) == 0
+
+
+def test_a_spike_is_counted_once_while_it_lasts():
+    losses = noise(400)
+    losses[200:215] += 3.0
+    losses[300] = math.nan
+    assert spikes(losses) == 2
+
+
+def test_the_first_steps_have_no_spike():
+    losses = noise(200)
+    losses[:40] += 5.0
+    losses[30] = math.inf
+    assert spikes(losses) == 0
+
+
+def test_a_diverged_run_ends_at_the_uniform_loss():
+    assert final_loss(np.full(100, math.nan), 64) == pytest.approx(math.log(64))
+    assert final_loss(np.full(100, 1e9), 64) == pytest.approx(math.log(64))
+    assert final_loss(np.full(100, 0.5), 64) == 0.5
+
+
+def test_the_language_follows_its_chain():
+    """Each token has one likely successor, the same in all seeds."""
+    scale = SCALES["small"]
+    pairs = [np.zeros((scale.vocabulary, scale.vocabulary)) for _ in range(2)]
+    for seed, counts in enumerate(pairs):
+        tokens = batches(scale, seed)
+        np.add.at(counts, (tokens[..., :-1], tokens[..., 1:]), 1)
+        share = (counts.max(1) / counts.sum(1)).mean()
+        assert 0.9 < share < 0.95  # 1 / zeta(4) = 0.924
+    assert (pairs[0].argmax(1) == pairs[1].argmax(1)).all()
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_each_arm_trains_in_torch(arm: str):
+    found = run_one(Run("torch", arm, 1e-2, 0), SCALE)
+    assert 0.3 < found["final"] < math.log(SCALE.vocabulary)
+
+
+@pytest.mark.parametrize("arm", ["none", "fixed", "autoclip"])
+def test_jax_trains_as_torch(arm: str):
+    """The model, the data, the optimizer and the written rules are the same in both."""
+    made = [run_one(Run(framework, arm, 1e-2, 1), SCALE) for framework in ("torch", "jax")]
+    assert made[0]["final"] == pytest.approx(made[1]["final"], abs=2e-3)
+
+
+def test_a_verdict_needs_an_interval_without_zero():
+    assert zclip_table.verdict(-1.0, 0.5, lower=True) == "yes"
+    assert zclip_table.verdict(-1.0, 0.5, lower=False) == "no"
+    assert zclip_table.verdict(-1.0, 2.0, lower=True) == "open"
+    assert zclip_table.verdict(0.0, 0.0, lower=True) == "open"
+
+
+def test_the_interval_is_students():
+    mean, half = zclip_table.interval([1.0, 2.0, 3.0])
+    assert (mean, half) == pytest.approx((2.0, 4.3027 / math.sqrt(3)), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_stopped_command_continues(tmp_path: Path):
+    file = tmp_path / "table.json"
+    command = [sys.executable, "-m", "benchmarks.zclip_table", "--quick", "--json", str(file)]
+
+    def call() -> str:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+        return done.stdout
+
+    assert "16 of 16 runs to do" in call()
+    result = json.loads(file.read_text())
+    lost = result["runs"].pop(3)
+    file.write_text(json.dumps(result))
+    assert "1 of 16 runs to do" in call()
+    again = json.loads(file.read_text())["runs"][3]
+    assert {**again, "seconds": 0} == {**lost, "seconds": 0}
