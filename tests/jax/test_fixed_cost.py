@@ -139,7 +139,9 @@ def test_shared_constants_are_the_value_itself(value):
 
 def test_the_namespace_has_what_the_core_asks_for():
     names = [name for name in vars(host) if not name.startswith("_")]
-    names = [name for name in names if name not in ("annotations", "np", "Any")]
+    # `numerics.with_slot` replaces a function that a namespace lacks.
+    names = [name for name in names if name not in ("annotations", "np", "Any", "with_slot")]
+    names = [name for name in names if name.upper() != name]
     assert all(hasattr(namespace, name) for name in names)
 
 

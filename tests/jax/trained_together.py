@@ -120,7 +120,7 @@ def loss_of(params: Any, batch: Any) -> tuple[Any, Any]:
 def last(state: Any) -> Any:
     """The record of the last step, bit for bit."""
     heal = find(state)
-    return state_layout.record(heal.heal_floats, heal.heal_ints)
+    return state_layout.record(heal.heal_floats, heal.heal_ints, state_layout.no_signals())
 
 
 def train_step(
