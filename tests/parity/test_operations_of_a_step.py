@@ -1,0 +1,132 @@
+"""How many operations healcore adds to a step, against committed numbers; never time.
+
+A number that grows by more than a tenth is a regression. One that falls by more than a fifth has to
+be committed here, so that the next regression is seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from healcore.core.signals import Signals
+from healcore.core.tree import map_leaves
+from healcore.jax import heal_zclip, namespace, protect
+from healcore.policy import engine_of
+from healcore.torch import attach
+
+
+class Counts(NamedTuple):
+    """Operations of one step under one policy."""
+
+    equations: int
+    """Primitives in the jaxpr of the part of the engine that runs in the step."""
+    dispatches: int
+    """Operations that torch dispatches in an eager `optimizer.step()` with the device engine."""
+
+
+COUNTS = {
+    "default": Counts(486, 490),
+    "conservative": Counts(770, 780),
+    "pretraining": Counts(1176, 1180),
+    "zclip": Counts(400, 416),
+}
+"""With jax 0.10.2 and torch 2.13.0."""
+WHOLE = 1123
+"""Primitives of the whole policy `default`, if nothing ran on the host."""
+
+
+def assert_near(found: int, committed: int) -> None:
+    assert 0.8 * committed <= found <= 1.1 * committed, f"{found}, committed {committed}"
+
+
+def equations(jaxpr: Any) -> int:
+    """Primitives of a jaxpr, with those of the calls in it."""
+    total = 0
+    for each in jaxpr.eqns:
+        inner = [value for value in each.params.values() if hasattr(value, "eqns")]
+        total += sum(map(equations, inner)) if inner else 1
+    return total
+
+
+def equations_of(engine: Any) -> int:
+    signals = Signals(
+        loss=jnp.float32(1),
+        grad_norm=jnp.float32(1),
+        learning_rate=jnp.float32(1) if engine.limits_lr else None,
+    )
+    state = map_leaves(jnp.asarray, engine.init())
+    step = lambda state, signals: engine.step(state, signals, xp=namespace)  # noqa: E731
+    return equations(jax.make_jaxpr(step)(state, signals).jaxpr)
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_equations_of_the_engine(preset: str):
+    assert_near(equations_of(engine_of(preset).in_step), COUNTS[preset].equations)
+
+
+def test_equations_of_the_whole_policy():
+    assert_near(equations_of(engine_of("default")), WHOLE)
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts what torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_dispatches_of_the_device_engine(preset: str):
+    """And no read of a value by the host."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    heal = attach(optimizer, preset, engine="device", compile=False)
+    for _ in range(3):
+        loss = model(torch.ones(2, 4)).square().mean()
+        heal.observe(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        with Dispatches() as found:
+            optimizer.step()
+    assert_near(found.counts.total(), COUNTS[preset].dispatches)
+    assert "aten._local_scalar_dense.default" not in found.counts
+
+
+PARAMS = [jnp.ones((8, 8)), jnp.zeros(8)]
+COMPILED = {
+    "clip": (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 171),
+    "heal_zclip": (optax.chain(heal_zclip(), optax.adamw(1e-3)), 2100),
+    "protect": (protect(optax.adamw(1e-3)), 1900),
+}
+"""Transformation, and instructions of its compiled step."""
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="counts the kernels of the CPU")
+@pytest.mark.parametrize("name", COMPILED)
+def test_instructions_of_a_compiled_step(name: str):
+    """XLA's instructions, on which the time to compile depends, and no scratch memory."""
+    chosen, committed = COMPILED[name]
+    tx = optax.with_extra_args_support(chosen)
+
+    def step(params: Any, state: Any, grads: Any, loss: Any) -> Any:
+        updates, state = tx.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    compiled = jitted.lower(PARAMS, tx.init(PARAMS), PARAMS, jnp.float32(1)).compile()
+    text = compiled.as_text() or ""
+    assert_near(len(re.findall(r"^\s+(?:ROOT )?\S+ = ", text, re.MULTILINE)), committed)
