@@ -79,7 +79,7 @@ def test_a_recorded_function_converts_and_tests_scalars_without_a_call():
     def converted(count: Any, x: Any, *, xp: Any) -> Any:
         return xp.astype(count, xp.float32), xp.isfinite(x)
 
-    program = record(converted, int32(3), float32(1))
+    program: Any = record(converted, int32(3), float32(1))
     assert not any(callable(each) for each in program.__kwdefaults__.values())
     for count in (0, 1, -1, 2**24 + 1, 2**24 + 3, -(2**31), 2**31 - 1):
         for x in (0.0, -3e38, 3.4028235e38, float("inf"), float("-inf"), float("nan")):
