@@ -324,7 +324,7 @@ class Loop(Generic[AnySaver]):
     def end_cost(self) -> None:
         """Sets `final_cost`, and sends it to the trackers."""
         self.final_cost = self.cost()
-        self.log.trackers.cost(self.final_cost, last_step=max(0, self.data.step - 1))
+        self.log.trackers.cost(self.final_cost)
 
     def warn(self, problem: str) -> None:
         """Reports a problem of the current step."""

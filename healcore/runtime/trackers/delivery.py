@@ -35,8 +35,8 @@ class Trackers:
         self._deliveries: list[_Delivery] = []
         self._problems: list[str] = []
         self._config: dict[str, Any] = {}
-        self._cost: dict[str, float] = {}
-        """Name -> value of the cost to send with the next step."""
+        self._last: tuple[int, dict[str, float]] | None = None
+        """The last step and its numbers. They wait for the next step, or for the final cost."""
         self._deadline: float | None = None
         """Value of `time.monotonic` at which waiting ends, or None before the first wait."""
         for selection in selected:
@@ -62,16 +62,20 @@ class Trackers:
         values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
-        self._send(step, values)
+        self._send_last()
+        self._last = step, values
 
-    def cost(self, cost: Cost, *, last_step: int | None = None) -> None:
-        """Sends the cost of healing with the next step, or alone with the run's `last_step`."""
-        self._cost = {f"heal/cost/{name}": float(each) for name, each in cost.known().items()}
-        if last_step is not None:
-            self._send(last_step, {})
+    def cost(self, cost: Cost) -> None:
+        """Adds the cost of healing to the numbers of the last step."""
+        if self._last is not None:
+            found = {f"heal/cost/{name}": float(each) for name, each in cost.known().items()}
+            self._last[1].update(found)
 
-    def _send(self, step: int, values: dict[str, float]) -> None:
-        values, self._cost = values | self._cost, {}
+    def _send_last(self) -> None:
+        last, self._last = self._last, None
+        if last is None:
+            return
+        step, values = last
         for delivery in self._deliveries:
             delivery.put(lambda tracker: tracker.metrics(step, dict(values)), MAX_PENDING)
 
@@ -95,12 +99,14 @@ class Trackers:
 
     def drain(self) -> None:
         """Waits until all records sent so far are delivered, for at most `MAX_WAIT` seconds."""
+        self._send_last()
         markers = [delivery.add_marker() for delivery in self._deliveries]
         for marker in markers:
             marker.wait(self._seconds_left())
 
     def leave(self) -> None:
         """Asks the threads to deliver the pending records and to end. Does not wait for them."""
+        self._send_last()
         for delivery in self._deliveries:
             delivery.end()
 

@@ -32,13 +32,14 @@ class TrackedRun(NamedTuple):
 class Tracker(Protocol):
     """Receiver of metrics and events, for `Healer(trackers=...)`.
 
-    All methods are called in one thread, in the order of the records. They may block or raise: the
-    training continues, and healcore reports the first error. Optional methods: `start(run)` gets a
-    `TrackedRun` and is called first, `flush()` twice a second, `close()` at the end of the run.
+    All methods are called in one thread. An event may come before the numbers of its step. Methods
+    may block or raise: the training continues, and healcore reports the first error. Optional
+    methods: `start(run)` gets a `TrackedRun` and is called first, `flush()` twice a second,
+    `close()` at the end of the run.
     """
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Receives the numbers of one optimizer step, and in the end the cost of healing.
+        """Receives the numbers of one optimizer step, after a save and in the end with the cost.
 
         Args:
             step: index of the step, from 0. Decreases after a rollback or a restart.

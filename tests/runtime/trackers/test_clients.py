@@ -41,7 +41,6 @@ def test_what_is_stored(name, folder, capsys):
     costs = [row for _, row in found.rows if "heal/cost/seconds" in row]
     assert {key: costs[-1][key] for key in of_end} == pytest.approx(of_end)
     assert len(costs) > 1, "with a step after each save"
-    found = found._replace(rows=[each for each in found.rows if "heal/loss" in each[1]])
     if name == "mlflow":  # its own reader sorts by time
         assert sorted(step for step, _ in found.rows) == sorted(e["step"] for e in expected)
     else:
@@ -117,8 +116,7 @@ def test_own_objects_get_everything(folder):
     mine = Mine()
     train(loop_of("torch"), rules(), range(3), trackers=mine)
     assert mine.calls[:2] == ["start test", "start"]
-    steps = [each for each in mine.calls if "step" in each]
-    assert steps == ["step 0", "step 1", "step 2", "step 2"], "the cost comes after the last step"
+    assert [each for each in mine.calls if "step" in each] == ["step 0", "step 1", "step 2"]
     assert mine.calls[-2:] == ["end", "close"]
 
 
