@@ -406,8 +406,8 @@ def differences(runs: Sequence[dict[str, Any]], framework: str, arm: str) -> lis
     """Differences to fixed 1.0, by seed.
 
     Returns:
-        Spikes per run; log2 of the largest usable rate; best final loss; and the mean final loss over
-        the rates that are usable with fixed 1.0.
+        Spikes per run; log2 of the largest usable rate; best final loss; and the mean final loss
+        over the rates that are usable with fixed 1.0.
     """
 
     def of(arm: str, seed: int) -> dict[float, dict[str, Any]]:
@@ -428,12 +428,12 @@ def differences(runs: Sequence[dict[str, Any]], framework: str, arm: str) -> lis
                 if run["final"] > best + NEAR:
                     break
                 usable = rate
-            largest.append(math.log2(usable))
+            largest.append(usable)
         spiked = [statistics.fmean(r["spikes"] for r in each.values()) for each in (ours, fixed)]
         found[0].append(spiked[0] - spiked[1])
-        found[1].append(largest[0] - largest[1])
+        found[1].append(math.log2(largest[0] / largest[1]))
         found[2].append(min(run["final"] for run in ours.values()) - best)
-        same = [rate for rate in fixed if rate <= 2 ** largest[1]]
+        same = [rate for rate in fixed if rate <= largest[1]]
         found[3].append(statistics.fmean(ours[r]["final"] - fixed[r]["final"] for r in same))
     return found
 
