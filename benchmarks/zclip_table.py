@@ -73,7 +73,7 @@ class Scale:
 
 
 SCALES = {
-    "small": Scale(3, 64, 4, 32, 8, 64, 800, 20, (6e-3, 1e-2, 1.5e-2, 2e-2, 3e-2), 5),
+    "small": Scale(3, 64, 4, 32, 8, 64, 800, 20, (6e-3, 1e-2, 1.5e-2, 2e-2, 2.5e-2, 3e-2), 5),
     "quick": Scale(1, 16, 2, 8, 4, 16, 80, 10, (1e-2, 1.0), 2, ("fixed", "default")),
     "large": Scale(12, 768, 12, 256, 64, 1024, 4000, 200, (3e-4, 1e-3, 2e-3, 3e-3, 5e-3), 3),
 }
@@ -369,8 +369,8 @@ def run_one(run: Run, scale: Scale, device: str = "cpu") -> dict[str, Any]:
 
 # -- tables ----------------------------------------------------------------------------------------
 
-NEAR = 0.1
-"""Nats by which the final loss of a usable learning rate is at most above fixed 1.0's best."""
+NEAR = 0.5
+"""Nats above fixed 1.0's best final loss up to which a learning rate counts as usable."""
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
@@ -403,13 +403,18 @@ def sweep_table(runs: Sequence[dict[str, Any]], framework: str) -> list[list[str
 
 
 def differences(runs: Sequence[dict[str, Any]], framework: str, arm: str) -> list[list[float]]:
-    """Differences to fixed 1.0 by seed: spikes, log2 of the largest usable rate, best loss."""
+    """Differences to fixed 1.0, by seed.
+
+    Returns:
+        Spikes per run; log2 of the largest usable rate; best final loss; and the mean final loss
+        over the rates that are usable with fixed 1.0.
+    """
 
     def of(arm: str, seed: int) -> dict[float, dict[str, Any]]:
         found = (framework, arm, seed)
         return {r["rate"]: r for r in runs if (r["framework"], r["arm"], r["seed"]) == found}
 
-    found: list[list[float]] = [[], [], []]
+    found: list[list[float]] = [[], [], [], []]
     for seed in sorted({run["seed"] for run in runs}):
         ours, fixed = of(arm, seed), of("fixed", seed)
         if not ours or ours.keys() != fixed.keys():  # of a stopped command
@@ -423,11 +428,13 @@ def differences(runs: Sequence[dict[str, Any]], framework: str, arm: str) -> lis
                 if run["final"] > best + NEAR:
                     break
                 usable = rate
-            largest.append(math.log2(usable))
+            largest.append(usable)
         spiked = [statistics.fmean(r["spikes"] for r in each.values()) for each in (ours, fixed)]
         found[0].append(spiked[0] - spiked[1])
-        found[1].append(largest[0] - largest[1])
+        found[1].append(math.log2(largest[0] / largest[1]))
         found[2].append(min(run["final"] for run in ours.values()) - best)
+        same = [rate for rate in fixed if rate <= largest[1]]
+        found[3].append(statistics.fmean(ours[r]["final"] - fixed[r]["final"] for r in same))
     return found
 
 
@@ -447,13 +454,14 @@ def claim_table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
             "spikes per run: fewer?",
             "largest usable rate: higher?",
             "best final loss: lower?",
+            "final loss at the same usable rates: lower?",
         ]
     ]
     for framework in FRAMEWORKS:
         for arm in dict.fromkeys(run["arm"] for run in runs):
             found = differences(runs, framework, arm)
             if arm != "fixed" and len(found[0]) > 1:
-                fewer, higher, loss = map(interval, found)
+                fewer, higher, loss, same = map(interval, found)
                 shares = [2 ** (higher[0] + sign * higher[1]) for sign in (0, -1, 1)]
                 rows.append(
                     [
@@ -462,7 +470,10 @@ def claim_table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
                         f"{fewer[0]:+.2f} ± {fewer[1]:.2f}: {verdict(*fewer, lower=True)}",
                         "x{:.2f} ({:.2f} to {:.2f}): ".format(*shares)
                         + verdict(*higher, lower=False),
-                        f"{loss[0]:+.3f} ± {loss[1]:.3f}: {verdict(*loss, lower=True)}",
+                        *(
+                            f"{mean:+.3f} ± {half:.3f}: {verdict(mean, half, lower=True)}"
+                            for mean, half in (loss, same)
+                        ),
                     ]
                 )
     return rows

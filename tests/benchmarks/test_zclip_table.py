@@ -83,6 +83,29 @@ def test_the_interval_is_students():
     assert (mean, half) == pytest.approx((2.0, 4.3027 / math.sqrt(3)), rel=1e-4)
 
 
+def made(arm: str, finals: list[float], many: int) -> list[dict]:
+    """Runs of one seed over the learning rates 0.01, 0.02 and 0.03."""
+    rates = (0.01, 0.02, 0.03)
+    return [
+        {**Run("jax", arm, rate, 0)._asdict(), "final": final, "spikes": many}
+        for rate, final in zip(rates, finals, strict=True)
+    ]
+
+
+def test_differences_are_to_the_fixed_clip():
+    """Fixed 1.0 diverges at 0.03, the arm already at 0.02; its later good end does not count."""
+    runs = made("fixed", [0.4, 0.5, 3.0], 1) + made("zclip", [0.3, 3.0, 0.5], 3)
+    fewer, higher, best, same = zclip_table.differences(runs, "jax", "zclip")
+    assert (fewer, higher) == ([2.0], [-1.0])
+    assert best == pytest.approx([-0.1])
+    assert same == pytest.approx([(-0.1 + 2.5) / 2])
+
+
+def test_a_rate_is_usable_only_with_all_lower_rates():
+    runs = made("fixed", [0.4, 0.5, 3.0], 0) + made("zclip", [3.0, 0.5, 0.5], 0)
+    assert zclip_table.differences(runs, "jax", "zclip")[1] == [-2.0]
+
+
 @pytest.mark.slow
 def test_a_stopped_command_continues(tmp_path: Path):
     file = tmp_path / "table.json"
