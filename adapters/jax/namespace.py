@@ -25,9 +25,9 @@ _BEYOND = 1_000_003
 def shared(x: Any) -> Any:
     """Returns `x`, a bool or an int32 from 0 to a million, such that XLA computes it only once.
 
-    XLA duplicates cheap operations into every consumer. For a few flags of the engine, 1,700
-    operations become 18,000, and the compilation time grows in proportion. XLA does not duplicate a
-    remainder, which counts as expensive.
+    XLA duplicates cheap operations into every consumer. For a few flags of a whole policy, 1,700
+    operations became 18,000, and the compilation time grows in proportion. XLA does not duplicate
+    a remainder, which counts as expensive.
 
     Alternatives fail: on a CPU XLA removes an optimization_barrier before fusion. A call that is
     not inlined, a `while` or a `cond` blocks the host or does not batch on other platforms.
