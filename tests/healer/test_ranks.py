@@ -141,7 +141,8 @@ def test_a_rank_that_waits_for_the_healers_of_the_others_says_so(pair):
 
 
 def test_a_process_group_destroyed_too_early_is_named_as_the_cause(pair):
-    assert all("destroy_process_group() within the Healer's block" in e for e in pair.destroyed)
+    for error in pair.destroyed:
+        assert "destroy_process_group() within the Healer's block" in error
 
 
 def test_a_signal_handler_that_raises_leaves_no_exchange_half_way(pair):

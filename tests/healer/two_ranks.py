@@ -250,6 +250,7 @@ def destroyed_group(root: Path) -> str:
                 healer.observe(loss)
                 loss.backward()
                 optimizer.step()
+            healer.store.wait()  # the first save needs the group too
             # Both ranks have ended their loops: otherwise one might miss the other's last message.
             messages: Any = distributed_c10d._get_default_store()
             messages.set(f"loop ended/{dist.get_rank()}", "")
