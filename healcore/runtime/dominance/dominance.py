@@ -49,7 +49,7 @@ MAX_SHARE = 0.01
 STEP_COST = 3.0
 """Cost of a training step in evaluations: a forward pass, and a backward pass of twice its cost."""
 MAX_CREDIT = 30.0
-"""Max credit of evaluations; a run starts with this credit."""
+"""Max credit of evaluations, and max debt: the cost of 1,000 steps. A run starts without credit."""
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
 
@@ -136,7 +136,7 @@ class Dominance:
         """The pending verdict, until the run rolls back or recovers, or None."""
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
-        self._credit = MAX_CREDIT
+        self._credit = 0.0
         self._price = 1
         self._step_s = 0.0
         self._last_time: float | None = None
@@ -328,7 +328,7 @@ class Dominance:
         if not self.driver.may_save():
             return None  # within an accumulation: the weights have not changed since the last step
         began, evaluations = time.monotonic(), 0
-        verdict, suspected = None, self.suspects
+        verdict = None
         for anchor in self._eligible_anchors(step.index):
             losses = self._losses_of([step], anchor, None if not self.gives_loss else [loss])
             if losses is None:
@@ -366,7 +366,7 @@ class Dominance:
             self._rates.clear()
         elif (rate := self.learning_rate()) is not None:
             self._rates.append(rate)
-        self._charge(0 if suspected else evaluations, evaluations, time.monotonic() - began)
+        self._charge(evaluations, time.monotonic() - began)
         return verdict
 
     def _postpone(self, verdict: Verdict) -> None:
@@ -479,13 +479,15 @@ class Dominance:
             self._step_s += (taken - self._step_s) * (1 / HEARTBEAT if self._step_s else 1.0)
         self._last_time = now
 
-    def _charge(self, counted: int, evaluations: int, seconds: float) -> None:
-        """Subtracts `counted` evaluations from the credit, and measures the price of an evaluation.
+    def _charge(self, evaluations: int, seconds: float) -> None:
+        """Subtracts evaluations from the credit, and measures the price of an evaluation.
 
-        During a suspicion `counted` is 0. The price only lengthens the heartbeat: comparisons at
-        alarms do not depend on the clock, so that a repeated run makes the same comparisons.
+        A suspicion is pursued on debt: it would be too late afterwards. Further suspicions wait
+        until the debt is repaid. The max debt bounds this wait. The price only lengthens the
+        heartbeat: comparisons at alarms do not depend on the clock, so that a repeated run makes
+        the same comparisons.
         """
-        self._credit -= counted
+        self._credit = max(-MAX_CREDIT, self._credit - evaluations)
         self._last_time = None
         if not evaluations:
             return

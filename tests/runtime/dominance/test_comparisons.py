@@ -269,17 +269,57 @@ def test_silence_accepts_the_level_and_ends():
 # -- the budget -----------------------------------------------------------------------------------
 
 
+PER_STEP = 0.03
+"""Evaluations that a step of a healthy run pays for: 1 % of a step that costs three."""
+
+
 @pytest.mark.parametrize("gives_loss", [False, True])
 @pytest.mark.parametrize("alarm", [False, True])
 def test_a_healthy_run_costs_at_most_one_percent(alarm, gives_loss):
-    """30 evaluations per 1,000 steps, and 30 at the start, also with alarms at every step."""
+    """From its first step on, also with alarms at every step."""
     run = Run(noisy)
     run.dominance.gives_loss = gives_loss
     healthy(run, 5000, alarm=alarm)
-    most = MAX_CREDIT + 0.03 * 5000 + 2
+    most = PER_STEP * 5000 + 4  # one comparison may begin with any credit
     assert run.driver.evaluations <= most
     if alarm:
         assert run.driver.evaluations > 0.8 * most
+
+
+def swing(run: Run, steps: int) -> None:
+    """The weight is too high for some steps, and then falls again: a false suspicion."""
+    before, level = run.step, run.driver.weight
+    for _ in range(steps):
+        assert run.take(run.step, weight=level + 5.0, alarm=True) is None
+    assert run.dominance.suspects
+    while run.dominance.suspects:
+        assert run.take(run.step, weight=level * 0.9, alarm=True) is None
+    assert run.step - before < 3 * steps
+
+
+def test_a_false_suspicion_is_paid_for():
+    """The comparisons of a suspicion cost what others cost; the run then waits."""
+    run = Run(noisy)
+    run.dominance.gives_loss = True
+    healthy(run, 250)
+    before = run.driver.evaluations
+    swing(run, 3)
+    cost = run.driver.evaluations - before
+    assert 9 < cost < MAX_CREDIT
+    while run.driver.evaluations == before + cost:
+        healthy(run, 1, alarm=True)
+    assert run.driver.evaluations <= PER_STEP * run.step + 4
+
+
+def test_the_debt_of_a_suspicion_is_bounded():
+    """At most 1,000 steps without a comparison, however long the suspicion was."""
+    run = Run(noisy)
+    healthy(run, 1250)
+    swing(run, 15)
+    before, began = run.driver.evaluations, run.step
+    while run.driver.evaluations == before:
+        healthy(run, 1, alarm=True)
+    assert MAX_CREDIT / PER_STEP - 5 < run.step - began < MAX_CREDIT / PER_STEP + 5
 
 
 def test_without_alarms_there_is_one_comparison_in_a_hundred_steps(monkeypatch):
