@@ -4,11 +4,12 @@
 infinite, a bfloat16 norm has three digits. On an accelerator the kernel gets a float32 result
 dtype. CPU kernels are not vectorised for it: 192 bfloat16 tensors of 131,072 elements take 208 ms
 instead of 12 ms. So half-precision gradients on a CPU are copied to a small float32 buffer.
+torch's norm of a float32 CPU tensor uses one thread. `torch.dot` uses all threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.optim import Optimizer
 CHUNK = 1 << 18
 """Elements of one float32 sum on a CPU. A single sum over 25 M elements loses up to 0.3 %, sums
 over pieces of this size lose below 1e-6."""
+SMALL = 1 << 15
+"""Elements of a CPU tensor up to which `_foreach_norm` is faster than `torch.dot`."""
 
 # Private, but clip_grad_norm_ and every foreach optimizer use it.
 _foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
@@ -49,6 +52,7 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     if grads and all(map(_is_small, grads)):  # of many models; saves half of the time per tensor
         return [*_foreach_norm([*grads], 2)]
     found: dict[int, Tensor] = {}
+    by_dot: dict[int, Tensor] = {}
     batches: dict[tuple[object, ...], dict[int, Tensor]] = {}
     for i, grad in enumerate(grads):
         if type(grad) is not Tensor:
@@ -59,8 +63,8 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
         if dtype.is_complex:
             grad = torch.view_as_real(grad)
             dtype = grad.dtype
-        if grad.is_cpu and (grad.numel() > CHUNK or dtype in _HALVES):
-            found[i] = _norm_in_pieces(grad)
+        if grad.is_cpu and (dtype in _HALVES or (grad.numel() > SMALL and type(grad) is Tensor)):
+            by_dot[i] = grad
         else:
             batches.setdefault((grad.device, dtype), {})[i] = grad
     for (_, dtype), batch in batches.items():
@@ -71,6 +75,7 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
         if len(each) == len(grads):
             return [*each]
         found.update(zip(batch, each, strict=True))
+    found.update(zip(by_dot, _norms_by_dot([*by_dot.values()]), strict=True))
     return [found[i] for i in range(len(grads))]
 
 
@@ -152,28 +157,33 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _is_small(grad: Tensor) -> bool:
-    """Whether a gradient is a dense float32 tensor on a CPU, of up to `CHUNK` elements."""
+    """Whether a gradient is a dense float32 tensor on a CPU, of up to `SMALL` elements."""
     return (
         grad.dtype is torch.float32
         and type(grad) is Tensor
         and grad.is_cpu
-        and grad.numel() <= CHUNK
+        and grad.numel() <= SMALL
         and grad.layout is torch.strided
     )
 
 
-def _norm_in_pieces(grad: Tensor) -> Tensor:
-    """Norm of a large or half-precision CPU tensor, `CHUNK` elements at a time."""
+def _norms_by_dot(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Norms of dense CPU tensors, `CHUNK` elements at a time. The sums are float32 or float64."""
+    if not grads:
+        return []
+    squares = torch.stack([torch.dot(part, part) for grad in grads for part in _pieces(grad)])
+    if len(squares) > len(grads):
+        counts = [max(1, -(-grad.numel() // CHUNK)) for grad in grads]
+        squares = torch.stack([part.sum() for part in squares.split(counts)])
+    return squares.sqrt_().to(torch.float32).unbind()
+
+
+def _pieces(grad: Tensor) -> Iterable[Tensor]:
+    """1-d pieces of a tensor, in float32 if it has half precision: then each is valid until the
+    next one."""
     flat = grad.reshape(-1)  # a view unless its strides forbid one
-    if flat.numel() == 0:
-        return torch.zeros((), dtype=torch.float32)
-    if flat.dtype in _HALVES:
-        buffer = torch.empty(min(CHUNK, flat.numel()), dtype=torch.float32)
-        norms = [
-            torch.linalg.vector_norm(buffer[: piece.numel()].copy_(piece))
-            for piece in flat.split(CHUNK)
-        ]
-    else:
-        norms = list(_foreach_norm(flat.split(CHUNK), 2))
-    whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    return whole.to(torch.float32)
+    pieces = flat.split(CHUNK) if flat.numel() > CHUNK else (flat,)
+    if flat.dtype not in _HALVES:
+        return pieces
+    buffer = torch.empty(pieces[0].numel(), dtype=torch.float32)
+    return (buffer[: piece.numel()].copy_(piece) for piece in pieces)
