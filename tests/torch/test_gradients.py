@@ -42,6 +42,22 @@ def test_a_large_tensor_is_summed_in_pieces():
     assert norm(grad.view(16, -1).t()) == pytest.approx(norm(grad), rel=1e-6)
 
 
+SIZES = [1, gradients.SMALL, gradients.SMALL + 1, gradients.CHUNK, gradients.CHUNK + 1]
+
+
+@pytest.mark.parametrize("first", SIZES)
+@pytest.mark.parametrize("second", [*SIZES, 3 * gradients.CHUNK])
+def test_each_norm_is_of_its_own_tensor(first: int, second: int):
+    """Small tensors, large ones and ones of several pieces have norms of their own, in order."""
+    random = torch.Generator().manual_seed(first)
+    sizes = [(first, torch.float32), (second, torch.float32), (first, torch.bfloat16)]
+    grads = [torch.randn(n, generator=random).to(kind) * 10**i for i, (n, kind) in enumerate(sizes)]
+    found = gradients.norms(grads)
+    assert [each.dtype for each in found] == [torch.float32] * 3
+    for each, grad in zip(found, grads, strict=True):
+        assert float(each) == pytest.approx(float(grad.double().norm()), rel=2e-6)
+
+
 def test_duplicates_of_a_sparse_gradient_add_up_first():
     grad = torch.sparse_coo_tensor(
         torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 4.0]), (5,), check_invariants=True
