@@ -345,6 +345,7 @@ class Recovery:
             onset=done.onset,
             cause=names(Cause(done.cause)),
             checkpoint=done.target,
+            by=None if done.better is None else "earlier_weights",
             outcome=RollbackOutcome.TRIAL if done.rerun else outcome,
             lr=done.lr,
             lr_limit=done.lr_limit,

@@ -78,6 +78,7 @@ def test_the_step_of_a_verdict_and_the_step_of_its_rollback(tmp_path, capsys):
     run.train(tmp_path, at=once(CHANGE, lambda: times(run, 50.0)), lag=3, steps=450)
     worse, found = events(tmp_path, "assessment")
     (back,) = events(tmp_path, "rollback")
+    assert back["by"] == found["by"]
     assert back["step"] == found["step"] + 1 + 3, "steps done, and index of the judged step"
     lines = capsys.readouterr().err
     assert f"step {worse['step']}: the weights of step" in lines
