@@ -241,7 +241,7 @@ class EventFields(_EventsModel):
         "current weights are worse."
     )
     by: Literal["weights", "earlier_weights", "repetition", "budget", "nothing"] = _maybe(
-        "Basis of the verdict."
+        "Basis of the verdict, or of the rollback."
     )
     rise: NullableNumber = _maybe(
         "Loss of the step's batch with the current weights minus the loss with the earlier weights."

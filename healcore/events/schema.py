@@ -44,7 +44,8 @@ KINDS: dict[str, EventKind] = {
         ("action", "cause"),
     ),
     "assessment": EventKind(
-        "The check for evidence that the model is worse. Only the verdict `damage` rolls back.",
+        "The check for evidence that the model is worse. Only the verdict `damage` rolls back. "
+        "`step` is the last step that was judged.",
         ("verdict", "cause"),
     ),
     "save": EventKind("A checkpoint's copy was taken. `step` is the checkpoint's."),
@@ -62,7 +63,9 @@ KINDS: dict[str, EventKind] = {
     ),
     "rollback_begin": EventKind("A rollback begins. The journal has its plan.", ("onset",)),
     "rollback": EventKind(
-        "A rollback is done. `step` is the step at which it began.", ("checkpoint", "outcome")
+        "A rollback is done. `step` is the number of steps done when it began, up to `lag` steps "
+        "after the last judged step.",
+        ("checkpoint", "outcome"),
     ),
     "skipped_batches": EventKind("The run skips exactly these batches.", ("batches",)),
     "data": EventKind("The data was positioned after a restart or a rollback.", ("outcome",)),

@@ -15,7 +15,7 @@ from healcore.history.process import KnownGood, RunProcess, RunState
 
 _CHECKPOINT_KINDS = frozenset({"good", "damaged", "save_failed"})
 """Kinds whose `step` is the step of an older checkpoint."""
-_STEP_KINDS = frozenset({"alarm", "incident", "order", "hook", "lr", "verdict"})
+_STEP_KINDS = frozenset({"alarm", "incident", "order", "assessment", "hook", "lr", "verdict"})
 """Kinds whose `step` is the index of a finished step, not the number of finished steps."""
 
 

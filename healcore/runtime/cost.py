@@ -15,7 +15,7 @@ class Cost(NamedTuple):
     """What healing has cost this process so far. `str()` returns one line.
 
     Times are seconds of the thread that trains. None means that a number is not known. With several
-    ranks the numbers are those of this rank.
+    ranks all numbers but `written_bytes` are those of this rank.
     """
 
     seconds: float = 0.0
@@ -45,8 +45,8 @@ class Cost(NamedTuple):
     """Bytes of host memory that hold copies now: checkpoints, earlier weights, and parameters for
     `[update_clip]`. None with a store of your own that does not tell."""
     written_bytes: int | None = 0
-    """Bytes of the checkpoints written to disk, also of those that were deleted later. None with a
-    store of your own that does not tell."""
+    """Bytes of the checkpoints written to disk, by all ranks together, also of those that were
+    deleted later. None with a store of your own that does not tell."""
 
     @property
     def total_s(self) -> float:

@@ -84,7 +84,10 @@ def check(quoted: str, printed: str) -> None:
 
 @pytest.mark.parametrize(("command", "output"), FRESH, ids=[command for command, _ in FRESH])
 def test_output(command, output, tmp_path):
-    check(output, run(command, tmp_path))
+    printed = run(command, tmp_path)
+    check(output, printed)
+    if command.endswith("healer"):
+        assert masked(printed)[-1] in masked(output), "the block lacks the last line, the cost"
 
 
 def test_a_killed_run_resumes_and_a_completed_one_ends_at_once(tmp_path):
@@ -129,7 +132,7 @@ def test_what_the_page_names_exists():
         load(policy)
     for target in re.findall(r"\]\(([^)#]+)", PAGE):
         assert (ROOT / "docs" / target).exists(), target
-    assert len(PAGE.split()) <= 2000
+    assert len(PAGE.split()) <= 2100
 
 
 @pytest.mark.parametrize(("name", "limit"), [("torch", 100), ("jax", 100), ("report", 200)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,21 @@ def test_the_same_program_again_gives_no_line(tmp_path: Path, scheduled: bool):
             fit(tmp_path, stop_at=8, scheduled=scheduled)
     fit(tmp_path, scheduled=scheduled)
     assert warned(tmp_path) == []
+
+
+def test_the_first_line_has_the_rate_of_the_schedule_at_its_step(tmp_path: Path, capsys: Any):
+    def warm_up(optimizer: Any, steps: int) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / (2 * steps))
+
+    for stop_at in (4, None):
+        with suppress(KeyboardInterrupt):
+            fit(tmp_path, stop_at=stop_at, schedule=warm_up, save_every=2)
+    first, resumed = re.findall(
+        r"step (\d+): policy .*learning rate ([^;]+);", capsys.readouterr().err
+    )
+    assert first == ("0", "0.001")
+    assert int(resumed[0]) > 0
+    assert float(resumed[1]) == pytest.approx(0.001 * (int(resumed[0]) + 1))
 
 
 def test_a_completed_run_that_is_given_another_learning_rate_is_not_returned(tmp_path: Path):

@@ -67,7 +67,7 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     assert logged["checkpoint"] in (15, 20)
     assert it.batches.count(22) == 1, "the data of those steps are left out"
     order = events(tmp_path, "order")[0]
-    assert (order["action"], order["step"]) == (["ROLLBACK"], 30)
+    assert (order["action"], order["step"]) == (["ROLLBACK"], 29), "the last judged step"
     assert "seen" in order["why"]
     assert facts["good"] is not None
     assert facts["good"] > 30

@@ -111,6 +111,7 @@ class Rollback:
         return cls(
             index=step,
             onset=step if event.onset is None else event.onset,
+            better=event.checkpoint if event.by == "earlier_weights" else None,
             status=Status.APPLIED,
             number=event.number or 0,
             step=step,

@@ -167,7 +167,7 @@ class Recovery:
     def carry_out(self, order: Rollback) -> None:
         """Carries out an order, and sets its status. Raises RunStopped if the run has to stop."""
         evidence = self._evidence
-        if evidence.needed(order) and not evidence.found(order, self._data.step):
+        if evidence.needed(order) and not evidence.found(order):
             return
         if order.action & Action.STOP:
             self.stop(self._stop_reason(order))
@@ -181,7 +181,7 @@ class Recovery:
             return
         if not evidence.needed(order) or not evidence.finite():
             self.stop(exhausted)
-        evidence.decline(order, self._data.step, "budget", "the budget of rollbacks is exhausted")
+        evidence.decline(order, "budget", "the budget of rollbacks is exhausted")
 
     def roll_back_to_better(self, verdict: Verdict) -> Rollback:
         """Rolls back to weights that are better than the current weights, see `dominance`.
@@ -192,7 +192,7 @@ class Recovery:
         order = self._order_of(verdict)
         self._log.event(
             "assessment",
-            step=self._data.step,
+            step=order.index,
             onset=order.onset,
             cause=[],
             verdict="damage",
@@ -233,7 +233,8 @@ class Recovery:
             ),
         )
         return Rollback(
-            index=verdict.index,
+            # At the end of the data, the verdict has the number of steps done.
+            index=min(verdict.index, self._data.step - 1),
             onset=verdict.onset,
             since=verdict.onset,
             batches=[] if chosen.skip is None else self.monitor.batches_between(*chosen.skip),
@@ -344,6 +345,7 @@ class Recovery:
             onset=done.onset,
             cause=names(Cause(done.cause)),
             checkpoint=done.target,
+            by=None if done.better is None else "earlier_weights",
             outcome=RollbackOutcome.TRIAL if done.rerun else outcome,
             lr=done.lr,
             lr_limit=done.lr_limit,
@@ -380,7 +382,7 @@ class Recovery:
         kind = "first snapshot" if done.initial else kind
         self._log.warning(
             f"step {done.index}: {cause}, since step {done.since}; "
-            f"back to the {kind} of step {done.target}"
+            f"from step {done.step} back to the {kind} of step {done.target}"
             f"{f' ({done.why_older})' if done.why_older else ''}; "
             f"{', '.join(filter(None, changed))}"
         )

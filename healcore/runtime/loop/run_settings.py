@@ -70,15 +70,6 @@ class SettingsChange(NamedTuple):
         return "; ".join(filter(None, parts))
 
 
-def start_rate(hyperparameters: Mapping[str, Any]) -> float | None:
-    """The first optimizer's learning rate at the start of the schedule, or None if unknown."""
-    for name, value in hyperparameters.items():
-        if name == "learning_rate" or name.endswith((".lr", "['learning_rate']")):
-            first = value[0] if isinstance(value, list) and value else value
-            return first if isinstance(first, float) else None
-    return None
-
-
 def batch_text(size: object, accumulated: int, ranks: int) -> str:
     """The size of a batch for the first line."""
     more = f" × {accumulated} accumulated" if accumulated > 1 else ""

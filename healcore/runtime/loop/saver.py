@@ -286,7 +286,7 @@ class CheckpointSaver(Saver):
             return None
         self._log.event(
             "order",
-            step=step,
+            step=order.index,
             cause=[],
             action=names(action),
             why=f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}",

@@ -14,7 +14,6 @@ from healcore.runtime.loop.run_settings import (
     RunSettings,
     SettingsChange,
     record_start,
-    start_rate,
 )
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.recovery.journal import (
@@ -118,7 +117,7 @@ def begin(
         data.step,
         f"checkpoints {where}",
         resumed=resume,
-        learning_rate=start_rate((state.settings or {}).get("saved", {})),
+        learning_rate=loop.driver.learning_rate(),
         batch=settings.batch(loop.ranks.world),
     )
     loop.log.info(line)

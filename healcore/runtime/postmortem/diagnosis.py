@@ -117,7 +117,7 @@ def explain(end: RunEnd) -> str:
     """The diagnosis: a headline, then paragraphs with a label."""
     parts = [
         _headline(end),
-        *_incidents_section(end),
+        *_seen_section(end),
         *_state(end),
         *_actions(end),
         *_storage_section(end),
@@ -155,11 +155,16 @@ _HEADLINES = {
 }
 
 
-def _incidents_section(end: RunEnd) -> Iterator[str]:
+def _seen_section(end: RunEnd) -> Iterator[str]:
+    found = (_better_weights(each) for each in end.rollbacks if each.better is not None)
+    sentences = [*_incidents(end), *list(dict.fromkeys(found))[-_SHOWN:]]
+    if sentences:
+        yield _section("Seen", " ".join(sentences))
+
+
+def _incidents(end: RunEnd) -> list[str]:
     if not end.cause:
-        if end.incidents:
-            yield _section("Seen", f"{incidents_text(end)}, all resolved.")
-        return
+        return [f"{incidents_text(end)}, all resolved."] if end.incidents else []
     names = ", ".join(flag.name.lower() for flag in Cause if flag.name and flag in end.cause)
     since = "" if end.onset is None else f" from step {end.onset} on"
     sentences = [f"{names}{since}{', resolved by the end' if end.open is False else ''}."]
@@ -177,7 +182,7 @@ def _incidents_section(end: RunEnd) -> Iterator[str]:
         sentences.append("A re-run of the step from a snapshot failed again: a reproducible fault.")
     if end.incidents > 1:
         sentences.append(f"The run had {incidents_text(end)}.")
-    yield _section("Seen", " ".join(sentences))
+    return sentences
 
 
 def _state(end: RunEnd) -> Iterator[str]:
@@ -303,6 +308,14 @@ def _first(items: Sequence[str]) -> str:
     """The first few items, and the number of further items."""
     shown, more = ", ".join(items[:_SHOWN]), len(items) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _better_weights(rollback: Rollback) -> str:
+    text = f"Earlier weights were better from step {rollback.onset} on"
+    # Without a known rate, `lr_at_fault` is a multiplier.
+    if rollback.lr is not None and rollback.lr_at_fault is not None:
+        text += f", at a learning rate of {rollback.lr_at_fault:.3g}"
+    return f"{text}."
 
 
 def _rollback(rollback: Rollback) -> str:

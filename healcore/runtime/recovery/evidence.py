@@ -65,24 +65,24 @@ class Evidence:
         """Whether the weights are finite on every rank. Collective."""
         return all(self._ranks.gather(self._driver.finite()))
 
-    def found(self, order: Rollback, step: int) -> bool:
+    def found(self, order: Rollback) -> bool:
         """Whether evidence without a comparison shows that the model is worse.
 
-        Declines the order without such evidence. `step` is the current step of the run.
+        Declines the order without such evidence.
         """
         if not self.finite():
-            self._assess(order, step, "damage", "weights")
+            self._assess(order, "damage", "weights")
             return True
         if self._compares:
-            self.decline(order, step, "nothing", "no comparison shows that the weights are worse")
+            self.decline(order, "nothing", "no comparison shows that the weights are worse")
             return False
         if order.cause & NONFINITE and self._nonfinite_persists(order):
-            self._assess(order, step, "damage", "repetition")
+            self._assess(order, "damage", "repetition")
             return True
         why = "healcore cannot tell without loss_fn whether the model is worse"
         if order.cause & NONFINITE:
             why = "the weights are finite"
-        self.decline(order, step, "nothing", why)
+        self.decline(order, "nothing", why)
         return False
 
     def _nonfinite_persists(self, order: Rollback) -> bool:
@@ -93,16 +93,16 @@ class Evidence:
         incident = self._ledger.last_incident
         return incident is not None and order.index - incident.onset >= self._policy.probation
 
-    def _assess(self, order: Rollback, step: int, verdict: str, by: str) -> None:
+    def _assess(self, order: Rollback, verdict: str, by: str) -> None:
         cause = names(Cause(order.cause))
         self._log.event(
-            "assessment", step=step, onset=order.onset, cause=cause, verdict=verdict, by=by
+            "assessment", step=order.index, onset=order.onset, cause=cause, verdict=verdict, by=by
         )
 
-    def decline(self, order: Rollback, step: int, by: str, why: str) -> None:
+    def decline(self, order: Rollback, by: str, why: str) -> None:
         """Declines an order, and logs that the run continues without it."""
         order.status = Status.DECLINED
-        self._assess(order, step, "unknown", by)
+        self._assess(order, "unknown", by)
         self._declined[why] += 1
         times = self._declined[why]
         if passes_power_of_ten(times - 1, times):

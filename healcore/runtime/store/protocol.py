@@ -198,7 +198,8 @@ class CheckpointStore(ABC):
     def written_bytes(self) -> int | None:
         """Bytes of the checkpoints that this object has written to disk, or None if unknown.
 
-        Includes deleted checkpoints. Does not wait for saves in progress.
+        Includes deleted checkpoints and the parts of other ranks. Does not wait for saves in
+        progress.
         """
         return None
 

@@ -36,7 +36,7 @@ class Tier(CheckpointStore):
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of the checkpoints that this object has written to disk. Does not wait."""
+        """Bytes of the checkpoints that all ranks together have written to disk. Does not wait."""
         return self._written_bytes
 
     @abstractmethod

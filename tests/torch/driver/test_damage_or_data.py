@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from healcore import Healer, Logging
+from healcore.events.models import validate
 from healcore.policy import load
 from healcore.runtime.dominance import dominance
+from healcore.runtime.postmortem.sentences import sentence
 from healcore.runtime.store.errors import CheckpointNotFound
 from tests.healer.run_options import grouped
 from tests.torch.driver.compared_run import (
@@ -68,6 +70,21 @@ def test_damaged_weights_are_rolled_back(tmp_path, damage, size, gives_loss, und
     assert not back["batches"], "the same data come again"
     assert multiplier(healer) == 1.0, "no rate has broken it"
     assert run.unseen_loss() < 1.3 * undisturbed
+
+
+def test_the_step_of_a_verdict_and_the_step_of_its_rollback(tmp_path, capsys):
+    """The host reads a step `lag` steps later, so these are two steps."""
+    run = Run()
+    run.train(tmp_path, at=once(CHANGE, lambda: times(run, 50.0)), lag=3, steps=450)
+    worse, found = events(tmp_path, "assessment")
+    (back,) = events(tmp_path, "rollback")
+    assert back["by"] == found["by"]
+    assert back["step"] == found["step"] + 1 + 3, "steps done, and index of the judged step"
+    lines = capsys.readouterr().err
+    assert f"step {worse['step']}: the weights of step" in lines
+    assert f"step {found['step']}: the weights of step" in lines
+    assert f"; from step {back['step']} back to the checkpoint of step" in lines
+    assert f"from step {back['step']} back to" in sentence(validate(back)[0])
 
 
 def test_damage_of_one_accumulation_is_rolled_back(tmp_path):

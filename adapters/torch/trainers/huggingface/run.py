@@ -29,7 +29,7 @@ from healcore.runtime.loop.end import described, end_line, ending_of, log_end, w
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.rank_group import RankGroup
 from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.loop.run_settings import batch_text, start_rate
+from healcore.runtime.loop.run_settings import batch_text
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.loop.start import log_start, start_line
 from healcore.runtime.loop.termination import RunStopped
@@ -197,7 +197,7 @@ class TrainingRun:
             step,
             f"{where}; a callback cannot roll back",
             resumed=step > 0,
-            learning_rate=start_rate(self.driver.hyperparameters()),
+            learning_rate=self.driver.learning_rate(),
             batch=batch_text(size, parts, self.ranks.world),
         )
         self.log.info(line)
