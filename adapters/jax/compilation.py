@@ -60,7 +60,7 @@ def one_kernel(function: Callable[..., Result], *args: Any) -> Result:
         function: a pure function of elementwise operations, slices, concatenations and reductions,
             because XLA cannot compile a scatter in such a kernel. The first array of its result
             must not be one of `args`.
-        args: pytrees of arrays.
+        args: pytrees of arrays, at least one array (XLA crashes on a kernel without arguments).
     """
     # Outside of jit (for example under `vmap` alone) a call would be compiled at every step.
     hint = set_xla_metadata

@@ -70,17 +70,22 @@ def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealSta
 
 
 def step(
-    engine: Engine, state: HealState, signals: Signals, leaf_norms: jax.Array | None
+    engine: Engine,
+    state: HealState,
+    signals: Signals,
+    leaf_norms: jax.Array | None,
+    bad_update: jax.Array | None = None,
 ) -> tuple[HealState, Decision]:
     """Judges one step, and keeps the dtypes of the state, because weak types would recompile.
 
+    With `bad_update` (bool, 0-d) the last update was not finite, whatever norm the signals have.
     Skips an externally skipped step in observe mode too. Raises HealStateError like `engine_state`.
     """
     _check(engine, state)
     leaves, structure = jax.tree.flatten(engine.config)
     numbers = [leaf for leaf in leaves if _is_array(leaf)]  # may be traced
     rest = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
-    return _step((structure, rest), numbers, state, signals, leaf_norms)
+    return _step((structure, rest), numbers, state, signals, leaf_norms, bad_update)
 
 
 @partial(compiled, static=(0,))
@@ -90,24 +95,20 @@ def _step(
     state: HealState,
     signals: Signals,
     leaf_norms: jax.Array | None,
+    bad_update: jax.Array | None,
 ) -> tuple[HealState, Decision]:
     (structure, rest), given = policy, iter(numbers)
     engine = Engine(structure.unflatten(next(given) if each is None else each for each in rest))
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
         norms = leaf_norms
-    floats, ints, decision, ordered, row = one_kernel(partial(_judge, engine), state, signals)
+    judged = one_kernel(partial(_judge, engine), state, signals, bad_update)
+    floats, ints, decision, row, places = judged
     if signals.externally_skipped is not None:  # keeps the signals of the last judged step
         last = state_layout.last_record(state.heal_records, state_layout.step(state.heal_ints))
         row = jnp.where(signals.externally_skipped, last, row)
     # Outside of the kernel, because `vmap` turns this into a scatter.
-    rings = state_layout.write_record(
-        state.heal_records,
-        row,
-        state_layout.step(ints),
-        state_layout.header(state.heal_ints).orders,
-        ordered,
-    )
+    rings = state_layout.write_record(state.heal_records, row, places)
     return HealState(floats, ints, rings, _flat_decision(decision), norms), decision
 
 
@@ -116,13 +117,16 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _judge(
-    engine: Engine, state: HealState, signals: Signals
-) -> tuple[jax.Array, jax.Array, Decision, jax.Array, jax.Array]:
-    """Returns the new floats and integers, the decision, whether it has a host action, its record.
+    engine: Engine, state: HealState, signals: Signals, bad_update: jax.Array | None
+) -> tuple[jax.Array, jax.Array, Decision, jax.Array, state_layout.Places]:
+    """Returns the new floats and integers, the decision, the record, and the places of the record.
 
     Runs only the part of the policy that can change the step; see `healcore.core.engine.alerts`.
     """
     layout = _layout_of(engine, state)
+    if bad_update is not None:
+        norm = jnp.where(bad_update, jnp.inf, signals.update_norm)
+        signals = signals._replace(update_norm=norm)
     old = layout.unpack(state.heal_floats, state.heal_ints)
     new, decision = engine.in_step.step(old, signals, xp=namespace)
     if signals.externally_skipped is not None:
@@ -137,10 +141,11 @@ def _judge(
     ordered = (action != 0) & (new.step > old.step)
     if signals.loss is not None:
         header = header._replace(loss_seen=header.loss_seen | jnp.isfinite(signals.loss))
+    places = state_layout.places(state.heal_records, new.step, header.orders, ordered)
     header = header._replace(orders=header.orders + ordered)
     floats, ints = layout.pack(new, header)
     given = state_layout.pack_signals(*signal_numbers(old, signals, xp=namespace))
-    return floats, ints, decision, ordered, state_layout.record(floats, ints, given)
+    return floats, ints, decision, state_layout.record(floats, ints, given), places
 
 
 def _as_own_buffer(kind: Any, leaf: jax.Array) -> jax.Array:
@@ -190,7 +195,8 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
         )
     step = state_layout.step(ints)
     record = state_layout.record(floats, ints, state_layout.no_signals())
-    rings = state_layout.write_record(state.heal_records, record, step, old.orders, step != step)
+    places = state_layout.places(state.heal_records, step, old.orders, step != step)
+    rings = state_layout.write_record(state.heal_records, record, places)
     return state._replace(heal_floats=floats, heal_ints=ints, heal_records=rings)
 
 

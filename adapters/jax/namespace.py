@@ -9,8 +9,7 @@ from jax import lax
 
 float32, int32, bool = jnp.float32, jnp.int32, jnp.bool_
 arange, cumsum, asarray = jnp.arange, jnp.cumsum, jnp.asarray
-where, isfinite, abs, sqrt, sum, astype = (
-    jnp.where,
+isfinite, abs, sqrt, sum, astype = (
     jnp.isfinite,
     jnp.abs,
     jnp.sqrt,
@@ -20,6 +19,14 @@ where, isfinite, abs, sqrt, sum, astype = (
 
 _BEYOND = 1_000_003
 """A divisor above every shared value. XLA would turn a power of two into a cheap mask."""
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """`jnp.where` without its jitted call, which XLA would copy and inline a hundred times."""
+    dtype = jnp.result_type(x, y)
+    shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, x, y)))
+    x, y = (jnp.broadcast_to(jnp.asarray(each, dtype), shape) for each in (x, y))
+    return lax.select(jnp.broadcast_to(condition, shape), x, y)
 
 
 def shared(x: Any) -> Any:

@@ -215,17 +215,30 @@ def init_records(steps: int, record: Any) -> jax.Array:
     return jnp.tile(record, (steps + ORDERS, 1))
 
 
-def write_record(records: Any, record: Any, step: Any, orders: Any, ordered: Any) -> jax.Array:
-    """Writes the record of one step into the ring buffers, int32 (steps + ORDERS, elements).
+class Places(NamedTuple):
+    """The rows of the ring buffers to which a step writes its record. Each is int32, 0-d."""
+
+    newest: Any
+    order: Any
+    """The row in the second ring buffer, or `newest` for a step without an order."""
+
+
+def places(records: Any, step: Any, orders: Any, ordered: Any) -> Places:
+    """The places of the record of one step.
 
     `step` is the number of steps including this step. `orders` is the number of steps with an order
     before this step.
     """
     kept = records.shape[0] - ORDERS
-    place = (step - 1) % kept
-    records = lax.dynamic_update_slice(records, record[None], (place, jnp.zeros_like(place)))
-    place = jnp.where(ordered, kept + orders % ORDERS, place)
-    return lax.dynamic_update_slice(records, record[None], (place, jnp.zeros_like(place)))
+    newest = (step - 1) % kept
+    return Places(newest, jnp.where(ordered, kept + orders % ORDERS, newest))
+
+
+def write_record(records: Any, record: Any, places: Places) -> jax.Array:
+    """Writes the record of one step into the ring buffers, int32 (steps + ORDERS, elements)."""
+    for place in places:
+        records = lax.dynamic_update_slice(records, record[None], (place, jnp.zeros_like(place)))
+    return records
 
 
 def last_record(records: Any, step: Any) -> Any:

@@ -281,11 +281,11 @@ def protect(
         )
         return replicate_over_mesh(params, state)
 
-    def measured(updates: optax.Updates) -> tuple[jax.Array | None, jax.Array]:
+    def measured(updates: optax.Updates, skip: jax.Array) -> tuple[jax.Array | None, jax.Array]:
         if not (reads_update_norm or engine.clips_updates):
-            return None, axes.any(gradients.not_finite(updates))
+            return None, axes.any(gradients.not_finite(updates, skip))
         norm = axes.norm(updates)
-        return norm, ~jnp.isfinite(norm)
+        return norm, ~jnp.isfinite(norm) & ~skip
 
     def update(
         updates: optax.Updates,
@@ -297,7 +297,8 @@ def protect(
             raise heal_state.no_heal_state_error(state)
         given, others = split_keywords(extra_args)
         last = 0.0 if state.heal_update_norm is None else state.heal_update_norm
-        reported: Any = {"update_norm": jnp.where(state.heal_bad_update, jnp.inf, last), **given}
+        reported: Any = {"update_norm": last, **given}
+        was_bad = None if "update_norm" in given else state.heal_bad_update
         reads_rate = engine.limits_lr and "learning_rate" not in given
         rates = injected_rates(state.inner_state) if reads_rate else []
         if len(rates) == 1:
@@ -305,7 +306,7 @@ def protect(
         # A schedule in `inner` sets the rate of this step only during the update.
         has_inner_schedule = len(rates) == 1 and has_injected_schedule(state.inner_state)
         signals, norms = make_signals(engine, updates, reported, axes)
-        heal, decision = heal_state.step(engine, state.heal, signals, norms)
+        heal, decision = heal_state.step(engine, state.heal, signals, norms, was_bad)
         pending, resets = None, state.heal_reset_moments
         cuts_inside = engine.scales_lr and has_lr_scale(state.inner_state)
 
@@ -327,7 +328,7 @@ def protect(
 
         if engine.mode == "observe" and "externally_skipped" not in given:
             updates, inner_state = inner_step(updates, state.inner_state, params)
-            norm, bad = measured(updates)
+            norm, bad = measured(updates, decision.skip)
             if norm is not None and engine.clips_updates:
                 heal, _ = heal_state.clip_update(engine, heal, norm, decision.skip)
         else:
@@ -343,22 +344,24 @@ def protect(
             if has_inner_schedule:
                 now = injected_rates(inner_state)[0] * decision.lr_scale
                 factor = factor * _within_limit(engine, heal, now)
-            norm = bad = None
-            if engine.clips_updates:
-                norm, bad = measured(updates)
-                assert norm is not None
-                heal, update_factor = heal_state.clip_update(engine, heal, norm, decision.skip)
-                norm, factor = norm * factor, factor * update_factor
-            if (engine.scales_lr and not cuts_inside) or engine.clips_updates or has_inner_schedule:
-                updates = gradients.scale(updates, factor)
-            if bad is None:
-                norm, bad = measured(updates)
-            skipped, bad = decision.skip | bad, bad & ~decision.skip
+            norm, bad = measured(updates, decision.skip)
+            if norm is not None:
+                own_norm, norm = norm, norm * factor
+                if engine.clips_updates:
+                    heal, update_factor = heal_state.clip_update(
+                        engine, heal, own_norm, decision.skip
+                    )
+                    factor = factor * update_factor
+            skipped = decision.skip | bad
             if engine.mode == "observe":  # only an external skip changes the updates
                 skipped = decision.skip
                 updates = gradients.fill_where(updates, skipped, -0.0)
             else:
                 updates = gradients.no_update_where(updates, skipped)
+            # After the check, so that the check of a tensor does not depend on the factor, and
+            # tensors of one shape have the same kernel.
+            if (engine.scales_lr and not cuts_inside) or engine.clips_updates or has_inner_schedule:
+                updates = gradients.scale(updates, factor)
             norm = None if norm is None else jnp.where(skipped, 0.0, norm)
         norm = norm if reads_update_norm else None
         return updates, ProtectState(heal, norm, bad, pending, inner_state)

@@ -57,6 +57,29 @@ def test_the_elements_of_a_large_tensor_are_held_one_by_one():
     assert not bool(state.heal_bad_update)
 
 
+@pytest.mark.parametrize("params", [PARAMS, {"empty": jnp.zeros((0, 2))}, {}])
+def test_constant_updates_compile(params):
+    """XLA crashes on a kernel without arguments or with a constant result."""
+    tx = protect(optax.set_to_zero(), policies.CUT_LR)
+    step = jax.jit(lambda g, s: tx.update(g, s, params, value=1.0))
+    _, state = step(params, tx.init(params))
+    assert not bool(state.heal_bad_update)
+
+
+def test_an_overflow_of_constant_factors_is_found():
+    tx = protect(optax.chain(optax.scale(1e30), optax.scale(1e20)), policies.SKIP)
+    _, state = jax.jit(lambda g, s: tx.update(g, s, PARAMS, value=1.0))(LIVE, tx.init(PARAMS))
+    assert bool(state.heal_bad_update)
+
+
+def test_a_skip_keeps_complex_zeros_under_a_policy_that_scales_updates():
+    params = {"w": jnp.asarray([complex(-0.0, -0.0), complex(-0.0, 1.0)], jnp.complex64)}
+    tx = protect(optax.sgd(0.1), policies.CUT_LR)
+    grads = {"w": params["w"] * jnp.nan}
+    updates, _ = jax.jit(lambda g, s: tx.update(g, s, params, value=1.0))(grads, tx.init(params))
+    assert_same_bits(optax.apply_updates(params, updates), params)
+
+
 def test_observing_changes_nothing_and_reports():
     tx = protect(optax.adam(0.1, eps=0.0), policies.OBSERVE)
     updates, state = tx.update(DEAD, tx.init(PARAMS), PARAMS)
