@@ -34,6 +34,8 @@ ARMS: dict[str, dict[str, Any]] = {
 """Arm of healbench -> arguments of its class `Healed`."""
 FAMILY = "damage"
 """Faults that change weights or moments, and then end."""
+START = 500
+"""Steps in which a run may spend the evaluations that it starts with."""
 
 
 class Watched(Healed):
@@ -107,13 +109,19 @@ def _rollbacks(seeds: int) -> Iterator[dict[str, Any]]:
 
 
 def _healthy(quick: bool) -> Iterator[dict[str, Any]]:
-    """The forward passes of each healthy task that has a `loss_fn`."""
+    """The forward passes of each healthy task that has a `loss_fn`, and those after its start."""
     for task in suite("torch").tasks.values():
         if task.kind == "healthy" and (task.quick or not quick):
             run = watched(task, "healer_ask", seed=0)
             if run.problem.loss_fn is not None:
-                passes = run.passes / _micro_batches(run)
-                yield _printed(_identity(task, "healer_ask", 0, run) | {"forward_passes": passes})
+                size = _micro_batches(run)
+                before = [*run.passes_before, run.passes][min(round(START * size), run.steps)]
+                counts = {
+                    "forward_passes": run.passes / size,
+                    "later_passes": (run.passes - before) / size,
+                    "later_steps": max(0.0, run.steps / size - START),
+                }
+                yield _printed(_identity(task, "healer_ask", 0, run) | counts)
 
 
 def _identity(task: Task, arm: str, seed: int, run: Watched) -> dict[str, Any]:

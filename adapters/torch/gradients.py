@@ -179,8 +179,7 @@ def _norms_by_dot(grads: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _pieces(grad: Tensor) -> Iterable[Tensor]:
-    """1-d pieces of a tensor, in float32 if it has half precision: then each is valid until the
-    next one."""
+    """1-d pieces of a tensor. Half precision is copied to float32, in one buffer for all pieces."""
     flat = grad.reshape(-1)  # a view unless its strides forbid one
     pieces = flat.split(CHUNK) if flat.numel() > CHUNK else (flat,)
     if flat.dtype not in _HALVES:

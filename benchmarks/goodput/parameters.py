@@ -55,7 +55,7 @@ class Measured(NamedTuple):
     """Mean of the steps that a needless rollback undoes, less the steps whose batches it skips, in
     the healthy tasks of all families; 0 without a needless rollback."""
     passes_per_step: float
-    """Forward passes for evidence in healthy runs."""
+    """Forward passes for evidence in healthy runs, after the first 500 steps: a long run's rate."""
     passes_interval: tuple[float, float]
     """Bootstrap over tasks."""
     passes_per_rollback: float
@@ -99,7 +99,7 @@ def measure(policy: str, families: Collection[str] = ("damage",)) -> Measured:
         for row in watched["healthy"]
         if row["arm"] == arm and (not calm or tasks[row["task"]].family in calm)
     ]
-    per_task = [(row["forward_passes"], row["steps"]) for row in asked]
+    per_task = [(row["later_passes"], row["later_steps"]) for row in asked]
     return Measured(
         policy=policy,
         damaged_runs=len(damaged),

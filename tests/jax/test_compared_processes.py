@@ -43,7 +43,7 @@ def test_one_device_goes_back_from_faults_only(one: Program):
     assert [each["checkpoint"] for each in rate["rollbacks"]] == [40]
     assert rate["lr_scale"] == pytest.approx(0.01)
     assert healthy["rollbacks"] == []
-    assert sum(each["steps"][0] >= FAULT for each in healthy["compared"]) > 5
+    assert sum(each["steps"][0] >= FAULT for each in healthy["compared"]) > 3
 
 
 @pytest.mark.slow

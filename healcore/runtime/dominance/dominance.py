@@ -49,7 +49,8 @@ MAX_SHARE = 0.01
 STEP_COST = 3.0
 """Cost of a training step in evaluations: a forward pass, and a backward pass of twice its cost."""
 MAX_CREDIT = 30.0
-"""Max credit of evaluations, and max debt: the cost of 1,000 steps. A run starts without credit."""
+"""Max credit of evaluations, and max debt: the cost of 1,000 steps. A run starts with this credit,
+because a learning rate that is too high shows in the first steps."""
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
 
@@ -136,7 +137,7 @@ class Dominance:
         """The pending verdict, until the run rolls back or recovers, or None."""
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
-        self._credit = 0.0
+        self._credit = MAX_CREDIT
         self._price = 1
         self._step_s = 0.0
         self._last_time: float | None = None
