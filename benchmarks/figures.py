@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.healbench.code_digest import code_of, code_without_names
 from benchmarks.healbench.running import DECIDING
+from healcore.runtime.dominance.dominance import STEP_COST
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -591,6 +592,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "step.rounds": lambda: str(_result("step_overhead")["rounds"]),
     "step.device-engine": lambda: _torch_ratio("healcore default, device engine"),
     "step.heartbeat": lambda: f"{_result('step_overhead')['heartbeat_ns'] / 1e3:.1f} µs",
+    "comparisons": lambda: f"{_passes(''):.0f}",
+    "comparisons.later": lambda: f"{_passes('later_'):.0f}",
+    "comparisons.share": lambda: f"{_passes('later_') / 1e3 / STEP_COST:.1%}",
+    "comparisons.share-whole": lambda: f"{_passes('') / 1e3 / STEP_COST:.1%}",
     "saves": saves,
     "saves.machine": _machine("rollback"),
     "detectors": detectors,
@@ -610,6 +615,16 @@ FIGURES: dict[str, Callable[[], str]] = {
     "demo.machine": _machine("demo"),
     "demo.minutes": lambda: f"{_result('demo')['seconds'] / 60:.1f} minutes",
 }
+
+
+def _passes(part: str) -> float:
+    """Forward passes for comparisons per 1,000 steps of healbench's healthy tasks.
+
+    `part` is "" for whole runs, or "later_" for the steps after the start.
+    """
+    rows = _result("recoveries")["healthy"]
+    passes = sum(row[f"{part}passes" if part else "forward_passes"] for row in rows)
+    return 1e3 * passes / sum(row[f"{part}steps"] for row in rows)
 
 
 def _kept(arm: str) -> str:
