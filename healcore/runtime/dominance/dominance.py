@@ -138,7 +138,7 @@ class Dominance:
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
         self._credit = MAX_CREDIT
-        self._price = 1
+        self._price = self._last_price = 1
         self._step_s = 0.0
         self._last_time: float | None = None
 
@@ -494,7 +494,9 @@ class Dominance:
             return
         share = STEP_COST * seconds / evaluations / self._step_s if self._step_s else 1.0
         price = 1 << max(0, round(math.log2(max(share, 1.0))))
-        self._price = max(self.ranks.gather(price))  # times differ between ranks
+        price = max(self.ranks.gather(price))  # times differ between ranks
+        # The lower of two, because one may be slow by chance, or compile.
+        self._price, self._last_price = min(price, self._last_price), price
 
 
 def _mean_losses(losses: Sequence[float], steps: Sequence[TrainedStep]) -> list[float]:
