@@ -4,127 +4,24 @@
     python -m benchmarks.figures --check    # writes nothing; status 1 if anything is stale
 
 A page marks a figure with two comments, `<!--=NAME-->1.43<!--/-->`; NAME is a key of `FIGURES`. A
-table stands between such comments on lines of their own, a sentence has them within a line. Every
-result file has a digest of the code that it depends on (`source`); if the digest of the present
-code differs, the result is stale.
+table stands between such comments on lines of their own, a sentence has them within a line.
+benchmarks/result_sources.py says which results are stale.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 import sys
-import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.healbench.code_digest import code_of, code_without_names
-from benchmarks.healbench.running import DECIDING
+from benchmarks.result_sources import RESULTS, ROOT, read_result, stale_results
 from healcore.runtime.dominance.dominance import STEP_COST
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"<!--=([\w.-]+)-->(.*?)<!--/-->", re.S)
-ADAPTERS = tuple(
-    f"adapters/{name}/{part}" for name in ("torch", "jax") for part in ("*", "driver/**/*")
-)
-HEALCORE = (*DECIDING, *ADAPTERS)
-DEPENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "step_overhead": ("python benchmarks/step_overhead.py", HEALCORE, ("default", "zclip")),
-    "rollback": (
-        "python benchmarks/rollback.py",
-        ("healcore/runtime/store", "adapters/torch/store/**/*", "adapters/jax/store/**/*"),
-        (),
-    ),
-    "detectors": (
-        "python benchmarks/detectors.py FOLDER",
-        (
-            "healcore/core",
-            "healcore/policy",
-            "benchmarks/labelled_runs",
-            "benchmarks/published_rules",
-        ),
-        ("default", "pretraining", "aggressive", "conservative"),
-    ),
-    "recoveries": (
-        "python -m benchmarks.recoveries",
-        (*DECIDING, "adapters/torch/*", "adapters/torch/driver/**/*", "benchmarks/healbench/tasks"),
-        ("default", "pretraining"),
-    ),
-    "goodput": (
-        "python -m benchmarks.goodput",
-        ("benchmarks/goodput/simulation", "benchmarks/goodput/parameters"),
-        (),
-    ),
-    "demo": (
-        "python -m benchmarks.demo",
-        (*HEALCORE, "healcore/demo", "healcore/runtime/incidents"),
-        ("default",),
-    ),
-    "zclip_table": (
-        "python -m benchmarks.zclip_table",
-        HEALCORE,
-        ("default", "pretraining", "zclip", "zclip-1.0.0", "zclip-paper"),
-    ),
-}
-"""Result file -> its command, the code that its numbers depend on, and the policies that it uses.
-A path is a file without its suffix, a folder, or a pattern. The command's own code counts too."""
-INPUTS = {"goodput": ("recoveries", "rollback")}
-"""Result file -> other result files that its command reads."""
-TEXTS = ("description", "references")
-"""Keys of a policy file that decide nothing."""
-NOTES = ("machine", "load", "source")
-"""Keys of a result file that are no results."""
-
-
-# -- sources ---------------------------------------------------------------------------------------
-
-
-def source(name: str, root: Path = ROOT) -> str:
-    """Digest of the code, policies and inputs that a result file depends on.
-
-    Comments, docstrings, messages, layout and names that the code defines do not change it.
-    """
-    _, code, policies = DEPENDS[name]
-    files = {file for path in code for file in _files(root, path)}
-    command = root / "benchmarks" / f"{name}.py"
-    parts = [code_of(command if command.exists() else root / f"benchmarks/{name}/__main__.py")]
-    parts.append(code_without_names(sorted(files)))
-    for policy in policies:
-        data = tomllib.loads((root / "policies" / f"{policy}.toml").read_text())
-        data = {key: value for key, value in data.items() if key not in TEXTS}
-        parts.append(json.dumps(data, sort_keys=True))
-    for other in INPUTS.get(name, ()):
-        measured = json.loads((root / "benchmarks/results" / f"{other}.json").read_text())
-        measured = {key: value for key, value in measured.items() if key not in NOTES}
-        parts.append(json.dumps(measured, sort_keys=True))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
-
-
-def _files(root: Path, path: str) -> Iterator[Path]:
-    if "*" in path:
-        yield from root.glob(f"{path}.py")
-    else:
-        yield from (root / path).rglob("*.py")
-        yield from root.glob(f"{path}.py")
-
-
-def stale_results() -> list[str]:
-    """The result files whose code, policies or inputs have changed, each with its command."""
-    stale = []
-    for name, (command, *_) in DEPENDS.items():
-        found, present = _result(name).get("source"), source(name)
-        if found != present:
-            stale.append(f"{name}.json: made by {found}, now {present}: {command} --json ...")
-    return stale
-
-
-@functools.cache
-def _result(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 # -- healbench -------------------------------------------------------------------------------------
@@ -289,12 +186,12 @@ def _steps(part: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _torch_ratio(name: str) -> str:
-    return f"{_steps(_result('step_overhead')['torch']['steps'])[name]['ratio']:.2f}"
+    return f"{_steps(read_result('step_overhead')['torch']['steps'])[name]['ratio']:.2f}"
 
 
 def torch_steps() -> str:
     """The ratios of a torch step to the clipped step, and the host syncs."""
-    measured = _result("step_overhead")["torch"]
+    measured = read_result("step_overhead")["torch"]
     found = _steps(measured["steps"])
     rows = [
         [f"torch {measured['version'].partition('+')[0]}, fused AdamW, CPU", "ratio", "host syncs"]
@@ -307,7 +204,7 @@ def torch_steps() -> str:
 
 def jax_steps() -> str:
     """The ratios of a JAX step to the clipped step."""
-    measured = _result("step_overhead")["jax"]
+    measured = read_result("step_overhead")["jax"]
     found = _steps(measured["steps"])
     rows = [[f"JAX {measured['version']}, jitted, donated, CPU", "ratio"]]
     rows += [[title, f"{found[name]['ratio']:.2f}"] for name, title in JAX_STEPS.items()]
@@ -316,7 +213,7 @@ def jax_steps() -> str:
 
 def short_steps() -> str:
     """The ratios of both frameworks in one table."""
-    measured = _result("step_overhead")
+    measured = read_result("step_overhead")
     torch, jax = (_steps(measured[name]["steps"]) for name in ("torch", "jax"))
     rows = [["", "torch", "JAX"]]
     for title, in_torch, in_jax in (
@@ -332,7 +229,7 @@ def short_steps() -> str:
 
 def small_steps() -> str:
     """The same where the fixed cost of a step shows."""
-    measured = _result("step_overhead")
+    measured = read_result("step_overhead")
     tiny, jitted = _steps(measured["torch"]["tiny"]), _steps(measured["jax_tiny"]["steps"])
     clip, ours = jitted["clip_by_global_norm + adamw"], jitted["protect(adamw), default"]
     rows = [["small model", "ratio"]]
@@ -354,7 +251,7 @@ def small_steps() -> str:
 
 def saves() -> str:
     """The ratios of saves and restores to the same work without healcore."""
-    measured = _result("rollback")
+    measured = read_result("rollback")
 
     def ratio(framework: str, what: str, name: str) -> str:
         part = measured[framework].get(what)
@@ -409,7 +306,7 @@ def saves() -> str:
 def detectors() -> str:
     """Found events and false incidents of healcore's policies and of published rules."""
     rows = [["rule", "Llama 8B, found", "AlgoPerf, found", "false per 10,000 rows"]]
-    for rule, families in _result("detectors")["scores"].items():
+    for rule, families in read_result("detectors")["scores"].items():
         found = []
         for family in ("llama_8b", "algoperf/spiky"):
             one = families.get(family)
@@ -424,7 +321,7 @@ def detectors() -> str:
 def _zclip(part: str) -> str:
     from benchmarks import zclip_table
 
-    runs = _result("zclip_table")["runs"]
+    runs = read_result("zclip_table")["runs"]
     rows = (
         zclip_table.claim_table(runs) if part == "claims" else zclip_table.sweep_table(runs, part)
     )
@@ -434,26 +331,26 @@ def _zclip(part: str) -> str:
 def _goodput(part: str) -> str:
     from benchmarks.goodput.__main__ import tables
 
-    return _table(tables(_result("goodput"))[part])
+    return _table(tables(read_result("goodput"))[part])
 
 
 def _person_minutes() -> str:
     """Minutes until a person repairs, from which on `default` with a `loss_fn` gains."""
     from benchmarks.goodput.__main__ import person_break_even
 
-    return f"{person_break_even(_result('goodput')) / 60:.0f} minutes"
+    return f"{person_break_even(read_result('goodput')) / 60:.0f} minutes"
 
 
 def _pauses() -> str:
     """Seconds of a save and of a restore."""
     from benchmarks.goodput.__main__ import pauses
 
-    return "a save {:.2f} s, a restore {:.2f} s".format(*pauses(_result("goodput")))
+    return "a save {:.2f} s, a restore {:.2f} s".format(*pauses(read_result("goodput")))
 
 
 def demo_short() -> str:
     """Three rows: the loss on unseen text at the end, by framework."""
-    measured = _result("demo")
+    measured = read_result("demo")
     rows = [["300 steps, the same data and faults", "torch: final loss", "JAX: final loss"]]
     titles = {
         "unprotected": "unprotected",
@@ -480,7 +377,7 @@ def demo_table() -> str:
     rows = [
         ["run", "loss before the empty batch", "loss on unseen text", "skips", "clips", "rollbacks"]
     ]
-    for run in _result("demo")["runs"]:
+    for run in read_result("demo")["runs"]:
         back = ", ".join(f"{r['onset']} → {r['checkpoint']}" for r in run["rollbacks"])
         name = f"{run['framework']} {run['arm']}"
         numbers = [run["loss_before"], run["held_out_loss"]]
@@ -494,7 +391,7 @@ def demo_claims() -> str:
     """The claims of the torch runs, as the demo prints them."""
     lines = [
         f"{'ok' if claim['holds'] else 'BROKEN':6} {claim['text']}"
-        for claim in _result("demo")["claims"]
+        for claim in read_result("demo")["claims"]
         if claim["text"].startswith("torch")
     ]
     return "```text\n" + "\n".join(lines) + "\n```"
@@ -555,7 +452,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _machine(name: str) -> Callable[[], str]:
-    return lambda: _result(name)["machine"].partition(", Linux")[0]
+    return lambda: read_result(name)["machine"].partition(", Linux")[0]
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -588,10 +485,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "step.jax": jax_steps,
     "step.small": small_steps,
     "step.machine": _machine("step_overhead"),
-    "step.parameters": lambda: f"{_result('step_overhead')['parameters'] / 1e6:.1f} M",
-    "step.rounds": lambda: str(_result("step_overhead")["rounds"]),
+    "step.parameters": lambda: f"{read_result('step_overhead')['parameters'] / 1e6:.1f} M",
+    "step.rounds": lambda: str(read_result("step_overhead")["rounds"]),
     "step.device-engine": lambda: _torch_ratio("healcore default, device engine"),
-    "step.heartbeat": lambda: f"{_result('step_overhead')['heartbeat_ns'] / 1e3:.1f} µs",
+    "step.heartbeat": lambda: f"{read_result('step_overhead')['heartbeat_ns'] / 1e3:.1f} µs",
     "comparisons": lambda: f"{_passes(''):.0f}",
     "comparisons.later": lambda: f"{_passes('later_'):.0f}",
     "comparisons.share": lambda: f"{_passes('later_') / 1e3 / STEP_COST:.1%}",
@@ -613,7 +510,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "demo.table": demo_table,
     "demo.claims": demo_claims,
     "demo.machine": _machine("demo"),
-    "demo.minutes": lambda: f"{_result('demo')['seconds'] / 60:.1f} minutes",
+    "demo.minutes": lambda: f"{read_result('demo')['seconds'] / 60:.1f} minutes",
 }
 
 
@@ -622,7 +519,7 @@ def _passes(part: str) -> float:
 
     `part` is "" for whole runs, or "later_" for the steps after the start.
     """
-    rows = _result("recoveries")["healthy"]
+    rows = read_result("recoveries")["healthy"]
     passes = sum(row[f"{part}passes" if part else "forward_passes"] for row in rows)
     return 1e3 * passes / sum(row[f"{part}steps"] for row in rows)
 

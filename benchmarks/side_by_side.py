@@ -104,7 +104,7 @@ def write_json(path: Path | None, result: dict[str, Any], name: str = "") -> Non
     Args:
         path: the file, or None to write nothing.
         result: the results, strict JSON.
-        name: key of `benchmarks.figures.DEPENDS`; the digest of that code is written too.
+        name: key of `benchmarks.result_sources.DEPENDS`; the digest of that code is written too.
     """
     if path is None:
         return
@@ -113,7 +113,7 @@ def write_json(path: Path | None, result: dict[str, Any], name: str = "") -> Non
         root = str(Path(__file__).resolve().parents[1])
         if root not in sys.path:  # a benchmark that is run as a script
             sys.path.append(root)
-        from benchmarks.figures import source
+        from benchmarks.result_sources import source
 
         made["source"] = source(name)
     path.write_text(json.dumps(made | result, indent=2) + "\n")

@@ -508,7 +508,7 @@ def _write(file: Path, result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Runs what is missing, and prints the tables."""
-    from benchmarks.figures import source
+    from benchmarks.result_sources import source
 
     parser: argparse.ArgumentParser = arguments((__doc__ or "").partition("\n")[0])
     parser.add_argument("--scale", choices=SCALES, default="small")

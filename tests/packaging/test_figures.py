@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import figures
+from benchmarks import figures, result_sources
 from benchmarks.healbench import __main__ as healbench
 from benchmarks.healbench import comparing, running, table
 
@@ -63,7 +63,7 @@ def test_every_marked_figure_is_of_the_results(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_measurement_without_a_result(page):
-    name = str(page.relative_to(figures.ROOT))
+    name = str(page.relative_to(result_sources.ROOT))
     if page.parent.name == "decisions":
         pytest.skip("a decision has the figures of its day")
     assert [*unmarked(page.read_text(), REVIEWED.get(name, ()))] == []
@@ -78,15 +78,17 @@ def test_a_mark_never_begins_a_line_of_prose():
             assert not re.match(r"<!--=.*<!--/-->", line), f"{page.name}: {line}"
 
 
-@pytest.mark.parametrize("name", figures.DEPENDS)
+@pytest.mark.parametrize("name", result_sources.DEPENDS)
 def test_a_result_is_of_the_present_code(name):
-    made = json.loads((figures.RESULTS / f"{name}.json").read_text()).get("source")
-    assert made == figures.source(name), f"run: {figures.DEPENDS[name][0]} --json FILE"
+    made = json.loads((result_sources.RESULTS / f"{name}.json").read_text()).get("source")
+    assert made == result_sources.source(name), (
+        f"run: {result_sources.DEPENDS[name][0]} --json FILE"
+    )
 
 
 def test_every_result_file_is_checked():
-    found = {path.stem for path in figures.RESULTS.glob("*.json")}
-    assert found - {"gpu"} == {*figures.DEPENDS}
+    found = {path.stem for path in result_sources.RESULTS.glob("*.json")}
+    assert found - {"gpu"} == {*result_sources.DEPENDS}
 
 
 def test_healbench_is_of_the_present_code_and_so_is_its_page():
@@ -114,13 +116,13 @@ def test_a_changed_rule_makes_results_stale(tmp_path):
         (root / folder).mkdir()
     for name in ("detectors", "labelled_runs", "published_rules"):
         (root / f"benchmarks/{name}.py").write_text("x = 1\n")
-    for name in figures.DEPENDS["detectors"][2]:
+    for name in result_sources.DEPENDS["detectors"][2]:
         (root / f"policies/{name}.toml").write_text('description = "a"\n[clip]\nratio = 20.0\n')
     rule = root / "healcore/core/rule.py"
 
     def digest(code: str) -> str:
         rule.write_text(code)
-        return figures.source("detectors", root)
+        return result_sources.source("detectors", root)
 
     before = digest("def skip(norm):\n    return norm > 3\n")
     assert digest('def skip(size):\n    """Whether."""\n    return size > 3  # three\n') == before
@@ -128,13 +130,13 @@ def test_a_changed_rule_makes_results_stale(tmp_path):
     assert digest("def skip(norm):\n    return norm > 3\n") == before
     policy = root / "policies/default.toml"
     policy.write_text('description = "b" # other words\n[clip]\nratio = 20.0\n')
-    assert figures.source("detectors", root) == before
+    assert result_sources.source("detectors", root) == before
     policy.write_text('description = "b"\n[clip]\nratio = 10.0\n')
-    assert figures.source("detectors", root) != before
+    assert result_sources.source("detectors", root) != before
 
 
 def test_a_changed_figure_is_noticed():
-    text = (figures.ROOT / "docs" / "evidence.md").read_text()
+    text = (result_sources.ROOT / "docs" / "evidence.md").read_text()
     (found, *_) = (m for m in figures.MARKED.finditer(text) if m[1] == "promise.rollbacks")
     changed = text.replace(found[0], found[0].replace(found[2], found[2] + "1"))
     assert figures.rendered(changed) == text
