@@ -58,6 +58,25 @@ def test_each_norm_is_of_its_own_tensor(first: int, second: int):
         assert float(each) == pytest.approx(float(grad.double().norm()), rel=2e-6)
 
 
+@pytest.mark.parametrize("n", [3, gradients.SMALL + 1])
+def test_a_conjugated_view_is_measured_and_scaled(n: int):
+    parameter = torch.nn.Parameter(torch.zeros(n, dtype=torch.complex64))
+    values = torch.full((n,), 3 + 4j)
+    parameter.grad = values.conj()
+    assert norm(parameter.grad) == pytest.approx(5 * n**0.5)
+    gradients.scale_([parameter], 0.5)
+    assert parameter.grad[0] == 1.5 - 2j
+
+
+def test_strided_gradients_and_another_default_device():
+    grad = torch.randn(3 * gradients.CHUNK, generator=torch.Generator().manual_seed(0))
+    assert norm(grad[::3]) == pytest.approx(float(grad[::3].double().norm()), rel=1e-6)
+    with torch.device("meta"):
+        assert norm(grad.bfloat16()) == pytest.approx(
+            float(grad.bfloat16().double().norm()), rel=1e-5
+        )
+
+
 def test_duplicates_of_a_sparse_gradient_add_up_first():
     grad = torch.sparse_coo_tensor(
         torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 4.0]), (5,), check_invariants=True
