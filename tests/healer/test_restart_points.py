@@ -81,7 +81,7 @@ def test_a_short_run_loses_a_few_steps(tmp_path: Path):
     assert restarts(whole) == [10, 20, 30, 40, 53]
     assert len(kept(whole)) == 2, "those of the start and of the end"
     killed(again, kill_at=58)
-    assert len(kept(again)) <= 4
+    assert len(kept(again)) <= 5, "a process that is killed may not have deleted all old ones"
     steps = run(again)
     assert 40 <= steps[0] <= 53, "the write of the last one may be cut off"
     assert steps[-1] == STEPS - 1

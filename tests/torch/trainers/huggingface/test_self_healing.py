@@ -188,7 +188,7 @@ class NaNBatches(Trainer):
 
 
 def test_with_budgets_spent_it_stops_with_a_diagnosis(tmp_path: Path):
-    arguments = {**DIVERGES, "learning_rate": 3000.0, "max_steps": 80}
+    arguments = {**DIVERGES, "learning_rate": 1e8, "max_steps": 80}  # diverges again on any CPU
     trainer = tiny.sft(tmp_path, **arguments)
     rules = [{"to": ["instability", "nonfinite", "loss_spike"], "do": ["rollback"]}]
     healed: Any = heal_trainer(
