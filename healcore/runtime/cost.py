@@ -46,7 +46,7 @@ class Cost(NamedTuple):
     `[update_clip]`. None with a store of your own that does not tell."""
     written_bytes: int | None = 0
     """Bytes of the checkpoints written to disk, by all ranks together, also of those that were
-    deleted later. None with a store of your own that does not tell."""
+    deleted later. None if a store of your own does not count them."""
 
     @property
     def total_s(self) -> float:

@@ -483,8 +483,8 @@ class Dominance:
     def _charge(self, evaluations: int, seconds: float) -> None:
         """Subtracts evaluations from the credit, and measures the price of an evaluation.
 
-        A suspicion is pursued on debt: it would be too late afterwards. Further suspicions wait
-        until the debt is repaid. The max debt bounds this wait. The price only lengthens the
+        A suspicion is compared at each step, even on debt, because later its anchor may be gone.
+        The next comparison waits until the debt is repaid. The max debt bounds this wait. The price only lengthens the
         heartbeat: comparisons at alarms do not depend on the clock, so that a repeated run makes
         the same comparisons.
         """
