@@ -43,7 +43,7 @@ class Cost(NamedTuple):
     wait for the device too: their time includes this wait."""
     host_bytes: int | None = 0
     """Bytes of host memory that hold copies now: checkpoints, earlier weights, and parameters for
-    `[update_clip]`. None with a store of your own that does not tell."""
+    `[update_clip]`. None if a store of your own does not count them."""
     written_bytes: int | None = 0
     """Bytes of the checkpoints written to disk, by all ranks together, also of those that were
     deleted later. None if a store of your own does not count them."""

@@ -484,9 +484,10 @@ class Dominance:
         """Subtracts evaluations from the credit, and measures the price of an evaluation.
 
         A suspicion is compared at each step, even on debt, because later its anchor may be gone.
-        The next comparison waits until the debt is repaid. The max debt bounds this wait. The price only lengthens the
-        heartbeat: comparisons at alarms do not depend on the clock, so that a repeated run makes
-        the same comparisons.
+        The next comparison waits until the debt is repaid. The max debt bounds this wait.
+
+        The price only lengthens the heartbeat: comparisons at alarms do not depend on the clock, so
+        that a repeated run makes the same comparisons.
         """
         self._credit = max(-MAX_CREDIT, self._credit - evaluations)
         self._last_time = None
