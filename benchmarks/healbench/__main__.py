@@ -3,7 +3,8 @@
     python -m benchmarks.healbench [--quick] [--tasks GLOB ...] [--arms NAME ...] [--seeds N]
 
 Results are kept in benchmarks/results/healbench/runs, with a digest of the code that decides. A run
-of the present code is not run again. --report shows every kept run. Ctrl-C keeps what is done, and the same command resumes. The command without a selection, or with --report, writes
+of the present code is not run again; --report shows every kept run. Ctrl-C keeps what is done, and
+the same command resumes. The command without a selection, or with --report, writes
 docs/healbench.md. The exit status is 0 if the promise holds as far as it could be checked, 1 if
 not, 130 after Ctrl-C.
 """
