@@ -30,8 +30,8 @@ RECORD = "healcore.json"
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
-_PART = re.compile(r"(?:adapter_|pytorch_)?(model|optimizer|scheduler|rng_state|scaler)")
-"""Beginning of the name of a file or folder from which the Trainer resumes, and its kind."""
+_PART = re.compile(r"(adapter_|pytorch_)?model|optimizer|scheduler|rng_state|scaler")
+"""Beginning of the name of a file or folder from which the Trainer resumes."""
 
 
 class Record(NamedTuple):
@@ -186,41 +186,26 @@ def find_defect(path: Path, nonfinite_ok: frozenset[str] = frozenset()) -> str:
     record = read_record(path)
     if record is not None and record.status == "quarantined":
         return record.why
-    file = path
-    try:
-        sizes = _sizes(path)
-        if missing := _missing(path, sizes, {} if record is None else record.files):
-            return f"incomplete: {missing} is missing or truncated"
-        for file in sorted(path.iterdir()):
+    sizes, older = (
+        _sizes(path),
+        [p for p in list_checkpoints(path.parent) if _step(p) < _step(path)],
+    )
+    # Without sizes (an unhealed run), the checkpoint has the files of the checkpoint before it.
+    saved = (record and record.files) or dict.fromkeys(_sizes(older[-1]) if older else (), 0)
+    for name, size in saved.items():
+        if sizes.get(name, -1) < size:
+            return f"incomplete: {name} is missing or truncated"
+    for file in sorted(path.iterdir()):
+        try:
             if file.suffix == ".safetensors":
                 if name := _nonfinite(file, nonfinite_ok):
                     return f"NaN or Inf in {name}"
             elif file.suffix in (".pt", ".pth", ".bin") and file.name in sizes:
                 # torch writes zip archives. Their directory is at the end, which a cut removes.
                 zipfile.ZipFile(file).close()
-    except Exception as error:
-        return f"its {file.name} cannot be read: {type(error).__name__}: {error}"
+        except Exception as error:
+            return f"its {file.name} cannot be read: {type(error).__name__}: {error}"
     return ""
-
-
-def _missing(path: Path, sizes: dict[str, int], saved: dict[str, int]) -> str:
-    """A file that is missing or shorter than in `saved`, or an empty string.
-
-    Without `saved` (an unhealed run), a shard, or a kind of file that an older checkpoint has.
-    """
-    if saved:
-        return next((name for name, size in saved.items() if sizes.get(name, -1) < size), "")
-    older = [_kinds(_sizes(p)) for p in list_checkpoints(path.parent) if _step(p) < _step(path)]
-    needed = sorted(set[str]().union(*older) - _kinds(sizes))
-    for index in path.glob("*.index.json"):  # of sharded weights
-        shards = json.loads(regular_file.read(index))["weight_map"].values()
-        needed += sorted({*shards} - sizes.keys())
-    return next(iter(needed), "")
-
-
-def _kinds(names: Iterable[str]) -> set[str]:
-    """Kinds of parts. A run may begin or end to use a gradient scaler, which is no kind."""
-    return {part[1] for name in names if (part := _PART.match(name))} - {"scaler"}
 
 
 def _sizes(path: Path) -> dict[str, int]:
