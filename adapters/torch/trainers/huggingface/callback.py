@@ -269,7 +269,8 @@ def _resume_checkpoint(trainer: Any, requested: Any) -> Any:
     if trainer.args.should_save:
         for path, defect in defects.items():
             new = checkpoints.move_to_quarantine(path, defect)
-            warning(f"{path} is not a checkpoint to resume from ({defect}): moved to {new}")
+            older = "" if target is None else f"; the run resumes from {target.name}"
+            warning(f"{path} is not a checkpoint to resume from ({defect}): moved to {new}{older}")
     trainer.accelerator.wait_for_everyone()
     if target is None:
         if defects:
