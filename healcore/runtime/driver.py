@@ -129,8 +129,13 @@ class Driver(Protocol):
         """
         ...
 
-    def may_save(self) -> bool:
-        """Whether no gradients are accumulated, which a checkpoint does not hold."""
+    def may_save(self, patience: int | None = None) -> bool:
+        """Whether no gradients are accumulated, which a checkpoint does not hold.
+
+        Args:
+            patience: number of steps after which gradients of an optimizer that no longer steps
+                count as abandoned, or None for no such number.
+        """
         ...
 
     def interrupted(self) -> bool:

@@ -182,7 +182,7 @@ class JaxDriver:
         self._marks.request(wanted)
         return True
 
-    def may_save(self) -> bool:
+    def may_save(self, patience: int | None = None) -> bool:
         """Whether optax.MultiSteps is not accumulating. One sync if the optimizer accumulates."""
         return self._live.between_steps()
 

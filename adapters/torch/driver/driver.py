@@ -75,6 +75,11 @@ class TorchDriver:
             for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
+        for accumulation in self._accumulations:
+            accumulation.on_step = self._on_step
+        self._call_on_step: Callable[[], None] = lambda: None
+        self._observed = False
+        """Whether a loss was observed since the last step of any optimizer."""
         self._statistics = BatchStatistics(self._state, self.healings)
         self._evaluation = LossEvaluation(self._state, self.healings)
         self._windows: list[GradientWindow] = []
@@ -93,6 +98,7 @@ class TorchDriver:
         weight: float = 1.0,
     ) -> None:
         """Reports a loss, by default to all optimizers. See `Healing.observe`."""
+        self._observed = True
         for healing in self._healings_of(optimizer):
             healing.observe(loss, weight=weight)
 
@@ -161,11 +167,12 @@ class TorchDriver:
         # by-products: a GAN's generator loss also has gradients in the discriminator.
         several = len(self._accumulations) > 1
         all_stepped = several and all(each.stepped for each in self._accumulations)
+        entries = self._pending.take()
         for each in self._accumulations:
+            each.idle += bool(entries) and not each.stepped
             each.stepped = False
             if all_stepped:
                 each.drop_by_products()
-        entries = self._pending.take()
         if not entries:
             return None
         step = PendingStep(entries, self._ranks_to_compare, lambda: self._wants_vote)
@@ -177,8 +184,7 @@ class TorchDriver:
 
     def on_step(self, call: Callable[[], None]) -> None:
         """Calls `call` from the hook after each `optimizer.step()` of any optimizer."""
-        for accumulation in self._accumulations:
-            accumulation.on_step = call
+        self._call_on_step = call
 
     def request_vote(self, wanted: bool) -> bool:
         """Requests a vote in the all_reduce of each optimizer that all ranks step together."""
@@ -188,11 +194,19 @@ class TorchDriver:
             all_reduce.requests_vote = wanted and all_reduce.world == everyone
         return True
 
-    def may_save(self) -> bool:
-        """False while any optimizer has gradients that no step has used."""
+    def may_save(self, patience: int | None = None) -> bool:
+        """See `Driver.may_save`. False while any optimizer has gradients that no step has used.
+
+        Gradients of an optimizer that has not stepped for `patience` steps of the others are
+        by-products of their losses (a frozen discriminator, the first stage of a fine-tuning).
+        They need no checkpoint if no loss and no backward pass follows the last step.
+        """
         if any(getattr(item, "mid_accumulation", False) for item in self._state.values()):
             return False
-        return not any(accumulation.in_progress for accumulation in self._accumulations)
+        pending = [each for each in self._accumulations if each.in_progress]
+        if patience is not None and not self._within_a_step:
+            pending = [each for each in pending if each.idle < patience]
+        return not pending
 
     def gradient_window(self) -> GradientWindow:
         """The gradients of all optimizers since the last step."""
@@ -326,6 +340,17 @@ class TorchDriver:
         self._detach()
 
     # -- internal -------------------------------------------------------------------------------
+
+    @property
+    def _within_a_step(self) -> bool:
+        """Whether a loss was observed or a backward pass has run since the last step."""
+        return self._observed or any(each.reached_since_any_step for each in self._accumulations)
+
+    def _on_step(self) -> None:
+        self._observed = False
+        for each in self._accumulations:
+            each.reached_since_any_step = False
+        self._call_on_step()
 
     def _attach(self, engine: Any, options: dict[str, Any]) -> None:
         for name, optimizer in optimizers(self._state).items():

@@ -35,13 +35,16 @@ class Accumulation:
     Attributes:
         stepped: whether the optimizer has stepped; the reader resets it.
         steps: number of steps so far.
+        idle: number of steps of other optimizers since this optimizer's last step.
+        reached_since_any_step: whether a backward pass has run since the last step of any
+            optimizer; the driver resets it.
         on_step: called after each step, or None.
     """
 
     def __init__(self, healing: Healing) -> None:
         self.healing = healing
-        self._reached = self.stepped = False
-        self.steps = 0
+        self._reached = self.stepped = self.reached_since_any_step = False
+        self.steps = self.idle = 0
         self.on_step: Callable[[], None] | None = None
         # The hooks must not be traced into a compiled step.
         on_step: Any = torch.compiler.disable(self._on_step)
@@ -97,11 +100,11 @@ class Accumulation:
         self._backward_handle = found.register_post_accumulate_grad_hook(self._backward_hook)
 
     def _on_backward(self, _: Tensor) -> None:
-        self._reached = True
+        self._reached = self.reached_since_any_step = True
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._reached, self.stepped = False, True
-        self.steps += 1
+        self.steps, self.idle = self.steps + 1, 0
         self._watch()
         if self.on_step is not None:
             self.on_step()

@@ -17,6 +17,8 @@ from healcore.runtime.store.claim import Claim
 
 RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
+_UNSAVED_INTERVALS = 3
+"""Checkpoint intervals without a save after which a run warns."""
 _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
 
@@ -80,6 +82,8 @@ class CheckpointSaver(Saver):
         self._can_resume_exactly = (
             self.checkpoints.store.disk is not None and restorer.ranks.world == 1
         )
+        self._next_warning = _UNSAVED_INTERVALS * self.checkpoints.every
+        """Number of steps without a save at which the next warning is written."""
         self._counted_to = 0
         """Step of the last call of `due`; a dispatch may have several steps."""
         self._due_since = 0
@@ -111,9 +115,25 @@ class CheckpointSaver(Saver):
         steps, self._counted_to = step - self._counted_to, step
         if self.checkpoints.due(step, steps):
             self._due_since = self._due_since or step
-        if self._due_since and self._alarm_free and self._driver.may_save():
+        self._warn_if_unsaved()
+        if self._due_since and self._alarm_free and self._between_accumulations:
             return "regular"
         return "restart" if self._restart_due else ""
+
+    def _warn_if_unsaved(self) -> None:
+        """Warns if nothing was saved for three intervals, then at twice the distance each time."""
+        step = self._data.step
+        unsaved = step - max(self._saved, self._newest)
+        if unsaved < self._next_warning:
+            return
+        self._next_warning *= 2
+        why = "alarms delay the save"
+        if not self._between_accumulations:
+            why = "an optimizer has gradients that it has not stepped with: step it, or zero_grad()"
+        newest = max(self._saved, self._newest)
+        self._log.problem(
+            step, f"no checkpoint since step {newest} ({why}); a restart begins at step {newest}"
+        )
 
     def may_save(self, why: str) -> bool:
         """Whether the steps that were read since `due` permit the save."""
@@ -126,7 +146,9 @@ class CheckpointSaver(Saver):
         A restart resumes from a restart point although it has passed no probation.
         """
         due = self.checkpoints.restart_points.due(self._data.step, self._newest)
-        return due and not self._ledger.open and not self._recent_alarm and self._driver.may_save()
+        return (
+            due and not self._ledger.open and not self._recent_alarm and self._between_accumulations
+        )
 
     @property
     def _alarm_free(self) -> bool:
@@ -137,6 +159,10 @@ class CheckpointSaver(Saver):
         """
         late = self._data.step - self._due_since >= self.checkpoints.every
         return not self._recent_alarm or late or self._policy.observes
+
+    @property
+    def _between_accumulations(self) -> bool:
+        return self._driver.may_save(self.checkpoints.every)
 
     @property
     def _recent_alarm(self) -> bool:
@@ -151,6 +177,7 @@ class CheckpointSaver(Saver):
     def _save(self, why: str) -> None:
         step = self._data.step
         self._newest = step  # also delays the next restart point
+        self._next_warning = _UNSAVED_INTERVALS * self.checkpoints.every
         if why == "restart":
             self.checkpoints.save_for_restart(step, *self.restorer.contents(step))
         else:
@@ -180,7 +207,7 @@ class CheckpointSaver(Saver):
 
     def _save_if_not_finite(self) -> None:
         """Saves if an alarm and NaN or Inf in the weights are too recent for an order."""
-        due = self._data.step != self._saved and self._recent_alarm and self._driver.may_save()
+        due = self._data.step != self._saved and self._recent_alarm and self._between_accumulations
         if due and not self._driver.finite():
             self.save("last")
 
@@ -193,7 +220,7 @@ class CheckpointSaver(Saver):
         step = self._data.step
         if step == self._saved and not self.checkpoints.in_memory_only(step):
             return
-        if not self._driver.may_save():
+        if not self._between_accumulations:
             lost = "the gradients since the last optimizer step are not saved"
             lost = lost if completed else f"a restart resumes from step {self._saved}"
             self._log.problem(step, f"the run ends within an accumulation window: {lost}")

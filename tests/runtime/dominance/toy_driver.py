@@ -26,7 +26,7 @@ class ToyDriver:
         self.rate: float | None = None
         self.accumulates = False
 
-    def may_save(self) -> bool:
+    def may_save(self, patience: int | None = None) -> bool:
         return not self.accumulates
 
     def copy_weights(self) -> float:

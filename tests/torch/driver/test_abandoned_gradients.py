@@ -1,0 +1,85 @@
+"""Saves of runs in which one of several optimizers no longer steps."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import healcore
+
+EVERY = 10
+
+
+def run(kind, folder, steps=80):
+    """Trains; the first optimizer stops after step 20 unless `kind` is `accumulates`."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 8), nn.Linear(8, 1)
+    model, both = nn.Sequential(body, nn.Tanh(), head), [*body.parameters(), *head.parameters()]
+    first = torch.optim.Adam(head.parameters() if kind != "lbfgs" else both, 1e-3)
+    if kind == "lbfgs":
+        second: torch.optim.Optimizer = torch.optim.LBFGS(both, max_iter=2)
+    else:
+        second = torch.optim.SGD(both if kind == "two stages" else body.parameters(), 1e-2)
+    state = {"model": model, "first": first, "second": second}
+    checkpoints = healcore.Checkpoints(every=EVERY, keep=healcore.Keep(candidates=20))
+    with healcore.Healer("default", state=state, store=folder, checkpoints=checkpoints) as healer:
+        for x in healer.batches(list(torch.randn(steps, 6, 4))):
+            early = healer.step < 20
+
+            def loss_of(x=x):
+                return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+            if kind == "lbfgs" and not early:
+
+                def closure(loss_of=loss_of):
+                    second.zero_grad()
+                    loss = loss_of()
+                    loss.backward()
+                    return loss
+
+                second.step(closure)
+                continue
+            if kind == "two stages":
+                (first if early else second).zero_grad()
+            elif kind == "frozen network":
+                second.zero_grad()  # gradients of `first` remain
+            loss = loss_of()
+            healer.observe(loss)
+            loss.backward()
+            if kind == "accumulates":
+                second.step()
+                second.zero_grad()
+                if healer.step % 4 == 3:
+                    first.step()
+                    first.zero_grad()
+            else:
+                (first if early else second).step()
+    return sorted(int(each.name[5:15]) for each in folder.glob("step-*"))
+
+
+@pytest.mark.parametrize("kind", ["two stages", "lbfgs", "frozen network"])
+def test_gradients_of_an_optimizer_that_no_longer_steps_delay_no_save(kind, tmp_path):
+    assert run(kind, tmp_path)[-5:] == [40, 50, 60, 70, 80]
+
+
+def test_an_accumulation_delays_a_save_until_its_step(tmp_path):
+    assert all(step % 4 == 0 for step in run("accumulates", tmp_path)[1:])
+
+
+def test_a_run_that_cannot_save_says_so_at_growing_distances(tmp_path):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    state = {"model": model, "optimizer": optimizer}
+    checkpoints = healcore.Checkpoints(every=EVERY)
+    with healcore.Healer("default", state=state, store=tmp_path, checkpoints=checkpoints) as healer:
+        for x in healer.batches(list(torch.randn(200, 6, 4))):
+            loss = model(x).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            (model(x).square().mean()).backward()  # a backward pass without a step
+    events = map(json.loads, (tmp_path / "healcore.events.jsonl").read_text().splitlines())
+    warnings = [e for e in events if "no checkpoint since" in e.get("problem", "")]
+    assert [each["step"] for each in warnings] == [30, 60, 120]
+    assert "gradients" in warnings[0]["problem"]
