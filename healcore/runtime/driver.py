@@ -129,6 +129,10 @@ class Driver(Protocol):
         """
         ...
 
+    def has_stepped(self) -> bool:
+        """Whether there are steps that `poll_step` has not returned."""
+        ...
+
     def may_save(self, patience: int | None = None) -> bool:
         """Whether no gradients are accumulated, which a checkpoint does not hold.
 

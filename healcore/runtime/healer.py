@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from types import TracebackType
 from typing import (
@@ -58,6 +58,22 @@ State = TypeVar("State")
 Batch = TypeVar("Batch")
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Batches(Iterator[Batch]):
+    """The batches of a loop, see `Healer.batches`."""
+
+    def __init__(self, batches: Iterator[Batch], loader: object, epochs: int | None) -> None:
+        self._batches, self._loader, self._epochs = batches, loader, epochs
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        """Number of batches in all epochs. Raises TypeError if the loader has no length."""
+        if self._epochs is None:
+            raise TypeError("batches(..., epochs=None) has no len")
+        return self._epochs * len(cast("Sized", self._loader))
 
 
 class HealerError(HealcoreError, RuntimeError):
@@ -219,8 +235,39 @@ class Healer(Generic[State]):
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def batches(self, loader: Loader[Batch], *, epochs: int | None = 1) -> Iterator[Batch]:
-        """Yields the loader's batches and does the work between two steps.
+    def epochs(self, total: int) -> Iterator[int]:
+        """Yields the numbers of the epochs, after a restart from the epoch that was interrupted.
+
+            for epoch in healer.epochs(4):  # after a kill in epoch 2: 2, 3
+                train_one_epoch(model, healer.batches(loader, epoch=epoch))
+
+        Code after an epoch runs once for each epoch, except for an epoch at whose end the process
+        was killed.
+        """
+        return self._live.epochs(total)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yields the numbers of the steps, and does the work between two steps.
+
+            for step in healer.steps(300):  # after a restart: from the step that is resumed
+                loss = healer.loss(next(data))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        For loops that read their own batches. After a rollback the numbers continue from the
+        checkpoint. The Healer does not rewind `data`: after a restart a new generator begins anew.
+
+        Raises:
+            IncompleteRun: 1,000 iterations in a row took no step; a SystemExit of status 1.
+            RunStopped, Terminated, EndRequested: as in `batches`.
+        """
+        return self._live.steps(total)
+
+    def batches(
+        self, loader: Loader[Batch], *, epochs: int | None = 1, epoch: int | None = None
+    ) -> Batches[Batch]:
+        """Returns an iterator over the loader's batches that does the work between two steps.
 
         After a rollback a loader that can be rewound (`state_dict` and `load_state_dict`,
         `get_state` and `set_state`, lists) continues from the checkpoint and skips the bad batches.
@@ -231,13 +278,20 @@ class Healer(Generic[State]):
         Args:
             loader: any iterable of batches.
             epochs: passes over the loader, or None for no end.
+            epoch: number of the epoch in the program's own loop, or None if the loop begins at
+                epoch 0 again after a restart. One epoch is read.
+
+        Returns:
+            An iterator. Its `len` is the number of batches of all passes, of which a restart has
+            to read only the rest.
 
         Raises:
+            DataError: `epoch` cannot be the next epoch of the loader.
             RunStopped: the policy ends the run.
             Terminated: SIGTERM was received; the current step is finished and the run saved.
             EndRequested: the stop file exists; the current step is finished and the run saved.
         """
-        return self._live.batches(loader, epochs)
+        return Batches(self._live.batches(loader, epochs, epoch), loader, epochs)
 
     def microbatches(
         self,
@@ -410,7 +464,7 @@ class Healer(Generic[State]):
     @property
     def step(self) -> int:
         """Steps done (in JAX: updates). A rollback decreases the number."""
-        return self._loop.data.step
+        return self._loop.data.step + self._loop.driver.has_stepped()
 
     @property
     def last_good_step(self) -> int | None:

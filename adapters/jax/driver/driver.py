@@ -182,6 +182,10 @@ class JaxDriver:
         self._marks.request(wanted)
         return True
 
+    def has_stepped(self) -> bool:
+        """False: `update` counts its step at once."""
+        return False
+
     def may_save(self, patience: int | None = None) -> bool:
         """Whether optax.MultiSteps is not accumulating. One sync if the optimizer accumulates."""
         return self._live.between_steps()

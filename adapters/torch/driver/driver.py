@@ -182,6 +182,10 @@ class TorchDriver:
             self._warn_of_missing_losses()
         return step
 
+    def has_stepped(self) -> bool:
+        """See `Driver.has_stepped`."""
+        return bool(self._pending)
+
     def on_step(self, call: Callable[[], None]) -> None:
         """Calls `call` from the hook after each `optimizer.step()` of any optimizer."""
         self._call_on_step = call

@@ -62,6 +62,9 @@ class PendingEntries:
                 "healer.after_step() after each optimizer.step()"
             )
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def take(self) -> list[PendingEntry]:
         """Returns the entries, oldest first, and removes them."""
         self._polled, self._count = True, 0

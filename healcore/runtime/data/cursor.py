@@ -95,6 +95,29 @@ class Cursor:
             self._reader.requested_epoch = self._until
             self._until += epochs
 
+    def read_only(self, epoch: int) -> None:
+        """Makes `next` end after this epoch, which is the epoch of the program's own loop.
+
+        Raises:
+            DataError: the loader is in a later epoch, or has not begun the epoch before.
+        """
+        at = self._reader.next_id
+        if at == BatchId(0, 0):
+            self._reader.epoch = epoch  # the loader is used for the first time
+        elif not epoch - 1 <= at.epoch <= epoch:
+            raise DataError(
+                f"epoch {epoch} cannot be the next epoch of {self._reader.name}, which is at batch "
+                f"{at.index} of epoch {at.epoch}: write `for epoch in healer.epochs(n)`, and "
+                "healer.batches(loader, epoch=epoch) once in each epoch"
+            )
+        self._reader.requested_epoch, self._until = epoch, epoch + 1
+
+    @property
+    def before_end(self) -> bool:
+        """Whether the loader stands within an epoch that the loop does not reach."""
+        epoch, index = self._reader.next_id
+        return self._until is not None and epoch >= self._until and index > 0
+
     @property
     def can_rewind(self) -> bool:
         """Whether the loader can be rewound."""

@@ -18,6 +18,8 @@ _MAX_LOADERS = 8
 """Number of loaders to keep; a loop may make a new loader for every epoch."""
 _COUNT = "count"
 """Key next to the positions: number of loaders so far."""
+_EPOCH = "epoch"
+"""Key next to the positions: epoch of the program's own loop that begins or continues here."""
 
 
 class RewindResult(NamedTuple):
@@ -58,6 +60,10 @@ class LoaderRegistry:
         self._saved_count = 0
         self._last: BatchId | None = None
         self._ids_to_skip: dict[int, set[BatchId]] = {}
+        self.next_epoch = 0
+        """Epoch at which the program's own loop continues after a restart."""
+        self._epoch: int | None = None
+        """The `epoch` of the last call of `begin`."""
         self._noticed: set[str | None] = set()
 
     def has_saved(self, loader: Any) -> bool:
@@ -68,15 +74,19 @@ class LoaderRegistry:
     def _number(self, loader: Any) -> int | None:
         return next((n for n, entry in self._entries.items() if entry.loader is loader), None)
 
-    def begin(self, loader: Any, epochs: int | None) -> int:
+    def begin(self, loader: Any, epochs: int | None, epoch: int | None = None) -> int:
         """Begins to iterate over a loader for `epochs` more epochs; returns the loader's number.
 
         After a restart the loader continues at its saved position. After a `break` it begins the
-        next epoch, as any loader does.
+        next epoch, as any loader does. With `epoch`, it reads this epoch only.
+
+        Raises:
+            DataError: `epoch` cannot be the next epoch of the loader.
         """
         number = self._number(loader)
         if number is None:
-            number, self._count = self._count, self._count + 1
+            number = self._count if epoch is None else self._number_in(epoch)
+            self._count = number + 1
             cursor = Cursor(loader, epochs=epochs, trust=self._trust)
             entry = self._entries[number] = _Entry(loader, cursor)
             entry.exhausted = self._saved_count > number and str(number) not in self._saved
@@ -95,12 +105,33 @@ class LoaderRegistry:
         saved = self._saved.pop(str(number), None)
         if saved is not None and not entry.cursor.rewind(saved):
             self.notices.append(entry.cursor.fast_forward(saved))
+        if epoch is not None:
+            entry.cursor.read_only(epoch)
+            self._epoch = epoch
+        elif saved is not None and entry.cursor.before_end:
+            self.notices.append(
+                f"epoch 0 of this loop was trained before the restart, which resumes in epoch "
+                f"{saved['epoch']}; a loop that begins at an epoch of its own has to write "
+                "healer.batches(loader, epoch=epoch), see healer.epochs"
+            )
         entry.cursor.leave_out(self._ids_to_skip.get(number, ()))
         if entry.cursor.left_out:  # includes ids from the saved position
             self._ids_to_skip[number] = set(entry.cursor.left_out)
         while len(self._entries) > _MAX_LOADERS:
             del self._entries[next(n for n in self._entries if n not in (number, self.current))]
         return number
+
+    def _number_in(self, epoch: int) -> int:
+        """Number of a loader whose first use in this process is in `epoch` of the loop.
+
+        A loop that makes a loader for every epoch does not make those of earlier epochs again.
+        """
+        begun = [
+            int(number)
+            for number, each in self._saved.items()
+            if each["epoch"] == epoch and each["index"] > 0
+        ]
+        return self._count if self._count in begun else max(begun, default=self._count)
 
     def next(self, number: int, *, after: Exception | None = None) -> tuple[Any, BatchId]:
         """The next batch of a loader; StopIteration after its last epoch. See `Cursor.next`."""
@@ -185,7 +216,8 @@ class LoaderRegistry:
             for number, entry in self._entries.items()
             if not entry.exhausted
         }
-        return {**positions, _COUNT: self._count}
+        epoch = self.next_epoch if self._epoch is None else self._epoch + self.at_end(self.current)
+        return {**positions, _COUNT: self._count, _EPOCH: epoch}
 
     def position_before(self, batches: Mapping[int, BatchId]) -> dict[str, Any] | None:
         """The positions before some batches, by number of the loader, or None if unreachable."""
@@ -221,11 +253,12 @@ class LoaderRegistry:
             DataError: a position cannot be decoded, or the number of loaders is no whole number.
             Untrusted: a position holds a pickle.
         """
-        count = position.get(_COUNT, 0)
-        if type(count) is not int or count < 0:
-            raise DataError(f"the number of loaders is a whole number >= 0, not {count!r:.80}")
+        for key in (_COUNT, _EPOCH):
+            value = position.get(key, 0)
+            if type(value) is not int or value < 0:
+                raise DataError(f"the {key} of loaders is a whole number >= 0, not {value!r:.80}")
         for number, loader_position in position.items():
-            if number == _COUNT:
+            if number in (_COUNT, _EPOCH):
                 continue
             try:
                 positions.decode(loader_position, trust=self._trust)
@@ -240,6 +273,7 @@ class LoaderRegistry:
         """Stores positions and skipped batches of an earlier process for later calls of `begin`."""
         self._saved = dict(position)
         self._saved_count = int(self._saved.pop(_COUNT, 0))
+        self.next_epoch = int(self._saved.pop(_EPOCH, 0))
         self._ids_to_skip = {int(n): {BatchId(*pair) for pair in ids} for n, ids in skipped.items()}
 
     def rewind(

@@ -108,12 +108,12 @@ class Data:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def begin(self, loader: Any, epochs: int | None) -> int:
+    def begin(self, loader: Any, epochs: int | None, epoch: int | None = None) -> int:
         """Begins to iterate over a loader; returns the loader's number."""
         saved = self.loaders.has_saved(loader)
         if not saved:
             self._restore_generators()  # the loader began after the checkpoint
-        number = self.loaders.begin(loader, epochs)
+        number = self.loaders.begin(loader, epochs, epoch)
         if saved:
             self._restore_generators()
         change = change_of_batch_size(self._journal, number, loader)

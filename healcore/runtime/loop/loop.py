@@ -20,6 +20,7 @@ from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.rank_group import RankGroup
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.saver import Saver
+from healcore.runtime.loop.termination import IncompleteRun
 from healcore.runtime.postmortem.rank_notes import RankNotes
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.trackers import Trackers
@@ -30,6 +31,9 @@ _MIN_WITHOUT_STEP = 10
 """Batches without a step for a warning at the end of a run."""
 _MAX_WITHOUT_STEP = 100
 """Batches without a step for a warning at once: fewer may be gradient accumulation."""
+
+_MAX_ITERATIONS = 1000
+"""Iterations of `steps` without a step that end the run: more than any gradient accumulation."""
 
 
 class Loop(Generic[AnySaver]):
@@ -77,6 +81,8 @@ class Loop(Generic[AnySaver]):
         """The cost at the end of the run, or None before it."""
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""
+        self.reached_end = False
+        """Whether `epochs` or `steps` has come to its end."""
         self._has_trainer = has_trainer
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
@@ -87,11 +93,34 @@ class Loop(Generic[AnySaver]):
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def batches(self, loader: Any, epochs: int | None) -> Iterator[Any]:
+    def epochs(self, total: int) -> Iterator[int]:
+        """See `Healer.epochs`."""
+        yield from range(self.data.loaders.next_epoch, total)
+        self.reached_end = True
+
+    def steps(self, total: int) -> Iterator[int]:
+        """See `Healer.steps`."""
+        without_step, last = 0, -1
+        while True:
+            rolled_back = self.after_step()
+            without_step = without_step + 1 if self.data.step == last and not rolled_back else 0
+            last = self.data.step
+            if without_step > _MAX_ITERATIONS:
+                raise IncompleteRun(
+                    f"healcore: step {self.data.step} was not taken in {_MAX_ITERATIONS} "
+                    "iterations of healer.steps: each iteration takes one step of an optimizer"
+                )
+            if self.data.step < total:
+                yield self.data.step
+            elif not self.after_step(last=True):
+                self.reached_end = True
+                return
+
+    def batches(self, loader: Any, epochs: int | None, epoch: int | None = None) -> Iterator[Any]:
         """See `Healer.batches`."""
         self.after_step()  # for the last step of a loop that was left by `break`
         data, guard = self.data, self.guard
-        number = data.begin(loader, epochs)
+        number = data.begin(loader, epochs, epoch)
         while True:
             try:
                 guard.watch()
