@@ -25,6 +25,7 @@ class Cause(enum.IntFlag):
     NETWORK = 1 << 18
     HANG = 1 << 19
     UNKNOWN = 1 << 20
+    WORKER = 1 << 21
 
 
 NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD

@@ -95,7 +95,11 @@ class HostPolicy(NamedTuple):
         return any(causes is None or rule.causes & causes for rule in rules)
 
     def answers(self, fault: Cause) -> frozenset[str]:
-        """Actions for a fault; empty if the policy has no rule for it or only observes."""
+        """Actions for a fault; empty if the policy has no rule for it or only observes.
+
+        A rule for `unknown` also applies to a killed worker.
+        """
+        fault = Cause.UNKNOWN if fault is Cause.WORKER else fault
         return frozenset() if self.observes else self.faults.get(fault, frozenset())
 
     @property

@@ -6,6 +6,8 @@ weights. The default policy runs, unless a row is not in it: then the detector's
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,6 +203,23 @@ def data_error(folder: Path) -> None:
         Run(folder)(Unreadable(healthy(20)))
 
 
+class Killed(torch.utils.data.Dataset):
+    """The worker that reads the eighth row is killed."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return list(healthy(20))[index]
+
+
+def worker_killed(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        Run(folder)(torch.utils.data.DataLoader(Killed(), batch_size=None, num_workers=1))
+
+
 def get(url: str) -> None:
     requests.get(url, timeout=5).raise_for_status()
 
@@ -242,6 +261,7 @@ BROUGHT_ABOUT: dict[Cause, Callable[[Path], None]] = {
     Cause.UPDATE_SPIKE: update_spike,
     Cause.OOM: oom,
     Cause.DATA: data_error,
+    Cause.WORKER: worker_killed,
     Cause.NETWORK: network,
     Cause.HANG: hang,
     Cause.UNKNOWN: unknown,

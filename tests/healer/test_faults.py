@@ -14,6 +14,7 @@ import pytest
 import requests
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints
 from healcore.errors import Terminated
@@ -61,6 +62,36 @@ def loader(count: int, bad: Iterable[int]) -> DataLoader:
 
 
 # -- data -----------------------------------------------------------------------------------------
+
+
+class Dies(Dataset):
+    """The worker that reads row 7 dies."""
+
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 7:
+            os.kill(os.getpid(), self.by) if self.by else os._exit(3)
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGBUS, 0])
+def test_a_worker_that_dies_is_no_network_failure_and_no_unreadable_batch(kind, by, tmp_path):
+    """The message may come from a signal handler, while the loader reads from a socket."""
+    rows = kind(Dies(by), batch_size=None, num_workers=2)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        train(loop_of("torch"), load("default"), rows, store=tmp_path)
+    (fault,) = events(tmp_path, "fault")
+    assert (fault["cause"], fault["answer"]) == (["WORKER"], "save")
+    (found,) = postmortems(tmp_path)
+    diagnosis = " ".join(found["diagnosis"].split())
+    assert "num_workers" in diagnosis
+    assert "network" not in diagnosis
 
 
 @BOTH

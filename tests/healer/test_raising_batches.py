@@ -18,9 +18,10 @@ from tests.healer.training_loops import loop_of
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.lightning import fits
 
+NUMBERS: Any = range(20)
 LOADERS: dict[str, Callable[[], Any]] = {
     "list": lambda: list(range(20)),
-    "torch": lambda: DataLoader(range(20), batch_size=None),
+    "torch": lambda: DataLoader(NUMBERS, batch_size=None),
 }
 
 

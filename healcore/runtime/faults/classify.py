@@ -22,7 +22,7 @@ _MAX_CHAIN = 100
 _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, AssertionError)
 """Bugs in an error handler. The error that was being handled is not their cause."""
 
-_WORST_FIRST = (Cause.OOM, Cause.HANG, Cause.DATA, Cause.UNKNOWN, Cause.NETWORK)
+_WORST_FIRST = (Cause.OOM, Cause.WORKER, Cause.HANG, Cause.DATA, Cause.UNKNOWN, Cause.NETWORK)
 """The first of these causes decides in an ExceptionGroup."""
 
 
@@ -32,6 +32,7 @@ class _Kind(NamedTuple):
 
 
 _OOM, _DATA, _HANG = _Kind(Cause.OOM), _Kind(Cause.DATA), _Kind(Cause.HANG)
+_WORKER = _Kind(Cause.WORKER)
 _TRANSIENT, _PERMANENT = _Kind(Cause.NETWORK, transient=True), _Kind(Cause.NETWORK)
 
 _CERTIFICATE = "ssl.SSLCertVerificationError"
@@ -131,6 +132,7 @@ _TORCH: tuple[tuple[re.Pattern[str], str, _Kind], ...] = tuple(
         (r"(wait|Wait) timeout after \d+ms", "store timeout", _HANG),
         (r"\[[^\]]*\] Watchdog caught collective operation timeout: ", "NCCL timeout", _HANG),
         (r"DataLoader timed out after \d+(\.\d+)? seconds", "DataLoader timeout", _DATA),
+        (r"DataLoader worker \(pid.*\) (is killed|exited)", "DataLoader worker", _WORKER),
     )
 )
 """Beginnings of messages of torch's plain RuntimeErrors."""

@@ -164,6 +164,14 @@ FAILURES: dict[Cause, Failure] = {
         ("skip_batch", "save"),
         (_TABLE,),
     ),
+    Cause.WORKER: Failure(
+        "worker_killed",
+        Severity.ERROR,
+        "A worker process of the DataLoader died. Most often memory ran out: fewer num_workers, a "
+        "smaller prefetch_factor, or more memory. After a bus error: more shared memory (/dev/shm, "
+        "--shm-size of a container). After a crash: num_workers=0 shows its traceback.",
+        ("save",),
+    ),
     Cause.NETWORK: Failure(
         "api_error",
         Severity.ERROR,
@@ -202,7 +210,7 @@ class Fault(NamedTuple):
     """The classification of an exception."""
 
     cause: Cause
-    """OOM, DATA, NETWORK, HANG or UNKNOWN."""
+    """OOM, DATA, WORKER, NETWORK, HANG or UNKNOWN."""
     sign: str
     """The evidence: a type, an HTTP status, an errno or a status code."""
     transient: bool = False

@@ -132,7 +132,8 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
         attempt(
             "the fault could not be dealt with", partial(_save_and_log_fault, loop, fault, raised)
         )
-    if ending == Ending.EXCEPTION and fault is not None and raised is not None:
+    lost = other is None and is_broken_connection(raised)  # another rank died without a note
+    if ending == Ending.EXCEPTION and fault is not None and raised is not None and not lost:
         # A SignalError has the exception of the `loss_fn` as its cause.
         text = described(raised.__cause__ or raised)[0] if other is None else other.why
         _record_raising_batch(loop, fault, text)

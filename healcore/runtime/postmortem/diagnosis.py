@@ -22,7 +22,7 @@ from healcore.runtime.incidents.rollback import Rollback
 _WIDTH = 96
 _SHOWN = 5
 
-_FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN
+_FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN | Cause.WORKER
 """Causes of exceptions. A rollback is no response to them."""
 
 AFTER_A_KILL = (
