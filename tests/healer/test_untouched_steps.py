@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,5 +48,6 @@ def test_the_line_of_a_spike_says_that_nothing_is_changed(tmp_path, caplog, pres
 )
 def test_what_was_done_in_a_step(clip, fields, text):
     engine = policies.loads(f'schema = 1\nname = "p"\n[clip]\nkind = "{clip}"\n').engine()
-    record = StepRecord(*[0] * 15)._replace(**{"grad_scale": 1.0, **fields})
+    zeros: Any = [0] * 15
+    record = StepRecord(*zeros)._replace(**{"grad_scale": 1.0, **fields})
     assert enforced_text(record, engine) == text

@@ -210,4 +210,4 @@ def _label(data: Any) -> Label:
 
 
 def _row(number: Any) -> int:
-    return int(np.int32(number))  # raises OverflowError for a larger number
+    return int(np.int32(int(number)))  # raises OverflowError for a larger number
