@@ -162,7 +162,7 @@ class IncidentLog:
         if self._engine.mode == "observe":
             enforced = "; nothing is changed, the policy observes"
         elif record.onset == record.step - 1:
-            enforced = enforced_text(record)
+            enforced = enforced_text(record, self._engine)
         text = incident_text(record._replace(cause=Cause(cause)), self._learning_rate())
         return f"step {record.onset}: incident {record.incident}: {text}{enforced}"
 

@@ -136,6 +136,7 @@ class CostRecord(_EventsModel):
     restores_s: Seconds
     comparisons_s: Seconds
     forward_passes: NonNegativeInt
+    first_pass_s: Seconds = 0.0
     host_syncs: NonNegativeInt | None = None
     host_bytes: NonNegativeInt | None = None
     written_bytes: NonNegativeInt | None = None

@@ -47,6 +47,8 @@ class Cost(NamedTuple):
     written_bytes: int | None = 0
     """Bytes of the checkpoints written to disk, by all ranks together, also of those that were
     deleted later. None if a store of your own does not count them."""
+    first_pass_s: float = 0.0
+    """Part of `comparisons_s` for the first call of `loss_fn`, which may compile the function."""
 
     @property
     def total_s(self) -> float:
@@ -72,6 +74,8 @@ class Cost(NamedTuple):
 
         passes = self.forward_passes
         counted = f"{passes:,} forward pass{'' if passes == 1 else 'es'}"
+        if self.first_pass_s > self.total_s / 2:
+            counted += f"; {_short(self.first_pass_s)} s the first one, which may compile loss_fn"
         times = [
             (self.in_steps_s, "in steps"),
             (self.between_steps_s, "between steps"),
@@ -102,6 +106,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.forward_passes = 0
+        self._first_pass_s = 0.0
         self._seconds: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
         self._waited = 0.0
         self._part: Part = "training"
@@ -127,6 +132,8 @@ class Meter:
             yield
         finally:
             self.switch(outer, time.monotonic())
+            if part == "comparisons":
+                self._first_pass_s = self._first_pass_s or self._seconds[part]
 
     def add_to(self, cost: Cost) -> Cost:
         """Adds the times so far, and the forward passes, to a cost without them."""
@@ -139,4 +146,5 @@ class Meter:
             restores_s=seconds["restores"],
             comparisons_s=seconds["comparisons"],
             forward_passes=self.forward_passes,
+            first_pass_s=self._first_pass_s,
         )

@@ -75,7 +75,7 @@ class Logging:
             logging already prints them to the terminal. False never prints.
 
     Raises:
-        ValueError: `console` is none of these.
+        ValueError: `console` is none of these, or a path has a NUL character.
     """
 
     events: str | os.PathLike[str] | None = None
@@ -84,6 +84,9 @@ class Logging:
 
     def __post_init__(self) -> None:
         console.checked(self.console)
+        for name, path in (("events", self.events), ("metrics", self.metrics)):
+            if "\0" in str(path):
+                raise ValueError(f"{name} is a path without the NUL character, not {str(path)!r}")
 
 
 def reject_grouped_options(overrides: Mapping[str, object]) -> None:

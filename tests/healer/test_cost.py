@@ -74,6 +74,7 @@ def test_a_run_with_saves_comparisons_and_a_rollback(framework, tmp_path, capsys
     cost, (rollback,) = run.cost, events(tmp_path, "rollback")
     assert cost.forward_passes == run.calls >= 3, "the first batch and two heartbeats"
     assert cost.comparisons_s >= run.seconds
+    assert 0 < cost.first_pass_s < cost.comparisons_s
     repeated = rollback["step"] - rollback["checkpoint"]
     assert cost.steps == run.healer.step + repeated == STEPS - 1 + repeated, "one batch is skipped"
 
@@ -224,6 +225,8 @@ def test_the_line():
         "0.2 s comparisons (1 forward pass), 1,000 host syncs, 80.0 MB of host memory, "
         "240.0 MB written"
     )
+    compiled = Cost(20.0, comparisons_s=7.0, forward_passes=3, first_pass_s=6.5)
+    assert "(3 forward passes; 6.5 s the first one, which may compile loss_fn)" in str(compiled)
     assert str(Cost()) == "healing took 0 % of 0 s"
     unknown = Cost(1.0, host_bytes=None, written_bytes=None)
     assert unknown.known().keys().isdisjoint({"host_bytes", "written_bytes", "in_steps_s"})

@@ -5,6 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from typer.testing import CliRunner
+
+from healcore import Healer, Logging
+from healcore.runtime.store.errors import StoreError
+from healcore.tools.cli import app
 
 READING = "healcore.events.log"
 EVENT = json.dumps({"schema": 1, "seq": 0, "run": "r", "kind": "start", "step": 0}).encode() + b"\n"
@@ -34,6 +40,15 @@ def test_the_events_before_and_behind_a_long_line_are_read(reader, tmp_path):
     assert outcome.status == 1
     assert outcome.text.count("start") == 2
     assert "longer than" in outcome.text
+
+
+@pytest.mark.parametrize("step", [{}, {"a": [1]}, [1], 10**400, "x" * 1000, float("nan")])
+@pytest.mark.parametrize("kind", ["start", "rollback", "unknown"])
+def test_a_step_that_is_no_number(reader, tmp_path, step, kind):
+    path = tmp_path / "run.events.jsonl"
+    event = {"schema": 1, "seq": 0, "run": "r", "kind": kind, "step": step, "lr_scale": step}
+    path.write_text(json.dumps(event) + "\n")
+    assert reader.run("events", "show", path).status == 0
 
 
 def test_a_long_line_of_metrics(reader, tmp_path):
@@ -99,3 +114,22 @@ def test_a_policy_that_is_none(reader, tmp_path, name):
     path.write_text(POLICIES[name])
     outcome = reader.call("healcore.policy:load", path)
     assert outcome.answer["raised"] == "PolicyError"
+
+
+def _enter(**options):
+    model = torch.nn.Linear(1, 1)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    Healer("default", state=state, **options).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("call", "option"), [(_enter, "store"), (Logging, "events"), (Logging, "metrics")]
+)
+def test_a_nul_in_a_path_is_named(tmp_path, call, option):
+    with pytest.raises((StoreError, ValueError), match=f"{option} is a path without the NUL"):
+        call(**{option: f"{tmp_path}/run\0.jsonl"})
+
+
+def test_a_nul_in_the_path_of_a_command(tmp_path):
+    done = CliRunner().invoke(app, ["events", "show", f"{tmp_path}/run\0.jsonl"])
+    assert (done.exit_code, "cannot be read" in done.output) == (2, True), done

@@ -74,6 +74,19 @@ def test_records_in_a_gz(reader, tmp_path):
     reader.probe("loss", path)
 
 
+@pytest.mark.parametrize(
+    ("start", "line"),
+    [(b"step,loss\n", b"1,1\n"), (b"loss\n", b"1\n"), (b'{"step":1,"loss":1}\n', b"{\n")],
+    ids=["one step", "no steps", "damaged records"],
+)
+def test_millions_of_rows_in_a_small_gz(reader, tmp_path, start, line):
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress(start + line * (12_000_000 // len(line))))
+    assert path.stat().st_size < 30_000
+    text = " ".join(reader.run("replay", path).text.split())
+    assert "pass the unpacked file" in text or "more like these" in text
+
+
 def test_a_gz_of_lines_that_are_as_it_should_be(reader, tmp_path):
     path = tmp_path / "log.csv.gz"
     with gzip.GzipFile(path, "wb") as file:
@@ -139,7 +152,13 @@ def test_a_bad_log_costs_no_other_its_verdict(reader, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 300_000, '{"a":' * 300_000, '[{"file":"a","points":1e999}]', "9" * 400_000]
+    "text",
+    [
+        *("[" * 300_000, '{"a":' * 300_000, '[{"file":"a","points":1e999}]', "9" * 400_000),
+        f'[{{"file":"log.csv","points":{10**400}}}]',
+        f'[{{"file":"log.csv","points":500,"spikes":[{{"onset":{10**400},"end":{10**400}}}]}}]',
+        '[{"file":"log.csv","points":500,"ambiguous":[{"onset":0,"end":{}}]}]',
+    ],
 )
 def test_labels_that_are_none(reader, tmp_path, text):
     labels, log = tmp_path / "labels.json", tmp_path / "log.csv"

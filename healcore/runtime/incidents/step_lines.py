@@ -9,6 +9,7 @@ from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses this module without the rest of the runtime
+    from healcore.core.engine import Engine
     from healcore.runtime.host_policy import HostPolicy
     from healcore.runtime.incidents.delayed_reader import StepResult
     from healcore.runtime.incidents.ledger import IncidentRecord
@@ -70,7 +71,7 @@ class StepLines:
             orders = names(record.action & _ORDERS)
             ordered = f"; {' and '.join(orders)} ordered" if orders else ""
             return f"{ordered}; nothing is changed, the policy observes"
-        done = enforced_text(record)
+        done = enforced_text(record, self._policy.engine)
         if record.skip and skips > 1:
             done += f", {skips} of the run"
         if record.action & Action.CUT_LR:
@@ -89,11 +90,14 @@ def incident_text(record: StepRecord, learning_rate: float | None) -> str:
     return f"{cause_text(record.cause)}; {prefix}{loss}gradient norm {record.grad_norm:.4g}{rate}"
 
 
-def enforced_text(record: StepRecord) -> str:
-    """Intervention within the step: "; skipped", "; gradients × 0.1", or an empty string."""
+def enforced_text(record: StepRecord, engine: Engine) -> str:
+    """Intervention within the step, as a clause, or an empty string for an order to the loop."""
     if record.skip:
         return "; skipped"
-    return f"; gradients × {record.grad_scale:.3g}" if record.grad_scale < 1 else ""
+    if record.grad_scale < 1:
+        return f"; gradients × {record.grad_scale:.3g}"
+    clips_groups = engine.config.clip is not None and engine.config.clip[0] == "adagc"
+    return "" if clips_groups or record.action & _ORDERS else "; nothing is changed"
 
 
 def cause_text(cause: Cause) -> str:

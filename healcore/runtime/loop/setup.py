@@ -180,7 +180,8 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
     log, policy, driver, ranks = loop.log, loop.policy, loop.driver, loop.ranks
     journal, store = loop.saver.restorer.journal, loop.saver.checkpoints.store
     events = None if ranks.rank else log.events.path
-    after_kill = events is not None and postmortem.of_killed(events) is not None
+    killed = None if events is None else postmortem.of_killed(events)
+    after_kill = bool(events and killed and postmortem.path_for(events, killed.run).is_file())
     _refuse_to_start(loop.ranks.stop_file, ranks, log)
     journal.read()
     saves = loop.saver.restorer.saves()
@@ -356,6 +357,8 @@ def _store_that_fits(
 def _given_folder(given: Any) -> Path | None:
     """The directory of the argument `store`, or None for a store in memory only."""
     if given is None or isinstance(given, str | os.PathLike):
+        if "\0" in str(given):
+            raise StoreError(f"store is a path without the NUL character, not {str(given)!r}")
         return None if given is None else Path(given)
     if not isinstance(given, CheckpointStore):
         raise StoreError(

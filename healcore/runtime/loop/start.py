@@ -80,7 +80,7 @@ def begin(
     """Resumes, or takes the first snapshot.
 
     `change` is the difference of `settings` from the run's first start. `after_kill` says whether
-    the previous process was killed.
+    the previous process was killed and has a postmortem.
     """
     saver, data, recovery = loop.saver, loop.data, loop.recovery
     restorer, checkpoints = saver.restorer, saver.checkpoints

@@ -126,7 +126,7 @@ def of_killed(events: str | os.PathLike[str]) -> Postmortem | None:
     if postmortem is not None:
         problem = write(path_for(events, postmortem.run), postmortem)
         if problem is not None:
-            console.warning(problem)
+            console.warning(f"the previous run was killed; {problem}")
     return postmortem
 
 

@@ -46,8 +46,8 @@ def show(
 
     try:
         history = read(file)
-    except OSError as error:
-        fail(f"{file} cannot be read: {error.strerror or error}")
+    except (OSError, ValueError) as error:  # ValueError: the path has a NUL character
+        fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}")
     run = None
     for event in history.events:
         if kind and event["kind"] not in kind:
@@ -65,7 +65,7 @@ def _line(event: dict[str, Any]) -> str:
     from healcore.runtime.postmortem.sentences import sentence_and_fields
 
     sentence, others = sentence_and_fields(event)
-    step = "-" if event.get("step") is None else event["step"]
+    step = "-" if event.get("step") is None else _shorten(event["step"], 20)
     fields = (f"{name}={_shorten(value)}" for name, value in others.items())
     text = f"{_shorten(sentence, 300)}  " if sentence else ""
     time = str(event.get("time", ""))[:19]

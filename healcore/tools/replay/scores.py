@@ -204,6 +204,10 @@ def read_labels(path: Path) -> Labels:
 
 def _label(data: Any) -> Label:
     def zones(name: str) -> tuple[Zone, ...]:
-        return tuple(Zone(int(zone["onset"]), int(zone["end"])) for zone in data.get(name, ()))
+        return tuple(Zone(_row(zone["onset"]), _row(zone["end"])) for zone in data.get(name, ()))
 
-    return Label(str(data["file"]), int(data["points"]), zones("spikes"), zones("ambiguous"))
+    return Label(str(data["file"]), _row(data["points"]), zones("spikes"), zones("ambiguous"))
+
+
+def _row(number: Any) -> int:
+    return int(np.int32(int(number)))  # raises OverflowError for a larger number

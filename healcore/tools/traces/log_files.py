@@ -316,6 +316,8 @@ def detect_format(start: bytes) -> str:
     text = start.decode(detect_encoding(start), errors="replace").lstrip()
     if "\0" in text[:512]:
         raise TraceError(f"it is binary, and not {KNOWN}")
+    if any(printed_record(line) is not None for line in text.splitlines()):
+        return CONSOLE.name
     if text.startswith("[") or LOG_HISTORY.search(text):
         return DOCUMENT.name
     records = _first_records(text)
@@ -323,8 +325,6 @@ def detect_format(start: bytes) -> str:
         return next(
             name for name, form in RECORD_FORMATS.items() if any(map(form.recognizes, records))
         )
-    if any(printed_record(line) is not None for line in text.splitlines()):
-        return CONSOLE.name
     if text.startswith("{"):
         raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN}")
     return TABLE

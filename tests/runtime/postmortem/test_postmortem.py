@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from healcore import Healer, Logging
 from healcore.core.verdict import Cause
 from healcore.events import Log, process, read
 from healcore.events.log import Event, History
 from healcore.history import runs_of
+from healcore.runtime.loop.termination import IncompleteRun
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.postmortem.postmortem import end_of_killed, of, of_killed, path_for
@@ -222,6 +225,22 @@ def test_a_postmortem_that_cannot_be_written_is_returned_all_the_same(killed, ca
     path_for(killed, read(killed).events[0]["run"]).mkdir()
     assert of_killed(killed) is not None
     assert "could not be written" in caplog.text
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_next_start_says_whether_the_postmortem_was_written(killed, caplog, writable):
+    if not writable:
+        path_for(killed, read(killed).events[0]["run"]).mkdir()
+    model = torch.nn.Linear(1, 1)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    with (
+        pytest.raises(IncompleteRun),
+        Healer("default", state=state, store=killed.parent / "s", logging=Logging(events=killed)),
+    ):
+        pass
+    assert ("its postmortem was written" in caplog.text) == writable
+    assert ("was killed; the postmortem" in caplog.text) != writable
+    assert ("could not be written" in caplog.text) != writable
 
 
 # -- the facts that the events of a killed run give ---------------------------------------------

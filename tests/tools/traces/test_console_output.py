@@ -12,7 +12,10 @@ BAR = " 10%|█         | 6/60 [00:03<00:27,  1.9it/s]"
 LINES = {
     "dicts alone": "{}\n{}\n{}\n",
     "bars between the lines": f"Loading…\n{BAR}\n{{}}\r{BAR}\r    \r{{}}\n{BAR}{{}}\n",
-    "a logger": "2026-01-01 12:00:00 INFO [rank0]: {}\nINFO saved, it's at /tmp\n{}\n{}\n",
+    "a logger": (
+        '[INFO|trainer.py:2134] ***** Running training *****\n{{"a": 1}}\n'
+        "2026-01-01 12:00:00 INFO [rank0]: {}\nINFO saved, it's at /tmp\n{}\n{}\n"
+    ),
 }
 DICTS = {
     "floats": [
