@@ -17,7 +17,7 @@ from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver import JaxDriver
-from healcore.jax.driver.live_state import SIDE_STATE
+from healcore.jax.driver.live_state import SIDE_STATE, live_state_of
 from healcore.runtime.store.errors import StateMismatch
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
@@ -266,3 +266,35 @@ def test_a_state_without_its_healing_part_is_refused():
         JaxDriver(run.state, "default")
     with pytest.raises(HealStateError, match='"optimizer": optimizer'):
         JaxDriver((nnx.Linear(2, 3, rngs=nnx.Rngs(0)), run.state), POLICY)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (jnp.zeros(2, jnp.bfloat16), jnp.full(2, 0.3)),
+        (0, jnp.float32(0.3)),
+        (jnp.asarray(0.0), jnp.bfloat16(0.3)),  # a weak type
+        (jnp.zeros((), jnp.int8), jnp.int32(1000)),
+    ],
+    ids=["bfloat16", "Python number", "weak", "integer"],
+)
+def test_the_first_step_may_widen_a_leaf_and_no_later_step(before, after, tmp_path):
+    healing = protect(optax.sgd(0.1), policies.SKIP).init(jnp.ones(2))
+    live = live_state_of({"moment": before, "heal": healing})
+    store = JaxDriver(live.state, policies.SKIP).store(tmp_path, ())
+    for step, leaf in enumerate((before, after)):
+        live.state = {"moment": leaf, "heal": healing}
+        live.check() if step else None
+        store.save(step, live.items())
+    store.wait()
+    for drop in (False, True):
+        for fresh in (live, live_state_of({"moment": before, "heal": healing})):
+            for step, leaf in enumerate((before, after)):
+                if drop:
+                    store.memory.drop(step)  # type: ignore[attr-defined]
+                restored = fresh.restored(store.restore(step, fresh.items()).state)["moment"]
+                assert_same_bits(restored, leaf)
+                assert jnp.result_type(restored) == jnp.result_type(leaf)
+    live.state = {"moment": jnp.asarray(after, jnp.float16), "heal": healing}
+    with pytest.raises(HealStateError, match=r"state\['moment'\] is float16"):
+        live.check()
