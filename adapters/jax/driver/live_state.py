@@ -110,8 +110,8 @@ class LiveState:
         """The items of a checkpoint by name, without healing states. Copies nothing."""
         tree = self.read()
         side_state = SideState(tree, self._first)
-        items = self._parts(_saved(tree, self._first))
-        return {**items, **({SIDE_STATE: side_state} if side_state else {})}
+        # Also if empty: a new process does not know which leaves a later step has widened.
+        return {**self._parts(_saved(tree, self._first)), SIDE_STATE: side_state}
 
     def restored(self, items: Mapping[str, Any]) -> Any:
         """Makes a tree of a checkpoint's items and the live healing states.
@@ -262,9 +262,6 @@ class SideState:
         }
         whole = tree_leaves_with_path(tree)
         self._kept |= {keystr(path): leaf for path, leaf in whole if _is_of_protect(path)}
-
-    def __bool__(self) -> bool:
-        return bool(self._kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Path in the state -> value."""

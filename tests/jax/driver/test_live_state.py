@@ -278,7 +278,7 @@ def test_a_state_without_its_healing_part_is_refused():
     ],
     ids=["bfloat16", "Python number", "weak", "integer"],
 )
-def test_the_first_step_may_widen_a_leaf_and_no_later_step(before, after, tmp_path):
+def test_a_step_may_widen_a_leaf(before, after, tmp_path):
     healing = protect(optax.sgd(0.1), policies.SKIP).init(jnp.ones(2))
     live = live_state_of({"moment": before, "heal": healing})
     store = JaxDriver(live.state, policies.SKIP).store(tmp_path, ())
@@ -287,14 +287,14 @@ def test_the_first_step_may_widen_a_leaf_and_no_later_step(before, after, tmp_pa
         live.check() if step else None
         store.save(step, live.items())
     store.wait()
-    for drop in (False, True):
-        for fresh in (live, live_state_of({"moment": before, "heal": healing})):
-            for step, leaf in enumerate((before, after)):
-                if drop:
-                    store.memory.drop(step)  # type: ignore[attr-defined]
+    for step, leaf in enumerate((before, after)):
+        for drop in (False, True):
+            if drop:
+                store.memory.drop(step)  # type: ignore[attr-defined]
+            for fresh in (live, live_state_of({"moment": before, "heal": healing})):
                 restored = fresh.restored(store.restore(step, fresh.items()).state)["moment"]
-                assert_same_bits(restored, leaf)
-                assert jnp.result_type(restored) == jnp.result_type(leaf)
-    live.state = {"moment": jnp.asarray(after, jnp.float16), "heal": healing}
-    with pytest.raises(HealStateError, match=r"state\['moment'\] is float16"):
+                assert bool(jnp.all(restored == leaf))
+                assert isinstance(leaf, int) or restored.dtype == leaf.dtype
+    live.state = {"moment": jnp.asarray(after, jnp.bool_), "heal": healing}
+    with pytest.raises(HealStateError, match=r"state\['moment'\] is bool"):
         live.check()
