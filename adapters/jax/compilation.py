@@ -17,6 +17,20 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
+def standard_promotion(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Runs a function under the standard promotion of dtypes, whatever the user has set.
+
+    Under ``jax_numpy_dtype_promotion="strict"`` a sum of a bool and an int32 raises.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return call
+
+
 def compiled(function: Callable[P, Result], *, static: tuple[int, ...] = ()) -> Callable[P, Result]:
     """Compiles a function as one call. Inside a transformation, calls the function itself.
 
@@ -30,6 +44,7 @@ def compiled(function: Callable[P, Result], *, static: tuple[int, ...] = ()) -> 
     jitted = jax.jit(function, static_argnums=static)
 
     @functools.wraps(function)
+    @standard_promotion
     def call(*args: P.args, **kwargs: P.kwargs) -> Result:
         arrays = [each for each in jax.tree.leaves((args, kwargs)) if isinstance(each, jax.Array)]
         if any(isinstance(each, Tracer) for each in arrays):

@@ -20,7 +20,7 @@ from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Decision
 from healcore.jax import namespace, state_layout
-from healcore.jax.compilation import compiled
+from healcore.jax.compilation import compiled, standard_promotion
 from healcore.jax.gradients import is_gradient
 from healcore.jax.state_layout import StateLayout
 
@@ -156,6 +156,7 @@ def _as_own_buffer(kind: Any, leaf: jax.Array) -> jax.Array:
     return jnp.array(leaf, kind.dtype)
 
 
+@standard_promotion
 def clip_update(
     engine: Engine, state: HealState, norm: jax.Array, skipped: jax.Array
 ) -> tuple[HealState, jax.Array]:
@@ -179,6 +180,7 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
     return _layout_of(engine, state).unpack(floats, ints)
 
 
+@standard_promotion
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
     """Replaces the state of `engine.in_step`. StateError if `new` belongs to another model."""
     layout = _layout_of(engine, state)

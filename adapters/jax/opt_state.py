@@ -18,6 +18,7 @@ from healcore.core.engine.state import metrics as engine_metrics
 from healcore.core.engine.state import update_metrics
 from healcore.core.verdict import Decision
 from healcore.jax import state_layout
+from healcore.jax.compilation import standard_promotion
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
@@ -193,6 +194,7 @@ def expect_change(opt_state: State) -> State:
     return replace(opt_state, state._replace(heal_ints=ints))
 
 
+@standard_promotion
 def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
     """Returns the optimizer state to continue with after a checkpoint is restored.
 

@@ -190,9 +190,7 @@ def _warn_if_no_loss(engine: Engine, given: ReportedSignals) -> None:
     if "value" not in given and inactive:
         warnings.warn(
             f"no loss reaches healcore, so {', '.join(inactive)} of the policy are inactive and "
-            "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss). In a chain "
-            "optax does not pass value to a MultiSteps; write "
-            "optax.GradientTransformationExtraArgs(steps.init, steps.update) instead of steps",
+            "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
             stacklevel=4,  # the caller of tx.update, outside of jit
         )
 

@@ -45,7 +45,8 @@ class LiveState:
         self._named = type(state) is dict and all(isinstance(name, str) for name in state)
         tree = self.read()
         self._accumulates = bool(nodes(optax.MultiStepsState, tree))
-        self._dtypes_and_shapes = _dtypes_and_shapes(tree)
+        self._abstract = _abstract(tree)
+        self._first = _abstract(without_heal_state(tree))
         self.checked: tuple[Any, list[Any]] | None = None
         """Structure and abstract values of the last state that passed `check`, or None."""
 
@@ -68,6 +69,7 @@ class LiveState:
     def check(self) -> bool:
         """Raises HealStateError unless the leaves have the first state's paths, shapes and dtypes.
 
+        A step may widen a dtype, as the first steps of `optax.inject_hyperparams` and Prodigy do.
         First compares the `aval` objects, because a compiled step returns the same objects. Returns
         whether the structure or an `aval` differs from the last checked state.
         """
@@ -76,9 +78,13 @@ class LiveState:
         found = structure, _abstract_values(leaves)
         if found == self.checked:
             return False
-        forms, wanted = _dtypes_and_shapes(tree), self._dtypes_and_shapes
+        new, old = _abstract(tree), self._abstract
+        self._abstract = old | {
+            path: leaf for path, leaf in new.items() if path in old and _widens(old[path], leaf)
+        }
+        forms, wanted = _forms(new), _forms(self._abstract)
         for index, part in enumerate(tree if isinstance(tree, tuple) else ()):
-            if _dtypes_and_shapes(part) == wanted:
+            if _forms(_abstract(part)) == wanted:
                 raise HealStateError(
                     f"update takes only the state, got a tuple whose element {index} is the state:"
                     " write `state, loss = step(healer.state, batch); healer.update(state)`"
@@ -103,8 +109,9 @@ class LiveState:
     def items(self) -> dict[str, Any]:
         """The items of a checkpoint by name, without healing states. Copies nothing."""
         tree = self.read()
-        side_state = SideState(tree)
-        return {**self._parts(_saved(tree)), **({SIDE_STATE: side_state} if side_state else {})}
+        side_state = SideState(tree, self._first)
+        # Also if empty: a new process does not know which leaves a later step has widened.
+        return {**self._parts(_saved(tree, self._first)), SIDE_STATE: side_state}
 
     def restored(self, items: Mapping[str, Any]) -> Any:
         """Makes a tree of a checkpoint's items and the live healing states.
@@ -113,7 +120,7 @@ class LiveState:
         StateMismatch if the structure, a shape or a dtype differs.
         """
         tree = self.read()
-        wanted = self._parts(_saved(tree))
+        wanted = self._parts(_saved(tree, self._first))
         missing = [
             f'the item "{name}" is missing in the saved state'
             for name in wanted
@@ -242,18 +249,19 @@ def _is_variable(node: Any) -> bool:
 
 
 class SideState:
-    """Python numbers and the `_PROTECT` fields, which the other items cannot hold."""
+    """What the other items cannot hold: Python numbers, `_PROTECT` fields and widened leaves."""
 
     optional = True  # checkpoints of a run without healcore lack this item
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, first: Mapping[str, Any]) -> None:
         bare = tree_leaves_with_path(without_heal_state(tree))
-        self._kept = {keystr(path): leaf for path, leaf in bare if _is_number(leaf)}
+        self._kept = {
+            keystr(path): leaf
+            for path, leaf in bare
+            if _is_number(leaf) or _is_widened(path, leaf, first)
+        }
         whole = tree_leaves_with_path(tree)
         self._kept |= {keystr(path): leaf for path, leaf in whole if _is_of_protect(path)}
-
-    def __bool__(self) -> bool:
-        return bool(self._kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Path in the state -> value."""
@@ -261,16 +269,22 @@ class SideState:
 
 
 def as_live(new: Any, live: Any) -> Any:
-    """Converts a restored leaf to the form of the live leaf: a number, or a donatable array."""
+    """Converts a restored leaf to the form of the live leaf: a number, or a donatable array.
+
+    Keeps the saved dtype, which differs if only one of them precedes the step that widened it.
+    """
+    dtype = getattr(new, "dtype", None)
     if _is_number(live):
-        return type(live)(np.asarray(new).item())
+        if dtype in (None, _as_saved(live).dtype):
+            return type(live)(np.asarray(new).item())
+        return jnp.asarray(new)
     if not isinstance(live, jax.Array):
         return new
     if jnp.issubdtype(live.dtype, jax.dtypes.prng_key):
         data = _put_like(jax.random.key_data(new), live)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
     if not isinstance(new, jax.Array):
-        new = np.asarray(new, live.dtype)
+        new = np.asarray(new, dtype or live.dtype)
     new = _put_like(new, live)
     return _weakly_typed(new) if live.weak_type and not new.weak_type else new
 
@@ -291,8 +305,22 @@ def _weakly_typed(array: jax.Array) -> jax.Array:
     return array if weak.dtype != array.dtype else weak.at[...].set(array)
 
 
-def _saved(tree: Any) -> Any:
-    return jax.tree.map(_as_saved, without_heal_state(tree))
+def _saved(tree: Any, first: Mapping[str, Any]) -> Any:
+    """The state with the dtypes of the first state, so that every checkpoint fits a new process."""
+
+    def saved(path: Any, leaf: Any) -> Any:
+        leaf = _as_saved(leaf)
+        if not _is_widened(path, leaf, first):
+            return leaf
+        # An Inf by overflow would make the checkpoint count as bad.
+        return jnp.nan_to_num(leaf.astype(first[keystr(path)].dtype))
+
+    return tree_map_with_path(saved, without_heal_state(tree))
+
+
+def _is_widened(path: Any, leaf: Any, first: Mapping[str, Any]) -> bool:
+    """Whether a leaf of the bare state has another dtype than in the first state."""
+    return isinstance(leaf, jax.Array) and leaf.dtype != first[keystr(path)].dtype
 
 
 def _as_saved(leaf: Any) -> Any:
@@ -352,9 +380,22 @@ def _without_aval(leaf: Any) -> tuple[Any, ...]:
     return type(leaf), getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
 
 
-def _dtypes_and_shapes(tree: Any) -> dict[str, str]:
-    """Path -> form of the leaf."""
-    return {keystr(path): _form(_as_saved(leaf)) for path, leaf in tree_leaves_with_path(tree)}
+def _abstract(tree: Any) -> dict[str, Any]:
+    """Path -> abstract value of the leaf."""
+    saved = ((keystr(path), _as_saved(leaf)) for path, leaf in tree_leaves_with_path(tree))
+    return {path: getattr(leaf, "aval", leaf) for path, leaf in saved}
+
+
+def _forms(abstract: Mapping[str, Any]) -> dict[str, str]:
+    return {path: _form(leaf) for path, leaf in abstract.items()}
+
+
+def _widens(old: Any, new: Any) -> bool:
+    """Whether the dtype of `new` holds every number of `old`, or the type of `old` is weak."""
+    kinds = [getattr(each, "dtype", np.dtype(object)) for each in (old, new)]
+    if not all(jnp.issubdtype(kind, jnp.number) for kind in kinds) or old.shape != new.shape:
+        return False
+    return getattr(old, "weak_type", False) or jnp.promote_types(*kinds) == kinds[1]
 
 
 def _form(leaf: Any) -> str:

@@ -17,7 +17,7 @@ from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver import JaxDriver
-from healcore.jax.driver.live_state import SIDE_STATE
+from healcore.jax.driver.live_state import SIDE_STATE, live_state_of
 from healcore.runtime.store.errors import StateMismatch
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
@@ -198,7 +198,8 @@ def test_accumulated_gradients_are_dropped_and_never_saved(outside):
     assert driver.may_save()
     advance(driver, run, BATCHES[:3])
     assert driver.may_save()
-    saved = jax.tree.map(jnp.copy, driver.items())
+    items = {name: item for name, item in driver.items().items() if name != SIDE_STATE}
+    saved = jax.tree.map(jnp.copy, items)
     advance(driver, run, BATCHES[3:4])
     assert not driver.may_save()
     # As one NaN leaves it, in a run that was not protected then: 0 * NaN is NaN.
@@ -266,3 +267,35 @@ def test_a_state_without_its_healing_part_is_refused():
         JaxDriver(run.state, "default")
     with pytest.raises(HealStateError, match='"optimizer": optimizer'):
         JaxDriver((nnx.Linear(2, 3, rngs=nnx.Rngs(0)), run.state), POLICY)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (jnp.zeros(2, jnp.bfloat16), jnp.full(2, 0.3)),
+        (0, jnp.float32(0.3)),
+        (jnp.asarray(0.0), jnp.bfloat16(0.3)),  # a weak type
+        (jnp.zeros((), jnp.int8), jnp.int32(1000)),
+    ],
+    ids=["bfloat16", "Python number", "weak", "integer"],
+)
+def test_a_step_may_widen_a_leaf(before, after, tmp_path):
+    healing = protect(optax.sgd(0.1), policies.SKIP).init(jnp.ones(2))
+    live = live_state_of({"moment": before, "heal": healing})
+    store = JaxDriver(live.state, policies.SKIP).store(tmp_path, ())
+    for step, leaf in enumerate((before, after)):
+        live.state = {"moment": leaf, "heal": healing}
+        live.check() if step else None
+        store.save(step, live.items())
+    store.wait()
+    for step, leaf in enumerate((before, after)):
+        for drop in (False, True):
+            if drop:
+                store.memory.drop(step)  # type: ignore[attr-defined]
+            for fresh in (live, live_state_of({"moment": before, "heal": healing})):
+                restored = fresh.restored(store.restore(step, fresh.items()).state)["moment"]
+                assert bool(jnp.all(restored == leaf))
+                assert isinstance(leaf, int) or restored.dtype == leaf.dtype
+    live.state = {"moment": jnp.asarray(after, jnp.bool_), "heal": healing}
+    with pytest.raises(HealStateError, match=r"state\['moment'\] is bool"):
+        live.check()
