@@ -86,7 +86,10 @@ class StepHooks:
         """Whether the next step that is not skipped resets the moments. The step that cuts the
         learning rate does not reset them, because its gradient is damaged."""
         self.incident_log = IncidentLog(
-            type(optimizer).__name__, self._engine, enforcer.learning_rate
+            type(optimizer).__name__,
+            self._engine,
+            enforcer.learning_rate,
+            lambda: gradients.nonfinite_parameters(optimizer),
         )
         self.incident_log.resets_moments = self._resets_moments
         self.late_loss = LateLoss()

@@ -57,13 +57,17 @@ class JaxDriver:
         parts = [each.parameters for each in self._engines]
         self._parameters = frozenset().union(*parts) if all(parts) else frozenset()
         """Paths of the parameters, or empty if the state does not identify all of them."""
-        self._not_finite = self._nonfinite_parameters()
+        self._not_finite = set(self.nonfinite_weights())
         self._step: Dispatch | None = None
         self._stride: int | None = None
         """Number of steps of one dispatch, or None if unknown."""
         self._usual_norms: dict[str, np.ndarray] = {}
         """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
-        self._missing_noted = False
+        self._missing_noted = self._untaken_noted = False
+        self._accumulates = in_state.is_accumulated(tree)
+        self._untaken = self._accumulated = 0
+        """Updates in a row up to the newest that have left the healing state unchanged, and the
+        number of such updates before the last change, which is the same in an accumulation."""
         self._marks: VoteMarks | None = None
         """Created by the first `request_vote` in a program of several processes."""
         self._ranks: Ranks | None = None
@@ -144,6 +148,7 @@ class JaxDriver:
             self._stride,
             self._note_missing,
             bool if self._marks is None else self._marks.begin_dispatch(),
+            self._was_taken,
         )
         self._last_counters = counters
         self._stride = self._step.count
@@ -221,7 +226,12 @@ class JaxDriver:
         If the state does not identify its parameters, checks all arrays except the healing states,
         which contain norms of gradients that were not applied.
         """
-        return self._nonfinite_parameters() <= self._not_finite
+        return set(self.nonfinite_weights()) <= self._not_finite
+
+    def nonfinite_weights(self) -> list[str]:
+        """Paths of the `_weights` with a NaN or Inf."""
+        found = {name: jnp.isfinite(leaf).all() for name, leaf in self._weights().items()}
+        return [name for name, finite in jax.device_get(found).items() if not finite]
 
     def copy_weights(self) -> dict[str, Any]:
         """Returns path -> copy of each parameter (see `_weights`), in host memory."""
@@ -346,10 +356,18 @@ class JaxDriver:
                 f"alert, lack the other steps; protect(tx, policy, records={steps}) holds all"
             )
 
-    def _nonfinite_parameters(self) -> set[str]:
-        """Paths of the `_weights` with a NaN or Inf."""
-        found = {name: jnp.isfinite(leaf).all() for name, leaf in self._weights().items()}
-        return {name for name, finite in jax.device_get(found).items() if not finite}
+    def _was_taken(self, changed: bool) -> bool:
+        """Whether an update was a step or part of an accumulation; see `_untaken`."""
+        if changed:
+            self._accumulated, self._untaken = self._untaken, 0
+            return True
+        self._untaken += 1
+        if self._accumulates or self._untaken <= self._accumulated:
+            return True
+        if not self._untaken_noted:
+            self._untaken_noted = True
+            self.warnings.append(_UNTAKEN)
+        return False
 
     def _weights(self) -> dict[str, Any]:
         """Path -> parameter (or floating array, if unknown), in the same order in all processes."""
@@ -408,6 +426,13 @@ class JaxDriver:
 _ARRAYS_ONLY = (
     "for an Equinox module write `params, static = eqx.partition(model, eqx.is_array)`, pass "
     "params in the state, and start the step with `model = eqx.combine(params, static)`"
+)
+_UNTAKEN = (
+    "an update has not changed the healing state, because the training step has kept its old state "
+    "(its own guard against NaN, optax.apply_if_finite around protect, a dynamic loss scale): such "
+    "a step counts as skipped, and no detector sees it. protect skips bad steps itself: remove the "
+    "guard, or let it keep only the other state. To accumulate gradients, write "
+    "protect(optax.MultiSteps(optimizer, k))"
 )
 _LINE = "state = healer.update(step(healer.state, batch))"
 _STALE = (

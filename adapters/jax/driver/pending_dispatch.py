@@ -119,6 +119,8 @@ class Dispatch:
         count: assumed number of steps, or None to read the number from the device.
         on_missing: called with the number of steps and the number of steps without a record.
         votes: returns whether the processes of the run vote after this dispatch.
+        on_read: called with whether the dispatch has changed an engine's state; returns whether the
+            dispatch was taken.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Dispatch:
         count: int | None,
         on_missing: Callable[[int, int], object],
         votes: Callable[[], bool],
+        on_read: Callable[[bool], bool],
     ) -> None:
         self._engines = engines
         self._before = before
@@ -137,6 +140,7 @@ class Dispatch:
         self._usual_norms = usual
         self._on_missing = on_missing
         self._votes = votes
+        self._on_read = on_read
         self._steps: list[list[StepRecord]] | None = None
         self.count = self._count_steps() if count is None else count
 
@@ -164,6 +168,9 @@ class Dispatch:
             self._steps = [[] for _ in range(self._count_steps())]
             for each in parts:
                 self._add(*each, self._steps)
+            # A step that the caller skips has new norms; a step that keeps its old state has none.
+            if not self._on_read(any(_differ(before, after) for _, before, after in parts)):
+                self._steps = [[each._replace(taken=False) for each in self._steps[0]]]
         return self._steps
 
     def _count_steps(self) -> int:
@@ -218,6 +225,10 @@ def _pack(states: list[tuple[Any, Any, Any]]) -> jax.Array:
         counts = jnp.stack([state_layout.step(ints), state_layout.header(ints).orders])
         parts += [counts, records.ravel(), bits]
     return jnp.concatenate(parts)
+
+
+def _differ(one: Readback, other: Readback) -> bool:
+    return one.counts != other.counts or one.norms.tobytes() != other.norms.tobytes()
 
 
 def _idle(engine: EngineEntry, read: Readback) -> StepRecord:

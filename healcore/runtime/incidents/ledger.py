@@ -63,8 +63,8 @@ class Ledger:
     __pydantic_config__ = ConfigDict(extra="forbid")
     next_step: int = 0
     unhealthy: list[int] = field(default_factory=list)
-    """Steps that were skipped or had an alarm within an incident, and the micro-steps right after
-    such a step; ascending."""
+    """Steps that were skipped or not taken or had an alarm within an incident, and the micro-steps
+    right after such a step; ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
     rollbacks: list[Rollback] = field(default_factory=list)
     """Applied rollbacks and re-runs, see `Rollback.outline`."""
@@ -83,6 +83,11 @@ class Ledger:
     def record(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
         """Adds the records of one step. Returns the incident of the step, or None."""
         self.next_step = index + 1
+        if any(not each.taken for each in records):
+            self.unhealthy.append(index)
+            self.skips += 1
+            self.untrained += 1
+            return None
         if not any(each.judged for each in records):
             # A micro-step of an optax.MultiSteps around protect neither ends an incident nor a row
             # of unhealthy steps: the next update decides.

@@ -234,15 +234,19 @@ class TrainingRun:
         """Restores the Trainer, and logs how the run ended. A second call does nothing."""
         if self.ending:
             return
-        ending = ending_of(error)
-        self.ending, self._error = ending.value, error
-        raised = trace = None
-        if ending is Ending.EXCEPTION and error is not None:
-            raised, trace = described(error)
+        self.ending, raised, trace, stopped = "closing", None, None, None
         try:
             if error is None:
                 self._loop.read_remaining()
                 self._loop.saver.poll()
+                try:
+                    self._recovery.stop_if_never_finite(at_end=True)
+                except RunStopped as stop:
+                    error = stopped = stop
+            ending = ending_of(error)
+            self.ending, self._error = ending.value, error
+            if ending is Ending.EXCEPTION and error is not None:
+                raised, trace = described(error)
             why = error.why if isinstance(error, RunStopped) else ""
             hint = shape_diagnosis(error)
             end = self._recovery.run_end(ending, why, exception=raised, hint=hint)
@@ -255,6 +259,8 @@ class TrainingRun:
         finally:
             self._loop.finalizer.detach()
             self._open.close()
+        if stopped is not None:
+            raise stopped
 
     def after_step(self, step: int, *, wait: bool) -> None:
         """Processes an optimizer step; `step` counts from 1. Raises RunStopped if the policy stops.
@@ -287,11 +293,7 @@ class TrainingRun:
         if self._finite():
             self.checkpoints.keep_last_good()
             return True
-        names = [
-            name
-            for name, p in self._trainer.model.named_parameters()
-            if not bool(p.isfinite().all())
-        ]
+        names = self.driver.nonfinite_weights()
         problem = f"the weights hold NaN or Inf ({', '.join(names[:3])}): not saved"
         if self.policy.nonfinite_state == "alert":
             self.log.problem(self.step, problem)
