@@ -130,7 +130,7 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
         HealStateError: as in `last_decision`, or the number of floating tensors in `params` differs
             from the number of gradients.
     """
-    norms = jnp.unstack(find(opt_state).heal_leaf_norms)
+    norms = jnp.unstack(jnp.abs(find(opt_state).heal_leaf_norms))
     paths = [
         path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_gradient(leaf)
     ]

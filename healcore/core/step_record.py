@@ -72,6 +72,7 @@ class StepRecord(NamedTuple):
     # (loss, gradient norm) of this rank alone; only for steps with a cause on several ranks
     rank_signals: tuple[float, float] | None = None
     judged: bool = True  # False: the step only accumulated gradients, or was not taken
+    bad_update: bool = False  # NONFINITE_GRAD is about the previous update, of finite gradients
     taken: bool = True  # False: the training step kept its old state, including the healing state
 
     @property
@@ -87,7 +88,8 @@ class StepRecord(NamedTuple):
             ("loss", Cause.NONFINITE_LOSS),
             ("grad_norm", Cause.NONFINITE_GRAD),
         ):
-            if self.cause & nonfinite and not getattr(self, name):  # the engine starts with 0
+            # The engine starts with 0.
+            if self.cause & nonfinite and not getattr(self, name) and not self.bad_update:
                 found = found._replace(**{name: math.nan})
         return found
 

@@ -64,6 +64,8 @@ class JaxDriver:
         self._usual_norms: dict[str, np.ndarray] = {}
         """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
         self._missing_noted = self._untaken_noted = False
+        self._bad_updates: set[str] = set()
+        """Names of the tensors with a warning about an update that is not finite."""
         self._accumulates = in_state.is_accumulated(tree)
         self._untaken = self._accumulated = 0
         """Updates in a row up to the newest that have left the healing state unchanged, and the
@@ -148,6 +150,7 @@ class JaxDriver:
             self._stride,
             self._note_missing,
             bool if self._marks is None else self._marks.begin_dispatch(),
+            self._note_bad_update,
             self._was_taken,
         )
         self._last_counters = counters
@@ -354,6 +357,16 @@ class JaxDriver:
                 f"one dispatch has {steps} steps, and the state holds the records of "
                 f"{steps - missing}: no order is lost, but the metrics, and detectors that only "
                 f"alert, lack the other steps; protect(tx, policy, records={steps}) holds all"
+            )
+
+    def _note_bad_update(self, names: list[str]) -> None:
+        if new := [name for name in names if name not in self._bad_updates]:
+            self._bad_updates.update(new)
+            self.warnings.append(
+                f"the optimizer has computed NaN or Inf for the update of {', '.join(new[:5])} from "
+                "finite gradients, and protect does not apply it: Adam's eps of 1e-8 is 0 in "
+                "float16, or the learning rate or a divisor is 0 or NaN. Keep these parameters in "
+                "float32, or exclude them from the optimizer"
             )
 
     def _was_taken(self, changed: bool) -> bool:

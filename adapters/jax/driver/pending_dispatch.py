@@ -19,6 +19,7 @@ from healcore.core.engine import Engine
 from healcore.core.engine.alerts import AlertState
 from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Cause
 from healcore.jax import state_layout
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.live_state import array_of
@@ -101,6 +102,10 @@ class PendingReadback:
         steps = []
         for row in rows:
             judged, signals = unpack_record(row, self._engines[index].name)
+            if judged.cause & Cause.NONFINITE_GRAD and signals.update_norm is not None:
+                finite = signals.grad_norm is None or np.isfinite(signals.grad_norm)
+                bad = bool(finite and not np.isfinite(signals.update_norm))
+                judged = judged._replace(bad_update=bad)
             if self._alerts:
                 state = self._alerts.step(state, judged, signals)
                 judged = self._alerts.completed(judged, state)
@@ -119,6 +124,7 @@ class Dispatch:
         count: assumed number of steps, or None to read the number from the device.
         on_missing: called with the number of steps and the number of steps without a record.
         votes: returns whether the processes of the run vote after this dispatch.
+        on_bad_update: called with the names of tensors whose update was not finite.
         on_read: called with whether the dispatch has changed an engine's state; returns whether the
             dispatch was taken.
     """
@@ -132,6 +138,7 @@ class Dispatch:
         count: int | None,
         on_missing: Callable[[int, int], object],
         votes: Callable[[], bool],
+        on_bad_update: Callable[[list[str]], object],
         on_read: Callable[[bool], bool],
     ) -> None:
         self._engines = engines
@@ -140,7 +147,7 @@ class Dispatch:
         self._usual_norms = usual
         self._on_missing = on_missing
         self._votes = votes
-        self._on_read = on_read
+        self._on_bad_update, self._on_read = on_bad_update, on_read
         self._steps: list[list[StepRecord]] | None = None
         self.count = self._count_steps() if count is None else count
 
@@ -169,7 +176,8 @@ class Dispatch:
             for each in parts:
                 self._add(*each, self._steps)
             # A step that the caller skips has new norms; a step that keeps its old state has none.
-            if not self._on_read(any(_differ(before, after) for _, before, after in parts)):
+            changed = self._steps[0][0].judged or any(map(_differ, *zip(*parts, strict=True)))
+            if not self._on_read(changed):
                 self._steps = [[each._replace(taken=False) for each in self._steps[0]]]
         return self._steps
 
@@ -198,7 +206,9 @@ class Dispatch:
         moved = after.counts.steps - before.counts.steps
         for record in after.steps:
             if record.step == after.counts.steps:  # norms of earlier steps are overwritten
-                found = self._evidence(engine, record, after.norms)
+                found = self._evidence(engine, record, np.abs(after.norms))
+                if marked := np.signbit(after.norms).nonzero()[0].tolist():
+                    self._on_bad_update([engine.leaves[i] for i in marked])
                 record = record._replace(evidence=found) if found else record
             steps[(record.step - 1 - before.counts.steps) * len(steps) // moved].append(record)
         for records in steps:
@@ -227,7 +237,7 @@ def _pack(states: list[tuple[Any, Any, Any]]) -> jax.Array:
     return jnp.concatenate(parts)
 
 
-def _differ(one: Readback, other: Readback) -> bool:
+def _differ(_: EngineEntry, one: Readback, other: Readback) -> bool:
     return one.counts != other.counts or one.norms.tobytes() != other.norms.tobytes()
 
 

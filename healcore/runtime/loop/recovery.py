@@ -155,15 +155,17 @@ class Recovery:
     def _compare_weights(self, step: StepResult) -> Verdict | None:
         """Compares the current weights with earlier ones, if there is a reason to."""
         records = step.records
-        taken = all(each.taken for each in records)
-        if not self.dominance.is_enabled or not (any(each.judged for each in records) or not taken):
+        if not self.dominance.is_enabled:
+            return None
+        taken = records[0].taken
+        if taken and not any(each.judged for each in records):
             return None
         bad = any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
         return self.dominance.observe(
             TrainedStep(step.index, step.contents),
             loss if taken else None,
-            alarm=any(each.cause & ~LASTING or not each.taken for each in records),
+            alarm=not taken or any(each.cause & ~LASTING for each in records),
             trained=taken and not all(each.skip for each in records),
         )
 

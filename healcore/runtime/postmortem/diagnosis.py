@@ -71,6 +71,8 @@ class RunEnd(NamedTuple):
     incidents: int = 0
     """Incidents of the whole run, including undone incidents."""
     undone_incidents: int = 0
+    bad_update: bool = False
+    """Whether the optimizer made NaN or Inf of finite gradients at the first alarm."""
     readings: Readings | None = None
     evidence: tuple[Evidence, ...] = ()
     batches: tuple[Batch, ...] = ()
@@ -167,10 +169,12 @@ def _incidents(end: RunEnd) -> list[str]:
     if not end.cause:
         return [f"{incidents_text(end)}, all resolved."] if end.incidents else []
     names = ", ".join(flag.name.lower() for flag in Cause if flag.name and flag in end.cause)
+    if end.bad_update:
+        names = names.replace("nonfinite_grad", "nonfinite_update")
     since = "" if end.onset is None else f" from step {end.onset} on"
     sentences = [f"{names}{since}{', resolved by the end' if end.open is False else ''}."]
     if end.readings is not None:
-        sentences += _numbers(end.readings, end.cause)
+        sentences += _numbers(end.readings, end.cause, end.bad_update)
     if end.evidence:
         norms = _first([f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in end.evidence])
         sentences.append(f"Gradients that stood out: {norms}.")
@@ -300,9 +304,9 @@ def with_undone(count: str, undone: int) -> str:
 # -- pieces of sentences --------------------------------------------------------------------------
 
 
-def _numbers(numbers: Readings, cause: Cause) -> Iterator[str]:
+def _numbers(numbers: Readings, cause: Cause, bad_update: bool) -> Iterator[str]:
     limit = f" (limit {numbers.threshold:.3g})" if numbers.threshold > 0 else ""
-    if text := readings_text(numbers, cause):
+    if text := readings_text(numbers, cause, bad_update):
         yield f"At the first alarm: {text}{limit}."
 
 

@@ -107,6 +107,7 @@ class IncidentMonitor:
             "open": ledger.open or is_unhealthy,
             "incidents": ledger.incident_count,
             "undone_incidents": ledger.undone_incidents,
+            "bad_update": record is not None and record.bad_update,
             "readings": None if record is None else Readings(*record.readings),
             "evidence": () if record is None else record.evidence,
             "batches": batches,
@@ -169,12 +170,15 @@ class IncidentMonitor:
         if self.nonfinite_row < 0:  # a resumed run counts the steps of its checkpoint
             self.never_finite = self.ledger.untrained >= step.index
             self.nonfinite_row = step.index if self.never_finite else 0
-        records = [each for each in step.records if each.judged or not each.taken]
-        if records and all(each.cause & NONFINITE or not each.taken for each in records):
-            self.nonfinite_row += 1
-            self.nonfinite_record = max(records, key=lambda each: len(each.evidence))
-        elif records:
-            self.nonfinite_row, self.never_finite = 0, False
+        is_bad = False
+        for each in step.records:
+            if each.judged and not each.cause & NONFINITE:
+                self.nonfinite_row, self.never_finite = 0, False
+                return
+            if each.judged or not each.taken:
+                is_bad = True
+                self.nonfinite_record = each
+        self.nonfinite_row += is_bad
 
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         self._last_incident = incident.number
