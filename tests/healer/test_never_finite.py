@@ -148,7 +148,9 @@ def guarded(guard: str, tx: Any, params: Any) -> tuple[Any, Any]:
             return *update(), scale
         if guard == "cond":
             return *jax.lax.cond(finite, update, lambda _: (params, memory), None), scale
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(), (params, memory))
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), update(), (params, memory)
+        )
         return *kept, jnp.where(finite, scale, scale / 2) if guard == "loss scale" else scale
 
     return step, (params, tx.init(params), jnp.float32(1))

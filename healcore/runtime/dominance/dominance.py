@@ -220,7 +220,9 @@ class Dominance:
         if not self._checked:
             self._check(step.batches[0].content)
             self._expected = self._predict_loss(step)
-        if self._expected is not None and loss is not None:  # the first step after the check, on the same batch
+        if (
+            self._expected is not None and loss is not None
+        ):  # the first step after the check, on the same batch
             same = len(step.batches) == 1 and math.isclose(loss, self._expected, rel_tol=SAME_LOSS)
             self.gives_loss |= same and len(self._dispatch_losses) == 1
         self._expected = None

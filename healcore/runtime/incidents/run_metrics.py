@@ -66,7 +66,12 @@ class RunMetrics:
         metrics: dict[str, float] = {}
         for name, record in self._last.items():
             prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
-            numbers = record._asdict() | record.readings._asdict() | {"incidents": record.incident} | self._counts[name]
+            numbers = (
+                record._asdict()
+                | record.readings._asdict()
+                | {"incidents": record.incident}
+                | self._counts[name]
+            )
             metrics |= {
                 f"{prefix}/{each}": float(numbers[each])
                 for each in METRICS

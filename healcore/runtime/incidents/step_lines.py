@@ -122,7 +122,9 @@ def nonfinite_row_text(
     since = " since the start" if from_start else ""
     if weights:
         loaded = ", because they were loaded so" if from_start else ""
-        return f"{text}: the weights are NaN or Inf{since}{loaded}; the first tensor is {weights[0]}"
+        return (
+            f"{text}: the weights are NaN or Inf{since}{loaded}; the first tensor is {weights[0]}"
+        )
     if not record.taken:
         return f"{text}: the training step has kept its old state{since}"
     named = [each.name for each in record.evidence if not math.isfinite(each.grad_norm)]
