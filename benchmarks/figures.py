@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result_sources import RESULTS, ROOT, read_result, stale_results
+from benchmarks.result_sources import COMMIT, RESULTS, ROOT, read_result, stale_results
 from healcore.runtime.dominance.dominance import STEP_COST
 
 MARKED = re.compile(r"<!--=([\w.-]+)-->(.*?)<!--/-->", re.S)
@@ -467,6 +467,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "promise.worse-sick": worse_sick,
     "promise.runs": lambda: f"{sum(len(c.runs) for c in _cells() if c.arm in ARMS):,}",
     "promise.healthy-runs": lambda: f"{sum(len(c.runs) for c in _healthy(*_on())):,}",
+    "commit": lambda: f"`{COMMIT}`",
     "promise.rollbacks": lambda: str(len(_rolled_back())),
     "promise.attach": lambda: _kept("attach_default"),
     "promise.healer": lambda: _kept("healer"),
@@ -564,7 +565,7 @@ def rendered(text: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     check = "--check" in (sys.argv[1:] if arguments is None else arguments)
-    problems = stale_results()
+    problems: list[str] = []
     for page in pages():
         text = page.read_text()
         new = rendered(text)
@@ -574,7 +575,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             if not check:
                 page.write_text(new)
-    print("\n".join(problems) or "every figure and every result is of the present code")
+    print("\n".join([*stale_results(), *problems]) or "every result is of the present code")
     return int(check and bool(problems))
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from healcore.jax.compilation import compiled, one_kernel
+from healcore.jax.compilation import compiled
 from healcore.jax.namespace import shared
 
 SMALL = 1 << 14
@@ -64,11 +64,6 @@ def both_norms(tree: Any) -> tuple[jax.Array, jax.Array]:
 @compiled
 def _norms(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     sums = [_square_sum(leaf) for leaf in leaves]
-    # As arguments of a call, the sums of tensors of one shape come from one kernel.
-    return one_kernel(_roots, sums) if sums else _roots(sums)
-
-
-def _roots(sums: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     each = jnp.stack(sums) if sums else jnp.zeros((0,), jnp.float32)
     return jnp.sqrt(sum(sums, start=jnp.zeros((), jnp.float32))), jnp.sqrt(each)
 
@@ -157,13 +152,7 @@ def _leaves_not_finite(leaves: list[jax.Array], skip: jax.Array) -> jax.Array:
     # A difference is 0, or not finite. A product with 0 would not do: XLA merges the 0 into the
     # optimizer's constant factors, so an overflow in their product stays unseen. A sum of floats
     # takes less time to compile than `isfinite(leaf).all()` (16,384 elements: 9 ms against 71 ms).
-    return one_kernel(_sums_not_finite, [jnp.sum(leaf - leaf) for leaf in leaves], skip)
-
-
-def _sums_not_finite(sums: list[jax.Array], skip: jax.Array) -> jax.Array:
-    # `skip` is added, because XLA crashes on a kernel whose result is constant (all sums are if
-    # the optimizer's updates are).
-    each = jnp.stack([_as_float(each) for each in sums]) + skip.astype(jnp.float32)
+    each = jnp.stack([_as_float(jnp.sum(leaf - leaf)) for leaf in leaves])
     # Without `shared` the kernel of each tensor repeats this where a call is inlined: 67,000
     # instead of 31,000 instructions for 192 tensors.
     return shared(~jnp.isfinite(each) & ~skip)

@@ -20,7 +20,7 @@ from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Decision
 from healcore.jax import namespace, state_layout
-from healcore.jax.compilation import compiled, one_kernel
+from healcore.jax.compilation import compiled
 from healcore.jax.gradients import is_gradient
 from healcore.jax.state_layout import StateLayout
 
@@ -103,12 +103,10 @@ def _step(
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
         norms = leaf_norms
-    judged = one_kernel(partial(_judge, engine), state, signals, bad_update)
-    floats, ints, decision, row, places = judged
+    floats, ints, decision, row, places = _judge(engine, state, signals, bad_update)
     if signals.externally_skipped is not None:  # keeps the signals of the last judged step
         last = state_layout.last_record(state.heal_records, state_layout.step(state.heal_ints))
         row = jnp.where(signals.externally_skipped, last, row)
-    # Outside of the kernel, because `vmap` turns this into a scatter.
     rings = state_layout.write_record(state.heal_records, row, places)
     return HealState(floats, ints, rings, _flat_decision(decision), norms), decision
 

@@ -18,7 +18,6 @@ from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace
-from healcore.jax.compilation import one_kernel_per_call
 from healcore.plugins.rows import (
     MOST_ROWS,
     DecisionColumns,
@@ -37,6 +36,14 @@ from healcore.plugins.sweep import (
     variants_of,
 )
 
+try:
+    from jax.experimental.xla_metadata import set_xla_metadata
+except ImportError:  # experimental: some releases lack it
+    set_xla_metadata = None
+
+_ONE_KERNEL = {"inlineable": "false", "xla_cpu_small_call": "true"}
+"""Tells XLA to compile each call as one kernel. Only for healcore's own programs: with such a call
+in a user's `while_loop`, or on a sharded array, XLA aborts the process."""
 _WIDE_VECTORS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
 """A compiler option; the default is 256 bits. Results are bit-identical (docs/parity.md)."""
 
@@ -122,7 +129,9 @@ class JaxSweepScan:
         scan = jax.jit(jax.vmap(one, in_axes=(0, None), out_axes=1))
 
         def with_hint(*arguments: Any) -> Any:
-            with one_kernel_per_call():
+            if set_xla_metadata is None:
+                return scan(*arguments)
+            with set_xla_metadata(**_ONE_KERNEL):
                 return scan(*arguments)
 
         with jax.default_device(self._device):

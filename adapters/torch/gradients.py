@@ -33,15 +33,6 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def nonfinite_parameters(optimizer: Optimizer) -> list[str]:
-    """Places of the parameters with NaN or Inf, for a DTensor in this rank's part. A sync."""
-    with torch.no_grad():
-        found = norms(parameters(optimizer))
-    return [
-        f"parameter {i} of the optimizer" for i, norm in enumerate(found) if not norm.isfinite()
-    ]
-
-
 def complete_(params: Sequence[Tensor]) -> None:
     """Reduces gradients that are partial sums on each rank, as in sequence-parallel LayerNorms.
 

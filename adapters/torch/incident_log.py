@@ -48,11 +48,7 @@ class IncidentLog:
     """
 
     def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        learning_rate: Callable[[], float | None],
-        nonfinite_weights: Callable[[], list[str]],
+        self, name: str, engine: Engine, learning_rate: Callable[[], float | None]
     ) -> None:
         numbered = (f"{name} {number}" for number in itertools.count(2))
         self._name = next(each for each in itertools.chain([name], numbered) if each not in _named)
@@ -64,7 +60,6 @@ class IncidentLog:
         self.console: console.Console = "auto"
         self.resets_moments = False
         """Whether a cut of the learning rate resets the moments too."""
-        self._nonfinite_weights = nonfinite_weights
         self._steps = self._losses = self._nonfinite_row = 0
         self._incident = 0
         self._logged: set[str] = set()
@@ -160,8 +155,8 @@ class IncidentLog:
         """Logs an error after 100, 1,000, 10,000 steps in a row that were not finite."""
         self._nonfinite_row = row = self._nonfinite_row + 1 if cause & NONFINITE else 0
         if row >= FROM_START and passes_power_of_ten(row - 1, row) and self.enabled:
-            weights, start = self._nonfinite_weights(), row == record.step
-            text = nonfinite_row_text(record._replace(cause=Cause(cause)), row, weights, start)
+            record = record._replace(cause=Cause(cause))
+            text = nonfinite_row_text(record, row, (), from_start=row == record.step)
             console.error(f"{self._name}: {text}", self.console)
 
     def _log_ignored_orders(self) -> None:

@@ -86,10 +86,7 @@ class StepHooks:
         """Whether the next step that is not skipped resets the moments. The step that cuts the
         learning rate does not reset them, because its gradient is damaged."""
         self.incident_log = IncidentLog(
-            type(optimizer).__name__,
-            self._engine,
-            enforcer.learning_rate,
-            lambda: gradients.nonfinite_parameters(optimizer),
+            type(optimizer).__name__, self._engine, enforcer.learning_rate
         )
         self.incident_log.resets_moments = self._resets_moments
         self.late_loss = LateLoss()

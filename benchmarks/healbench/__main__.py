@@ -3,8 +3,8 @@
     python -m benchmarks.healbench [--quick] [--tasks GLOB ...] [--arms NAME ...] [--seeds N]
 
 Results are kept in benchmarks/results/healbench/runs, with a digest of the code that decides. A run
-of the present code is not run again, and only runs of the present code are shown. Ctrl-C keeps what
-is done, and the same command resumes. The command without a selection, or with --report, writes
+of the present code is not run again; --report shows every kept run. Ctrl-C keeps what is done, and
+the same command resumes. The command without a selection, or with --report, writes
 docs/healbench.md. The exit status is 0 if the promise holds as far as it could be checked, 1 if
 not, 130 after Ctrl-C.
 """
@@ -64,9 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
             + [dataclasses.replace(job, arm=arm) for job in asked for arm in HINDSIGHT]
             + _references(asked)
         )
-    kept = present(store, dict.fromkeys(shown))
+    jobs = dict.fromkeys(shown)
+    kept = store.read_all(jobs) if options.report else present(store, jobs)
     if not kept:
-        print("there are no results of the present code")
+        print("there are no results")
         return 1 if finished else 130
     there = {result.job for result in kept}
     cells = comparing.compare(kept, _tasks(options.framework))
@@ -188,8 +189,7 @@ def _source(job: Job) -> str:
 
 def present(store: Store, jobs: Iterable[Job]) -> list[Result]:
     """The results of the present code, of these jobs."""
-    kept = ((job, store.read(job)) for job in jobs)
-    return [result for job, result in kept if result is not None and result.source == _source(job)]
+    return [result for result in store.read_all(jobs) if result.source == _source(result.job)]
 
 
 def run(store: Store, jobs: Sequence[Job], options: argparse.Namespace) -> bool:

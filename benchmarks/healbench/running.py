@@ -277,6 +277,10 @@ class Store:
         """The result of a job, or None."""
         return self._kept.get(job)
 
+    def read_all(self, jobs: Iterable[Job]) -> list[Result]:
+        """The results of those jobs that have one."""
+        return [self._kept[job] for job in jobs if job in self._kept]
+
     def write(self, result: Result) -> None:
         """Keeps a result in place of an earlier one."""
         self._pending.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ def as_markdown(chosen: Sequence[Number], results: Sequence[Result], asked: int)
 
     Args:
         chosen: the numbers.
-        results: of the present code, with and without variations.
+        results: with and without variations.
         asked: how many there are when all has been run.
     """
     rows = [["number", "value"]]
@@ -100,7 +100,7 @@ def as_markdown(chosen: Sequence[Number], results: Sequence[Result], asked: int)
             row += [f"{changed(number.value, factor):g}", *_effect(pairs)]
         rows.append(row)
     return (
-        f"**{len(results):,} of {asked:,} runs are of the present code.** *Healthy*: the largest "
+        f"**{len(results):,} of {asked:,} runs have a result.** *Healthy*: the largest "
         "mean difference from the unchanged policy, with its task and arm. *Rollbacks*: change in "
         "the number of healthy runs that are rolled back. *Sick*: geometric mean of the ratio of "
         f"the metric to the unchanged policy's metric, at most {CAP:g} in a task.\n\n"

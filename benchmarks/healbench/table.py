@@ -50,7 +50,7 @@ def as_markdown(
         cells: of `compare`.
         rules: of `comparing.rules`.
         asked: the runs that a whole table needs.
-        there: the runs among them that are of the present code.
+        there: the runs among them that have a result.
     """
     parts = [headline(cells, rules, asked, there)]
     for title, arms in (("", lambda arm: arm in MAIN), (OTHER, lambda a: a not in MAIN)):
@@ -74,8 +74,8 @@ def as_markdown(
 
 
 def extent(asked: set[Job], there: set[Job]) -> str:
-    """How many runs are of the present code, and which arms lack how many."""
-    text = f"**{len(there):,} of {len(asked):,} runs are of the present code.**"
+    """How many runs have a result, and which arms lack how many."""
+    text = f"**{len(there):,} of {len(asked):,} runs have a result.**"
     missing: dict[str, int] = {}
     for job in sorted(asked - there, key=lambda job: (job.framework, job.arm)):
         name = f"`{job.arm}`" + ("" if job.framework == "torch" else f" ({job.framework})")

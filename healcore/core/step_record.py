@@ -84,13 +84,11 @@ class StepRecord(NamedTuple):
     def readings(self) -> Readings:
         """The measured values behind the cause; NaN for a loss or norm that was never finite."""
         found = Readings(*(getattr(self, name) for name in Readings._fields))
-        for name, nonfinite in (
-            ("loss", Cause.NONFINITE_LOSS),
-            ("grad_norm", Cause.NONFINITE_GRAD),
-        ):
-            # The engine starts with 0.
-            if self.cause & nonfinite and not getattr(self, name) and not self.bad_update:
-                found = found._replace(**{name: math.nan})
+        # The engine starts with zeros.
+        if self.cause & Cause.NONFINITE_LOSS and not self.loss:
+            found = found._replace(loss=math.nan)
+        if self.cause & Cause.NONFINITE_GRAD and not self.grad_norm and not self.bad_update:
+            found = found._replace(grad_norm=math.nan)
         return found
 
     def unjudged(self) -> StepRecord:

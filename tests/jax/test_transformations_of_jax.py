@@ -3,6 +3,10 @@
 # optax types every tree as the union of all trees, so that no leaf has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,3 +142,20 @@ def test_meta_gradients_pass():
     slope = jax.jit(jax.grad(after))(jnp.ones(3))
     assert jnp.isfinite(slope).all()
     assert (slope != 0).all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["heal_zclip", "heal", "protect", "observe", "pretraining", "no_clip", "line_search"],
+)
+def test_runs_in_every_control_flow_and_with_a_sharded_state(name):
+    done = subprocess.run(  # XLA can abort the process
+        [sys.executable, "-m", "tests.jax.control_flow", name],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "sharded"

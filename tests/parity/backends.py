@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace as jax_namespace
-from healcore.jax.compilation import one_kernel
 from healcore.torch import namespace
 from tests.core import fuzz
 
@@ -31,8 +29,8 @@ NAMES = (
     "numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled", "torch-graph",
 )  # fmt: skip
 """`host` is for one run at a time, `recorded` is what torch's host engine runs; `jax-scalars`
-runs lane after lane with 0-d arrays, which XLA rewrites in ways of their own, in one kernel, as a
-training step does. `torch-graph` is torch.compile without Inductor: one graph, run by torch."""
+runs lane after lane with 0-d arrays, which XLA rewrites in ways of their own. `torch-graph` is
+torch.compile without Inductor: one graph, run by torch."""
 
 
 def missing(backend: str) -> str | None:
@@ -116,8 +114,7 @@ def _jax(engine: Engine, *, one_by_one: bool) -> Run:
     """One jitted scan over the chunk: of all lanes at once, or of each in its turn."""
 
     def step(state: Any, signals: Signals) -> Any:
-        judge = partial(engine.step, xp=jax_namespace)
-        return one_kernel(judge, state, signals) if one_by_one else judge(state, signals)
+        return engine.step(state, signals, xp=jax_namespace)
 
     def scan(state: Any, trace: Signals) -> Any:
         def body(state: Any, signals: Signals) -> Any:

@@ -63,9 +63,8 @@ class JaxDriver:
         """Number of steps of one dispatch, or None if unknown."""
         self._usual_norms: dict[str, np.ndarray] = {}
         """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
-        self._missing_noted = self._untaken_noted = False
-        self._bad_updates: set[str] = set()
-        """Names of the tensors with a warning about an update that is not finite."""
+        self._noted: set[str] = set()
+        """Subjects of the warnings so far."""
         self._accumulates = in_state.is_accumulated(tree)
         self._untaken = self._accumulated = 0
         """Updates in a row up to the newest that have left the healing state unchanged, and the
@@ -350,24 +349,27 @@ class JaxDriver:
 
     # -- internal ---------------------------------------------------------------------------------
 
+    def _note(self, subject: str, warning: str) -> None:
+        """Warns once about a subject."""
+        if subject not in self._noted:
+            self._noted.add(subject)
+            self.warnings.append(warning)
+
     def _note_missing(self, steps: int, missing: int) -> None:
-        if not self._missing_noted:
-            self._missing_noted = True
-            self.warnings.append(
-                f"one dispatch has {steps} steps, and the state holds the records of "
-                f"{steps - missing}: no order is lost, but the metrics, and detectors that only "
-                f"alert, lack the other steps; protect(tx, policy, records={steps}) holds all"
-            )
+        self._note(
+            "missing",
+            f"one dispatch has {steps} steps, and the state holds the records of "
+            f"{steps - missing}: no order is lost, but the metrics, and detectors that only "
+            f"alert, lack the other steps; protect(tx, policy, records={steps}) holds all",
+        )
 
     def _note_bad_update(self, names: list[str]) -> None:
-        if new := [name for name in names if name not in self._bad_updates]:
-            self._bad_updates.update(new)
-            self.warnings.append(
-                f"the optimizer has computed NaN or Inf for the update of {', '.join(new[:5])} from "
-                "finite gradients, and protect does not apply it: Adam's eps of 1e-8 is 0 in "
-                "float16, or the learning rate or a divisor is 0 or NaN. Keep these parameters in "
-                "float32, or exclude them from the optimizer"
-            )
+        self._note(
+            names[0],
+            f"the optimizer computes NaN or Inf for {', '.join(names[:5])} from finite gradients, "
+            "and protect does not apply them: Adam's eps of 1e-8 is 0 in float16, or the learning "
+            "rate or a divisor is 0 or NaN. Keep these parameters in float32 or freeze them",
+        )
 
     def _was_taken(self, changed: bool) -> bool:
         """Whether an update was a step or part of an accumulation; see `_untaken`."""
@@ -375,12 +377,10 @@ class JaxDriver:
             self._accumulated, self._untaken = self._untaken, 0
             return True
         self._untaken += 1
-        if self._accumulates or self._untaken <= self._accumulated:
-            return True
-        if not self._untaken_noted:
-            self._untaken_noted = True
-            self.warnings.append(_UNTAKEN)
-        return False
+        taken = self._accumulates or self._untaken <= self._accumulated
+        if not taken:
+            self._note("untaken", _UNTAKEN)
+        return taken
 
     def _weights(self) -> dict[str, Any]:
         """Path -> parameter (or floating array, if unknown), in the same order in all processes."""

@@ -133,7 +133,8 @@ class LoaderRegistry:
     def leave_out(self, number: int, batch: BatchId) -> None:
         """Skips a batch from now on, also after a rollback and a restart."""
         self._ids_to_skip.setdefault(number, set()).add(batch)
-        self._entries[number].cursor.leave_out([batch])
+        if number in self._entries:
+            self._entries[number].cursor.leave_out([batch])
 
     def stepped(self, number: int, last: BatchId | None) -> None:
         """Makes the loader of a step's batches the current loader, which rollbacks rewind.

@@ -135,7 +135,7 @@ class Dominance:
         self._wanted = False
         self._pending_verdict: Verdict | None = None
         """The pending verdict, until the run rolls back or recovers, or None."""
-        self._dispatch_losses: list[float | None] = []
+        self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
         self._credit = MAX_CREDIT
         self._price = self._last_price = 1
@@ -188,15 +188,14 @@ class Dominance:
         self.anchors.append(Anchor(step, self.driver.copy_weights(), self.learning_rate()))
 
     def observe(
-        self, step: TrainedStep, loss: float | None, *, alarm: bool, trained: bool
+        self, step: TrainedStep, loss: float, *, alarm: bool, trained: bool
     ) -> Verdict | None:
         """Compares weights after a step if there is a reason: an alarm, a high loss, a heartbeat.
 
         Args:
             step: the step and its batches. In a dispatch of several steps the last step has the
                 batches of all steps, and the others have none.
-            loss: the step's training loss, the mean over its batches and over all ranks; or None
-                if it is unknown, because the step was not taken.
+            loss: the step's training loss, the mean over its batches and over all ranks; or NaN.
             alarm: whether a detector has raised an alarm.
             trained: whether the step was not skipped.
 
@@ -210,8 +209,8 @@ class Dominance:
         if alarm:
             first, last = self._alarms
             self._alarms = (first if step.index - last <= SAMPLE else step.index, step.index)
-        high = loss is not None and len(self._losses) == HEARTBEAT and loss > max(self._losses)
-        self._losses.append(loss if loss is not None and math.isfinite(loss) else -math.inf)
+        high = len(self._losses) == HEARTBEAT and loss > max(self._losses)
+        self._losses.append(loss if math.isfinite(loss) else -math.inf)
         heartbeat = step.index % (HEARTBEAT * self._price) == HEARTBEAT - 1
         self._wanted |= alarm or high or heartbeat
         self._dispatch_losses.append(loss)
@@ -220,15 +219,12 @@ class Dominance:
         if not self._checked:
             self._check(step.batches[0].content)
             self._expected = self._predict_loss(step)
-        if (
-            self._expected is not None and loss is not None
-        ):  # the first step after the check, on the same batch
+        if self._expected is not None:  # the first step after the check, on the same batch
             same = len(step.batches) == 1 and math.isclose(loss, self._expected, rel_tol=SAME_LOSS)
             self.gives_loss |= same and len(self._dispatch_losses) == 1
         self._expected = None
         wanted, self._wanted = self._wanted and self._credit > 0, False
-        known_losses = [each for each in self._dispatch_losses if each is not None]
-        loss = sum(known_losses) / len(known_losses) if known_losses else None
+        loss = sum(self._dispatch_losses) / len(self._dispatch_losses)
         self._dispatch_losses.clear()
         verdict = None
         if self._pending_verdict is not None:
@@ -328,14 +324,14 @@ class Dominance:
         old = [each for each in self.anchors if index - each.step >= age]
         return [each for each in old if each is old[-1] or each.evidence > 1]
 
-    def _compare(self, step: TrainedStep, loss: float | None) -> Verdict | None:
+    def _compare(self, step: TrainedStep, loss: float) -> Verdict | None:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
         if not self.driver.may_save():
             return None  # within an accumulation: the weights have not changed since the last step
         began, evaluations = time.monotonic(), 0
         verdict = None
         for anchor in self._eligible_anchors(step.index):
-            known = [loss] if self.gives_loss and loss is not None else None
+            known = [loss] if self.gives_loss and not math.isnan(loss) else None
             losses = self._losses_of([step], anchor, known)
             if losses is None:
                 return None

@@ -75,6 +75,8 @@ class Data:
         """Number of a loader -> its batches since the last step, if weights are compared."""
         self._current = 0
         """Number of the loader of the last batch."""
+        self.part = -1
+        """Index of the batch in use among the batches since the last step; -1 for the last."""
         self._in_use: set[int] = set()
         """Numbers of the loaders whose last batch the loop is still using."""
         self._generators: HostParts | None = None
@@ -133,7 +135,7 @@ class Data:
         alone = self._termination.waiting_for_data() if self.between_steps else nullcontext()
         with alone:
             batch, batch_id = self._reader.next(number)
-        self._current = number
+        self._current, self.part = number, -1
         self._ids.setdefault(number, []).append(batch_id)
         self._generators = None
         if self._keeps_batches and not self._loop_names_batches:
@@ -233,6 +235,12 @@ class Data:
     def unused(self) -> tuple[BatchId, ...]:
         """Ids of the current loader's batches since the last step."""
         return tuple(self._ids.get(self._current, ()))
+
+    @property
+    def at_fault(self) -> tuple[int, BatchId] | None:
+        """Loader and id of the batch in use, or None. `_Reader` deals with unreadable batches."""
+        ids = () if self.loaders.all_unreadable() else self.unused or self._last_ids
+        return (self._current, ids[min(self.part, len(ids) - 1)]) if ids else None
 
     @property
     def waiting(self) -> dict[int, BatchId]:

@@ -160,11 +160,11 @@ class Recovery:
         taken = records[0].taken
         if taken and not any(each.judged for each in records):
             return None
-        bad = any(each.cause & Cause.NONFINITE_LOSS for each in records)
+        bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
         return self.dominance.observe(
             TrainedStep(step.index, step.contents),
-            loss if taken else None,
+            loss,
             alarm=not taken or any(each.cause & ~LASTING for each in records),
             trained=taken and not all(each.skip for each in records),
         )

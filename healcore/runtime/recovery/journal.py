@@ -105,6 +105,8 @@ class JournalState:
     """Learning rate, batch size, policy and other settings of the start, see `run_settings`."""
     settings_at_end: _SettingsDict | None = None
     """Hyperparameters at the end of the last process."""
+    raised: list[tuple[int, int, int, str, int]] = field(default_factory=list)
+    """Last batches in use at an exception: loader, epoch, index, exception, number of steps."""
 
     @property
     def plan(self) -> Rollback | None:

@@ -21,6 +21,9 @@ LOSS_CHECKS = (
     "regret",
     "smoothness",
     "instability_events",
+    "gradient_norm",
+    "zero_loss",
+    "eval_loss",
 )
 
 

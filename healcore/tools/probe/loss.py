@@ -11,14 +11,27 @@ import numpy as np
 
 from healcore.history.curves import Envelope
 from healcore.tools.probe.inputs import LOSS_CHECKS, LossInputs
-from healcore.tools.probe.loss_curve import CurveStatistics, Shape, logged, measure_shape
+from healcore.tools.probe.loss_curve import (
+    CurveStatistics,
+    OtherColumns,
+    Shape,
+    logged,
+    measure_shape,
+)
 from healcore.tools.probe.loss_events import DetectorEventFinder, WindowEventFinder
 from healcore.tools.probe.result import FAIL, PASS, SKIP, WARN, Check, NothingToProbe, ProbeResult
-from healcore.tools.traces.trace import Survey, Trace
+from healcore.tools.traces.trace import Survey, Trace, lineage
 
 _MIN_VALUES_FOR_SMOOTHNESS = 30
 _LOWEST_SMOOTHNESS = -3.0
 """Smoothness of a curve that alternates between two values."""
+_LASTING_NORMS, _MIN_EVALUATIONS = 3, 4
+_RARE_NORMS = 0.05
+"""Fraction of the norms that a loss scale may make infinite in a healthy run."""
+_NEAR_ZERO = 0.05
+"""Fraction of the first loss from which a loss may reach exactly 0 by rounding or a margin."""
+_FATAL = ("finite", "gradient_norm", "zero_loss")
+"""Checks whose FAIL gives the score 0."""
 
 
 def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
@@ -43,7 +56,12 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     detector = DetectorEventFinder(inputs.event_sigmas, inputs.event_points) if is_loss else None
     thinned = Envelope(inputs.curve_points)
     by_step = None
-    for chunk in logged(trace, inputs.signal):
+    others = OtherColumns()
+    for rows in lineage(trace):
+        others.add(rows)
+        chunk = logged(rows, inputs.signal)
+        if not len(chunk.value):
+            continue
         if by_step is None:
             by_step = bool((chunk.step == np.rint(chunk.step)).all())
         places = np.rint(chunk.step).astype(np.int64) if by_step else chunk.index
@@ -71,7 +89,7 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
             "value": columns.get("value", np.empty(0)),
         },
     }
-    checks = _checks(curve, finder, inputs, sign, facts)
+    checks = _checks(curve, finder, others, inputs, sign, facts)
     facts["score"] = score(checks, inputs)
     return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(_notes(survey)))
 
@@ -80,10 +98,10 @@ def score(checks: Sequence[Check], inputs: LossInputs) -> float | None:
     """Returns the score of a curve from 0 to 1, or None if the curve is too short.
 
     The score is the weighted mean over the checks that count: 1 for PASS, 0 for FAIL, and for WARN
-    a number that decreases with the distance to the bound. A curve that ends in NaN or Inf has 0.
+    a number that decreases with the distance to the bound. A run that ends without training has 0.
     """
     counted = [check for check in checks if check.decides and check.name in LOSS_CHECKS]
-    if any(check.name == "finite" and check.verdict is FAIL for check in counted):
+    if any(check.name in _FATAL and check.verdict is FAIL for check in counted):
         return 0.0
     weights = [inputs.weights.get(check.name, 1.0) for check in counted]
     if len(counted) < len(checks) and any(check.name == "length" for check in checks):
@@ -106,7 +124,7 @@ def _closeness(check: Check) -> float:
         return (bound[1] - value) / (bound[1] - bound[0])
     if check.name in ("finite", "instability_events"):
         return (1 + bound) / (1 + value)
-    return 0.5  # the bound of "progress" is a significance, not a distance
+    return 0.5  # the other bounds are no distance
 
 
 def _notes(survey: Survey) -> list[str]:
@@ -121,17 +139,20 @@ def _notes(survey: Survey) -> list[str]:
 def _checks(
     curve: CurveStatistics,
     events: WindowEventFinder,
+    others: OtherColumns,
     inputs: LossInputs,
     sign: float,
     facts: dict[str, Any],
 ) -> list[Check]:
-    finite = _finite(curve, inputs)
+    first = [_finite(curve, inputs)]
+    if inputs.signal != "grad_norm" and others.norms.values:
+        first.append(_gradient_norm(others.norms))
     if curve.finite < inputs.min_steps:
         message = (
             f"{curve.finite} finite value{'s' * (curve.finite != 1)}; a verdict needs at least "
             f"{inputs.min_steps}"
         )
-        return [finite, Check("length", SKIP, message, curve.finite, inputs.min_steps)]
+        return [*first, Check("length", SKIP, message, curve.finite, inputs.min_steps)]
     shape = measure_shape(curve.blocks.medians(), inputs.ends)
     facts |= {
         "start": sign * shape.start,
@@ -140,8 +161,13 @@ def _checks(
         "regret": shape.regret,
         "noise": shape.noise,
     }
+    if inputs.signal == "loss" and inputs.goal == "down":
+        if curve.last == 0:
+            first.append(_zero_loss(others.nonzero, shape, inputs))
+        if others.evaluations.trailing or others.evaluations.finite >= _MIN_EVALUATIONS:
+            first.append(_eval_loss(others.evaluations, shape, inputs))
     return [
-        finite,
+        *first,
         _final_loss(shape, inputs, sign),
         _progress(shape, curve, inputs, sign),
         _convergence_ratio(shape, curve, inputs),
@@ -166,6 +192,36 @@ def _finite(curve: CurveStatistics, inputs: LossInputs) -> Check:
         return Check(name, WARN, message, bad, bound)
     message = f"{bad} of {total} values are NaN or Inf" if bad else f"all {total} values are finite"
     return Check(name, PASS, message, bad, bound)
+
+
+def _gradient_norm(norms: CurveStatistics) -> Check:
+    """Counts norms that are NaN or Inf: FAIL for several at the end, WARN if they are not rare."""
+    bad, total, last = norms.nonfinite, norms.values, norms.trailing
+    verdict = FAIL if last >= _LASTING_NORMS else WARN if bad > _RARE_NORMS * total else PASS
+    message = f"{bad} of {total} are NaN or Inf; at the end, {last} in a row"
+    return Check("gradient_norm", verdict, message, bad, _RARE_NORMS)
+
+
+def _zero_loss(nonzero: CurveStatistics, shape: Shape, inputs: LossInputs) -> Check:
+    """Fails a loss that falls to exactly 0 at once and stays there."""
+    sudden = nonzero.last > _NEAR_ZERO * shape.start
+    verdict = FAIL if sudden and nonzero.trailing >= inputs.min_steps else PASS
+    message = f"the last {nonzero.trailing} losses are exactly 0 or not finite, without a gradient"
+    return Check("zero_loss", verdict, message, nonzero.trailing, inputs.min_steps)
+
+
+def _eval_loss(evaluations: CurveStatistics, training: Shape, inputs: LossInputs) -> Check:
+    """Judges a rise of the evaluation loss while the training loss falls, as `_regret`."""
+    if evaluations.trailing:
+        return _finite(evaluations, inputs)._replace(name="eval_loss")
+    values = evaluations.blocks.medians()
+    shape = measure_shape(values, inputs.ends)
+    least = inputs.warn_regret * (training.start - training.end)
+    rises = shape.regret > 2 * inputs.trend_sigmas * shape.noise or (np.diff(values[-4:]) > 0).all()
+    if not rises or not shape.regret > least > 0:
+        return Check("eval_loss", PASS, "it does not rise while the training loss falls")
+    shape = shape._replace(start=max(shape.start, shape.best + least), noise=0.0)
+    return _regret(shape, inputs, 1.0)._replace(name="eval_loss")
 
 
 def _final_loss(shape: Shape, inputs: LossInputs, sign: float) -> Check:

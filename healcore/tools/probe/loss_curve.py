@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from healcore.tools.traces import Trace, lineage
+from healcore.tools.traces import Rows
 
 BLOCKS = 1024
 MAD_TO_SIGMA = 1.4826
@@ -30,13 +29,11 @@ class Logged(NamedTuple):
     """float64, with NaN and Inf as logged."""
 
 
-def logged(trace: Trace, signal: str) -> Iterator[Logged]:
-    """Yields the values of a signal in chunks, without rows that a resume replaced."""
-    for rows in lineage(trace):
-        if signal in rows.logged and rows.logged[signal].any():
-            there = rows.logged[signal]
-            value = rows.values[signal][there].astype(np.float64)
-            yield Logged(rows.index[there], rows.step[there], value)
+def logged(rows: Rows, signal: str) -> Logged:
+    """Selects the logged values of a signal."""
+    there = rows.logged.get(signal, np.zeros(len(rows.index), bool))
+    value = rows.values[signal][there] if signal in rows.values else np.empty(0)
+    return Logged(rows.index[there], rows.step[there], value.astype(np.float64))
 
 
 class Blocks:
@@ -171,6 +168,26 @@ class CurveStatistics:
         if not self.level.variance > 0 or not np.isfinite(self.level.variance):
             return None
         return 1 - self.change.variance / self.level.variance
+
+
+class OtherColumns:
+    """Statistics of gradient norms, evaluation losses, and losses with NaN for a loss of exactly 0.
+
+    A loss of 0 with a gradient norm above 0 remains 0.
+    """
+
+    def __init__(self) -> None:
+        self.norms, self.evaluations, self.nonzero = (CurveStatistics() for _ in range(3))
+
+    def add(self, rows: Rows) -> None:
+        """Adds the next rows."""
+        for name, curve in (("grad_norm", self.norms), ("eval_loss", self.evaluations)):
+            curve.add(*logged(rows, name)[1:])
+        if "loss" in rows.values:
+            loss, norm = rows.values["loss"], rows.values.get("grad_norm", np.zeros(len(rows.step)))
+            untrained = (loss == 0) & ~((norm > 0) & (norm < np.inf))
+            values = {"loss": np.where(untrained, np.nan, loss)}
+            self.nonzero.add(*logged(rows._replace(values=values), "loss")[1:])
 
 
 class Shape(NamedTuple):

@@ -11,7 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces.names import STEP, is_step, normalize, resolve
+from healcore.tools.traces.names import (
+    PROBED,
+    STEP,
+    check_one_run,
+    is_run,
+    is_step,
+    normalize,
+    resolve,
+)
 from healcore.tools.traces.text import numbered_lines, open_text, parse_number, parse_rows
 from healcore.tools.traces.trace import CHUNK, Findings, Rows, TraceError
 
@@ -82,6 +90,10 @@ def open_tables(path: str, header: TableHeader, columns: Mapping[str, str]) -> l
     """
     runs = _find_runs(header.names)
     if runs is None:
+        for name in filter(is_run, header.names):
+            reader = TableReader(path, header, {name: header.names.index(name)}, [])
+            rows = itertools.islice(reader.rows(Findings()), PROBED)
+            check_one_run(name, [cells[0] for *_, cells in rows], columns)
         found, notes = resolve(header.names, columns)
         places = {name: header.names.index(column) for name, column in found.items()}
         return [TableReader(path, header, places, notes)]
@@ -161,7 +173,7 @@ class TableReader:
     def chunks(self, findings: Findings) -> Iterator[Rows]:
         """See `LogReader`."""
         labels = {name: f"column '{self.header.names[at]}'" for name, at in self.columns.items()}
-        rows = self._rows(findings)
+        rows = self.rows(findings)
         while chunk := list(itertools.islice(rows, CHUNK)):
             line, index, texts = zip(*chunk, strict=True)
             cells = dict(zip(self.columns, zip(*texts, strict=True), strict=True))
@@ -171,7 +183,7 @@ class TableReader:
                 is_row = np.array([any(row) for row in zip(*signals, strict=True)])
             yield parse_rows(self.path, cells, labels, is_row, findings, line=line, index=index)
 
-    def _rows(self, findings: Findings) -> Iterator[tuple[int, int, list[str]]]:
+    def rows(self, findings: Findings) -> Iterator[tuple[int, int, list[str]]]:
         """Yields line, row number and cells of the columns for every complete row."""
         self.rows_read = 0
         delimiter, width = self.header.delimiter, len(self.header.names)

@@ -16,6 +16,7 @@ from healcore.tools.traces.csv_file import TableReader, open_tables, read_header
 from healcore.tools.traces.merged_rows import LogReader, merge_rows
 from healcore.tools.traces.names import check_columns, quote_names
 from healcore.tools.traces.record_files import (
+    CONSOLE,
     DOCUMENT,
     EVENTS,
     LOG_HISTORY,
@@ -25,6 +26,7 @@ from healcore.tools.traces.record_files import (
     Fields,
     RecordReader,
     open_records,
+    printed_record,
 )
 from healcore.tools.traces.text import detect_encoding, read_head
 from healcore.tools.traces.trace import (
@@ -37,23 +39,24 @@ from healcore.tools.traces.trace import (
     Unreadable,
 )
 
-RECORD_FORMATS = {form.name: form for form in (EVENTS, METRICS, TYPED, PLAIN, DOCUMENT)}
+RECORD_FORMATS = {form.name: form for form in (EVENTS, METRICS, TYPED, PLAIN, DOCUMENT, CONSOLE)}
 """Formats by name, in the order in which they are tried on the first records."""
 
 TENSORBOARD = "TensorBoard events"
 TABLE = "CSV"
 
-PREFERRED = (METRICS.name, TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD, EVENTS.name)
+PREFERRED = (METRICS.name, TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD)
+PREFERRED += (EVENTS.name, CONSOLE.name)
 """Formats by preference. If a directory has several formats, only the first of these is read."""
 
 KNOWN = (
-    "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, a TensorBoard "
-    "event file, or healcore's own metrics or events"
+    "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
+    "output of a Trainer, a TensorBoard event file, or healcore's own metrics or events"
 )
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
-_ONE_RUN_PER_FILE = frozenset({TABLE, DOCUMENT.name, PLAIN.name})
+_ONE_RUN_PER_FILE = frozenset({TABLE, DOCUMENT.name, PLAIN.name, CONSOLE.name})
 """Formats in which each file of a directory is a separate run."""
 
 
@@ -320,6 +323,8 @@ def detect_format(start: bytes) -> str:
         return next(
             name for name, form in RECORD_FORMATS.items() if any(map(form.recognizes, records))
         )
+    if any(printed_record(line) is not None for line in text.splitlines()):
+        return CONSOLE.name
     if text.startswith("{"):
         raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN}")
     return TABLE

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces.names import STEP, resolve
+from healcore.tools.traces.names import PROBED, STEP, check_one_run, is_run, resolve
 from healcore.tools.traces.text import (
     READ_ERRORS,
     describe_damage,
@@ -28,9 +28,6 @@ Fields = dict[str, Any]
 Records = Callable[[Findings], Iterator[tuple[int, Fields]]]
 """Begins a pass over the line numbers (0 in a format without lines) and fields of records."""
 
-PROBED = 1000
-"""Number of first records whose keys decide what is read; later keys can only add signals."""
-
 _MAX_FIELDS = 256
 """In a record with more fields, only the fields that are read are kept."""
 _MAX_RECORD = 1 << 24
@@ -44,6 +41,10 @@ _BLOCK = 1 << 16
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
 _LIST = re.compile(r"\s*\[")
 _GAP = re.compile(r"[\s,]*")
+_PYTHON = re.compile(
+    r"""("[^"\\]*")|'([^'\\]*)'|\b(nan|inf|None|True|False)\b|(?:np\.\w+|tensor)\(|\.?\)"""
+)
+_JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "None": "null", "True": "true", "False": "false"}
 
 
 # -- files of JSON ---------------------------------------------------------------------------------
@@ -68,6 +69,33 @@ def json_lines(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
                 findings.problem(path, number, f"{what}: {quote_excerpt(text)}: skipped")
                 continue
             yield number, value if len(text) < _MAX_UNSHORTENED else _shorten(value)
+
+
+def console_lines(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
+    """Yields line number and record for each line that ends in a dict as Python prints it."""
+    with open_text(path) as file:
+        for number, line in numbered_lines(path, file, findings, longest=_MAX_RECORD):
+            record = printed_record(line)
+            if record is not None:
+                yield number, record
+            elif "{'" in line:
+                findings.problem(path, number, f"not a dict: {quote_excerpt(line)}: skipped")
+
+
+def printed_record(line: str) -> Fields | None:
+    """Returns the dict at the end of a printed line, after a progress bar or other text."""
+    _, found, rest = line.rstrip().partition("{'")
+    if not found or not rest.endswith("}") or len(rest) > _MAX_UNSHORTENED:
+        return None
+    try:
+        return json.loads(_PYTHON.sub(_to_json, found + rest))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _to_json(token: re.Match[str]) -> str:
+    quoted, text, name = token.groups()
+    return quoted or (_JSON_NAMES.get(name, "") if text is None else json.dumps(text))
 
 
 def _shorten(record: Fields, *, nested: bool = False) -> Fields:
@@ -191,9 +219,12 @@ DOCUMENT = RecordFormat(
 )
 
 
+CONSOLE = DOCUMENT._replace(name="console output")
+
+
 def open_records(path: str, form: RecordFormat, columns: Mapping[str, str]) -> list[RecordReader]:
     """Opens the logs in a file: one log, or one for each optimizer in a healcore metrics file."""
-    read = json_document if form is DOCUMENT else json_lines
+    read = {DOCUMENT: json_document, CONSOLE: console_lines}.get(form, json_lines)
 
     def steps_of(engine: str | None, findings: Findings) -> Iterator[tuple[int, Fields]]:
         steps = _steps(read(path, findings), form, path, findings)
@@ -202,9 +233,12 @@ def open_records(path: str, form: RecordFormat, columns: Mapping[str, str]) -> l
         return ((line, step) for line, step in steps if step.get("engine") == engine)
 
     engines: list[str | None] = []
+    first = [record for _, record in itertools.islice(read(path, Findings()), PROBED)]
     if form is METRICS:
-        first = itertools.islice(json_lines(path, Findings()), PROBED)
-        engines += dict.fromkeys(str(record["engine"]) for _, record in first if "engine" in record)
+        engines += dict.fromkeys(str(record["engine"]) for record in first if "engine" in record)
+    if form in (PLAIN, DOCUMENT):
+        for key in filter(is_run, first[0] if first else ()):
+            check_one_run(key, [each.get(key) for each in first], columns)
     if len(engines) < 2:
         engines = [None]
     return [

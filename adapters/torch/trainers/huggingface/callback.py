@@ -155,6 +155,8 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
         """Ends the run; see `close`."""
+        if self._run is not None:
+            self._run.read_remaining()
         self.close(None)
 
     def setup(self, *args: object, **kwargs: object) -> NoReturn:
@@ -269,7 +271,8 @@ def _resume_checkpoint(trainer: Any, requested: Any) -> Any:
     if trainer.args.should_save:
         for path, defect in defects.items():
             new = checkpoints.move_to_quarantine(path, defect)
-            warning(f"{path} is not a checkpoint to resume from ({defect}): moved to {new}")
+            older = "" if target is None else f"; the run resumes from {target.name}"
+            warning(f"{path} is not a checkpoint to resume from ({defect}): moved to {new}{older}")
     trainer.accelerator.wait_for_everyone()
     if target is None:
         if defects:

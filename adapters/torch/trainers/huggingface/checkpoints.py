@@ -11,6 +11,7 @@ import json
 import os
 import re
 import time
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -29,6 +30,8 @@ RECORD = "healcore.json"
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
+_PART = re.compile(r"(adapter_|pytorch_)?model|optimizer|scheduler|rng_state|scaler")
+"""Beginning of the name of a file or folder from which the Trainer resumes."""
 
 
 class Record(NamedTuple):
@@ -40,6 +43,8 @@ class Record(NamedTuple):
     """Whether it was saved during an incident other than non-finite losses or gradients."""
     why: str = ""
     """Reason for the quarantine, or an empty string."""
+    files: dict[str, int] = {}  # noqa: RUF012 -- never changed
+    """Relative path of each file from which the Trainer resumes -> its size after the save."""
 
 
 class TrainerCheckpoints:
@@ -71,7 +76,7 @@ class TrainerCheckpoints:
 
     def add(self, step: int, *, in_trouble: bool) -> None:
         """Records a checkpoint that the Trainer has just saved."""
-        self._put(Record(step, "candidate", in_trouble))
+        self._put(Record(step, "candidate", in_trouble, files=_sizes(self.path(step))))
 
     def mark_good(self, unhealthy: Iterable[int], next_step: int) -> list[int]:
         """Marks the candidates that have passed probation, and returns their steps.
@@ -90,7 +95,7 @@ class TrainerCheckpoints:
             candidates, unhealthy=unhealthy, now=next_step, probation=self._probation
         )
         for step in passed:
-            self._put(Record(step, "good"))
+            self._put(self._records[step]._replace(status="good"))
         return passed
 
     def keep_last_good(self) -> None:
@@ -139,7 +144,7 @@ def read_record(path: Path) -> Record | None:
     """The record of a checkpoint, or None if it is missing or unreadable."""
     try:
         data = json.loads(regular_file.read(path / RECORD))
-        return Record(**{name: data[name] for name in Record._fields})
+        return Record(**{name: data[name] for name in Record._fields if name in data})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -181,12 +186,33 @@ def find_defect(path: Path, nonfinite_ok: frozenset[str] = frozenset()) -> str:
     record = read_record(path)
     if record is not None and record.status == "quarantined":
         return record.why
-    weights = sorted(path.glob("*.safetensors"))
-    try:
-        name = next((bad for file in weights if (bad := _nonfinite(file, nonfinite_ok))), "")
-    except Exception as error:
-        return f"its weights cannot be read: {type(error).__name__}: {error}"
-    return f"NaN or Inf in {name}" if name else ""
+    sizes, older = (
+        _sizes(path),
+        [p for p in list_checkpoints(path.parent) if _step(p) < _step(path)],
+    )
+    # Without sizes (an unhealed run), the checkpoint has the files of the checkpoint before it.
+    saved = (record and record.files) or dict.fromkeys(_sizes(older[-1]) if older else (), 0)
+    for name, size in saved.items():
+        if sizes.get(name, -1) < size:
+            return f"incomplete: {name} is missing or truncated"
+    for file in sorted(path.iterdir()):
+        try:
+            if file.suffix == ".safetensors":
+                if name := _nonfinite(file, nonfinite_ok):
+                    return f"NaN or Inf in {name}"
+            elif file.suffix in (".pt", ".pth", ".bin") and file.name in sizes:
+                # torch writes zip archives. Their directory is at the end, which a cut removes.
+                zipfile.ZipFile(file).close()
+        except Exception as error:
+            return f"its {file.name} cannot be read: {type(error).__name__}: {error}"
+    return ""
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Relative paths of the files in a checkpoint from which the Trainer resumes, with sizes."""
+    parts = [part for part in path.iterdir() if _PART.match(part.name)] if path.is_dir() else []
+    files_in = (file for part in parts for file in (part, *part.rglob("*")) if file.is_file())
+    return {str(file.relative_to(path)): file.stat().st_size for file in files_in}
 
 
 def nonfinite_tensors(model: torch.nn.Module) -> frozenset[str]:

@@ -230,23 +230,23 @@ class TrainingRun:
             return
         self._recovery.read_engines()
 
+    def read_remaining(self) -> None:
+        """Reads the last steps. Raises RunStopped if no step of the run was finite."""
+        self._loop.read_remaining()
+        self._recovery.stop_if_never_finite(at_end=True)
+
     def close(self, error: BaseException | None) -> None:
         """Restores the Trainer, and logs how the run ended. A second call does nothing."""
         if self.ending:
             return
-        self.ending, raised, trace, stopped = "closing", None, None, None
+        ending = ending_of(error)
+        self.ending, self._error = ending.value, error
+        raised = trace = None
+        if ending is Ending.EXCEPTION and error is not None:
+            raised, trace = described(error)
         try:
             if error is None:
-                self._loop.read_remaining()
                 self._loop.saver.poll()
-                try:
-                    self._recovery.stop_if_never_finite(at_end=True)
-                except RunStopped as stop:
-                    error = stopped = stop
-            ending = ending_of(error)
-            self.ending, self._error = ending.value, error
-            if ending is Ending.EXCEPTION and error is not None:
-                raised, trace = described(error)
             why = error.why if isinstance(error, RunStopped) else ""
             hint = shape_diagnosis(error)
             end = self._recovery.run_end(ending, why, exception=raised, hint=hint)
@@ -259,8 +259,6 @@ class TrainingRun:
         finally:
             self._loop.finalizer.detach()
             self._open.close()
-        if stopped is not None:
-            raise stopped
 
     def after_step(self, step: int, *, wait: bool) -> None:
         """Processes an optimizer step; `step` counts from 1. Raises RunStopped if the policy stops.

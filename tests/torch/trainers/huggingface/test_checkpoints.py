@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -21,6 +22,7 @@ from tests.torch.trainers.huggingface.small_runs import Rows, calling, trainer, 
 
 SAVES = {"save_strategy": "steps", "save_steps": 10}
 SHORT = {"probation": 5, "confirm": False}
+FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors")
 
 
 def breaks(step: int) -> TrainerCallback:
@@ -157,6 +159,62 @@ def test_what_a_kill_cut_off_is_not_resumed_from(tmp_path: Path):
         "checkpoint-60",
     }
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-40")
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["healed", "unhealed"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "missing"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_checkpoint_with_a_damaged_file_gives_way_to_the_older_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, damage: str, recorded: bool
+):
+    callbacks = [HealingCallback()] if recorded else []
+    first = trainer(tmp_path, callbacks=callbacks, steps=20, **SAVES)
+    first.train()
+    path = tmp_path / "checkpoint-20" / name
+    size = path.stat().st_size
+    path.unlink() if damage == "missing" else os.truncate(path, size // 2 * (damage != "empty"))
+    again = trainer(tmp_path, callbacks=[HealingCallback()], steps=20, **SAVES)
+    again.train(resume_from_checkpoint=True)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "moved to" in line]
+    assert path.stem in line
+    assert line.endswith("resumes from checkpoint-10")
+    if recorded:  # otherwise the first run has no clipping
+        assert torch.equal(weights(again), weights(first))
+
+
+def test_the_only_checkpoint_without_an_optimizer_is_not_resumed_from(tmp_path: Path):
+    trainer(tmp_path, callbacks=[HealingCallback()], steps=10, **SAVES).train()
+    (tmp_path / "checkpoint-10" / "optimizer.pt").unlink()
+    assert "optimizer.pt" in checkpoints.find_defect(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "optimizer_0/__0_0.distcp"])
+@pytest.mark.parametrize("left", [None, 50])
+def test_a_shard_may_be_missing_or_truncated(tmp_path: Path, name: str, left: int | None):
+    """Folders as FSDP writes, and sharded safetensors."""
+    path = tmp_path / "checkpoint-10"
+    (path / "optimizer_0").mkdir(parents=True)
+    (path / "optimizer_0" / "__0_0.distcp").write_bytes(bytes(100))
+    (path / "trainer_state.json").write_text("{}")
+    for shard in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        save_file({"weight": torch.ones(3)}, path / shard)
+    kept = checkpoints.TrainerCheckpoints(tmp_path, probation=1, writes=True)
+    kept.add(10, in_trouble=False)
+    assert kept.mark_good([], 12) == [10]
+    assert checkpoints.find_defect(path) == ""
+    (path / name).unlink() if left is None else os.truncate(path / name, left)
+    assert name in checkpoints.find_defect(path)
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_run_may_change_which_files_its_checkpoints_have(tmp_path: Path, later: bool):
+    """`save_only_model` is switched on or off: the newest checkpoint is complete."""
+    for steps, only in ((10, later), (20, not later)):
+        run = trainer(
+            tmp_path, callbacks=[HealingCallback()], steps=steps, save_only_model=only, **SAVES
+        )
+        run.train(resume_from_checkpoint=steps == 20)
+    assert checkpoints.resume_target(tmp_path) == (tmp_path / "checkpoint-20", {})
 
 
 def test_a_checkpoint_of_an_unhealed_run_with_nan_is_not_resumed_from(tmp_path: Path):
