@@ -49,7 +49,7 @@ class HealState(NamedTuple):
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
     caller passes `grad_norm`. Negative or -0.0 if the leaf's update was not finite, see
-    `gradients.with_marks`. Only for reports: decisions do not depend on it."""
+    `gradients.not_finite`. Only for reports: decisions do not depend on it."""
 
 
 def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealState:

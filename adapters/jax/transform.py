@@ -203,8 +203,8 @@ def protect(
     multiplier is applied to the updates in the same step, including weight decay.
 
     An optimizer can compute NaN or Inf from finite gradients (Adam with ``eps=0``, a schedule that
-    divides by 0). No such element is updated; the others are. A Healer names the tensor if it has up
-    to 16,384 elements (a bias, a scale); a check of larger tensors would cost more than the step.
+    divides by 0). No such element is updated; the others are. A Healer names the tensor if it has
+    up to 16,384 elements (a bias, a scale). The check of a larger one would exceed the step's cost.
     If all checked tensors have such elements, or if the policy reads the norm of the update, the
     whole update is skipped, and the next step counts as a step with a bad gradient.
 
@@ -284,12 +284,14 @@ def protect(
     def measured(
         updates: optax.Updates, heal: HealState, skip: jax.Array
     ) -> tuple[HealState, jax.Array | None, jax.Array]:
-        leaves = axes.any(gradients.not_finite(updates, skip))
-        norms = gradients.with_marks(heal.heal_leaf_norms, updates, leaves)
-        heal = heal._replace(heal_leaf_norms=norms)
+        found, norms = axes.any(gradients.not_finite(updates, skip)), heal.heal_leaf_norms
+        if found.shape == norms.shape:
+            heal = heal._replace(heal_leaf_norms=jnp.where(found, -norms, norms))
         if not (reads_update_norm or engine.clips_updates):
-            bad = leaves.any() if engine.mode == "observe" or not leaves.size else leaves.all()
-            return heal, None, bad
+            checked = [gradients.is_checked(leaf) for leaf in gradients.gradient_leaves(updates)]
+            # An optimizer that treats each tensor by itself trains the others.
+            others = (~found & np.array(checked, bool)).any() & (engine.mode != "observe")
+            return heal, None, found.any() & ~others
         norm = axes.norm(updates)
         return heal, norm, ~jnp.isfinite(norm) & ~skip
 

@@ -441,11 +441,10 @@ _ARRAYS_ONLY = (
     "params in the state, and start the step with `model = eqx.combine(params, static)`"
 )
 _UNTAKEN = (
-    "an update has not changed the healing state, because the training step has kept its old state "
-    "(its own guard against NaN, optax.apply_if_finite around protect, a dynamic loss scale): such "
-    "a step counts as skipped, and no detector sees it. protect skips bad steps itself: remove the "
-    "guard, or let it keep only the other state. To accumulate gradients, write "
-    "protect(optax.MultiSteps(optimizer, k))"
+    "an update has not changed the healing state: a guard of the training step (where, lax.cond, "
+    "optax.apply_if_finite, a loss scale) has kept the old state. Such a step counts as skipped, and "
+    "no detector sees it. protect skips bad steps itself: remove the guard. To accumulate "
+    "gradients, write protect(optax.MultiSteps(optimizer, k))"
 )
 _LINE = "state = healer.update(step(healer.state, batch))"
 _STALE = (

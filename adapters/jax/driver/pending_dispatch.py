@@ -175,8 +175,11 @@ class Dispatch:
             self._steps = [[] for _ in range(self._count_steps())]
             for each in parts:
                 self._add(*each, self._steps)
-            # A step that the caller skips has new norms; a step that keeps its old state has none.
-            changed = self._steps[0][0].judged or any(map(_differ, *zip(*parts, strict=True)))
+            # A step with `externally_skipped` has new norms, unlike a step that keeps its old state.
+            changed = self._steps[0][0].judged or any(
+                old.counts != new.counts or old.norms.tobytes() != new.norms.tobytes()
+                for _, old, new in parts
+            )
             if not self._on_read(changed):
                 self._steps = [[each._replace(taken=False) for each in self._steps[0]]]
         return self._steps
@@ -235,10 +238,6 @@ def _pack(states: list[tuple[Any, Any, Any]]) -> jax.Array:
         counts = jnp.stack([state_layout.step(ints), state_layout.header(ints).orders])
         parts += [counts, records.ravel(), bits]
     return jnp.concatenate(parts)
-
-
-def _differ(_: EngineEntry, one: Readback, other: Readback) -> bool:
-    return one.counts != other.counts or one.norms.tobytes() != other.norms.tobytes()
 
 
 def _idle(engine: EngineEntry, read: Readback) -> StepRecord:
