@@ -279,7 +279,7 @@ def test_an_update_that_is_nan_everywhere_counts_as_a_skipped_step(tmp_path, cap
         updates, memory = tx.update(grads, state[1], state[0], value=loss)
         return optax.apply_updates(state[0], updates), memory
 
-    with (
+    with (  # noqa: PT012
         pytest.raises(RunStopped, match="of 6 steps, 4 were skipped") as stop,
         Healer(state=(params, tx.init(params)), store=tmp_path) as healer,
     ):  # two dropped updates, and the steps after them

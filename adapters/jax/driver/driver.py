@@ -442,7 +442,7 @@ _ARRAYS_ONLY = (
 )
 _UNTAKEN = (
     "an update has not changed the healing state: a guard of the training step (where, lax.cond, "
-    "optax.apply_if_finite, a loss scale) has kept the old state. Such a step counts as skipped, and "
+    "optax.apply_if_finite, a loss scale) has kept the old state. The step counts as skipped, and "
     "no detector sees it. protect skips bad steps itself: remove the guard. To accumulate "
     "gradients, write protect(optax.MultiSteps(optimizer, k))"
 )

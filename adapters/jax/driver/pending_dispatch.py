@@ -175,7 +175,7 @@ class Dispatch:
             self._steps = [[] for _ in range(self._count_steps())]
             for each in parts:
                 self._add(*each, self._steps)
-            # A step with `externally_skipped` has new norms, unlike a step that keeps its old state.
+            # A step with `externally_skipped` has new norms, unlike one that keeps its old state.
             changed = self._steps[0][0].judged or any(
                 old.counts != new.counts or old.norms.tobytes() != new.norms.tobytes()
                 for _, old, new in parts
