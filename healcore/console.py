@@ -40,6 +40,11 @@ def warning(line: str, console: Console = "auto") -> None:
     _log(logging.WARNING, line, console)
 
 
+def error(line: str, console: Console = "auto") -> None:
+    """Logs or prints at ERROR."""
+    _log(logging.ERROR, line, console)
+
+
 def _log(level: int, line: str, console: Console) -> None:
     line, handlers = clean(line), _handlers()
     if handlers:

@@ -48,7 +48,8 @@ class HealState(NamedTuple):
     """The decision of the last step: `heal_skip`, `heal_grad_scale`, ..."""
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
-    caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
+    caller passes `grad_norm`. Negative or -0.0 if the leaf's update was not finite, see
+    `gradients.not_finite`. Only for reports: decisions do not depend on it."""
 
 
 def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealState:

@@ -14,6 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import optax
 
+from healcore import console
 from healcore.core.engine.state import metrics as engine_metrics
 from healcore.core.engine.state import update_metrics
 from healcore.core.verdict import Decision
@@ -32,6 +33,7 @@ from healcore.jax.heal_state import (
 )
 from healcore.jax.optax_states import ScaleByHealLrState
 from healcore.jax.transform import ProtectState
+from healcore.runtime.incidents.step_lines import FROM_START
 
 if TYPE_CHECKING:
     from healcore.core.engine import Engine
@@ -90,16 +92,32 @@ def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict
 
     Returns:
         See `healcore.core.engine.state.metrics`. `heal/loss` is NaN until the first finite loss,
-        and always if `value=` is not passed.
+        and always if `value=` is not passed. If the step is complete at this call, and no step
+        since the start was finite, an error is logged at 100, 1,000, 10,000 steps.
 
     Raises:
         HealStateError: as in `last_decision`, or the state belongs to another policy.
     """
     state = find(opt_state)
     found = _metrics(state.heal_floats, state.heal_ints)
+    _log_if_never_finite(state.heal_ints, found)
     if policy is None:
         return found
     return {**found, **update_metrics(engine_state(_engine(policy), state))}
+
+
+_logged_powers: set[int] = set()
+"""Numbers of digits of the steps at which an error was logged."""
+
+
+def _log_if_never_finite(ints: Any, found: dict[str, jax.Array]) -> None:
+    """Logs an error about a run whose steps were all skipped. Does not wait for the device."""
+    if isinstance(ints, jax.core.Tracer) or ints.ndim != 1 or not ints.is_ready():
+        return
+    steps, skips = int(found["heal/steps"]), int(found["heal/skips"])
+    if steps >= FROM_START and skips == steps and len(str(steps)) not in _logged_powers:
+        _logged_powers.add(len(str(steps)))
+        console.error(f"all of the first {steps:,} steps were skipped, so nothing was trained")
 
 
 @jax.jit
@@ -131,7 +149,7 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
         HealStateError: as in `last_decision`, or the number of floating tensors in `params` differs
             from the number of gradients.
     """
-    norms = jnp.unstack(find(opt_state).heal_leaf_norms)
+    norms = jnp.unstack(jnp.abs(find(opt_state).heal_leaf_norms))
     paths = [
         path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_gradient(leaf)
     ]

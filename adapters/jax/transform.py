@@ -177,8 +177,8 @@ class ProtectState(NamedTuple):
     heal_update_norm: Any
     """float32 0-d: norm of the last update, 0 after a skip. None if the policy does not read it."""
     heal_bad_update: Any
-    """bool 0-d: whether the optimizer computed a NaN or Inf from finite gradients at the last step.
-    Such an update is not applied, and the next step reports it."""
+    """bool 0-d: whether the last update was skipped, because the optimizer computed a NaN or Inf
+    from finite gradients. The next step reports it."""
     heal_reset_moments: Any
     """bool 0-d: whether the last step that was not skipped cut the learning rate. The next step
     then resets the moments to zero. None if the policy does not reset moments."""
@@ -203,10 +203,10 @@ def protect(
     multiplier is applied to the updates in the same step, including weight decay.
 
     An optimizer can compute NaN or Inf from finite gradients (Adam with ``eps=0``, a schedule that
-    divides by 0). No such element reaches the parameters. In a tensor of up to 16,384 elements (a
-    bias, a scale) it skips the whole update, and the next step counts as a step with a bad
-    gradient. Larger tensors are not checked, because the check would cost more than the step. Their
-    non-finite elements are not updated.
+    divides by 0). No such element is updated; the others are. A Healer names the tensor if it has
+    up to 16,384 elements (a bias, a scale). The check of a larger one would exceed the step's cost.
+    If all checked tensors have such elements, or if the policy reads the norm of the update, the
+    whole update is skipped, and the next step counts as a step with a bad gradient.
 
     With ``[lr] reset_moments`` (as in `pretraining`), the next step after a cut of the learning
     rate starts with zero moments, and with zero counts of their bias correction. Skipped steps do
@@ -281,11 +281,19 @@ def protect(
         )
         return replicate_over_mesh(params, state)
 
-    def measured(updates: optax.Updates, skip: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    def measured(
+        updates: optax.Updates, heal: HealState, skip: jax.Array
+    ) -> tuple[HealState, jax.Array | None, jax.Array]:
+        found, norms = axes.any(gradients.not_finite(updates, skip)), heal.heal_leaf_norms
+        if found.shape == norms.shape:
+            heal = heal._replace(heal_leaf_norms=jnp.where(found, -norms, norms))
         if not (reads_update_norm or engine.clips_updates):
-            return None, axes.any(gradients.not_finite(updates, skip))
+            checked = [gradients.is_checked(leaf) for leaf in gradients.gradient_leaves(updates)]
+            # An optimizer that treats each tensor by itself trains the others.
+            others = (~found & np.array(checked, bool)).any() & (engine.mode != "observe")
+            return heal, None, found.any() & ~others
         norm = axes.norm(updates)
-        return norm, ~jnp.isfinite(norm) & ~skip
+        return heal, norm, ~jnp.isfinite(norm) & ~skip
 
     def update(
         updates: optax.Updates,
@@ -328,7 +336,7 @@ def protect(
 
         if engine.mode == "observe" and "externally_skipped" not in given:
             updates, inner_state = inner_step(updates, state.inner_state, params)
-            norm, bad = measured(updates, decision.skip)
+            heal, norm, bad = measured(updates, heal, decision.skip)
             if norm is not None and engine.clips_updates:
                 heal, _ = heal_state.clip_update(engine, heal, norm, decision.skip)
         else:
@@ -344,7 +352,7 @@ def protect(
             if has_inner_schedule:
                 now = injected_rates(inner_state)[0] * decision.lr_scale
                 factor = factor * _within_limit(engine, heal, now)
-            norm, bad = measured(updates, decision.skip)
+            heal, norm, bad = measured(updates, heal, decision.skip)
             if norm is not None:
                 own_norm, norm = norm, norm * factor
                 if engine.clips_updates:

@@ -13,8 +13,15 @@ from collections.abc import Callable
 from healcore import console
 from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Action, Cause, names
-from healcore.runtime.incidents.step_lines import enforced_text, incident_text, is_logged
+from healcore.core.verdict import NONFINITE, Action, Cause, names
+from healcore.runtime.incidents.step_lines import (
+    FROM_START,
+    enforced_text,
+    incident_text,
+    is_logged,
+    nonfinite_row_text,
+    passes_power_of_ten,
+)
 from healcore.torch.alert_queue import PendingRecords
 from healcore.torch.engines import READ_EVERY, DeviceEngine, HostEngine, LiveEngine
 from healcore.torch.loop_mistakes import NormCeiling
@@ -53,7 +60,7 @@ class IncidentLog:
         self.console: console.Console = "auto"
         self.resets_moments = False
         """Whether a cut of the learning rate resets the moments too."""
-        self._steps = self._losses = 0
+        self._steps = self._losses = self._nonfinite_row = 0
         self._incident = 0
         self._logged: set[str] = set()
         self._ceiling = NormCeiling()
@@ -94,6 +101,8 @@ class IncidentLog:
             cause, action = int(decision.cause), int(decision.action)
             if cause or action:
                 self._log_step(live_engine.pending_record()(), cause, action)
+            else:
+                self._nonfinite_row = 0
             return
         self._collect(live_engine)
 
@@ -125,8 +134,11 @@ class IncidentLog:
             action = 0 if self._read <= self._answered else int(record.action)
             if record.cause or action:
                 self._log_step(record, int(record.cause), action)
+            else:
+                self._nonfinite_row = 0
 
     def _log_step(self, record: StepRecord, cause: int, action: int) -> None:
+        self._log_nonfinite_row(record, cause)
         new, self._incident = record.incident > self._incident, record.incident
         if new and cause and is_logged(record.incident):
             self._write(self._incident_line(record, cause))
@@ -138,6 +150,14 @@ class IncidentLog:
         orders = Action(action) & (Action.ROLLBACK | Action.STOP)
         if orders and not observes:
             self._open_orders, self._ordered_at = orders, record.step - 1
+
+    def _log_nonfinite_row(self, record: StepRecord, cause: int) -> None:
+        """Logs an error after 100, 1,000, 10,000 steps in a row that were not finite."""
+        self._nonfinite_row = row = self._nonfinite_row + 1 if cause & NONFINITE else 0
+        if row >= FROM_START and passes_power_of_ten(row - 1, row) and self.enabled:
+            record = record._replace(cause=Cause(cause))
+            text = nonfinite_row_text(record, row, (), from_start=row == record.step)
+            console.error(f"{self._name}: {text}", self.console)
 
     def _log_ignored_orders(self) -> None:
         """Logs orders that the loop has not answered before its next step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -38,8 +39,8 @@ _from_state = attrgetter(*_STATE_PATHS.values())
 class Readings(NamedTuple):
     """The measured values behind a cause; each may be NaN or Inf."""
 
-    loss: float  # last finite loss
-    grad_norm: float  # last finite global norm of the gradients, before clipping
+    loss: float  # last finite loss; NaN before the first
+    grad_norm: float  # last finite global norm of the gradients, before clipping; NaN before it
     threshold: float  # norm above which gradients are clipped; 0 without a threshold
     z: float  # z-score of the norm in the clipping rule
     z_loss: float  # score of the loss-spike detector
@@ -70,7 +71,9 @@ class StepRecord(NamedTuple):
     evidence: tuple[Evidence, ...] = ()  # worst first, at most 10; only for steps with a cause
     # (loss, gradient norm) of this rank alone; only for steps with a cause on several ranks
     rank_signals: tuple[float, float] | None = None
-    judged: bool = True  # False: the step only accumulated gradients
+    judged: bool = True  # False: the step only accumulated gradients, or was not taken
+    bad_update: bool = False  # NONFINITE_GRAD is about the previous update, of finite gradients
+    taken: bool = True  # False: the training step kept its old state, including the healing state
 
     @property
     def decision(self) -> Decision:
@@ -79,8 +82,14 @@ class StepRecord(NamedTuple):
 
     @property
     def readings(self) -> Readings:
-        """The measured values behind the cause."""
-        return Readings(*(getattr(self, name) for name in Readings._fields))
+        """The measured values behind the cause; NaN for a loss or norm that was never finite."""
+        found = Readings(*(getattr(self, name) for name in Readings._fields))
+        # The engine starts with zeros.
+        if self.cause & Cause.NONFINITE_LOSS and not self.loss:
+            found = found._replace(loss=math.nan)
+        if self.cause & Cause.NONFINITE_GRAD and not self.grad_norm and not self.bad_update:
+            found = found._replace(grad_norm=math.nan)
+        return found
 
     def unjudged(self) -> StepRecord:
         """Returns the record of a step that was not judged: without cause and orders."""

@@ -158,6 +158,10 @@ class Driver(Protocol):
         """Whether all parameters are finite now. Waits for the device."""
         ...
 
+    def nonfinite_weights(self) -> list[str]:
+        """Names of the parameters with NaN or Inf now, in their order. Waits for the device."""
+        ...
+
     def copy_weights(self) -> Any:
         """A copy of the trainable parameters on the host, for `losses_of`.
 

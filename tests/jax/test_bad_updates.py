@@ -19,7 +19,7 @@ from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 
 PARAMS = {"dead": jnp.asarray([0.5, -0.0]), "live": jnp.ones(3)}
-DEAD = {"dead": jnp.zeros(2), "live": jnp.ones(3)}
+DEAD = {"dead": jnp.zeros(2), "live": jnp.zeros(3)}
 LIVE = {"dead": jnp.ones(2), "live": jnp.ones(3)}
 OPTIMIZERS = {
     "adam without eps": optax.adam(0.1, eps=0.0),

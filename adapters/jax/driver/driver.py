@@ -57,13 +57,18 @@ class JaxDriver:
         parts = [each.parameters for each in self._engines]
         self._parameters = frozenset().union(*parts) if all(parts) else frozenset()
         """Paths of the parameters, or empty if the state does not identify all of them."""
-        self._not_finite = self._nonfinite_parameters()
+        self._not_finite = set(self.nonfinite_weights())
         self._step: Dispatch | None = None
         self._stride: int | None = None
         """Number of steps of one dispatch, or None if unknown."""
         self._usual_norms: dict[str, np.ndarray] = {}
         """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
-        self._missing_noted = False
+        self._noted: set[str] = set()
+        """Subjects of the warnings so far."""
+        self._accumulates = in_state.is_accumulated(tree)
+        self._untaken = self._accumulated = 0
+        """Updates in a row up to the newest that have left the healing state unchanged, and the
+        number of such updates before the last change, which is the same in an accumulation."""
         self._marks: VoteMarks | None = None
         """Created by the first `request_vote` in a program of several processes."""
         self._ranks: Ranks | None = None
@@ -144,6 +149,8 @@ class JaxDriver:
             self._stride,
             self._note_missing,
             bool if self._marks is None else self._marks.begin_dispatch(),
+            self._note_bad_update,
+            self._was_taken,
         )
         self._last_counters = counters
         self._stride = self._step.count
@@ -225,7 +232,12 @@ class JaxDriver:
         If the state does not identify its parameters, checks all arrays except the healing states,
         which contain norms of gradients that were not applied.
         """
-        return self._nonfinite_parameters() <= self._not_finite
+        return set(self.nonfinite_weights()) <= self._not_finite
+
+    def nonfinite_weights(self) -> list[str]:
+        """Paths of the `_weights` with a NaN or Inf."""
+        found = {name: jnp.isfinite(leaf).all() for name, leaf in self._weights().items()}
+        return [name for name, finite in jax.device_get(found).items() if not finite]
 
     def copy_weights(self) -> dict[str, Any]:
         """Returns path -> copy of each parameter (see `_weights`), in host memory."""
@@ -341,19 +353,38 @@ class JaxDriver:
 
     # -- internal ---------------------------------------------------------------------------------
 
-    def _note_missing(self, steps: int, missing: int) -> None:
-        if not self._missing_noted:
-            self._missing_noted = True
-            self.warnings.append(
-                f"one dispatch has {steps} steps, and the state holds the records of "
-                f"{steps - missing}: no order is lost, but the metrics, and detectors that only "
-                f"alert, lack the other steps; protect(tx, policy, records={steps}) holds all"
-            )
+    def _note(self, subject: str, warning: str) -> None:
+        """Warns once about a subject."""
+        if subject not in self._noted:
+            self._noted.add(subject)
+            self.warnings.append(warning)
 
-    def _nonfinite_parameters(self) -> set[str]:
-        """Paths of the `_weights` with a NaN or Inf."""
-        found = {name: jnp.isfinite(leaf).all() for name, leaf in self._weights().items()}
-        return {name for name, finite in jax.device_get(found).items() if not finite}
+    def _note_missing(self, steps: int, missing: int) -> None:
+        self._note(
+            "missing",
+            f"one dispatch has {steps} steps, and the state holds the records of "
+            f"{steps - missing}: no order is lost, but the metrics, and detectors that only "
+            f"alert, lack the other steps; protect(tx, policy, records={steps}) holds all",
+        )
+
+    def _note_bad_update(self, names: list[str]) -> None:
+        self._note(
+            names[0],
+            f"the optimizer computes NaN or Inf for {', '.join(names[:5])} from finite gradients, "
+            "and protect does not apply them: Adam's eps of 1e-8 is 0 in float16, or the learning "
+            "rate or a divisor is 0 or NaN. Keep these parameters in float32 or freeze them",
+        )
+
+    def _was_taken(self, changed: bool) -> bool:
+        """Whether an update was a step or part of an accumulation; see `_untaken`."""
+        if changed:
+            self._accumulated, self._untaken = self._untaken, 0
+            return True
+        self._untaken += 1
+        taken = self._accumulates or self._untaken <= self._accumulated
+        if not taken:
+            self._note("untaken", _UNTAKEN)
+        return taken
 
     def _weights(self) -> dict[str, Any]:
         """Path -> parameter (or floating array, if unknown), in the same order in all processes."""
@@ -412,6 +443,12 @@ class JaxDriver:
 _ARRAYS_ONLY = (
     "for an Equinox module write `params, static = eqx.partition(model, eqx.is_array)`, pass "
     "params in the state, and start the step with `model = eqx.combine(params, static)`"
+)
+_UNTAKEN = (
+    "an update has not changed the healing state: a guard of the training step (where, lax.cond, "
+    "optax.apply_if_finite, a loss scale) has kept the old state. The step counts as skipped, and "
+    "no detector sees it. protect skips bad steps itself: remove the guard. To accumulate "
+    "gradients, write protect(optax.MultiSteps(optimizer, k))"
 )
 _LINE = "state = healer.update(step(healer.state, batch))"
 _STALE = (

@@ -127,6 +127,11 @@ def loaded(
     return tree, {name: alerts for name, (_, alerts) in parts.items()}
 
 
+def is_accumulated(tree: Any) -> bool:
+    """Whether an engine is inside an optax.MultiSteps, which hides micro-batches from it."""
+    return any(nodes(HealState, node) for _, node in nodes(optax.MultiStepsState, tree))
+
+
 def is_poisoned_by_one_nan(tree: Any) -> bool:
     """Whether an engine is inside an optax.MultiSteps that accumulates NaN gradients."""
     around = [node for _, node in nodes(optax.MultiStepsState, tree) if node.skip_state == ()]

@@ -19,6 +19,7 @@ from healcore.core.engine import Engine
 from healcore.core.engine.alerts import AlertState
 from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Cause
 from healcore.jax import state_layout
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.live_state import array_of
@@ -101,6 +102,10 @@ class PendingReadback:
         steps = []
         for row in rows:
             judged, signals = unpack_record(row, self._engines[index].name)
+            if judged.cause & Cause.NONFINITE_GRAD and signals.update_norm is not None:
+                finite = signals.grad_norm is None or np.isfinite(signals.grad_norm)
+                bad = bool(finite and not np.isfinite(signals.update_norm))
+                judged = judged._replace(bad_update=bad)
             if self._alerts:
                 state = self._alerts.step(state, judged, signals)
                 judged = self._alerts.completed(judged, state)
@@ -119,6 +124,9 @@ class Dispatch:
         count: assumed number of steps, or None to read the number from the device.
         on_missing: called with the number of steps and the number of steps without a record.
         votes: returns whether the processes of the run vote after this dispatch.
+        on_bad_update: called with the names of tensors whose update was not finite.
+        on_read: called with whether the dispatch has changed an engine's state; returns whether the
+            dispatch was taken.
     """
 
     def __init__(
@@ -130,6 +138,8 @@ class Dispatch:
         count: int | None,
         on_missing: Callable[[int, int], object],
         votes: Callable[[], bool],
+        on_bad_update: Callable[[list[str]], object],
+        on_read: Callable[[bool], bool],
     ) -> None:
         self._engines = engines
         self._before = before
@@ -137,6 +147,7 @@ class Dispatch:
         self._usual_norms = usual
         self._on_missing = on_missing
         self._votes = votes
+        self._on_bad_update, self._on_read = on_bad_update, on_read
         self._steps: list[list[StepRecord]] | None = None
         self.count = self._count_steps() if count is None else count
 
@@ -164,6 +175,13 @@ class Dispatch:
             self._steps = [[] for _ in range(self._count_steps())]
             for each in parts:
                 self._add(*each, self._steps)
+            # A step with `externally_skipped` has new norms, unlike one that keeps its old state.
+            changed = self._steps[0][0].judged or any(
+                old.counts != new.counts or old.norms.tobytes() != new.norms.tobytes()
+                for _, old, new in parts
+            )
+            if not self._on_read(changed):
+                self._steps = [[each._replace(taken=False) for each in self._steps[0]]]
         return self._steps
 
     def _count_steps(self) -> int:
@@ -191,7 +209,9 @@ class Dispatch:
         moved = after.counts.steps - before.counts.steps
         for record in after.steps:
             if record.step == after.counts.steps:  # norms of earlier steps are overwritten
-                found = self._evidence(engine, record, after.norms)
+                found = self._evidence(engine, record, np.abs(after.norms))
+                if marked := np.signbit(after.norms).nonzero()[0].tolist():
+                    self._on_bad_update([engine.leaves[i] for i in marked])
                 record = record._replace(evidence=found) if found else record
             steps[(record.step - 1 - before.counts.steps) * len(steps) // moved].append(record)
         for records in steps:

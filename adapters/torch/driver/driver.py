@@ -262,6 +262,13 @@ class TorchDriver:
         norm = gradients.total_norm(each, params[0].device)
         return bool(torch.isfinite(norm))
 
+    def nonfinite_weights(self) -> list[str]:
+        """See `Driver.nonfinite_weights`."""
+        params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
+        norms = gradients.whole_norms(gradients.norms(params), params)
+        found = [p for p, norm in zip(params, norms, strict=True) if not norm.isfinite()]
+        return parameter_names(self._state, found)
+
     def copy_weights(self) -> list[Tensor]:
         """See `LossEvaluation.copy_weights`."""
         return self._evaluation.copy_weights()

@@ -195,7 +195,7 @@ class Dominance:
         Args:
             step: the step and its batches. In a dispatch of several steps the last step has the
                 batches of all steps, and the others have none.
-            loss: the step's training loss, the mean over its batches and over all ranks.
+            loss: the step's training loss, the mean over its batches and over all ranks; or NaN.
             alarm: whether a detector has raised an alarm.
             trained: whether the step was not skipped.
 
@@ -331,11 +331,12 @@ class Dominance:
         began, evaluations = time.monotonic(), 0
         verdict = None
         for anchor in self._eligible_anchors(step.index):
-            losses = self._losses_of([step], anchor, None if not self.gives_loss else [loss])
+            known = [loss] if self.gives_loss and not math.isnan(loss) else None
+            losses = self._losses_of([step], anchor, known)
             if losses is None:
                 return None
             [now], [then] = losses
-            evaluations += 1 + (not self.gives_loss)
+            evaluations += 1 + (known is None)
             if not math.isfinite(now) and not math.isfinite(then):
                 continue  # a bad batch is no evidence
             won, remembered = better(now, then), math.nan

@@ -57,7 +57,8 @@ FAILURES: dict[Cause, Failure] = {
         "nan_loss",
         Severity.ERROR,
         "Gradients were NaN or Inf: a square root or a norm at exactly 0, a softmax over a fully "
-        "masked row, float16 overflow.",
+        "masked row, float16 overflow; or the optimizer made NaN or Inf of finite gradients: a "
+        "learning rate of NaN, Adam's eps in float16.",
         ("skip", "alert", "rollback"),
         (_PALM, _TABLE),
     ),

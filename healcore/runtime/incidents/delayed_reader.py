@@ -76,7 +76,7 @@ class DelayedReader:
         for i, records in enumerate(steps):
             batches = self._accumulated + ((first.batches[i],) if single else first.batches)
             # Accumulated batches belong to the update that their gradients go into.
-            has_stepped = any(each.judged for each in records)
+            has_stepped = not records[0].taken or any(each.judged for each in records)
             self._accumulated = () if has_stepped else batches
             contents: tuple[Any, ...] = ()
             is_last = i == len(steps) - 1

@@ -63,8 +63,8 @@ class Ledger:
     __pydantic_config__ = ConfigDict(extra="forbid")
     next_step: int = 0
     unhealthy: list[int] = field(default_factory=list)
-    """Steps that were skipped or had an alarm within an incident, and the micro-steps right after
-    such a step; ascending."""
+    """Steps that were skipped or not taken or had an alarm within an incident, and the micro-steps
+    right after such a step; ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
     rollbacks: list[Rollback] = field(default_factory=list)
     """Applied rollbacks and re-runs, see `Rollback.outline`."""
@@ -84,6 +84,11 @@ class Ledger:
         """Adds the records of one step. Returns the incident of the step, or None."""
         self.next_step = index + 1
         if not any(each.judged for each in records):
+            if not records[0].taken:
+                self.unhealthy.append(index)
+                self.skips += 1
+                self.untrained += 1
+                return None
             # A micro-step of an optax.MultiSteps around protect neither ends an incident nor a row
             # of unhealthy steps: the next update decides.
             if self.unhealthy and self.unhealthy[-1] == index - 1:
@@ -105,6 +110,7 @@ class Ledger:
             return self._watch(index, alerts & LASTING)
         self.unhealthy.append(index)
         skip = any(each.skip for each in records)
+        dropped = skip and any(each.bad_update for each in records)  # the previous update
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
         incident.last = index
         incident.cause |= cause
@@ -112,8 +118,8 @@ class Ledger:
             incident.first.setdefault(name, index)
         incident.alarms += 1
         incident.skips += skip
-        self.skips += skip
-        self.untrained += all(each.skip for each in records)
+        self.skips += skip + dropped
+        self.untrained += all(each.skip for each in records) + dropped
         # The multiplier of a soft step applies to this step only.
         lasting = [each.lr_scale for each in records if not each.action & Action.SOFT_STEP]
         incident.lr_scale = min(lasting, default=incident.lr_scale)

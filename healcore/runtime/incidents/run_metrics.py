@@ -66,7 +66,8 @@ class RunMetrics:
         metrics: dict[str, float] = {}
         for name, record in self._last.items():
             prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
-            numbers = record._asdict() | {"incidents": record.incident} | self._counts[name]
+            seen = {"incidents": record.incident, "loss": record.readings.loss}
+            numbers = record._asdict() | seen | self._counts[name]
             metrics |= {
                 f"{prefix}/{each}": float(numbers[each])
                 for each in METRICS

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from healcore.core.step_record import StepRecord
-from healcore.core.verdict import NONFINITE, Action, Cause, names
+from healcore.core.step_record import Readings, StepRecord
+from healcore.core.verdict import Action, Cause, names
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses this module without the rest of the runtime
     from healcore.core.engine import Engine
@@ -15,6 +16,10 @@ if TYPE_CHECKING:  # `healcore.torch.attach` uses this module without the rest o
     from healcore.runtime.incidents.ledger import IncidentRecord
     from healcore.runtime.run_log import RunLog
 
+FROM_START = 100
+"""Steps after which a run ends that has had no finite step."""
+IN_A_ROW = 1_000
+"""Consecutive steps without a finite step after which any other run ends."""
 _ORDERS = Action.ROLLBACK | Action.STOP | Action.CUT_LR
 
 
@@ -84,10 +89,49 @@ class StepLines:
 
 def incident_text(record: StepRecord, learning_rate: float | None) -> str:
     """Causes, loss, norm and rate of a step, as a clause; the rate is without the multiplier."""
-    prefix = "last finite " if record.cause & NONFINITE else ""
-    loss = f"loss {record.loss:.4g}, " if record.loss else ""  # 0 before the first finite loss
-    rate = "" if learning_rate is None else f", learning rate {learning_rate:.4g}"
-    return f"{cause_text(record.cause)}; {prefix}{loss}gradient norm {record.grad_norm:.4g}{rate}"
+    rate = "" if learning_rate is None else f"learning rate {learning_rate:.4g}"
+    text = readings_text(record.readings, record.cause, record.bad_update)
+    numbers = filter(None, (text, rate))
+    cause = cause_text(record.cause)
+    if record.bad_update:
+        cause = cause.replace("nonfinite grad", "nonfinite update of finite gradients")
+    return "; ".join(filter(None, (cause, ", ".join(numbers))))
+
+
+def readings_text(readings: Readings, cause: Cause, bad_update: bool) -> str:
+    """Loss and gradient norm of a step as a clause, without values that were never measured."""
+    found = []
+    if readings.loss and not math.isnan(readings.loss):  # 0 if the loop passes no loss
+        last = "last finite " if cause & Cause.NONFINITE_LOSS else ""
+        found.append(f"{last}loss {readings.loss:.4g}")
+    if not math.isnan(readings.grad_norm):
+        last = "last finite " if cause & Cause.NONFINITE_GRAD and not bad_update else ""
+        found.append(f"{last}gradient norm {readings.grad_norm:.4g}")
+    return ", ".join(found)
+
+
+def nonfinite_row_text(
+    record: StepRecord, row: int, weights: Sequence[str], from_start: bool
+) -> str:
+    """The sentence about a run of which `row` consecutive steps were not finite.
+
+    `weights` has the names of the parameters with NaN or Inf, in their order. A skip changes no
+    parameter, so a run without a finite step has the parameters that it was started with.
+    """
+    which = "first" if from_start else "last"
+    text = f"none of the {which} {row:,} steps was finite, so nothing was trained"
+    since = " since the start" if from_start else ""
+    if weights:
+        loaded = ", because they were loaded so" if from_start else ""
+        return (
+            f"{text}: the weights are NaN or Inf{since}{loaded}; the first tensor is {weights[0]}"
+        )
+    if not record.taken:
+        return f"{text}: the training step has kept its old state{since}"
+    named = [each.name for each in record.evidence if not math.isfinite(each.grad_norm)]
+    first = f"; the first tensor is the gradient of {named[0]}" if named else ""
+    what = "loss" if record.cause & Cause.NONFINITE_LOSS else "gradient"
+    return f"{text}: the {what} is NaN or Inf{since}{first}"
 
 
 def enforced_text(record: StepRecord, engine: Engine) -> str:

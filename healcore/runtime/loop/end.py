@@ -364,14 +364,15 @@ def _incomplete_run_error(loop: Loop[Any]) -> BaseException | None:
         )
     skipped = data.skipped_steps
     untrained, total = ledger.untrained, data.step + skipped
-    if not loop.policy.observes and 2 * (untrained + skipped) > total:
-        try:
+    try:
+        loop.recovery.stop_if_never_finite(at_end=True)
+        if not loop.policy.observes and 2 * (untrained + skipped) > total:
             loop.stop(
                 "the data have ended, and the run has not trained on most of them: of "
                 f"{total} steps, {untrained} were skipped and {skipped} had their batches skipped"
             )
-        except RunStopped as stop:
-            return stop
+    except RunStopped as stop:
+        return stop
     return None
 
 

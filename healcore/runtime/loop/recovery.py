@@ -19,7 +19,12 @@ from healcore.runtime.incidents.delayed_reader import DelayedReader, StepResult
 from healcore.runtime.incidents.hooks import Hooks, RunFacts
 from healcore.runtime.incidents.ledger import LASTING, Ledger
 from healcore.runtime.incidents.rollback import Rollback, Status
-from healcore.runtime.incidents.step_lines import cause_text
+from healcore.runtime.incidents.step_lines import (
+    FROM_START,
+    IN_A_ROW,
+    cause_text,
+    nonfinite_row_text,
+)
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
@@ -124,6 +129,7 @@ class Recovery:
         Returns the order, or None. Raises RunStopped if the order stops the run.
         """
         self._check_rate()
+        self.stop_if_never_finite(order)
         verdict = self._compare_weights(step)
         self._observe_rerun(step.index, order)
         if order is not None:
@@ -132,18 +138,35 @@ class Recovery:
             order = self.roll_back_to_better(verdict)
         return order
 
+    def stop_if_never_finite(self, order: Rollback | None = None, *, at_end: bool = False) -> None:
+        """Ends a run that trains nothing: no finite step since the start, or for many steps.
+
+        With an order to roll back or to stop, ends a run that began with weights with NaN or Inf.
+        """
+        row, from_start = self.monitor.nonfinite_row, self.monitor.never_finite
+        due = row >= (FROM_START if from_start else IN_A_ROW) or (at_end and from_start and row > 0)
+        ordered = order is not None and order.action & (Action.ROLLBACK | Action.STOP)
+        if self._policy.observes or not (due or (from_start and ordered)):
+            return
+        weights, record = self._driver.nonfinite_weights(), self.monitor.nonfinite_record
+        if record is not None and (due or weights):
+            self.stop(nonfinite_row_text(record, row, weights, from_start))
+
     def _compare_weights(self, step: StepResult) -> Verdict | None:
         """Compares the current weights with earlier ones, if there is a reason to."""
         records = step.records
-        if not self.dominance.is_enabled or not any(each.judged for each in records):
+        if not self.dominance.is_enabled:
             return None
-        bad = any(each.cause & Cause.NONFINITE_LOSS for each in records)
+        taken = records[0].taken
+        if taken and not any(each.judged for each in records):
+            return None
+        bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
         return self.dominance.observe(
             TrainedStep(step.index, step.contents),
             loss,
-            alarm=any(each.cause & ~LASTING for each in records),
-            trained=not all(each.skip for each in records),
+            alarm=not taken or any(each.cause & ~LASTING for each in records),
+            trained=taken and not all(each.skip for each in records),
         )
 
     def _rate_in_force(self) -> float | None:

@@ -18,6 +18,7 @@ from healcore.events.models import Ending, RerunVerdict
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.incidents.hooks import Batch
 from healcore.runtime.incidents.rollback import Rollback
+from healcore.runtime.incidents.step_lines import readings_text
 
 _WIDTH = 96
 _SHOWN = 5
@@ -66,10 +67,12 @@ class RunEnd(NamedTuple):
     """Cause of the last incident, or 0 without an incident."""
     onset: int | None = None
     open: bool | None = None
-    """Whether the last incident was still open, or None if unknown."""
+    """Whether the last incident was open or the last step unhealthy, or None if unknown."""
     incidents: int = 0
     """Incidents of the whole run, including undone incidents."""
     undone_incidents: int = 0
+    bad_update: bool = False
+    """Whether the optimizer made NaN or Inf of finite gradients at the first alarm."""
     readings: Readings | None = None
     evidence: tuple[Evidence, ...] = ()
     batches: tuple[Batch, ...] = ()
@@ -166,10 +169,12 @@ def _incidents(end: RunEnd) -> list[str]:
     if not end.cause:
         return [f"{incidents_text(end)}, all resolved."] if end.incidents else []
     names = ", ".join(flag.name.lower() for flag in Cause if flag.name and flag in end.cause)
+    if end.bad_update:
+        names = names.replace("nonfinite_grad", "nonfinite_update")
     since = "" if end.onset is None else f" from step {end.onset} on"
     sentences = [f"{names}{since}{', resolved by the end' if end.open is False else ''}."]
     if end.readings is not None:
-        sentences.append(_numbers(end.readings))
+        sentences += _numbers(end.readings, end.cause, end.bad_update)
     if end.evidence:
         norms = _first([f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in end.evidence])
         sentences.append(f"Gradients that stood out: {norms}.")
@@ -299,9 +304,10 @@ def with_undone(count: str, undone: int) -> str:
 # -- pieces of sentences --------------------------------------------------------------------------
 
 
-def _numbers(numbers: Readings) -> str:
+def _numbers(numbers: Readings, cause: Cause, bad_update: bool) -> Iterator[str]:
     limit = f" (limit {numbers.threshold:.3g})" if numbers.threshold > 0 else ""
-    return f"Last finite loss {numbers.loss:.4g}, last finite norm {numbers.grad_norm:.3g}{limit}."
+    if text := readings_text(numbers, cause, bad_update):
+        yield f"At the first alarm: {text}{limit}."
 
 
 def _first(items: Sequence[str]) -> str:

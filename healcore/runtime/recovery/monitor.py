@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from healcore.core.step_record import Readings, StepRecord
-from healcore.core.verdict import Action, Cause, names
+from healcore.core.verdict import NONFINITE, Action, Cause, names
 from healcore.history.incident import MOST_ALARMS
 from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import failures_of
@@ -50,8 +50,8 @@ class IncidentMonitor:
     def __post_init__(self) -> None:
         self.unreported_alarms = 0
         """Number of alarms without an event of their own."""
-        self._first_alarm: tuple[StepRecord, tuple[BatchId, ...]] | None = None
-        """First alarm of the last incident, and the batches of its step, for the diagnosis."""
+        self._first_alarm: tuple[StepRecord, tuple[BatchId, ...], int] | None = None
+        """First alarm of the last unhealthy steps, batches and index of its step."""
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
         self._lines = StepLines(self.policy, self.log, self.learning_rate)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
@@ -61,6 +61,12 @@ class IncidentMonitor:
         self._lr_scale_before: dict[str, float] = {}
         self._alarms_outside = 0
         self._last_incident = 0
+        self.nonfinite_row = -1
+        """Number of consecutive steps up to the newest without a finite step; -1: no step read."""
+        self.nonfinite_record: StepRecord | None = None
+        """Newest record of a step that was not finite, or None."""
+        self.never_finite = True
+        """Whether no step of the run was finite."""
         self._alerts: Counter[tuple[int, Cause]] = Counter()
         """(Number of an incident or 0, causes) -> number of steps with an alert."""
 
@@ -71,6 +77,7 @@ class IncidentMonitor:
             self.policy.region, MIN_STEPS_REMEMBERED, MIN_INTERVALS_REMEMBERED * self.interval
         )
         self._batches.pop(step.index - kept, None)
+        self._count_nonfinite(step)
         incident = self.ledger.record(step.index, step.records)
         is_new = incident is not None and incident.number > self._last_incident
         if incident is not None and is_new:
@@ -90,14 +97,17 @@ class IncidentMonitor:
     def end_facts(self) -> dict[str, Any]:
         """Fields of `RunEnd` about incidents and interventions."""
         ledger = self.ledger
-        record, batches = self._first_alarm or (None, ())
         last = ledger.incidents[-1] if ledger.incidents else None
+        nothing = None, (), None if last is None else last.onset
+        record, batches, onset = self._first_alarm or nothing
+        is_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
         return {
             "cause": Cause(0 if last is None else last.cause),
-            "onset": None if last is None else last.onset,
-            "open": ledger.open,
+            "onset": onset,
+            "open": ledger.open or is_unhealthy,
             "incidents": ledger.incident_count,
             "undone_incidents": ledger.undone_incidents,
+            "bad_update": record is not None and record.bad_update,
             "readings": None if record is None else Readings(*record.readings),
             "evidence": () if record is None else record.evidence,
             "batches": batches,
@@ -155,10 +165,26 @@ class IncidentMonitor:
 
     # -- within ---------------------------------------------------------------------------------
 
+    def _count_nonfinite(self, step: StepResult) -> None:
+        """Counts a step of which every optimizer had a NaN or Inf, or which was not taken."""
+        if self.nonfinite_row < 0:  # a resumed run counts the steps of its checkpoint
+            self.never_finite = self.ledger.untrained >= step.index
+            self.nonfinite_row = step.index if self.never_finite else 0
+        is_bad = False
+        for each in step.records:
+            if each.judged and not each.cause & NONFINITE:
+                self.nonfinite_row, self.never_finite = 0, False
+                return
+            if each.judged or not each.taken:
+                is_bad = True
+                self.nonfinite_record = each
+        self.nonfinite_row += is_bad
+
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         self._last_incident = incident.number
         first = max(step.records, key=lambda each: each.cause != 0)
-        self._first_alarm = first, step.batches
+        if not self._first_alarm or self.ledger.first_consecutive(step.index) >= step.index:
+            self._first_alarm = first, step.batches, incident.onset
         self.log.event(
             "incident",
             step=step.index,

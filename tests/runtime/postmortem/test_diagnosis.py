@@ -44,10 +44,10 @@ STOPPED = RunEnd(
 
 WHOLE = """\
 healcore stopped the run at step 4121: the budget of 2 recoveries is spent.
-Seen: nonfinite_grad, loss_spike from step 4093 on. Last finite loss 2.31, last finite norm 14.2
-  (limit 1.27). Gradients that stood out: layers.3.weight (nan), layers.1.weight (12.5). Its
-  data: epoch 0 batch 412, epoch 0 batch 413. A re-run of the step from a snapshot failed again:
-  a reproducible fault. The run had 4 incidents.
+Seen: nonfinite_grad, loss_spike from step 4093 on. At the first alarm: loss 2.31, last finite
+  gradient norm 14.2 (limit 1.27). Gradients that stood out: layers.3.weight (nan),
+  layers.1.weight (12.5). Its data: epoch 0 batch 412, epoch 0 batch 413. A re-run of the step
+  from a snapshot failed again: a reproducible fault. The run had 4 incidents.
 Tried: skipped 1 step; rolled back from step 4011 to 3900 with the learning rate at most 0.0005
   (the schedule had come to 0.001) and skipped 12 batches; rolled back from step 4021 to 3800
   and skipped 1 batch; the learning rate is at 0.25 of its schedule.

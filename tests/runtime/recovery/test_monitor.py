@@ -123,7 +123,7 @@ def test_observe_mode_says_what_was_ordered(capsys: pytest.CaptureFixture[str]):
 
 def test_without_a_loss_the_line_has_none(run: Run):
     (line,) = run.steps(1, **NAN, loss=0.0)
-    assert "; last finite gradient norm " in line
+    assert "nonfinite loss; gradient norm " in line
     assert " loss 0" not in line
 
 

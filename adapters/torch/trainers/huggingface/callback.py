@@ -155,6 +155,8 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
         """Ends the run; see `close`."""
+        if self._run is not None:
+            self._run.read_remaining()
         self.close(None)
 
     def setup(self, *args: object, **kwargs: object) -> NoReturn:

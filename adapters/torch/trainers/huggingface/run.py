@@ -230,6 +230,11 @@ class TrainingRun:
             return
         self._recovery.read_engines()
 
+    def read_remaining(self) -> None:
+        """Reads the last steps. Raises RunStopped if no step of the run was finite."""
+        self._loop.read_remaining()
+        self._recovery.stop_if_never_finite(at_end=True)
+
     def close(self, error: BaseException | None) -> None:
         """Restores the Trainer, and logs how the run ended. A second call does nothing."""
         if self.ending:
@@ -241,7 +246,6 @@ class TrainingRun:
             raised, trace = described(error)
         try:
             if error is None:
-                self._loop.read_remaining()
                 self._loop.saver.poll()
             why = error.why if isinstance(error, RunStopped) else ""
             hint = shape_diagnosis(error)
@@ -287,11 +291,7 @@ class TrainingRun:
         if self._finite():
             self.checkpoints.keep_last_good()
             return True
-        names = [
-            name
-            for name, p in self._trainer.model.named_parameters()
-            if not bool(p.isfinite().all())
-        ]
+        names = self.driver.nonfinite_weights()
         problem = f"the weights hold NaN or Inf ({', '.join(names[:3])}): not saved"
         if self.policy.nonfinite_state == "alert":
             self.log.problem(self.step, problem)
