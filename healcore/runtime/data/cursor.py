@@ -101,10 +101,11 @@ class Cursor:
         Raises:
             DataError: the loader is in a later epoch, or has not begun the epoch before.
         """
-        at = self._reader.next_id
+        at, length = self._reader.next_id, self._reader.length
+        ended = at.index > 0 and (length is None or self.is_last(length))
         if at == BatchId(0, 0):
             self._reader.epoch = epoch  # the loader is used for the first time
-        elif not epoch - 1 <= at.epoch <= epoch:
+        elif at.epoch != epoch and not (at.epoch == epoch - 1 and ended):
             raise DataError(
                 f"epoch {epoch} cannot be the next epoch of {self._reader.name}, which is at batch "
                 f"{at.index} of epoch {at.epoch}: write `for epoch in healer.epochs(n)`, and "

@@ -126,12 +126,14 @@ class LoaderRegistry:
 
         A loop that makes a loader for every epoch does not make those of earlier epochs again.
         """
-        begun = [
-            int(number)
+        begun = {
+            int(number): each["epoch"]
             for number, each in self._saved.items()
-            if each["epoch"] == epoch and each["index"] > 0
-        ]
-        return self._count if self._count in begun else max(begun, default=self._count)
+            if each["index"] > 0 and epoch - 1 <= each["epoch"] <= epoch
+        }
+        if self._count in begun:
+            return self._count
+        return max(begun, key=lambda number: (begun[number], number), default=self._count)
 
     def next(self, number: int, *, after: Exception | None = None) -> tuple[Any, BatchId]:
         """The next batch of a loader; StopIteration after its last epoch. See `Cursor.next`."""

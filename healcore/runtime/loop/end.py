@@ -355,13 +355,6 @@ def _incomplete_run_error(loop: Loop[Any]) -> BaseException | None:
             f"healcore: the loop has ended, and the Healer has seen no step ({read} read). Write "
             f"`{loop_text}`. Nothing was trained: the next start begins at step {data.step}"
         )
-    if data.resumed_here and not (data.had_completed or loop.reached_end or loop.break_place):
-        return IncompleteRun(
-            f"healcore: the run was resumed at step {data.step}, and the loop has ended without a "
-            "step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and reads "
-            "healer.batches(loader, epoch=epoch). If the run has no more steps, an empty directory "
-            "begins a new run"
-        )
     skipped = data.skipped_steps
     untrained, total = ledger.untrained, data.step + skipped
     try:
@@ -373,6 +366,13 @@ def _incomplete_run_error(loop: Loop[Any]) -> BaseException | None:
             )
     except RunStopped as stop:
         return stop
+    if data.resumed_here and not (data.had_completed or loop.reached_end or loop.break_place):
+        return IncompleteRun(
+            f"healcore: the run was resumed at step {data.step}, and the loop has ended without a "
+            "step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and reads "
+            "healer.batches(loader, epoch=epoch). If the run has no more steps, an empty directory "
+            "begins a new run"
+        )
     return None
 
 

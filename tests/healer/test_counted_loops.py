@@ -1,0 +1,120 @@
+"""Loops whose epochs and steps the Healer counts, killed and started again."""
+
+from __future__ import annotations
+
+import pytest
+
+from healcore import Checkpoints, Healer
+from healcore.errors import IncompleteRun
+from healcore.runtime.data.position import DataError
+from tests.healer.crashes import Crash, end_without_log
+from tests.healer.training_loops import loop_of, rules
+
+LENGTH = 10
+
+
+BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
+
+
+def start(framework, store, program, kill_at=None):
+    """Runs `program(healer, step)` in a new Healer; returns the batches. A kill saves nothing."""
+    loop, taken = loop_of(framework, policy=rules()), []
+    healer = Healer(rules(), state=loop.state, store=store, checkpoints=Checkpoints(every=4))
+
+    def step(healer, batch):
+        loop.step(healer, batch)
+        taken.append(batch)
+        if healer.step == kill_at:
+            raise Crash
+
+    healer.__enter__()
+    try:
+        program(healer, step)
+    except Crash as crash:
+        end_without_log(healer._run, crash)
+    else:
+        healer.__exit__(None, None, None)
+    return taken
+
+
+@BOTH
+@pytest.mark.parametrize(("kill_at", "expected"), [(17, [1, 2]), (22, [2])])
+@pytest.mark.parametrize("new_loaders", [False, True])
+def test_epochs_continue_after_a_kill(framework, kill_at, expected, new_loaders, tmp_path):
+    """A checkpoint at the end of an epoch resumes in the next epoch."""
+    loader, epochs = list(range(LENGTH)), []
+
+    def program(healer, step):
+        for epoch in healer.epochs(3):
+            epochs.append(epoch)
+            batches = healer.batches(list(loader) if new_loaders else loader, epoch=epoch)
+            assert len(batches) == LENGTH
+            for batch in batches:
+                step(healer, batch)
+
+    start(framework, tmp_path, program, kill_at)
+    epochs.clear()
+    taken = start(framework, tmp_path, program)
+    assert epochs == expected
+    assert taken == [i % LENGTH for i in range(kill_at // 4 * 4, 3 * LENGTH)]
+
+
+@BOTH
+def test_steps_continue_after_a_kill_and_end_at_the_total(framework, tmp_path):
+    numbers = []
+
+    def program(healer, step):
+        for number in healer.steps(30):
+            numbers.append(number)
+            assert healer.step == number
+            step(healer, number)
+            assert healer.step == number + 1
+
+    start(framework, tmp_path, program, 17)
+    numbers.clear()
+    start(framework, tmp_path, program)
+    assert numbers == [*range(16, 30)]
+
+
+@BOTH
+def test_more_steps_than_iterations_without_a_step(framework):
+    loop = loop_of(framework, policy=rules())
+    with Healer(rules(), state=loop.state) as healer:
+        for number in healer.steps(1100):
+            loop.step(healer, number)
+    assert healer.step == 1100
+
+
+def test_steps_that_are_never_taken_end_the_run():
+    loop = loop_of("torch", policy=rules())
+    with (
+        pytest.raises(IncompleteRun, match="1000 iterations"),
+        Healer(rules(), state=loop.state) as healer,
+    ):
+        for _ in healer.steps(10):
+            pass
+
+
+def test_an_epoch_that_cannot_be_the_next_one_is_refused(tmp_path):
+    def program(healer, step):
+        for epoch in (0, 2):
+            for batch in healer.batches(loader, epoch=epoch):
+                step(healer, batch)
+
+    loader = list(range(LENGTH))
+    with pytest.raises(DataError, match="epoch 2 cannot be the next epoch"):
+        start("torch", tmp_path, program)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_loop_that_begins_at_its_own_epoch_is_not_completed_without_a_step(first, tmp_path):
+    loader = list(range(LENGTH))
+
+    def program(healer, step, begin=0):
+        for _ in range(begin, first + 1):
+            for batch in healer.batches(loader):
+                step(healer, batch)
+
+    start("torch", tmp_path, program, LENGTH * first + 5)
+    with pytest.raises(IncompleteRun, match=r"healer\.epochs"):
+        start("torch", tmp_path, lambda *given: program(*given, begin=first))
