@@ -53,7 +53,7 @@ def test_the_lines_after_a_kill(tmp_path):
 
     pytest.importorskip("torchdata")
     program = blocks("data-and-resume.md")[0]
-    killed = program + "        if healer.step == 70 and KILL: os.kill(os.getpid(), 9)\n"
+    killed = program + "        if healer.step == 71 and KILL: os.kill(os.getpid(), 9)\n"
     lines = ""
     for kill, status in ((True, -signal.SIGKILL), (False, 0)):
         code = f"import os\nKILL = {kill}\n{killed}"
