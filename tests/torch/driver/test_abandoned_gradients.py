@@ -1,6 +1,7 @@
 """Saves of runs in which one of several optimizers no longer steps."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def run(kind, folder, steps=80):
     model, both = nn.Sequential(body, nn.Tanh(), head), [*body.parameters(), *head.parameters()]
     first = torch.optim.Adam(head.parameters() if kind != "lbfgs" else both, 1e-3)
     if kind == "lbfgs":
-        second: torch.optim.Optimizer = torch.optim.LBFGS(both, max_iter=2)
+        second: Any = torch.optim.LBFGS(both, max_iter=2)
     else:
         second = torch.optim.SGD(both if kind == "two stages" else body.parameters(), 1e-2)
     state = {"model": model, "first": first, "second": second}
@@ -50,7 +51,7 @@ def run(kind, folder, steps=80):
             if kind == "accumulates":
                 second.step()
                 second.zero_grad()
-                if healer.step % 4 == 3:
+                if healer.step % 4 == 0:
                     first.step()
                     first.zero_grad()
             else:
