@@ -54,8 +54,9 @@ ARITHMETIC = {
     "core/engine/rules": {"_NEVER"},
     "runtime/incidents/ledger": {"_MAX_INCIDENTS"},
     "runtime/recovery/restoring": {"HEALING_SCHEMA"},
+    "runtime/loop/saver": {"_UNSAVED_INTERVALS"},
 }
-"""Bounds of arithmetic and memory, and the version of a file's layout."""
+"""Bounds of arithmetic and memory, the version of a file's layout, distances of warnings."""
 COUNTS = {
     "core/engine/lr": ["range(4)"],
     "runtime/dominance/dominance": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -75,8 +76,9 @@ class TorchDriver:
             for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
+        on_step = weakref.WeakMethod(self._on_step)  # hooks of tensors are not collected in cycles
         for accumulation in self._accumulations:
-            accumulation.on_step = self._on_step
+            accumulation.on_step = lambda: (call := on_step()) and call()
         self._call_on_step: Callable[[], None] = lambda: None
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""

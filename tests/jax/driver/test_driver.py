@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
@@ -61,7 +62,7 @@ def test_a_resumed_run_does_not_start_over(fresh):
     first = plain()
     driver = JaxDriver(first.state, POLICY)
     advance(driver, first, [batch(i) for i in range(3)])
-    items, healing = jax.tree.map(jnp.copy, driver.items()), driver.healing()
+    items, healing = copy.deepcopy(driver.items()), driver.healing()
     run = plain()
     other = JaxDriver(run.state, POLICY)
     mine = jax.tree.map(jnp.copy, other.state)
