@@ -58,6 +58,7 @@ ARITHMETIC = {
 }
 """Bounds of arithmetic and memory, the version of a file's layout, distances of warnings."""
 COUNTS = {
+    "runtime/loop/saver": ["self._next_warning *= 2"],
     "core/engine/lr": ["range(4)"],
     "runtime/dominance/dominance": [
         "evaluations += 2",

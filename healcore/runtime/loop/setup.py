@@ -439,6 +439,5 @@ def _check_resume(
         raise AlreadyCompleted(
             f"nothing to do: {where} holds a run that completed at step {newest}; resume=True "
             "trains it further if the program has more epochs (batches(loader, epochs=...)) or "
-            "steps than that run had, an empty directory begins a new run. Code after the "
-            "block does not run again"
+            "steps than that run had, an empty directory begins a new run"
         )
