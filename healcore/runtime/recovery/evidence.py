@@ -22,9 +22,9 @@ class Evidence:
     """Decides whether an order is carried out.
 
     Under a policy with `[rollback] confirm` an order needs evidence that the model is worse.
-    Non-finite weights and statistics are evidence. Without a `loss_fn` a long incident of non-finite steps is
-    evidence, too. All other evidence comes from `dominance`, which needs a `loss_fn`: `compares`
-    says whether it compares weights.
+    Non-finite weights and statistics are evidence. Without a `loss_fn` a long incident of
+    non-finite steps is evidence, too. All other evidence comes from `dominance`, which needs a
+    `loss_fn`: `compares` says whether it compares weights.
     """
 
     def __init__(
