@@ -241,7 +241,7 @@ class EventFields(_EventsModel):
         "recover; unknown: the losses fit both damage and different data, or do not show that the "
         "current weights are worse."
     )
-    by: Literal["weights", "earlier_weights", "repetition", "budget", "nothing"] = _maybe(
+    by: Literal["weights", "state", "earlier_weights", "repetition", "budget", "nothing"] = _maybe(
         "Basis of the verdict, or of the rollback."
     )
     rise: NullableNumber = _maybe(

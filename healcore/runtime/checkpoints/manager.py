@@ -25,6 +25,7 @@ from healcore.runtime.store import (
     StoreError,
     UnsavableState,
 )
+from healcore.runtime.store.inspection import disallowed
 from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import Ranks, agreed
 
@@ -108,8 +109,12 @@ class CheckpointManager:
         return self._pending_quarantine.applied(self.store.steps())
 
     def reload(self) -> None:
-        """Reads the store's listing again, after a start and after a rollback."""
+        """Reads the store's listing again, after a start and after a rollback.
+
+        Drops all findings so far: they are about steps that the rollback has undone.
+        """
         self._verifier.discard()
+        self.store.nonfinite_found()
         try:
             saves = self.listed()
         except StoreError as error:
@@ -339,9 +344,14 @@ class CheckpointManager:
 
     def allow_nonfinite_in(self, state: Mapping[str, Any]) -> list[str]:
         """Allows NaN and Inf in the arrays of a first state that hold them; returns the names."""
-        names = sorted(set().union(*self._ranks.gather(self.store.nonfinite_in(state))))
+        names = self.nonfinite_in(state)
         self.allow_nonfinite(names)
         return names
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> list[str]:
+        """Names of the arrays in a state with disallowed NaN or Inf on any rank. Collective."""
+        names = set().union(*self._ranks.gather(self.store.nonfinite_in(state)))
+        return sorted(disallowed(names, self.store.nonfinite_ok))
 
     def allow_nonfinite(self, names: list[str]) -> None:
         """Allows NaN and Inf in these arrays."""

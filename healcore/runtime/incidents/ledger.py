@@ -80,8 +80,13 @@ class Ledger:
     open: bool = False
     """Whether an incident with more than skipped non-finite steps is open."""
 
-    def record(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
-        """Adds the records of one step. Returns the incident of the step, or None."""
+    def record(
+        self, index: int, records: Sequence[StepRecord], acted_on: int = -1
+    ) -> IncidentRecord | None:
+        """Adds the records of one step. Returns the incident of the step, or None.
+
+        `acted_on` has the `Cause` flags that open an incident; all other alarms only alert.
+        """
         self.next_step = index + 1
         if not any(each.judged for each in records):
             if not records[0].taken:
@@ -99,7 +104,7 @@ class Ledger:
         for each in records:
             # An alert alone (a clipped gradient spike) opens no incident.
             if each.incident_open or each.skip:
-                cause |= int(each.cause)
+                cause |= int(each.cause) & acted_on
             alerts |= int(each.cause)
         if not cause:
             if not self.incidents and not alerts:

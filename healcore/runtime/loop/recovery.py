@@ -189,8 +189,13 @@ class Recovery:
 
     def carry_out(self, order: Rollback) -> None:
         """Carries out an order, and sets its status. Raises RunStopped if the run has to stop."""
-        evidence = self._evidence
-        if evidence.needed(order) and not evidence.found(order):
+        evidence, damaged = self._evidence, self._is_damaged(order)
+        first = self.monitor.last_trained
+        if damaged and 0 <= first < order.since:
+            # Skipped steps change no weights, so the last step before them has done the damage.
+            order.onset = min(order.onset, first)
+            order.batches = self.monitor.batches_between(first, order.index)
+        if evidence.needed(order) and not evidence.found(order, damaged=damaged):
             return
         if order.action & Action.STOP:
             self.stop(self._stop_reason(order))
@@ -205,6 +210,17 @@ class Recovery:
         if not evidence.needed(order) or not evidence.finite():
             self.stop(exhausted)
         evidence.decline(order, "budget", "the budget of rollbacks is exhausted")
+
+    def _is_damaged(self, order: Rollback) -> bool:
+        """Whether the state has disallowed NaN or Inf at an order of the engine. Collective."""
+        if order.arrays or not order.action & (Action.ROLLBACK | Action.STOP):
+            return False
+        if not self._evidence.finite():
+            return True
+        if self.restorer is None or self._policy.nonfinite_state != "rollback":
+            return False
+        state, _ = self.restorer.contents(self._data.step)
+        return bool(self.restorer.checkpoints.nonfinite_in(state))
 
     def roll_back_to_better(self, verdict: Verdict) -> Rollback:
         """Rolls back to weights that are better than the current weights, see `dominance`.

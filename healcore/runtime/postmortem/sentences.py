@@ -113,6 +113,7 @@ _ASSESSMENTS = {
     ("unknown", "nothing"): "declined: no evidence that the current weights are worse",
     ("unknown", "budget"): "declined: the budget of rollbacks is exhausted",
     ("damage", "weights"): "evidence of damage: the weights are not finite",
+    ("damage", "state"): "evidence of damage: the state is not finite",
     ("damage", "earlier_weights"): "evidence of damage: earlier weights are better",
     ("damage", "repetition"): "evidence of damage: steps are not finite again and again",
     ("worse", "earlier_weights"): "earlier weights are better; the run has time to recover",
