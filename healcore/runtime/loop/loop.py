@@ -83,7 +83,7 @@ class Loop(Generic[AnySaver]):
         """Whether the program has called `batches`, `after_step` or `update`."""
         self.reached_end = False
         """Whether `epochs` or `steps` has come to its end."""
-        self._has_trainer = has_trainer
+        self.has_trainer = has_trainer
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
         parts = (ranks, self.guard, driver, log.trackers)
@@ -334,7 +334,7 @@ class Loop(Generic[AnySaver]):
     @property
     def break_place(self) -> str:
         """Place at which a `break` has left the loop before its last epoch ended, or ""."""
-        return "" if self._has_trainer else self.data.loaders.left_at()
+        return "" if self.has_trainer else self.data.loaders.left_at()
 
     # -- reports --------------------------------------------------------------------------------
 

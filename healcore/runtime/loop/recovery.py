@@ -219,6 +219,8 @@ class Recovery:
             return True
         if self.restorer is None or self._policy.nonfinite_state != "rollback":
             return False
+        if self.monitor.has_micro_steps:
+            return False  # NaN in an accumulator comes from the batches of the bad update itself
         state, _ = self.restorer.contents(self._data.step)
         return bool(self.restorer.checkpoints.nonfinite_in(state))
 
