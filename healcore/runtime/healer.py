@@ -130,8 +130,6 @@ class Healer(Generic[State]):
 
     Args:
         attach: options of `healcore.torch.attach`.
-        rerun: before a rollback, repeat the steps once with nothing changed, to distinguish a
-            transient fault from a reproducible one. Requires data that can be rewound.
         lag: steps after which the host reads a decision; the same on every rank.
         stop_file: path of a file that asks the run to end, or None for no such file. Every rank
             looks for the file once a second. All ranks end at the same step, with the last state
@@ -160,7 +158,6 @@ class Healer(Generic[State]):
         hooks: Hooks = NO_HOOKS,
         resume: bool | Literal["auto"] = "auto",
         attach: Mapping[str, Any] | None = None,
-        rerun: bool = False,
         lag: int = 1,
         stop_file: str | os.PathLike[str] | None = None,
         ranks: Ranks | None = None,
@@ -180,7 +177,6 @@ class Healer(Generic[State]):
             hooks=hooks,
             resume=resume,
             attach=dict(attach or {}),
-            rerun=rerun,
             lag=lag,
             stop_file=stop_file,
             ranks=ranks,

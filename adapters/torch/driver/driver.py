@@ -29,7 +29,6 @@ from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.live_state import optimizers, parameter_names
-from healcore.torch.loop_mistakes import UntrackedOptimizers
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized, restart_obstacle
 from healcore.torch.store.state import flatten
@@ -88,7 +87,6 @@ class TorchDriver:
         self._ranks: Ranks | None = None
         self._wants_vote = False
         self._polled_steps = 0
-        self._untracked = UntrackedOptimizers(self._state, self.healings, self.warnings.append)
 
     # -- signals from the loop ------------------------------------------------------------------
 
@@ -339,7 +337,6 @@ class TorchDriver:
 
     def close(self) -> None:
         """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        self._untracked.close()
         self._statistics.close()
         for window in self._windows:
             window.close()
@@ -347,8 +344,7 @@ class TorchDriver:
             accumulation.close()
         for healing in self.healings.values():
             healing.hooks.on_judged = None
-            healing.hooks.on_problem = healing.hooks.incident_log.problem
-            healing.hooks.grows, healing.own_loss = False, True
+            healing.hooks.grows = False
             healing.settle()
         self._detach()
 
@@ -385,7 +381,7 @@ class TorchDriver:
                 )
             self.healings[name] = healing
         for healing in self.healings.values():
-            healing.hooks.grows, healing.own_loss = True, len(self.healings) == 1
+            healing.hooks.grows = True
 
     @property
     def _members(self) -> list[int]:

@@ -99,7 +99,6 @@ def begin(
     elif resume:
         _resume(loop)
     _skip_raising_batches(loop)
-    recovery.resume_rerun(state.rollback)
     recovery.read_engines()
     data.start(resumed=resume, completed_at=completed_at)
     state.ending = None
