@@ -183,7 +183,8 @@ class Recovery:
         """Carries out an order, and sets its status. Raises RunStopped if the run has to stop."""
         evidence, damaged = self._evidence, self._is_damaged(order)
         first = self.monitor.last_trained
-        if damaged and 0 <= first < order.since:
+        # NaN in an accumulator comes from the batches of the bad update itself.
+        if damaged and 0 <= first < order.since and not self.monitor.has_micro_steps:
             # Skipped steps change no weights, so the last step before them has done the damage.
             order.onset = min(order.onset, first)
             order.batches = self.monitor.batches_between(first, order.index)
@@ -211,7 +212,7 @@ class Recovery:
         if self.restorer is None or self._policy.nonfinite_state != "rollback":
             return False
         if self.monitor.has_micro_steps:
-            return False  # NaN in an accumulator comes from the batches of the bad update itself
+            return False
         state, _ = self.restorer.contents(self._data.step)
         return bool(self.restorer.checkpoints.nonfinite_in(state))
 
