@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from types import TracebackType
@@ -35,6 +38,7 @@ from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.program import call_at_end
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
@@ -59,6 +63,7 @@ Batch = TypeVar("Batch")
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_WRITE_A_BLOCK = "write `with Healer(...) as healer:`"
 
 class Batches(Iterator[Batch]):
     """The batches of a loop, see `Healer.batches`."""
@@ -206,9 +211,45 @@ class Healer(Generic[State]):
             StoreError: the store cannot be used.
         """
         if self._run is not None:
-            raise HealerError("a Healer serves one `with` block: create another Healer")
+            raise HealerError("a Healer is opened once, by `with` or start(): create another Healer")
         self._run, self._pid = open_run(self._options), os.getpid()
         return self
+
+    def start(self) -> Self:
+        """Opens the Healer for the rest of the program, without a `with` block.
+
+            healer = Healer("default", state=state, store="checkpoints").start()
+
+        The run is completed when the program comes to its end or calls `sys.exit(0)`. An exception
+        ends the run as in a block. A run that is not complete ends the program with status 1.
+
+        Returns:
+            This Healer.
+
+        Raises:
+            HealerError: several ranks, an interactive session, or a thread, where the end of the
+                run is not the end of the program: write `with Healer(...) as healer:`.
+            AlreadyCompleted and others: as for the block.
+        """
+        interactive = hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
+        if interactive or threading.current_thread() is not threading.main_thread():
+            raise HealerError(f"start() ends the run with a program's main thread: {_WRITE_A_BLOCK}")
+        self.__enter__()
+        if self._live.ranks.world > 1:
+            error = HealerError(f"start() is for one rank: several ranks end together; {_WRITE_A_BLOCK}")
+            self.__exit__(type(error), error, None)
+            raise error
+        call_at_end(self._end_with_program)
+        return self
+
+    def _end_with_program(self, error: BaseException | None) -> BaseException | None:
+        """Ends the run, unless it has ended. Returns the exception that replaces `error`, or None."""
+        if self._ending is None:
+            try:
+                self.__exit__(type(error) if error else None, error, None)
+            except SystemExit as replacement:
+                return replacement
+        return None
 
     def __exit__(
         self,
