@@ -63,7 +63,8 @@ Batch = TypeVar("Batch")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_WRITE_A_BLOCK = "write `with Healer(...) as healer:`"
+_BLOCK = "write `with Healer(...) as healer:`"
+
 
 class Batches(Iterator[Batch]):
     """The batches of a loop, see `Healer.batches`."""
@@ -78,7 +79,11 @@ class Batches(Iterator[Batch]):
         """Number of batches in all epochs. Raises TypeError if the loader has no length."""
         if self._epochs is None:
             raise TypeError("batches(..., epochs=None) has no len")
-        return self._epochs * len(cast("Sized", self._loader))
+        try:
+            return self._epochs * len(cast("Sized", self._loader))
+        except TypeError as error:
+            name = type(self._loader).__name__
+            raise TypeError(f"{name} has no len, so batches(loader) has no len") from error
 
 
 class HealerError(HealcoreError, RuntimeError):
@@ -211,45 +216,32 @@ class Healer(Generic[State]):
             StoreError: the store cannot be used.
         """
         if self._run is not None:
-            raise HealerError("a Healer is opened once, by `with` or start(): create another Healer")
+            raise HealerError("a Healer is opened once, by `with` or start(): create another one")
         self._run, self._pid = open_run(self._options), os.getpid()
         return self
 
     def start(self) -> Self:
-        """Opens the Healer for the rest of the program, without a `with` block.
+        """Opens the Healer for the rest of the program, without a block. Returns the Healer.
 
             healer = Healer("default", state=state, store="checkpoints").start()
 
-        The run is completed when the program comes to its end or calls `sys.exit(0)`. An exception
+        The run is completed when the program comes to its end, or calls `sys.exit(0)`. An exception
         ends the run as in a block. A run that is not complete ends the program with status 1.
 
-        Returns:
-            This Healer.
-
         Raises:
-            HealerError: several ranks, an interactive session, or a thread, where the end of the
-                run is not the end of the program: write `with Healer(...) as healer:`.
+            HealerError: several ranks, an interactive session or a thread, which need a block.
             AlreadyCompleted and others: as for the block.
         """
         interactive = hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
         if interactive or threading.current_thread() is not threading.main_thread():
-            raise HealerError(f"start() ends the run with a program's main thread: {_WRITE_A_BLOCK}")
+            raise HealerError(f"start() is for the main thread of a program: {_BLOCK}")
         self.__enter__()
         if self._live.ranks.world > 1:
-            error = HealerError(f"start() is for one rank: several ranks end together; {_WRITE_A_BLOCK}")
+            error = HealerError(f"start() is for one rank, because ranks end together: {_BLOCK}")
             self.__exit__(type(error), error, None)
             raise error
-        call_at_end(self._end_with_program)
+        call_at_end(lambda error: self._ending or self.__exit__(None, error, None))
         return self
-
-    def _end_with_program(self, error: BaseException | None) -> BaseException | None:
-        """Ends the run, unless it has ended. Returns the exception that replaces `error`, or None."""
-        if self._ending is None:
-            try:
-                self.__exit__(type(error) if error else None, error, None)
-            except SystemExit as replacement:
-                return replacement
-        return None
 
     def __exit__(
         self,
@@ -505,7 +497,9 @@ class Healer(Generic[State]):
     @property
     def step(self) -> int:
         """Steps done (in JAX: updates). A rollback decreases the number."""
-        return self._loop.data.step + self._loop.driver.has_stepped()
+        data = self._loop.data
+        data.step_was_read |= not data.passes
+        return data.step + self._loop.driver.has_stepped()
 
     @property
     def last_good_step(self) -> int | None:
