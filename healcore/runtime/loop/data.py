@@ -124,9 +124,9 @@ class Data:
     @property
     def repeated(self) -> bool:
         """Whether the loop began at epoch 0 and has repeated all passes of earlier processes."""
-        begins_at_0 = self.passes > 0 and not self.step_was_read  # the step gives an epoch to begin at
-        repeats = self.passes >= self._journal.state.passes and self.loaders.at_epochs
-        return begins_at_0 and repeats
+        if self.passes == 0 or self.step_was_read:  # the step gives an epoch to begin at
+            return False
+        return self.passes >= self._journal.state.passes and self.loaders.at_epochs
 
     def begin(self, loader: Any, epochs: int | None, epoch: int | None = None) -> int:
         """Begins to iterate over a loader; returns the loader's number."""
