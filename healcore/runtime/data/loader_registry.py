@@ -40,8 +40,6 @@ class _Entry:
         """Whether a loop reads the loader. After a `break` the rest of the epoch is dropped."""
         self.exhausted = False
         """Whether all epochs were read before the restart."""
-        self.passes = 0
-        """Number of calls of `begin` in this process, without those that name an epoch."""
 
 
 class LoaderRegistry:
@@ -102,7 +100,6 @@ class LoaderRegistry:
                 entry.cursor.abandon()
             entry.exhausted = False
         entry.in_loop = True
-        entry.passes += epoch is None
         if self.current is None:
             self.current = number
         saved = self._saved.pop(str(number), None)
@@ -190,19 +187,15 @@ class LoaderRegistry:
         entry = None if number is None else self._entries.get(number)
         return entry is not None and entry.cursor.at_end
 
+    @property
+    def at_epochs(self) -> bool:
+        """Whether all saved positions are in use, and no loader stands within a later epoch."""
+        return not (self._saved or any(e.cursor.before_end for e in self._entries.values()))
+
     def left_at(self) -> str:
         """See `Cursor.left_at`; empty if no loop was left by `break`."""
         entry = None if self.current is None else self._entries[self.current]
         return entry.cursor.left_at() if entry is not None and entry.in_loop else ""
-
-    @property
-    def may_miss_epochs(self) -> bool:
-        """Whether the number of epochs is the program's own, or the loop has not come to the end.
-
-        A loop that begins at an epoch of its own after a restart makes fewer passes than before.
-        """
-        entry = None if self.current is None else self._entries[self.current]
-        return entry is None or entry.passes > 1 or entry.cursor.before_end
 
     @property
     def left_out_count(self) -> int:

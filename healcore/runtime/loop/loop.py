@@ -118,8 +118,9 @@ class Loop(Generic[AnySaver]):
 
     def batches(self, loader: Any, epochs: int | None, epoch: int | None = None) -> Iterator[Any]:
         """See `Healer.batches`."""
-        self.after_step()  # for the last step of a loop that was left by `break`
         data, guard = self.data, self.guard
+        data.count_pass()
+        self.after_step()  # for the last step of a loop that was left by `break`
         number = data.begin(loader, epochs, epoch)
         while True:
             try:
@@ -171,6 +172,11 @@ class Loop(Generic[AnySaver]):
 
     def _work(self, *, last: bool) -> bool:
         """The work between two steps. Returns whether the run was rolled back."""
+        if not self.polled and self.data.resumed_here and not self.data.passes:
+            self.log.info(
+                "the program's own batches, generators, replay buffers and environments begin anew "
+                f"unless they are in `state`; healer.steps(n) continues at step {self.data.step}"
+            )
         self.polled = True
         has_stepped = self._count_dispatch()
         if last:
