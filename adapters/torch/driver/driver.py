@@ -411,7 +411,8 @@ class TorchDriver:
     def _warn_of_missing_scalers(self) -> None:
         for name, healing in self.healings.items():
             dropped = healing.hooks.measurer.dropped
-            if dropped.found_scaler and not any(v is dropped.scaler for v in self._state.values()):
+            saved = live_state.saved_scalers(self._state)
+            if dropped.found_scaler and not any(each is dropped.scaler for each in saved):
                 self.warnings.append(
                     f'a GradScaler that is not in the state steps "{name}": its scale is neither '
                     'saved nor rolled back; add it, as in state={..., "scaler": scaler}'
