@@ -126,7 +126,7 @@ class LossEvaluation:
 
 
 def copied(batch: Any) -> Any:
-    """A copy of a batch: dictionaries, lists, tuples and tensors are copied deeply, others not."""
+    """A copy of a batch, with copies of its dictionaries, lists, tuples and tensors."""
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     if isinstance(batch, MutableMapping):
@@ -151,8 +151,8 @@ def _marks(batch: Any, path: str = "batch") -> Iterator[tuple[str, tuple[int, in
         for i, each in enumerate(batch):
             yield from _marks(each, f"{path}[{i}]")
     else:
-        counts = isinstance(batch, Tensor) and not batch.is_inference()
-        yield path, (id(batch), batch._version if counts else 0)
+        counts_writes = isinstance(batch, Tensor) and not batch.is_inference()
+        yield path, (id(batch), batch._version if counts_writes else 0)
 
 
 def _whole(loss: Any) -> Any:

@@ -31,7 +31,7 @@ from healcore.runtime.dominance.anchor import (
     same_data,
 )
 from healcore.runtime.dominance.exchange import exchange
-from healcore.runtime.dominance.side_effects import same_random_numbers, same_variables
+from healcore.runtime.dominance.side_effects import undone
 from healcore.runtime.driver import BatchWritten, Driver
 from healcore.runtime.faults import classify
 from healcore.runtime.run_log import RunLog
@@ -279,25 +279,22 @@ class Dominance:
             SignalError: `loss_fn` changes the batch. If trained: it raises, or does not return one
                 number. An exception about memory, data or the network is only a warning.
         """
-        assert self.loss_fn is not None
         mistake = problem = failure = state = None
         try:
-            attempt = same_random_numbers()(self.driver.try_loss_fn)
-            with self.meter.part("comparisons"), same_variables(self.loss_fn):
+            attempt = undone()(self.driver.try_loss_fn)
+            with self.meter.part("comparisons"), undone(self.loss_fn):
                 losses = [attempt(self._counted_loss, batch) for _ in range(2)]
             first, second = (float(check_scalar("loss_fn(batch)", loss)) for loss in losses)
             self._expected = first
-            close = math.isclose(first, second, rel_tol=SAME_LOSS, abs_tol=SAME_LOSS**2)
-            if not close and math.isfinite(first) and math.isfinite(second):
+            if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
                 state = (
                     f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, because "
                     "it keeps state or draws from a generator of its own: no weights are compared. "
                     "Change such state in the loop, and draw from the global generators"
                 )
-        except BatchWritten as error:
-            mistake, failure, trained = str(error), error, True
         except SignalError as error:
             mistake, failure = str(error), error
+            trained |= isinstance(error, BatchWritten)
         except Exception as error:
             failure = error
             problem = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
@@ -318,11 +315,8 @@ class Dominance:
             self._expected = None
             self.warn((states or problems)[0])
         if states:
-            self._stop_comparing()
-
-    def _stop_comparing(self) -> None:
-        self.loss_fn = None
-        self.anchors.clear()
+            self.loss_fn = None
+            self.anchors.clear()
 
     def _predict_loss(self, first: TrainedStep) -> float | None:
         """Result of `loss_fn` for the first step, with several ranks; None with one rank."""
@@ -480,7 +474,8 @@ class Dominance:
         everyone = exchange(self.ranks, mine, failure)
         failed = [each for each in everyone if isinstance(each, str)]
         if failed:
-            self._stop_comparing()
+            self.loss_fn = None
+            self.anchors.clear()
             self.warn(f"loss_fn raised {failed[0]}; it is not called again")
             return None
         now, then = (
@@ -490,7 +485,7 @@ class Dominance:
         return now, then
 
     def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
-        with self.meter.part("comparisons"), same_random_numbers():
+        with self.meter.part("comparisons"), undone():
             losses = self.driver.losses_of(self._counted_loss, batches, weights)
         return [float(check_scalar("loss_fn(batch)", loss)) for loss in losses]
 
