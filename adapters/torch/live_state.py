@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -48,6 +49,13 @@ def checked(state: Any) -> dict[str, Any]:
                 "the state, and the handle is found through its optimizer"
             )
         _check_restorable(name, value)
+        if isinstance(value, nn.Module) and any(
+            map(is_lazy, [*value.parameters(), *value.buffers()])
+        ):
+            raise AttachError(
+                f'state["{name}"] has lazy modules without shapes, which no checkpoint can hold: '
+                "call it on one batch before the Healer, as in model(next(iter(loader)))"
+            )
     found = optimizers(state)
     if not found:
         items = ", ".join(f"{name}: {type(value).__name__}" for name, value in state.items())
