@@ -15,11 +15,13 @@ from healcore import adapter_registry
 from healcore.adapter_registry import FRAMEWORKS
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
+from healcore.core.signals import SignalError
 from healcore.core.step_record import StepRecord
 from healcore.runtime.cost import Cost
 from healcore.runtime.microbatches.window import Gradients
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.store.structure import attribute
 
 
 class PendingDispatch(Protocol):
@@ -185,7 +187,10 @@ class Driver(Protocol):
         ...
 
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
-        """Result of a loss function for a batch, on the host. The run's state is unchanged."""
+        """Result of a loss function for a batch, on the host. The run's state is unchanged.
+
+        Raises BatchWritten if the function changes its batch.
+        """
         ...
 
     def gradient_window(self) -> Gradients:
@@ -254,6 +259,10 @@ def json_setting(value: Any) -> Any:
     return None
 
 
+class BatchWritten(SignalError):
+    """A `loss_fn` has changed its batch, so that it cannot be called again on the batch."""
+
+
 class UnknownState(HealcoreError, TypeError):
     """A state that no driver supports; the message explains what to pass instead."""
 
@@ -261,9 +270,7 @@ class UnknownState(HealcoreError, TypeError):
 def trainer_limit(state: Any) -> float | None:
     """Max gradient norm of the trainer that owns an optimizer of the state, or None."""
     parts = state.values() if isinstance(state, Mapping) else ()
-    limits = [
-        getattr(part, "trainer_limit", None) for part in parts if hasattr(part, "attach_with")
-    ]
+    limits = [attribute(part, "trainer_limit") for part in parts if attribute(part, "attach_with")]
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -17,6 +17,7 @@ from healcore.runtime.cost import Cost
 from healcore.runtime.driver import check_engines
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.runtime.store.structure import attribute
 from healcore.torch import gradients, live_state
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of
@@ -205,7 +206,7 @@ class TorchDriver:
         by-products of their losses (a frozen discriminator, the first stage of a fine-tuning).
         They need no checkpoint if no loss and no backward pass follows the last step.
         """
-        if any(getattr(item, "mid_accumulation", False) for item in self._state.values()):
+        if any(attribute(item, "mid_accumulation") for item in self._state.values()):
             return False
         pending = [each for each in self._accumulations if each.in_progress]
         if patience is not None and not self._within_a_step:
@@ -408,7 +409,8 @@ class TorchDriver:
     def _warn_of_missing_scalers(self) -> None:
         for name, healing in self.healings.items():
             dropped = healing.hooks.measurer.dropped
-            if dropped.found_scaler and not any(v is dropped.scaler for v in self._state.values()):
+            saved = live_state.saved_scalers(self._state)
+            if dropped.found_scaler and not any(each is dropped.scaler for each in saved):
                 self.warnings.append(
                     f'a GradScaler that is not in the state steps "{name}": its scale is neither '
                     'saved nor rolled back; add it, as in state={..., "scaler": scaler}'

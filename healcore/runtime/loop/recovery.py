@@ -94,8 +94,7 @@ class Recovery:
             learning_rate=self._rate_in_force,
             meter=self.meter,
         )
-        compares = self.dominance.is_enabled
-        self._evidence = Evidence(policy, driver, ranks, ledger, log, compares=compares)
+        self._evidence = Evidence(policy, driver, ranks, ledger, log, self.dominance)
         self._rate_checked = policy.observes
 
     @property

@@ -207,6 +207,10 @@ def _resume(loop: Loop[CheckpointSaver]) -> None:
     if damaged:
         which = "; ".join(f"{at} ({e.file} {e.difference})" for at, e in sorted(damaged.items()))
         loop.log.warning(f"checkpoints newer than {step} are damaged: {which}")
+    newest = max([*damaged, *(saved.step for saved in saves)])
+    if newest > step:
+        lost = f"{newest - step} steps up to checkpoint {newest}"
+        loop.warn(f"the run resumes at step {step}: {lost} are lost, and trained again")
 
 
 def _skip_raising_batches(loop: Loop[CheckpointSaver]) -> None:

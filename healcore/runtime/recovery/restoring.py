@@ -56,6 +56,7 @@ from healcore.runtime.store.background import Background
 from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
+from healcore.runtime.store.structure import attribute
 
 T = TypeVar("T")
 HEALING_SCHEMA = 2
@@ -416,7 +417,7 @@ class Restorer:
             f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of ranks '
             f"is {self.ranks.world} now"
             for name, item in self.driver.items().items()
-            if getattr(item, "per_rank", False)
+            if attribute(item, "per_rank")
         ]
         if any(_batches(each) != _batches(first) for each in parts[:saved_by]):
             wrong.append(f"its {saved_by} ranks were at different batches of their loaders")
