@@ -53,6 +53,10 @@ class Generators(Protocol):
         ...
 
 
+class WeightsChanged(Exception):
+    """The run has added, removed, frozen or resized parameters since a copy of its weights."""
+
+
 def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
     """Raises StateError unless all names in `engines` are engines of the run, `present`."""
     known = list(present)
@@ -181,6 +185,9 @@ class Driver(Protocol):
             loss_fn: the user's function of a batch, or of state and batch if the state is a value.
             batches: batches as the loop receives them.
             weights: result of `copy_weights`, or None for the current weights. Buffers stay.
+
+        Raises:
+            WeightsChanged: `weights` is a copy of other parameters. `loss_fn` was not called.
         """
         ...
 

@@ -25,7 +25,7 @@ from healcore.jax.optax_states import (
 )
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.cost import Cost
-from healcore.runtime.driver import json_setting
+from healcore.runtime.driver import WeightsChanged, json_setting
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 
@@ -267,6 +267,11 @@ class JaxDriver:
         weights: Mapping[str, Any],
         read: Callable[[Any], Any],
     ) -> list[Any]:
+        if weights and any(
+            getattr(weights.get(name), "shape", None) != leaf.shape
+            for name, leaf in self._weights().items()
+        ):
+            raise WeightsChanged
         live, in_place = self._live.read(), self._live.in_place
         state = _with(live, weights)
         try:

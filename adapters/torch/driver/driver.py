@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -271,7 +271,7 @@ class TorchDriver:
         found = [p for p, norm in zip(params, norms, strict=True) if not norm.isfinite()]
         return parameter_names(self._state, found)
 
-    def copy_weights(self) -> list[Tensor]:
+    def copy_weights(self) -> dict[int, Tensor]:
         """See `LossEvaluation.copy_weights`."""
         return self._evaluation.copy_weights()
 
@@ -279,7 +279,7 @@ class TorchDriver:
         self,
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
-        weights: Sequence[Tensor] | None = None,
+        weights: Mapping[int, Tensor] | None = None,
     ) -> list[float]:
         """See `Driver.losses_of`."""
         return self._evaluation.losses_of(loss_fn, batches, weights)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from healcore.core.engine import StateError
@@ -56,9 +56,12 @@ from healcore.runtime.store import (
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.memory import WHERE
+from healcore.runtime.store.protocol import Fitting
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
 
 T = TypeVar("T")
+_SHOWN = 6
+"""Max names in the line about parts that a rollback does not restore."""
 HEALING_SCHEMA = 2
 """Version of healcore's part of a checkpoint, see `Restorer.contents`."""
 
@@ -91,8 +94,6 @@ class Restorer:
     """Step of the snapshot or checkpoint that this process started from, or None before."""
     damage: list[CheckpointDamaged] = field(default_factory=list, init=False)
     """Errors of damaged checkpoints, as this process has found them."""
-    unfit: list[StateMismatch] = field(default_factory=list, init=False)
-    """Errors of checkpoints that do not fit the state and that `resume` passed over."""
     journal_outdated: bool = field(default=False, init=False)
     """Whether the last write of the journal failed; the next save tries again."""
     _executor: Background = field(
@@ -125,10 +126,10 @@ class Restorer:
         self.checkpoints.wait()
         self.checkpoints.verify_due(self.ledger, before=rollback.onset)
         self.find_damage()
-        last = self.journal.state.rollback
+        last, kept = self.journal.state.rollback, list[str]()
         try:
             self._make_plan(rollback, step)
-            host = self._apply_plan(rollback, now=step)
+            host = self._apply_plan(rollback, now=step, kept=kept)
         except StoreError:
             rollback.status, self.journal.state.rollback = Status.DECLINED, last
             self.write_journal(step)  # so that the next start does not carry out the plan
@@ -137,6 +138,13 @@ class Restorer:
         if host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(host)
         self._record_applied(rollback)
+        if kept:
+            more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
+            self.log.problem(
+                step,
+                f"the parameters have changed since checkpoint {rollback.target}, which does not "
+                f"have these parts; they stay as they are: {', '.join(kept[:_SHOWN])}{more}",
+            )
         return moved
 
     def _make_plan(self, rollback: Rollback, step: int) -> None:
@@ -197,8 +205,14 @@ class Restorer:
         rate = 1.0 if rollback.lr is None else rollback.lr
         return rate * float(min(scales, default=1.0))
 
-    def _apply_plan(self, plan: Rollback, *, now: int) -> HostParts | None:
-        """Quarantines, restores and loads. Repeating it has the same result."""
+    def _apply_plan(
+        self, plan: Rollback, *, now: int, kept: list[str] | None = None
+    ) -> HostParts | None:
+        """Quarantines, restores and loads. Repeating it has the same result.
+
+        `kept` receives the names of parts that the checkpoint does not fit, which stay as they
+        are. With None such a checkpoint raises StateMismatch.
+        """
         engine = self.policy.engine
 
         def load(result: RestoreResult, saved: _Content) -> tuple[HostParts | None, dict[str, Any]]:
@@ -217,7 +231,7 @@ class Restorer:
             return host, {"target": result.step, **applied}
 
         self.checkpoints.quarantine(plan.quarantine, now=now)
-        (host, applied), saved = self._load_first_intact(plan.candidates, load, now)
+        (host, applied), saved = self._load_first_intact(plan.candidates, load, now, kept)
         for name, value in applied.items():
             setattr(plan, name, value)
         self.checkpoints.quarantine(_steps_after(self.saves(), plan.target), now=now)
@@ -256,27 +270,9 @@ class Restorer:
         """Resumes from the first intact checkpoint of `order`, steps in descending order.
 
         Returns the step, and the argument of `HostState.put_back` for when the loop has a loader.
-        Raises NoGoodCheckpoint without an intact checkpoint, and StateMismatch for another state.
-        A single process first tries older checkpoints, see `unfit`.
+        Raises NoGoodCheckpoint without an intact checkpoint, and StateMismatch for another state:
+        an older checkpoint that fits would lose the steps since then.
         """
-        try:
-            return self._resume(order)
-        except StateMismatch as error:
-            step = order[0] if error.step is None else error.step
-            error = StateMismatch(step, error.differences, self._where())
-            older = order[order.index(step) + 1 :]
-            if not older or self.ranks.world > 1:
-                raise error from None
-            self.unfit.append(error)
-        try:
-            return self.resume(older)
-        except (StateMismatch, NoGoodCheckpoint):
-            raise self.unfit[0] from None
-
-    def _where(self) -> str:
-        return "" if self.journal.path is None else str(self.journal.path.parent)
-
-    def _resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
         last, live = self.journal.state.rollback, {}
         if last is not None:
             live, _ = compatible(self.policy.engine, last.engines)
@@ -296,7 +292,11 @@ class Restorer:
                 reset = self._resets(last)
             return result.step, self._load_state(result, saved, engines, reset=reset)
 
-        (step, host_state), saved = self._load_first_intact(order, load)
+        try:
+            (step, host_state), saved = self._load_first_intact(order, load)
+        except StateMismatch as error:
+            where = "" if self.journal.path is None else str(self.journal.path.parent)
+            raise replace(error, where=where) from None
         ledger, forward = saved.ledger, {}
         if last is not None and step <= last.target:
             of_journal, forward = self.journal.state.ledger, last.forward
@@ -328,7 +328,11 @@ class Restorer:
         self.checkpoints.log_damage(error)
 
     def _load_first_intact(
-        self, order: Sequence[int], load: Callable[[RestoreResult, _Content], T], now: int = -1
+        self,
+        order: Sequence[int],
+        load: Callable[[RestoreResult, _Content], T],
+        now: int = -1,
+        kept: list[str] | None = None,
     ) -> tuple[T, _Content]:
         """Returns the result of `load` for the first checkpoint that all ranks can load.
 
@@ -337,7 +341,7 @@ class Restorer:
         """
         left, problem = list(order), "there is none"
         while left:
-            result = self._restore(left)
+            result = self._restore(left, kept)
             loaded = failure = None
             try:
                 saved = on_each(self.ranks, lambda each=result: self._checked_content(each))
@@ -365,9 +369,12 @@ class Restorer:
             left = left[left.index(result.step) + 1 :]
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} can be loaded: {problem}")
 
-    def _restore(self, order: Sequence[int]) -> RestoreResult:
+    def _restore(self, order: Sequence[int], kept: list[str] | None) -> RestoreResult:
         """Reads the first checkpoint that is intact on every rank; copies in memory may differ."""
         store, like = self.checkpoints.store, self._items()
+        if kept is not None:
+            like = Fitting(like, kept)
+            kept.clear()
         if self.ranks.world == 1:
             return restore_first_intact(store, order, like, self._log_damage)
         for step in order:
