@@ -53,6 +53,10 @@ class Generators(Protocol):
         ...
 
 
+SAMPLE = 64
+"""Values of each parameter in `Driver.weights_digest`."""
+
+
 class WeightsChanged(Exception):
     """The run has added, removed, frozen or resized parameters since a copy of its weights."""
 
@@ -171,6 +175,10 @@ class Driver(Protocol):
 
         Each rank copies its shards of sharded parameters.
         """
+        ...
+
+    def weights_digest(self) -> str:
+        """Digest of a sample of each trainable parameter, the same in every process."""
         ...
 
     def losses_of(

@@ -143,8 +143,9 @@ class TorchDriver:
 
     def moments_obstacle(self) -> str:
         """See `Driver.moments_obstacle`."""
-        obstacles = [moments_obstacle(h.optimizer) for h in self.healings.values()]
-        return next(filter(None, obstacles), "")
+        return next(
+            filter(None, (moments_obstacle(h.optimizer) for h in self.healings.values())), ""
+        )
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """Optimizer name -> state of its engine, JSON-safe. A sync on an accelerator."""
@@ -275,11 +276,12 @@ class TorchDriver:
         """See `LossEvaluation.copy_weights`."""
         return self._evaluation.copy_weights()
 
+    def weights_digest(self) -> str:
+        """See `Driver.weights_digest`. One sync per parameter on an accelerator."""
+        return self._evaluation.weights_digest()
+
     def losses_of(
-        self,
-        loss_fn: Callable[..., Any],
-        batches: Iterable[Any],
-        weights: Mapping[int, Tensor] | None = None,
+        self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None
     ) -> list[float]:
         """See `Driver.losses_of`."""
         return self._evaluation.losses_of(loss_fn, batches, weights)

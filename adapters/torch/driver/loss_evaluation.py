@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from healcore.runtime.driver import WeightsChanged
+from healcore.runtime.driver import SAMPLE, WeightsChanged
 from healcore.torch import gradients
 from healcore.torch.healing import Healing
 from healcore.torch.live_state import RngState
@@ -32,6 +34,16 @@ class LossEvaluation:
         On the host, so that an accelerator's memory holds only one set of weights.
         """
         return {key: part.detach().to("cpu", copy=True) for key, part in self._trainable().items()}
+
+    def weights_digest(self) -> str:
+        """See `Driver.weights_digest`. Parameters without data (lazy, meta) do not count."""
+        found = hashlib.blake2b(digest_size=8)
+        for part in self._trainable().values():
+            if not (is_lazy(part) or part.is_meta):
+                flat = part.detach().reshape(-1)
+                sample = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].to("cpu", copy=True)
+                found.update(bytes(sample.view(torch.uint8).numpy()))
+        return found.hexdigest()
 
     def losses_of(
         self,

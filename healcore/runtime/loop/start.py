@@ -126,7 +126,7 @@ def begin(
         batch=settings.batch(loop.ranks.world),
     )
     loop.log.info(line)
-    if change is not None and any(change):
+    if change is not None and str(change):
         loop.warn(
             f"other settings than at the start of this run (saved -> given): {change}. To train "
             "with new settings from the start, pass an empty directory"
