@@ -84,6 +84,7 @@ class TorchDriver:
         """Whether a loss was observed since the last step of any optimizer."""
         self._statistics = BatchStatistics(self._state, self.healings)
         self._evaluation = LossEvaluation(self._state, self.healings)
+        self.weights_digest = self._evaluation.weights_digest
         self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None
         self._wants_vote = False
@@ -275,10 +276,6 @@ class TorchDriver:
     def copy_weights(self) -> dict[int, Tensor]:
         """See `LossEvaluation.copy_weights`."""
         return self._evaluation.copy_weights()
-
-    def weights_digest(self) -> str:
-        """See `Driver.weights_digest`. One sync per parameter on an accelerator."""
-        return self._evaluation.weights_digest()
 
     def losses_of(
         self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from itertools import chain, zip_longest
@@ -31,20 +32,18 @@ def missing_groups(name: str, saved: Mapping[str, str], live: Mapping[str, str])
 
 def fitted(name: str, saved: Any, live: Any, identities: tuple[Any, Any], kept: list[str]) -> Any:
     """See `Copier.fitted`."""
-    if isinstance(live, Optimizer):
+    if isinstance(live, Optimizer) and identities[0] is not None:
         return _fitted_optimizer(name, saved, unwrapped(live), identities, kept)
-    if isinstance(live, nn.Module):
-        own = live.state_dict()
-        kept += [f"{name}.{key}" for key in own if key not in saved]
-        fits = {k: _fitted(f"{name}.{k}", saved.get(k, v), v, kept) for k, v in own.items()}
-        return saved if own.keys() == saved.keys() and _same(fits, saved) else fits
     if is_scheduler(live):  # a list has one value for each group
         own = live.state_dict().items()
         return {**saved, **{k: v for k, v in own if _length(v) != _length(saved.get(k))}}
-    if hasattr(live, "load_state_dict"):
-        return saved
-    fits = _fitted(name, saved, live, kept)
-    return saved if _same(fits, saved) else fits
+    if isinstance(live, nn.Module):
+        own = live.state_dict()
+        found = _fitted(name, saved, own, kept)
+        for key in found.keys() - own.keys():
+            del found[key]
+        return found
+    return saved if hasattr(live, "load_state_dict") else _fitted(name, saved, live, kept)
 
 
 def _fitted(name: str, saved: Any, live: Any, kept: list[str]) -> Any:
@@ -53,15 +52,12 @@ def _fitted(name: str, saved: Any, live: Any, kept: list[str]) -> Any:
         kept.append(name)
         return live
     if isinstance(live, Mapping) and isinstance(saved, Mapping):
-        both = {k: v for k, v in live.items() if k in saved or isinstance(v, Tensor)}
-        fits = {k: _fitted(f"{name}.{k}", saved.get(k), v, kept) for k, v in both.items()}
-        return saved if _same(fits, saved) else {**saved, **fits}
+        found = copy.copy(saved)  # keeps the type, and the versions of modules
+        for key, part in live.items():
+            if key in saved or isinstance(part, Tensor):
+                found[key] = _fitted(f"{name}.{key}", saved.get(key), part, kept)  # type: ignore[index]
+        return found
     return saved
-
-
-def _same(fits: Any, saved: Any) -> bool:
-    pairs = ((v, saved.get(k)) for k, v in fits.items()) if isinstance(fits, Mapping) else ()
-    return fits is saved or (isinstance(fits, Mapping) and all(a is b for a, b in pairs))
 
 
 def _fitted_optimizer(
@@ -79,7 +75,7 @@ def _fitted_optimizer(
     own = live.state_dict()
     state = {n: own["state"].get(n) if k in unfit else moments[k] for n, k in enumerate(params)}
     groups = []
-    for group, names in zip_longest(own["param_groups"], now, fillvalue=()):
+    for group, names in zip_longest(own["param_groups"], now, fillvalue=[]):
         old = next((g for g, each in enumerate(was) if {*each} & {*names}), None)
         mine = {key: group[key] for key in ("params", "param_names") if key in group}
         groups.append(group if old is None else {**saved["param_groups"][old], **mine})
@@ -104,8 +100,8 @@ def _groups(identity: Mapping[str, str]) -> list[list[str]]:
         if found := re.fullmatch(r"parameter (\d+) of group (\d+)", place):
             path = key.partition("[")[2].removesuffix("]")
             groups.setdefault(int(found[2]), {})[int(found[1])] = path
-    in_order = [groups.get(g, {}) for g in range(max(groups, default=-1) + 1)]
-    return [[names[i] for i in sorted(names)] for names in in_order]
+    places = range(max(groups, default=-1) + 1)
+    return [[path for _, path in sorted(groups.get(g, {}).items())] for g in places]
 
 
 def _text(groups: list[list[str]]) -> str:

@@ -104,13 +104,7 @@ class TorchCopier(Copier):
         return arrays
 
     fitted = staticmethod(fitting.fitted)
-
-    def identity_differences(
-        self, name: str, saved: Mapping[str, str], live: Mapping[str, str]
-    ) -> list[str]:
-        """See `Copier.identity_differences`."""
-        missing = fitting.missing_groups(name, saved, live)
-        return missing or super().identity_differences(name, saved, live)
+    missing_groups = staticmethod(fitting.missing_groups)
 
     def fetch(
         self, name: str, tag: str, content: Any, arrays: Mapping[str, Tensor], live: Flat | None

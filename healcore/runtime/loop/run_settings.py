@@ -59,9 +59,11 @@ class SettingsChange(NamedTuple):
     """Whether the initial weights differ. Numbers of ranks that differ are not compared."""
 
     @property
-    def changes_model(self) -> bool:
-        """Whether the model of the run differs from the model that these settings would train."""
-        return bool(self.saved or self._training_changes)
+    def other_run(self) -> str:
+        """What makes the model differ from the model of the run, or an empty string."""
+        if self.saved or self._training_changes:
+            return f"that completed with other settings (saved -> given): {self}"
+        return "that completed and began with other weights than this program" * self.initial
 
     @property
     def _training_changes(self) -> list[str]:

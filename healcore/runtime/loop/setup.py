@@ -432,13 +432,9 @@ def _check_resume(
         )
     if ending != Ending.COMPLETED:
         return
-    own, which = store.root and _journals.get(store.root.resolve()), ""
-    if own and own.state.ending == Ending.COMPLETED:
-        which = "that this process has completed"
-    elif change and change.changes_model:
-        which = f"that completed with other settings (saved -> given): {change}"
-    elif change and change.initial:
-        which = "that completed, and whose initial weights differ from those of this program"
+    own = store.root and _journals.get(store.root.resolve())
+    completed_here = own and own.state.ending == Ending.COMPLETED
+    which = "that this process has completed" if completed_here else change and change.other_run
     if which:
         raise StoreNotEmpty(
             f"{where} holds a run {which}. Its last step is {newest}. Nothing was trained. Pass an "

@@ -94,6 +94,8 @@ class Restorer:
     """Step of the snapshot or checkpoint that this process started from, or None before."""
     damage: list[CheckpointDamaged] = field(default_factory=list, init=False)
     """Errors of damaged checkpoints, as this process has found them."""
+    kept: list[str] | None = field(default=None, init=False)
+    """Parts that the last rollback has not restored. None before: a start restores everything."""
     journal_outdated: bool = field(default=False, init=False)
     """Whether the last write of the journal failed; the next save tries again."""
     _executor: Background = field(
@@ -126,10 +128,10 @@ class Restorer:
         self.checkpoints.wait()
         self.checkpoints.verify_due(self.ledger, before=rollback.onset)
         self.find_damage()
-        last, kept = self.journal.state.rollback, list[str]()
+        last, self.kept = self.journal.state.rollback, []
         try:
             self._make_plan(rollback, step)
-            host = self._apply_plan(rollback, now=step, kept=kept)
+            host = self._apply_plan(rollback, now=step)
         except StoreError:
             rollback.status, self.journal.state.rollback = Status.DECLINED, last
             self.write_journal(step)  # so that the next start does not carry out the plan
@@ -138,13 +140,10 @@ class Restorer:
         if host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(host)
         self._record_applied(rollback)
-        if kept:
-            more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
-            self.log.problem(
-                step,
-                f"the parameters have changed since checkpoint {rollback.target}, which does not "
-                f"have these parts; they stay as they are: {', '.join(kept[:_SHOWN])}{more}",
-            )
+        if self.kept:
+            names = f"{', '.join(self.kept[:_SHOWN])}{', ...' if self.kept[_SHOWN:] else ''}"
+            problem = f"parts that checkpoint {rollback.target} lacks stay as they are: {names}"
+            self.log.problem(step, problem)
         return moved
 
     def _make_plan(self, rollback: Rollback, step: int) -> None:
@@ -205,14 +204,8 @@ class Restorer:
         rate = 1.0 if rollback.lr is None else rollback.lr
         return rate * float(min(scales, default=1.0))
 
-    def _apply_plan(
-        self, plan: Rollback, *, now: int, kept: list[str] | None = None
-    ) -> HostParts | None:
-        """Quarantines, restores and loads. Repeating it has the same result.
-
-        `kept` receives the names of parts that the checkpoint does not fit, which stay as they
-        are. With None such a checkpoint raises StateMismatch.
-        """
+    def _apply_plan(self, plan: Rollback, *, now: int) -> HostParts | None:
+        """Quarantines, restores and loads. Repeating it has the same result."""
         engine = self.policy.engine
 
         def load(result: RestoreResult, saved: _Content) -> tuple[HostParts | None, dict[str, Any]]:
@@ -231,7 +224,7 @@ class Restorer:
             return host, {"target": result.step, **applied}
 
         self.checkpoints.quarantine(plan.quarantine, now=now)
-        (host, applied), saved = self._load_first_intact(plan.candidates, load, now, kept)
+        (host, applied), saved = self._load_first_intact(plan.candidates, load, now)
         for name, value in applied.items():
             setattr(plan, name, value)
         self.checkpoints.quarantine(_steps_after(self.saves(), plan.target), now=now)
@@ -328,11 +321,7 @@ class Restorer:
         self.checkpoints.log_damage(error)
 
     def _load_first_intact(
-        self,
-        order: Sequence[int],
-        load: Callable[[RestoreResult, _Content], T],
-        now: int = -1,
-        kept: list[str] | None = None,
+        self, order: Sequence[int], load: Callable[[RestoreResult, _Content], T], now: int = -1
     ) -> tuple[T, _Content]:
         """Returns the result of `load` for the first checkpoint that all ranks can load.
 
@@ -341,7 +330,7 @@ class Restorer:
         """
         left, problem = list(order), "there is none"
         while left:
-            result = self._restore(left, kept)
+            result = self._restore(left)
             loaded = failure = None
             try:
                 saved = on_each(self.ranks, lambda each=result: self._checked_content(each))
@@ -369,12 +358,12 @@ class Restorer:
             left = left[left.index(result.step) + 1 :]
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} can be loaded: {problem}")
 
-    def _restore(self, order: Sequence[int], kept: list[str] | None) -> RestoreResult:
+    def _restore(self, order: Sequence[int]) -> RestoreResult:
         """Reads the first checkpoint that is intact on every rank; copies in memory may differ."""
         store, like = self.checkpoints.store, self._items()
-        if kept is not None:
-            like = Fitting(like, kept)
-            kept.clear()
+        if self.kept is not None:
+            self.kept = []
+            like = Fitting(like, self.kept)
         if self.ranks.world == 1:
             return restore_first_intact(store, order, like, self._log_damage)
         for step in order:

@@ -127,14 +127,14 @@ class Copier(ABC):
     ) -> dict[str, Any]:
         """Copies of the named arrays by name, on the devices of the live arrays."""
 
-    def identity_differences(
-        self, name: str, saved: Mapping[str, str], live: Mapping[str, str]
-    ) -> list[str]:
-        """Differences of the identities of an item, and what to write."""
-        return _differences(saved, live)
+    @staticmethod
+    def missing_groups(name: str, saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
+        """The groups that a live optimizer lacks, and what to write. Takes two identities."""
+        return []
 
+    @staticmethod
     def fitted(
-        self, name: str, saved: Any, live: Any, identities: tuple[Any, Any], kept: list[str]
+        name: str, saved: Any, live: Any, identities: tuple[Any, Any], kept: list[str]
     ) -> Any:
         """A saved value with the parts of `live` that it does not fit, whose names go to `kept`.
 
@@ -215,9 +215,8 @@ class Copier(ABC):
                 continue
             if is_stateful(entry):
                 if "identity" in entry and "identity" in saved[name]:
-                    wrong += self.identity_differences(
-                        name, saved[name]["identity"], entry["identity"]
-                    )
+                    pair = saved[name]["identity"], entry["identity"]
+                    wrong += self.missing_groups(name, *pair) or _differences(*pair)
             elif "leaves" in entry and "leaves" not in saved[name]:
                 wrong.append(f'"{name}" was an object with state_dict')
             else:
