@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,7 @@ class TorchDriver:
         """Whether a loss was observed since the last step of any optimizer."""
         self._statistics = BatchStatistics(self._state, self.healings)
         self._evaluation = LossEvaluation(self._state, self.healings)
+        self.weights_digest = self._evaluation.weights_digest
         self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None
         self._wants_vote = False
@@ -142,8 +143,9 @@ class TorchDriver:
 
     def moments_obstacle(self) -> str:
         """See `Driver.moments_obstacle`."""
-        obstacles = [moments_obstacle(h.optimizer) for h in self.healings.values()]
-        return next(filter(None, obstacles), "")
+        return next(
+            filter(None, (moments_obstacle(h.optimizer) for h in self.healings.values())), ""
+        )
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """Optimizer name -> state of its engine, JSON-safe. A sync on an accelerator."""
@@ -270,15 +272,12 @@ class TorchDriver:
         found = [p for p, norm in zip(params, norms, strict=True) if not norm.isfinite()]
         return parameter_names(self._state, found)
 
-    def copy_weights(self) -> list[Tensor]:
+    def copy_weights(self) -> dict[int, Tensor]:
         """See `LossEvaluation.copy_weights`."""
         return self._evaluation.copy_weights()
 
     def losses_of(
-        self,
-        loss_fn: Callable[..., Any],
-        batches: Iterable[Any],
-        weights: Sequence[Tensor] | None = None,
+        self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None
     ) -> list[float]:
         """See `Driver.losses_of`."""
         return self._evaluation.losses_of(loss_fn, batches, weights)

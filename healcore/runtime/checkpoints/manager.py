@@ -82,6 +82,8 @@ class CheckpointManager:
         self._deleted: deque[set[int]] = deque()
         self._in_memory_only: set[int] = set()
         """Steps of checkpoints that are not on disk because the disk was busy or failed."""
+        self._left_alone: set[int] = set()
+        """Steps of checkpoints that are newer than the checkpoint of the start."""
         self._logged_good: set[int] = set()
         self._nonfinite: dict[int, tuple[str, ...]] = {}
         self._pending_quarantine = PendingQuarantine(ranks)
@@ -108,8 +110,10 @@ class CheckpointManager:
         """The checkpoints; checkpoints of an abandoned branch count as quarantined."""
         return self._pending_quarantine.applied(self.store.steps())
 
-    def reload(self) -> None:
-        """Reads the store's listing again, after a start and after a rollback.
+    def reload(self, resumed: int | None = None) -> None:
+        """Reads the store's listing again, after a rollback, or after a start at step `resumed`.
+
+        Checkpoints newer than `resumed` are neither used nor deleted, until a save replaces them.
 
         Drops all findings so far: they are about steps that the rollback has undone.
         """
@@ -120,6 +124,9 @@ class CheckpointManager:
         except StoreError as error:
             saves = []
             self._log.problem(None, f"the checkpoints cannot be listed: {error}")
+        if resumed is not None:
+            self._left_alone = {saved.step for saved in saves if saved.step > resumed}
+        saves = [saved for saved in saves if saved.step not in self._left_alone]
         self.catalog.reset(saves)
         self._deleted.clear()
         self._logged_good = {s.step for s in saves if s.status == "good"}
@@ -164,6 +171,7 @@ class CheckpointManager:
             self._save_failed(step, error)
             return
         self._saved_once = True
+        self._left_alone.discard(step)
         self.restart_points.keep(step)
         self.restart_points.delete_older(step)
         self.unsaved.discard(step)

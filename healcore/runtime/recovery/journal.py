@@ -61,6 +61,7 @@ class _Settings:
     saved: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)
     policy: str = ""
+    initial: str = ""
     batch_sizes: dict[str, int] = field(default_factory=dict)
 
 
