@@ -18,7 +18,7 @@ from healcore.core.engine import Engine, EngineState, StateError, neutral
 from healcore.core.engine.alerts import signal_numbers
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
-from healcore.core.verdict import Action, Decision
+from healcore.core.verdict import Decision
 from healcore.jax import namespace, state_layout
 from healcore.jax.compilation import compiled, standard_promotion
 from healcore.jax.gradients import is_gradient
@@ -134,10 +134,7 @@ def _judge(
     template = neutral(groups=None if decision.group_scale is None else 1)
     decision = tree.map_leaves(_as_own_buffer, template, decision)
     header = state_layout.header(state.heal_ints)
-    # A soft step needs no host action, and must not evict a record of one from the ring buffer.
-    action = new.last.decision.action
-    action = action & ~int(Action.SOFT_STEP) if engine.softens else action
-    ordered = (action != 0) & (new.step > old.step)
+    ordered = (new.last.decision.action != 0) & (new.step > old.step)
     if signals.loss is not None:
         header = header._replace(loss_seen=header.loss_seen | jnp.isfinite(signals.loss))
     places = state_layout.places(state.heal_records, new.step, header.orders, ordered)

@@ -23,7 +23,7 @@ from healcore.core.engine.alerts import SIGNALS, unpack_signals
 from healcore.core.signals import Signals
 from healcore.core.step_record import StepRecord
 
-SCHEMA = 6
+SCHEMA = 7
 """Version of this layout."""
 STEPS = 32
 """Default size of the first ring buffer, in steps."""

@@ -72,8 +72,7 @@ def heal(
             `healcore.policy.Overrides`.
 
     Raises:
-        ValueError: the policy has `soft_step` or `update_clip`, which need `protect`; or `on_skip`
-            is unknown.
+        ValueError: the policy has `update_clip`, which needs `protect`; or `on_skip` is unknown.
 
     Returns:
         A transformation. Its `update` takes these optional keywords: `value` (loss, 0-d floating),
@@ -100,9 +99,9 @@ def heal(
     check_keywords(heal, overrides)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
-    if (engine.softens or engine.clips_updates) and engine.mode != "observe":
+    if engine.clips_updates and engine.mode != "observe":
         raise ValueError(
-            "soft_step and [update_clip] scale this step's update, which heal() cannot change, "
+            "[update_clip] scales this step's update, which heal() cannot change, "
             "because it precedes the optimizer in a chain: write protect(optimizer, policy)"
         )
     return _transformation(engine, on_skip, axes, check_records(records))

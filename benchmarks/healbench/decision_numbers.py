@@ -51,7 +51,6 @@ SHARED = {
 INERT = {
     "max_skips": "no rule of the policy skips a finite step",
     "lr.floor": "no rule of the policy cuts the learning rate",
-    "lr.soft_step": "no rule of the policy orders a soft step",
     "lr.hold_steps": "a limit holds and ramps to the same rate",
     "lr.ramp_steps": "a limit holds and ramps to the same rate",
     "lr.ceiling": "only whether it is above 0",

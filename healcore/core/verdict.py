@@ -41,8 +41,6 @@ class Action(enum.IntFlag):
     STOP = 8
     CUT_LR = 16
     """The LR multiplier was cut at this step; `Decision.lr_scale` includes the cut."""
-    SOFT_STEP = 32
-    """Only this step is scaled down; `Decision.lr_scale` includes the factor."""
 
 
 def names(flags: int) -> list[str]:

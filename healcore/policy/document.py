@@ -70,8 +70,8 @@ class Policy(Table):
     mode: Mode = "heal"
     """`observe` judges everything and changes nothing."""
     max_skips: StepsOrZero = EngineConfig().max_skips
-    """Limit of consecutive finite steps that are skipped or softened. Then steps are only
-    clipped, until a step without an alarm."""
+    """Limit of consecutive finite steps that are skipped. Then steps are only clipped, until a
+    step without an alarm."""
     grace_steps: StepsOrZero = EngineConfig().grace_steps
     """Steps after an expected change (`expect_change()`) in which only NaN and Inf are alarms."""
     clip: Clip = NoClip()

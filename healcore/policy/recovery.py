@@ -65,7 +65,7 @@ class Rollback(Table):
 
 
 class Lr(Table):
-    """Cuts of the learning rate, the ramp to exactly 1 or to the ceiling, and soft steps."""
+    """Cuts of the learning rate, the ramp to exactly 1 or to the ceiling."""
 
     core = LrConfig
     rules = (AtMost("floor", "factor", "larger", "a larger floor would limit the first cut"),)
@@ -75,8 +75,6 @@ class Lr(Table):
     hold_steps: StepsOrZero = _lr.hold_steps
     ramp_steps: StepsOrZero = _lr.ramp_steps
     ceiling: Annotated[float, number(least=0, most=1)] = _lr.ceiling
-    soft_step: Fraction = _lr.soft_step
-    """Factor on the update of one step with the action `soft_step`."""
     reset_moments: OnOff = _lr.reset_moments
     """A cut also resets the optimizer's moments and the counters of their bias correction."""
 

@@ -120,7 +120,7 @@ def test_it_replays_the_same_in_jax(name, run):
 # Together they have every detector, every clip and every mode; each is seconds of XLA.
 COVERING = (
     "default", "self-healing-trl-aggressive", "levanter-skip", "axolotl-watchdog", "observe",
-    "adagc", "autoclip", "axlearn-skip", "levanter-clip-update", "llmc-soft-step",
+    "adagc", "autoclip", "axlearn-skip", "levanter-clip-update",
     "pretraining",
 )  # fmt: skip
 

@@ -69,13 +69,12 @@ RULES_OF_ALL_KINDS = (
     RuleConfig(_SPIKES, action=int(Action.ROLLBACK | Action.CUT_LR), sustained=True),
     RuleConfig(int(Cause.DIVERGENCE), action=int(Action.ROLLBACK | Action.SAVE)),
     RuleConfig(int(Cause.UPDATE_SPIKE), action=int(Action.CUT_LR), count=2, within=7),
-    RuleConfig(int(Cause.UPDATE_SPIKE | Cause.LOSS_SPIKE), action=int(Action.SOFT_STEP)),
     RuleConfig(int(Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING), action=int(Action.ALERT)),
     RuleConfig(int(Cause.GRAD_VANISHING), action=int(Action.STOP), consecutive=9),
     RuleConfig(int(Cause.INSTABILITY), action=int(Action.ROLLBACK | Action.CUT_LR)),
     RuleConfig(int(Cause.RECORDS), action=int(Action.ROLLBACK | Action.CUT_LR)),
 )
-"""Skips, soft steps, rollbacks, cuts, alerts, stops; at once, in a row, in a window, sustained."""
+"""Skips, rollbacks, cuts, alerts, stops; at once, in a row, in a window, sustained."""
 
 
 def full(clip: str | None = "zclip", *, mode: str = "heal", **changes: Any) -> EngineConfig:
@@ -96,7 +95,6 @@ def full(clip: str | None = "zclip", *, mode: str = "heal", **changes: Any) -> E
             floor=0.2,
             hold_steps=7,
             ramp_steps=13,
-            soft_step=0.125,
             ceiling=0.0 if clip in (None, "zclip") else 0.625,
         ),
         budget=BudgetConfig(recoveries=4, lr_cuts=5, refund_after=40),

@@ -37,11 +37,6 @@ CUT_LR = SKIP._replace(
     lr=LrConfig(factor=0.5, floor=0.1, hold_steps=4, ramp_steps=4),
 )
 
-SOFT = SKIP._replace(
-    rules=(RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.SOFT_STEP)),),
-    lr=LrConfig(soft_step=0.25),
-)
-
 UPDATES = EngineConfig(
     detectors=(("update_spike", UpdateSpikeConfig(window=WARMUP)),),
     rules=(RuleConfig(int(Cause.UPDATE_SPIKE), skip=True),),

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from healcore.jax import heal, last_decision, protect
+from healcore.jax import last_decision, protect
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, differs
 
@@ -177,25 +177,6 @@ def test_the_lr_is_cut_in_the_same_run_and_comes_back_to_exactly_one():
     assert min(scales) == 0.5
     assert scales[-1] == 1.0
     np.testing.assert_array_equal(steps, [-s if i != 1 else 0.0 for i, s in enumerate(scales)])
-
-
-def test_a_soft_step_is_exactly_a_fraction_of_the_update():
-    healed, plain = protect(optax.adamw(1e-2), policies.SOFT), optax.adamw(1e-2)
-    params = jnp.asarray([1.0, -2.0])
-    state, other = healed.init(params), plain.init(params)
-    update = jax.jit(healed.update)
-    for g in [1.0, 1.1, 0.9, 1.0, 1e3, 1.0]:
-        ours, state = update(jnp.full(2, g), state, params)
-        theirs, other = plain.update(jnp.full(2, g), other, params)
-        share = 0.25 if g == 1e3 else 1.0
-        np.testing.assert_allclose(ours, share * np.asarray(theirs), rtol=1e-6)
-        assert float(last_decision(state).lr_scale) == share
-        np.testing.assert_allclose(state.inner_state[0].mu, other[0].mu, rtol=1e-6)
-
-
-def test_a_soft_step_takes_protect():
-    with pytest.raises(ValueError, match="protect"):
-        heal(policies.SOFT)
 
 
 def test_an_update_spike_is_seen_one_step_later():

@@ -32,14 +32,6 @@ CUTS = Engine(
 )
 """Halves the learning rate after every non-finite step."""
 
-SOFTENS = Engine(
-    _SKIP._replace(
-        rules=(RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.SOFT_STEP)),),
-        lr=LrConfig(soft_step=0.25),
-    )
-)
-"""A quarter of a step for every finite spike."""
-
 CLIPS_UPDATES = Engine(
     _SKIP._replace(
         update_clip=UpdateClipConfig(warmup_steps=4), detectors=(("nonfinite", NonFiniteConfig()),)

@@ -78,8 +78,7 @@ def test_a_policy_by_name_object_or_engine(policy: Any):
     ("given", "policy", "message"),
     [
         (SGD([Parameter(torch.ones(2, device="meta"))]), policies.SKIPS, "meta device"),
-        (LBFGS([Parameter(torch.ones(1))]), policies.SOFTENS, "LBFGS reads its learning rate"),
-        (LBFGS([Parameter(torch.ones(1))]), policies.CLIPS_UPDATES, "LBFGS"),
+        (LBFGS([Parameter(torch.ones(1))]), policies.CLIPS_UPDATES, "LBFGS reads its learning"),
         (optimizer(), "no_such_policy", "no_such_policy"),
     ],
 )

@@ -51,25 +51,6 @@ def test_a_cut_scales_the_update_of_every_group(where: Where, fused: bool, as_te
 
 
 @host_and_device
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_soft_step_is_exactly_a_fraction_of_one_update(where: Where, fused: bool):
-    healed, plain = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
-    ours = SGD([healed], lr=1.0, momentum=0.5, fused=fused)
-    theirs = SGD([plain], lr=1.0, momentum=0.5, fused=fused)
-    attach(ours, policies.SOFTENS, engine=where)
-    for g in [1.0, 1.5, 0.5, 1.0, 1024.0, 1.0]:
-        before = healed.item(), plain.item()
-        for p, optimizer in ((healed, ours), (plain, theirs)):
-            p.grad = torch.full((1,), g)
-            optimizer.step()
-        share = 0.25 if g == 1024.0 else 1.0
-        assert healed.item() - before[0] == share * (plain.item() - before[1])
-        buffers = [o.state[p]["momentum_buffer"] for o, p in ((ours, healed), (theirs, plain))]
-        assert torch.equal(*buffers)
-        assert ours.param_groups[0]["lr"] == 1.0
-
-
-@host_and_device
 def test_a_scheduler_never_sees_the_cut(where: Where):
     rates = []
     for healing in (True, False):

@@ -200,7 +200,7 @@ class UpdateClipConfig(NamedTuple):
     ) -> tuple[UpdateClipState, Any]:
         """Judges the norm of one update, then learns it; returns the new state and the factor.
 
-        Where `learn` is false (a skipped or soft step) the update is judged but not learnt. A
+        Where `learn` is false (a skipped step) the update is judged but not learnt. A
         non-finite update is not learnt, and its factor is 1.
         """
         seen = observe(Signals(grad_norm=norm), state.restart, xp=xp)

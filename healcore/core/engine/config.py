@@ -51,7 +51,7 @@ class RollbackConfig(NamedTuple):
 
 
 class LrConfig(NamedTuple):
-    """Cuts of the learning rate, the ramp after a cut, and soft steps."""
+    """Cuts of the learning rate, and the ramp after a cut."""
 
     factor: Any = 0.5
     """Factor of one cut, in (0, 1)."""
@@ -64,8 +64,6 @@ class LrConfig(NamedTuple):
     ceiling: Any = 0.0
     """Upper limit of the ramp as a fraction of the rate at the cut; long health raises it. With 0
     the ramp ends at the full schedule, even if that rate broke the run."""
-    soft_step: Any = 0.1
-    """Factor on the update of a step with SOFT_STEP, in (0, 1)."""
     reset_moments: bool = False
     """Whether the adapters reset the optimizer's moments at a cut. Static."""
 
@@ -98,6 +96,6 @@ class EngineConfig(NamedTuple):
     lr: LrConfig = LrConfig()
     budget: BudgetConfig = BudgetConfig()
     max_skips: Any = 10
-    """Limit of consecutive finite steps skipped or softened; a step without an alarm resets it."""
+    """Limit of consecutive finite steps skipped; a step without an alarm resets it."""
     grace_steps: Any = 50
     """Steps after an expected change in which only non-finite values are alarms."""

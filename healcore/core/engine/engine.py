@@ -101,11 +101,6 @@ class Engine:
         """Whether the host may limit the learning rate at a rollback, see `limit_lr`."""
         return self._may_order(Action.ROLLBACK) and self._has_ceiling
 
-    @cached_property
-    def softens(self) -> bool:
-        """Whether a rule can order a soft step."""
-        return self._may_order(Action.SOFT_STEP)
-
     @property
     def resets_moments(self) -> bool:
         """Whether a cut of the learning rate resets the optimizer's moments."""
@@ -114,7 +109,7 @@ class Engine:
     @property
     def scales_lr(self) -> bool:
         """Whether `Decision.lr_scale` can differ from 1."""
-        return self.cuts_lr or self.softens or self.allows_lr_limit
+        return self.cuts_lr or self.allows_lr_limit
 
     @cached_property
     def limits_lr(self) -> bool:
@@ -208,11 +203,10 @@ class Engine:
         """
         assert self.config.update_clip is not None, "the policy has no update_clip"
         not_applied = skipped | state.last.decision.skip  # in observe mode the order counts too
-        learn = ~not_applied
-        if self.softens:
-            learn = learn & ((state.last.decision.action & int(Action.SOFT_STEP)) == 0)
         with _silent(xp):
-            clip, scale = self.config.update_clip.update(state.update_clip, norm, learn, xp=xp)
+            clip, scale = self.config.update_clip.update(
+                state.update_clip, norm, ~not_applied, xp=xp
+            )
         clip = clip._replace(scale=xp.where(not_applied, 1.0, clip.scale))
         unchanged = not_applied | True if self.mode == "observe" else not_applied
         return state._replace(update_clip=clip), xp.where(unchanged, 1.0, scale)

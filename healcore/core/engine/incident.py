@@ -22,7 +22,7 @@ from healcore.core import numerics
 from healcore.core.engine.config import BudgetConfig, EngineConfig
 from healcore.core.verdict import NONFINITE, Action
 
-ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
+ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
 """Actions that change the run."""
 
 _NONFINITE = int(NONFINITE)

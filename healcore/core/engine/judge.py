@@ -37,19 +37,15 @@ def judge(
     rule_states, fired = run_rules(config, state.rules, alarmed, sustained, state.step, xp=xp)
 
     never = cause != cause  # false, with the batch's shape
-    skips, skip, soft = rules.limit_skips(
+    skips, skip = rules.limit_skips(
         config.max_skips,
         state.skips,
         _any([f.fired for rule, f in fired if rule.skip], never),
-        _softened(fired, never),
         seen,
         xp=xp,
     )
     skip = numerics.shared(skip, xp=xp)
     learn = seen.finite & ~skip
-    if soft is not None:
-        soft = numerics.shared(soft, xp=xp)
-        learn = learn & ~soft
     clip_state, clip = _clip(config, state, seen, learn, xp=xp)
 
     incidents, budget, orders = incident.update(
@@ -83,17 +79,11 @@ def judge(
             | flag(orders.alert, Action.ALERT, xp=xp)
         )
 
-    lr_scale = lr_state.scale
-    if soft is not None:
-        action = action | flag(soft, Action.SOFT_STEP, xp=xp)
-        soft_scale = numerics.product(config.lr.soft_step, lr_scale, xp=xp)
-        lr_scale = xp.where(soft, soft_scale, lr_scale)
-
     grad_scale, group_scale, clipped = _scales(clip, skip, lr_state.scale, xp=xp)
     ordered = Decision(
         grad_scale=grad_scale,
         skip=skip,
-        lr_scale=lr_scale,
+        lr_scale=lr_state.scale,
         action=action,
         cause=cause,
         rollback_depth=orders.depth,
@@ -239,12 +229,6 @@ def _telemetry(
     if ordered.group_scale is None and last.decision.group_scale is not None:
         ordered = ordered._replace(group_scale=last.decision.group_scale)
     return Telemetry(ordered, loss, norm, threshold, z, z_loss)
-
-
-def _softened(fired: list[tuple[RuleConfig, rules.Firing]], never: Any) -> Any | None:
-    """Whether a rule orders a soft step, or None if no rule of the policy can."""
-    soft_steps = [f.fired for rule, f in fired if rule.action & Action.SOFT_STEP]
-    return _any(soft_steps, never) if soft_steps else None
 
 
 def _any(flags: list[Any], never: Any) -> Any:

@@ -1,4 +1,4 @@
-"""When a rule fires, and which steps are skipped or soft.
+"""When a rule fires, and which steps are skipped.
 
 A rule fires at once, on sustained alarms, after n hits in a row, or after several hits within a
 window. The window is needed because a run in which every other step is NaN never has ten hits in a
@@ -69,32 +69,25 @@ def update(
 
 
 def limit_skips(
-    max_skips: Any, streak: Any, wished: Any, softened: Any | None, seen: Observed, *, xp: Any
-) -> tuple[Any, Any, Any | None]:
-    """Decides which steps are skipped or soft, at most `max_skips` finite ones in a row.
+    max_skips: Any, streak: Any, wished: Any, seen: Observed, *, xp: Any
+) -> tuple[Any, Any]:
+    """Decides which steps are skipped, at most `max_skips` finite ones in a row.
 
     Args:
         max_skips: the limit.
-        streak: int32: finite steps skipped or softened in a row; a step without an alarm resets it.
-        wished: bool: a rule orders a skip, which has precedence over a soft step.
-        softened: bool: a rule orders a soft step, or None if no rule of the policy can.
+        streak: int32: finite steps skipped in a row; a step without an alarm resets it.
+        wished: bool: a rule orders a skip.
         seen: the step's signals.
         xp: the array namespace.
 
     Returns:
-        The new `streak`; bool: the step is skipped; bool: the step is soft, or None.
+        The new `streak`; bool: the step is skipped.
     """
     bad = ~seen.finite
-    ordered = wished if softened is None else wished | softened
-    finite_order = ordered & ~bad
+    finite_order = wished & ~bad
     allowed = streak < max_skips
     streak = xp.where(bad, streak, xp.where(finite_order, xp.where(allowed, streak + 1, streak), 0))
-    granted = (ordered & bad) | (finite_order & allowed)
+    granted = (wished & bad) | (finite_order & allowed)
     if seen.bad_grad is not None:
         granted = granted | seen.bad_grad  # under every policy
-    if softened is None:
-        return streak, granted, None
-    skip = granted & wished
-    if seen.bad_grad is not None:
-        skip = skip | seen.bad_grad
-    return streak, skip, granted & ~skip
+    return streak, granted

@@ -18,7 +18,7 @@ from healcore.core.errors import HealcoreError
 from healcore.core.tree import map_leaves
 from healcore.core.verdict import Decision, Telemetry
 
-SCHEMA = 6  # version of the saved form
+SCHEMA = 7  # version of the saved form
 
 _MAX_GROUPS = 10_000_000
 
@@ -57,7 +57,7 @@ class EngineState(NamedTuple):
     """State of each detector, in the policy's order."""
     rules: tuple[rules.RuleState, ...]
     skips: Any
-    """int32: finite steps skipped or softened in a row; see `rules.limit_skips`."""
+    """int32: finite steps skipped in a row; see `rules.limit_skips`."""
     incident: incident.IncidentState
     budget: incident.BudgetState
     lr: lr.LrState
@@ -160,7 +160,7 @@ def update_metrics(state: EngineState) -> dict[str, Any]:
 def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dict[str, Any]:
     """Converts the state of any backend to JSON-safe Python data; this syncs the device.
 
-    Returns `{"schema": 6, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n,
+    Returns `{"schema": 7, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n,
     "state": {...}}`, with `policy` from `Engine.fingerprint`.
     """
     scale = state.last.decision.group_scale

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from healcore.core.step_record import StepRecord
-from healcore.core.verdict import NONFINITE, Action, Cause, names
+from healcore.core.verdict import NONFINITE, Cause, names
 from healcore.runtime.incidents.rollback import Rollback
 
 _MAX_INCIDENTS = 1000
@@ -125,9 +125,7 @@ class Ledger:
         incident.skips += skip
         self.skips += skip + dropped
         self.untrained += all(each.skip for each in records) + dropped
-        # The multiplier of a soft step applies to this step only.
-        lasting = [each.lr_scale for each in records if not each.action & Action.SOFT_STEP]
-        incident.lr_scale = min(lasting, default=incident.lr_scale)
+        incident.lr_scale = min((each.lr_scale for each in records), default=incident.lr_scale)
         return incident
 
     @property

@@ -24,7 +24,7 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
 _HOST_ACTIONS = (Action.STOP, Action.ROLLBACK, Action.SAVE)
-_NO_ORDER_ACTIONS = Action.ALERT | Action.CUT_LR | Action.SOFT_STEP
+_NO_ORDER_ACTIONS = Action.ALERT | Action.CUT_LR
 """Actions that the engine carries out itself, or that only need an event."""
 MIN_STEPS_REMEMBERED = 1000
 """Min number of steps whose batch ids are kept; more if the policy's region is longer."""
@@ -337,8 +337,6 @@ class IncidentMonitor:
         Other changes have no event: the multiplier may change at every step of a ramp, and while
         the schedule is above a limit.
         """
-        if record.action and record.action & Action.SOFT_STEP:
-            return  # `lr_scale` applies to this step only, and the alarm's event has it
         now = record.lr_scale
         before = self._lr_scale.get(record.engine, 1.0)
         self._lr_scale[record.engine] = now

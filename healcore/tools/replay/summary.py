@@ -195,8 +195,7 @@ class Summary:
             self.last_rollback = float(judged.step[rollbacks[-1]])
         cuts = action & int(Action.CUT_LR) != 0
         self.repeat_cuts += int(np.count_nonzero(cuts & judged.repeated))
-        permanent = record.action & int(Action.SOFT_STEP) == 0
-        self.lowest_lr = _lowest(self.lowest_lr, record.lr_scale[permanent])
+        self.lowest_lr = _lowest(self.lowest_lr, record.lr_scale)
         first_cuts = record.lr_scale[cuts & ~judged.repeated]
         self.lowest_lr_first = _lowest(self.lowest_lr_first, first_cuts)
         stops = np.flatnonzero(judged.ends_run)

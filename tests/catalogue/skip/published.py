@@ -121,33 +121,6 @@ def autoclip(norms: np.ndarray, percentile: float = 10.0) -> np.ndarray:
     return np.array([np.percentile(norms[: i + 1], percentile) for i in range(len(norms))])
 
 
-def llmc(norms: np.ndarray, *, threshold: float = 8.0, window: int = 128) -> np.ndarray:
-    """`update_detector` (llm.c f1e2ace, llmc/outlier_detector.h) and pull request 711: soft steps.
-
-    The sums are running ones, so that a NaN stays in them. A value that is found is taken out of
-    the window again, as the pull request does.
-    """
-    held: list[float] = []
-    total = square = 0.0
-    soft = []
-    for norm in norms.astype(np.float64).tolist():
-        if len(held) < window:
-            held.append(norm)
-            total, square = total + norm, square + norm * norm
-            soft.append(False)
-            continue
-        old = held[0]
-        now, squares = total - old + norm, square - old * old + norm * norm
-        mean = now / window
-        var = squares / window - mean * mean
-        found = var > 0 and (norm - mean) / math.sqrt(var) > threshold
-        soft.append(found)
-        if not found:
-            held = [*held[1:], norm]
-            total, square = now, squares
-    return np.array(soft)
-
-
 def levanter_update_clip(
     norms: np.ndarray, *, window: int = 128, sigmas: float = 3.0
 ) -> np.ndarray:

@@ -200,7 +200,7 @@ class Engine:
         self.healthy = 0
         self.lr = Multiplier(config.lr)
         self.report = Report()
-        acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
+        acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
         self.trouble = BAD
         for rule in config.rules:
             if rule.skip or rule.action & acting:
@@ -245,22 +245,17 @@ class Engine:
             for rule in self.rules
         ]
         skip_wished = any(f for rule, f, _ in fired if rule.skip)
-        soft_wished = any(f for rule, f, _ in fired if rule.action & Action.SOFT_STEP)
-        held = self._skip(step, skip_wished or soft_wished)
-        skip = held and (skip_wished or step.bad_grad)
-        soft = held and not skip
+        skip = self._skip(step, skip_wished)
         scale, group_scale = 1.0, [1.0] * self.groups if self.per_tensor else None
         clipped = clips.Clipped(1.0, False, self.report.threshold, self.report.z)
         if self.clip is not None and grad_norm is not None:
-            learn = step.finite and not held
+            learn = step.finite and not skip
             clipped = self.clip.see(step.norm or 0.0, groups, learn, restart)
             if not skip and self.per_tensor:
                 group_scale = clipped.scale
             elif not skip:
                 scale = clipped.scale
         action, depth = self._recovery_orders(cause, fired, skip, step.rate)
-        action |= int(Action.SOFT_STEP) * soft
-        lr_scale = self.lr.scale * (self.config.lr.soft_step if soft else 1.0)
         self.step += 1
         old = self.report
         self.report = Report(
@@ -276,7 +271,7 @@ class Engine:
         if self.config.mode == "observe":  # nobody carries out what is ordered
             self.recoveries -= bool(action & Action.ROLLBACK)
             return self.neutral(1.0, cause)
-        return Verdict(scale, skip, lr_scale, action, cause, depth, group_scale)
+        return Verdict(scale, skip, self.lr.scale, action, cause, depth, group_scale)
 
     def _causes(self, step: Step, absent: dict[str, bool]) -> tuple[int, int]:
         alarmed = sustained = 0
