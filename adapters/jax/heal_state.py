@@ -154,18 +154,6 @@ def _as_own_buffer(kind: Any, leaf: jax.Array) -> jax.Array:
     return jnp.array(leaf, kind.dtype)
 
 
-@standard_promotion
-def clip_update(
-    engine: Engine, state: HealState, norm: jax.Array, skipped: jax.Array
-) -> tuple[HealState, jax.Array]:
-    """Returns the state, and the factor for an update of norm `norm`; see `Engine.clip_update`."""
-    layout = _layout_of(engine, state)
-    old = layout.unpack(state.heal_floats, state.heal_ints)
-    new, factor = engine.clip_update(old, norm, skipped, xp=namespace)
-    floats, ints = layout.pack(new, state_layout.header(state.heal_ints))
-    return state._replace(heal_floats=floats, heal_ints=ints), factor
-
-
 def engine_state(engine: Engine, state: HealState) -> EngineState:
     """Unpacks the EngineState of `engine.in_step`.
 

@@ -17,7 +17,6 @@ from jax.core import Tracer
 
 from healcore import console
 from healcore.core.engine.state import metrics as engine_metrics
-from healcore.core.engine.state import update_metrics
 from healcore.core.verdict import Decision
 from healcore.jax import state_layout
 from healcore.jax.compilation import standard_promotion
@@ -83,13 +82,11 @@ def last_decision(opt_state: optax.OptState) -> Decision:
     return Decision(*(found.get(f"heal_{field}") for field in Decision._fields))
 
 
-def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict[str, jax.Array]:
+def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     """Returns scalars for a logger: 0-d arrays named `heal/...`, without a sync or a copy.
 
     Args:
         opt_state: as in `last_decision`.
-        policy: the optimizer's policy, needed only for the metrics of `[update_clip]`, because
-            their position in the state depends on the policy.
 
     Returns:
         See `healcore.core.engine.state.metrics`. `heal/loss` is NaN until the first finite loss,
@@ -97,14 +94,12 @@ def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict
         since the start was finite, an error is logged at 100, 1,000, 10,000 steps.
 
     Raises:
-        HealStateError: as in `last_decision`, or the state belongs to another policy.
+        HealStateError: as in `last_decision`.
     """
     state = find(opt_state)
     found = _metrics(state.heal_floats, state.heal_ints)
     _log_if_never_finite(state.heal_ints, found)
-    if policy is None:
-        return found
-    return {**found, **update_metrics(engine_state(_engine(policy), state))}
+    return found
 
 
 _logged_powers: set[int] = set()

@@ -189,13 +189,12 @@ def with_lr_scale(opt_state: State, scale: jax.Array) -> State:
     return map_nodes(ScaleByHealLrState, lambda _: new, opt_state)
 
 
-def check_second_iterates(opt_state: Any, cut: str, *, reaches_base: bool = True) -> None:
+def check_second_iterates(opt_state: Any, cut: str) -> None:
     """Raises HealStateError if scaling the update differs from lowering the learning rate.
 
     Args:
         opt_state: the state of an optimizer.
         cut: name of the feature that scales the update, for the message.
-        reaches_base: whether a `scale_by_heal_lr` within the optimizer applies the cut instead.
     """
 
     def has_second_iterate(node: Any) -> bool:
@@ -203,16 +202,13 @@ def check_second_iterates(opt_state: Any, cut: str, *, reaches_base: bool = True
         return _is_listed(_SECOND_ITERATES, node) and getattr(node, "cache", ()) is not None
 
     for place, node in tree_leaves_with_path(opt_state, is_leaf=has_second_iterate):
-        if not has_second_iterate(node) or (reaches_base and has_lr_scale(tuple(node))):
+        if not has_second_iterate(node) or has_lr_scale(tuple(node)):
             continue
         what, write = _SECOND_ITERATES[type(node).__name__]
-        fix = "use a policy without [update_clip]"
-        if reaches_base:
-            fix = f"write {write}, or use a policy without cut_lr"
         raise HealStateError(
             f"{cut} scales the update, and the optimizer at {keystr(place) or 'top'} "
             f"({type(node).__name__}) keeps a second iterate ({what}) that would still move at the "
-            f"full rate: {fix}"
+            f"full rate: write {write}, or use a policy without cut_lr"
         )
 
 

@@ -72,7 +72,7 @@ def heal(
             `healcore.policy.Overrides`.
 
     Raises:
-        ValueError: the policy has `update_clip`, which needs `protect`; or `on_skip` is unknown.
+        ValueError: `on_skip` is unknown.
 
     Returns:
         A transformation. Its `update` takes these optional keywords: `value` (loss, 0-d floating),
@@ -99,11 +99,6 @@ def heal(
     check_keywords(heal, overrides)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
-    if engine.clips_updates and engine.mode != "observe":
-        raise ValueError(
-            "[update_clip] scales this step's update, which heal() cannot change, "
-            "because it precedes the optimizer in a chain: write protect(optimizer, policy)"
-        )
     return _transformation(engine, on_skip, axes, check_records(records))
 
 
@@ -273,11 +268,8 @@ def protect(
     def init(params: optax.Params) -> ProtectState:
         check_leaves(params, "params", _ARRAYS_ONLY)
         inner_state = inner.init(params)
-        if engine.mode != "observe":
-            if engine.scales_lr:
-                check_second_iterates(inner_state, "a cut of the learning rate")
-            if engine.clips_updates:
-                check_second_iterates(inner_state, "[update_clip]", reaches_base=False)
+        if engine.mode != "observe" and engine.scales_lr:
+            check_second_iterates(inner_state, "a cut of the learning rate")
         state = ProtectState(
             heal=heal_state.init(engine, count_leaves(params), kept),
             heal_update_norm=jnp.zeros((), jnp.float32) if reads_update_norm else None,
@@ -293,7 +285,7 @@ def protect(
         found, norms = axes.any(gradients.not_finite(updates, skip)), heal.heal_leaf_norms
         if found.shape == norms.shape:
             heal = heal._replace(heal_leaf_norms=jnp.where(found, -norms, norms))
-        if not (reads_update_norm or engine.clips_updates):
+        if not reads_update_norm:
             trained = gradients.gradient_leaves(without(updates, unread))
             checked = [gradients.is_checked(leaf) for leaf in trained]
             # An optimizer that treats each tensor by itself trains the others.
@@ -344,8 +336,6 @@ def protect(
         if engine.mode == "observe" and "externally_skipped" not in given:
             updates, inner_state = inner_step(updates, state.inner_state, params)
             heal, norm, bad = measured(updates, heal, decision.skip, unread)
-            if norm is not None and engine.clips_updates:
-                heal, _ = heal_state.clip_update(engine, heal, norm, decision.skip)
         else:
             # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
             # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
@@ -362,12 +352,7 @@ def protect(
                 factor = factor * _within_limit(engine, heal, now)
             heal, norm, bad = measured(updates, heal, decision.skip, unread)
             if norm is not None:
-                own_norm, norm = norm, norm * factor
-                if engine.clips_updates:
-                    heal, update_factor = heal_state.clip_update(
-                        engine, heal, own_norm, decision.skip
-                    )
-                    factor = factor * update_factor
+                norm = norm * factor
             skipped = decision.skip | bad
             if engine.mode == "observe":  # only an external skip changes the updates
                 skipped = decision.skip
@@ -376,10 +361,9 @@ def protect(
                 updates = gradients.no_update_where(updates, skipped)
             # After the check, so that the check of a tensor does not depend on the factor, and
             # tensors of one shape have the same kernel.
-            if (engine.scales_lr and not cuts_inside) or engine.clips_updates or has_inner_schedule:
+            if (engine.scales_lr and not cuts_inside) or has_inner_schedule:
                 updates = gradients.scale(updates, factor)
             norm = None if norm is None else jnp.where(skipped, 0.0, norm)
-        norm = norm if reads_update_norm else None
         return updates, ProtectState(heal, norm, bad, pending, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -157,12 +157,6 @@ def heal_optimizer(
             "the policy clips each parameter by its own history, and pipeline stages have "
             "different parameters: use a policy with one limit for all, clip={'kind': 'zclip'}"
         )
-    if core.clips_updates and isinstance(optimizer, torch.optim.LBFGS):
-        raise AttachError(
-            "the policy has [update_clip], and LBFGS reads its learning rate before "
-            "the loss of the step is known, and chooses the length of its updates itself: use "
-            "another optimizer, or a policy without it"
-        )
     obstacle = _fused_obstacle(optimizer, fused)
     where, reason = _choose_engine(engine, obstacle, home, type(optimizer).__name__)
     if where == "device":

@@ -14,15 +14,11 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer
 
 from healcore.torch import gradients
-from healcore.torch.engines import READ_EVERY, DeviceOrder, HostOrder, LiveEngine
+from healcore.torch.engines import READ_EVERY, DeviceOrder, HostOrder
 from healcore.torch.measurement import AsyncCopy
-from healcore.torch.signal_allreduce import SignalAllReduce
 from healcore.torch.skipped_step import StepSkipper, is_third_party
 
 # Private in torch, but every foreach optimizer uses these functions.
-_copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-_subtract = torch._foreach_sub_  # pyright: ignore[reportPrivateImportUsage]
-_add = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 
 _ABSENT = object()
 
@@ -228,78 +224,6 @@ class FirstStepMomentum:
             return []
         state = self._optimizer.state
         return [p for p in params if state.get(p, {}).get("momentum_buffer") is None]
-
-
-class UpdateClip:
-    """Judges and clips the updates of one optimizer, for policies with `[update_clip]`.
-
-    An update is the difference of the parameters after and before `optimizer.step()`, which
-    overwrites them. So the parameters with gradients are copied before each step.
-    """
-
-    def __init__(self, live_engine: LiveEngine, all_reduce: SignalAllReduce) -> None:
-        self._engine = live_engine
-        self._all_reduce = all_reduce
-        self._copies: dict[Tensor, Tensor] = {}
-        """Parameter -> copy of the parameter, or of this rank's part of a DTensor."""
-        self._params: list[Tensor] | None = None
-        self._skipped: bool | Tensor = False
-        self._lr_scale: float | Tensor = 1.0
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the copies."""
-        return sum(copy.nbytes for copy in self._copies.values())
-
-    def before(
-        self, params: Sequence[Tensor], skipped: bool | Tensor, lr_scale: float | Tensor
-    ) -> None:
-        """Copies the parameters of a judged step before the optimizer changes them.
-
-        Args:
-            params: the parameters with gradients.
-            skipped: whether the step is skipped: a bool, or a 0-d tensor of 0 or 1.
-            lr_scale: multiplier of the learning rate in this step: a number or a 0-d tensor.
-        """
-        self._params, self._skipped, self._lr_scale = [*params], skipped, lr_scale
-        with torch.no_grad():
-            parts = [*map(gradients.local, self._params)]  # foreach rejects mixed tensor classes
-            for p, part in zip(self._params, parts, strict=True):
-                copy = self._copies.get(p)
-                if copy is None or copy.shape != part.shape or copy.dtype != part.dtype:
-                    self._copies[p] = torch.empty_like(part)
-            if parts:
-                _copy([self._copies[p] for p in self._params], parts)
-
-    @torch.no_grad()
-    def after(self, *, undone: bool) -> Tensor | None:
-        """Scales down an update that the policy finds too large.
-
-        `undone` is whether the step was undone. Returns the norm of the optimizer's update (0-d
-        float32), or None if `before` was not called for this step.
-        """
-        params, self._params = self._params, None
-        if params is None:
-            return None
-        parts = [*map(gradients.local, params)]
-        differences = [self._copies[p] for p in params]
-        if params:
-            _subtract(differences, parts)  # old - new, in place of the copy
-        norm = self._all_reduce.norm_of(differences, params)
-        skipped = True if undone else self._skipped
-        scale = self._engine.clip_update(norm / self._lr_scale, skipped)
-        if isinstance(scale, Tensor):
-            for p, difference in zip(parts, differences, strict=True):
-                factor = scale.to(p.device, non_blocking=True)
-                # `where`, because adding zeros would turn -0.0 into +0.0.
-                p.copy_(torch.where(factor < 1, p + (1 - factor).to(p.dtype) * difference, p))
-        elif scale < 1 and params:
-            _add(parts, differences, alpha=1 - scale)
-        return norm
-
-    def clear(self) -> None:
-        """Drops a step that raised."""
-        self._params = None
 
 
 def moments_obstacle(optimizer: Optimizer) -> str:

@@ -179,7 +179,6 @@ class HostEngine(_StatefulEngine):
         super().__init__(engine, groups)
         self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """Whether each signal is present -> the recorded step."""
-        self._clip_program: Callable[..., Any] | None = None
 
     def _initial(self, groups: int) -> EngineState:
         return map_leaves(_scalar, self.engine.init(groups=groups))
@@ -214,20 +213,6 @@ class HostEngine(_StatefulEngine):
             cut=bool(int(decision.action) & _CUT_LR) and not skip,
         )
 
-    def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> float:
-        """The factor for an update with this norm (0-d float32). A sync on an accelerator.
-
-        See `Engine.clip_update`. `skipped` is a bool, or a 0-d float32 of exactly 0 or 1.
-        """
-        value, flag = read([norm, skipped if isinstance(skipped, Tensor) else None])
-        held = np.bool_(skipped if flag is None else flag > 0)
-        given = _scalar(np.asarray(value, np.float32))
-        with np.errstate(all="ignore"):
-            if self._clip_program is None:
-                self._clip_program = record(self.engine.clip_update, self.state, given, held)
-            self.state, scale = self._clip_program(self.state, given, held)
-        return float(scale)
-
     def _program(self, signals: Signals) -> Callable[..., Any]:
         present = tuple(value is not None for value in signals)
         if present not in self._programs:
@@ -243,7 +228,6 @@ class HostEngine(_StatefulEngine):
         """See `DeviceEngine.grow`."""
         super().grow(groups)
         self._programs.clear()
-        self._clip_program = None
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d CPU tensors."""
@@ -267,7 +251,6 @@ class DeviceEngine(_StatefulEngine):
         super().__init__(engine, groups)
         self._alerts = AlertQueue(engine)
         self._run = _CompiledOrEager(self._step, compile=compile)
-        self._run_clip = _CompiledOrEager(self._clip, compile=compile and engine.clips_updates)
 
     @property
     def compiled(self) -> bool:
@@ -343,16 +326,6 @@ class DeviceEngine(_StatefulEngine):
         if not self.is_capturing:
             self._alerts.add(self.state, signals_of(measured))
         return order
-
-    def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> Tensor:
-        """See `HostEngine.clip_update`. Returns a 0-d float32; nothing is read on the host."""
-        flag = torch.full_like(norm, float(skipped)) if isinstance(skipped, bool) else skipped
-        return self._run_clip(norm, flag)
-
-    def _clip(self, norm: Tensor, skipped: Tensor) -> Tensor:
-        new, scale = self.engine.clip_update(self.state, norm, skipped > 0, xp=self._xp)
-        self._replace_state(new)
-        return scale
 
     def _step(self, measured: Measurement) -> tuple[DeviceOrder, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""

@@ -35,8 +35,6 @@ class Report:
     """How a step is skipped: found_inf (in the fused kernel), grads (hidden) or not run."""
     clip: str
     """How gradients are scaled: grad_scale (in the fused kernel), or in place."""
-    update_clip: str
-    """Cost of clipping the update, or an empty string for a policy without it."""
     skip_reason: str
     syncs_per_step: int
     """Host syncs that healcore adds to each step."""
@@ -55,8 +53,6 @@ class Report:
             f"clip    by {self.clip}",
             f"syncs   {self.syncs_per_step} per step",
         ]
-        if self.update_clip:
-            lines.append(f"updates {self.update_clip}")
         if self.ranks > 1:
             lines.append(f"ranks   {self.ranks} decide together, by one all_reduce per step")
         lines += [f"missing {name}: call {_METHODS[name]}" for name in self.waiting_for]
@@ -113,7 +109,7 @@ class Healing:
     def observe_update_norm(self, update_norm: Tensor | float) -> None:
         """Reports the L2 norm of the last update, for policies that read it.
 
-        healcore measures this norm only for `[update_clip]`, which copies the parameters.
+        healcore does not measure this norm.
 
         Raises:
             SignalError: as for `observe`.
@@ -248,24 +244,14 @@ class Healing:
         omits_step = self.hooks.enforcer.step_skipper.can_skip
         reads = on_host or (not by_flag and policy.mode != "observe")
         missing = (n for n in _METHODS if n in policy.needs and n not in measurer.seen)
-        update_clip = ""
-        if self.hooks.update_clip is not None:
-            megabytes = self.hooks.update_clip.nbytes / 1e6
-            update_clip = (
-                f"clipped by one copy of the parameters, {megabytes:.3g} MB so far, and one "
-                "pass over it after each step"
-            )
         return Report(
             mode=policy.mode,
             engine=live_engine.name,
             engine_reason=self._engine_reason,
             skip="found_inf" if by_flag else "not run" if omits_step else "grads",
             clip="grad_scale" if self._obstacle is None else "one pass over the gradients",
-            update_clip=update_clip,
             skip_reason=reason,
-            # The host engine reads the norm of the update too.
-            syncs_per_step=(int(reads) + int(on_host and bool(update_clip)))
-            * (measurer.home.type != "cpu"),
+            syncs_per_step=int(reads) * (measurer.home.type != "cpu"),
             ranks=self.ranks,
             compiled=live_engine.compiled,
             waiting_for=tuple(missing),
@@ -276,13 +262,12 @@ class Healing:
 
         A `healcore.Healer` adds saves, restores and comparisons in `Healer.stats`.
         """
-        hooks, clip = self.hooks, self.hooks.update_clip
+        hooks = self.hooks
         return Cost(
             seconds=time.monotonic() - hooks.began,
             steps=hooks.judged_steps,
             in_steps_s=hooks.seconds,
             host_syncs=hooks.judged_steps * self.report().syncs_per_step,
-            host_bytes=0 if clip is None or self._measurer.home.type != "cpu" else clip.nbytes,
         )
 
     # -- saving ---------------------------------------------------------------------------------

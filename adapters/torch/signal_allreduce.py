@@ -15,7 +15,6 @@ Per-tensor clipping adds eight bytes for each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from healcore.core.verdict import Decision
-from healcore.torch import gradients
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.measurement import AsyncCopy, Measurement
 from healcore.torch.ranks import StepRanks
@@ -105,18 +103,6 @@ class SignalAllReduce:
             found_inf=overflows,
             squares=None,
         )
-
-    def norm_of(self, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
-        """The global norm of `tensors`, one for each of `params`. Every rank has to call it."""
-        each = gradients.norm_vector(gradients.norms(tensors), self._home)
-        norm = torch.linalg.vector_norm(each)
-        if self.world == 1:
-            return norm
-        if self.ranks.has_parts:
-            return self._summed(self.ranks.squares(each, params).sum()).sqrt().to(torch.float32)
-        given = torch.stack([norm.to(torch.float64).square(), torch.full_like(norm, bool(params))])
-        total, count = self._summed(given).unbind()
-        return (total / count.clamp(min=1)).sqrt().to(torch.float32)
 
     def _packed(self, measured: Measurement, last: Decision | None) -> Tensor:
         """This rank's terms of the sums: (8,) float64, or (8 + n,) with `group_norms`."""

@@ -17,7 +17,6 @@ from healcore.torch import gradients
 from healcore.torch.enforcer import (
     CutsOnDevice,
     Enforcer,
-    UpdateClip,
     moments_obstacle,
     reset_moments,
 )
@@ -66,9 +65,6 @@ class StepHooks:
         self._groups = len(gradients.parameters(optimizer))
         self.open_step = OpenStep()
         self._undo = ClosureUndo(optimizer)
-        clips_updates = self._engine.clips_updates
-        self.update_clip = UpdateClip(live_engine, all_reduce) if clips_updates else None
-        self._update_norm: Tensor | None = None
         self._judged = self._turned_nonfinite = False
         self._changes = False
         self._order: HostOrder | None = None
@@ -175,8 +171,6 @@ class StepHooks:
             return
         if self._turned_nonfinite or (self._order is not None and self._order.skip):
             self._undo.restore()
-        if self.update_clip is not None:
-            self._update_norm = self.update_clip.after(undone=self._turned_nonfinite)
         self.restore()
         self.measurer.clear()  # losses of a closure's later evaluations
         if self._skipped is not None and self.on_ended is not None:
@@ -186,8 +180,6 @@ class StepHooks:
         """Restores what was changed on the optimizer for a step."""
         self.enforcer.restore()
         self._undo.clear()
-        if self.update_clip is not None:
-            self.update_clip.clear()
 
     def _wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Wraps the user's closure: judges its first evaluation, and checks later ones."""
@@ -248,10 +240,6 @@ class StepHooks:
                 f"now {len(all_parameters)}, and this policy has a clipping history for each: "
                 "detach() and attach again"
             )
-        if self._update_norm is not None:  # of the previous update, as in JAX
-            if "update_norm" in self._engine.needs:
-                self.measurer.add_side_signal("update_norm", self._update_norm)
-            self._update_norm = None
         divisor, found_inf = self.enforcer.amp_flags()
         measured = self.measurer.measure(
             all_parameters, grad_divisor=divisor, found_inf=found_inf, ranks=self.all_reduce.ranks
@@ -288,10 +276,6 @@ class StepHooks:
                     order = order._replace(lr_scale=1.0)
                 self.enforcer.enforce(all_parameters, order, measured.grad_divisor)
                 self._resets_next |= self._resets_moments and order.cut
-        if self.update_clip is not None:
-            skipped = order.found_inf if isinstance(order, DeviceOrder) else order.skip
-            enforced = (skipped, order.lr_scale) if self._engine.mode != "observe" else (False, 1.0)
-            self.update_clip.before(params, *enforced)
         norms = self.measurer.tensor_norms
         self.last_norms = StepNorms(params, norms, measured.grad_divisor, own_loss)
         self._report(self.last_norms)

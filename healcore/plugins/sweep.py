@@ -121,7 +121,6 @@ def variants_of(
     return Engine(
         config._replace(
             clip=None,
-            update_clip=None,
             detectors=tuple(
                 (name, table) for name, table in config.detectors if int(CAUSES[name]) & acted_on
             ),

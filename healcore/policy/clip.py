@@ -1,4 +1,4 @@
-"""The tables `[clip]`, one class per `kind` of gradient clipping, and `[update_clip]`."""
+"""The tables `[clip]`, one class per `kind` of gradient clipping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from healcore.core.clipping import (
     AutoClipConfig,
     FixedConfig,
     RecentMaxConfig,
-    UpdateClipConfig,
     ZClipConfig,
 )
 from healcore.policy.table import (
@@ -30,7 +29,7 @@ from healcore.policy.table import (
 )
 
 _shift, _zclip, _auto, _adagc = ShiftConfig(), ZClipConfig(), AutoClipConfig(), AdaGCConfig()
-_recent, _update_clip = RecentMaxConfig(), UpdateClipConfig()
+_recent = RecentMaxConfig()
 
 
 class Shift(Table):
@@ -122,18 +121,6 @@ class AdaGC(_Clip):
     warmup_steps: Steps = _adagc.warmup_steps
     max_norm: Positive = _adagc.max_norm
     shift: Shift = Shift(**_adagc.shift._asdict())
-
-
-class UpdateClip(Table):
-    """Clips an update that is far longer than the recent updates, after the optimizer's step."""
-
-    core = UpdateClipConfig
-
-    z_threshold: Positive = _update_clip.z_threshold
-    ema_decay: Fraction = _update_clip.ema_decay
-    warmup_steps: Steps = _update_clip.warmup_steps
-    min_rel_std: NotNegative = _update_clip.min_rel_std
-    shift: Shift = Shift()
 
 
 class NoClip(_Clip):

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.verdict import Cause
-from healcore.policy.clip import Clip, NoClip, UpdateClip
+from healcore.policy.clip import Clip, NoClip
 from healcore.policy.detect import Detect
 from healcore.policy.errors import dotted
 from healcore.policy.recovery import (
@@ -75,7 +75,6 @@ class Policy(Table):
     grace_steps: StepsOrZero = EngineConfig().grace_steps
     """Steps after an expected change (`expect_change()`) in which only NaN and Inf are alarms."""
     clip: Clip = NoClip()
-    update_clip: UpdateClip | None = None
     detect: Detect = Detect()
     respond: Annotated[tuple[Respond, ...], BeforeValidator(_entries)] = ()
     incident: IncidentPolicy = IncidentPolicy()
@@ -130,7 +129,6 @@ class Policy(Table):
         return EngineConfig(
             mode=self.mode,
             clip=self.clip.rule(),
-            update_clip=None if self.update_clip is None else self.update_clip.config(),
             detectors=tuple((name, table.config()) for name, table in tables if table is not None),
             rules=tuple(rule.config() for rule in self.respond if not rule.for_faults),
             incident=self.incident.config(),

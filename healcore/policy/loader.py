@@ -43,9 +43,8 @@ class Overrides(TypedDict, total=False):
     """Keywords of `load` and of functions with a `policy` argument: the keys of a policy file.
 
     A table is a mapping with the keys to change, `clip={"max_norm": None}`; other keys stay. For an
-    optional number None means no limit, for a table under `detect` no detector, and for `clip` and
-    `update_clip` no clipping. Lists are replaced as a whole, and so is `clip` if its `kind`
-    changes.
+    optional number None means no limit, for a table under `detect` no detector, and for `clip` no
+    clipping. Lists are replaced as a whole, and so is `clip` if its `kind` changes.
     """
 
     name: str
@@ -55,7 +54,6 @@ class Overrides(TypedDict, total=False):
     max_skips: int
     grace_steps: int
     clip: _Table | None
-    update_clip: _Table | None
     detect: _Table
     respond: Sequence[_Table]
     incident: _Table

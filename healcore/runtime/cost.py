@@ -42,8 +42,8 @@ class Cost(NamedTuple):
     """Host syncs that healing has added within optimizer steps. Saves, restores and comparisons
     wait for the device too: their time includes this wait."""
     host_bytes: int | None = 0
-    """Bytes of host memory that hold copies now: checkpoints, earlier weights, and parameters for
-    `[update_clip]`. None if a store of your own does not count them."""
+    """Bytes of host memory that hold copies now: checkpoints and earlier weights. None if a store
+    of your own does not count them."""
     written_bytes: int | None = 0
     """Bytes of the checkpoints written to disk, by all ranks together, also of those that were
     deleted later. None if a store of your own does not count them."""

@@ -53,7 +53,7 @@ INJECTED = optax.inject_hyperparams(optax.sgd)(lambda count: 0.1)  # itself refu
         (protect(INNER, policies.EVERYTHING), MIXED),
         (protect(INJECTED, policies.CUT_LR), PARAMS),
     ],
-    ids=["heal_zclip", "injected", "heal", "observe", "update_clip", "everything", "schedule"],
+    ids=["heal_zclip", "injected", "heal", "observe", "update_norm", "everything", "schedule"],
 )
 @pytest.mark.filterwarnings("ignore:no loss reaches")
 def test_updates(tx, params):
@@ -69,7 +69,7 @@ def test_functions_of_a_state():
     state = expect_change(tx.init(PARAMS))
     state = on_rollback(state, from_dict(state, to_dict(state, "default"), "default"), "default")
     assert commit(jnp.bool_(True), MIXED, MIXED)["b"].dtype == jnp.bfloat16
-    assert metrics(state, "default")["heal/steps"] == 0
+    assert metrics(state)["heal/steps"] == 0
 
 
 def test_a_healer(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from pydantic_core import PydanticUndefined
 
-from healcore.policy.clip import KINDS, Shift, UpdateClip
+from healcore.policy.clip import KINDS, Shift
 from healcore.policy.document import Policy
 from healcore.policy.respond import Respond, When
 from healcore.policy.table import NONE, AtMost, Table
@@ -43,7 +43,6 @@ def sections() -> Iterator[tuple[str, tuple[type[Table], ...]]]:
     for kind, table in KINDS.items():
         if kind != NONE:
             yield f'`[clip]` with `kind = "{kind}"`', (table,)
-    yield "`[update_clip]`", (UpdateClip,)
     yield "`[….shift]`", (Shift,)
     for name in ("incident", "rollback", "lr", "budget", "retry", "skip_batch", "hang"):
         yield f"`[{name}]`", tables_in(Policy.model_fields[name].annotation)[:1]

@@ -57,9 +57,6 @@ POLICY = Engine(
 )
 """Clips, and skips what is not finite and spikes of the loss."""
 
-UPDATES = {"DDP": 16, "HSDP": 8, "tensor parallel": 8}
-"""Bytes of the second all_reduce."""
-
 
 class Collectives(TorchDispatchMode):
     """The bytes of everything that goes through a process group, call by call."""
@@ -283,27 +280,6 @@ def scaled(kind: str) -> dict[str, Any]:
             "weights": digest([whole(p) for p in net.parameters()])}  # fmt: skip
 
 
-def updates(kind: str) -> dict[str, Any]:
-    """The norm of an update, the norm of the parameters' move, and the bytes sent."""
-    net, model, data = layout(kind)
-    optimizer = SGD(net.parameters(), lr=0.1)
-    heal = attach(optimizer, policies.CLIPS_UPDATES)
-    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(data))
-    for i in range(7):
-        heal.observe(1.0)
-        (model(x) * (100.0 if i == 6 else 1.0)).square().mean().backward()
-        before = [whole(p).clone() for p in net.parameters()]
-        with Collectives() as counted:
-            optimizer.step()
-        optimizer.zero_grad()
-        moves = [(whole(p) - b).norm() for p, b in zip(net.parameters(), before, strict=True)]
-        made, moved = float(heal.metrics()["heal/update_norm"]), float(torch.stack(moves).norm())
-        if i == 5:
-            norms = [made, moved]
-    return {"norms": norms, "clips": float(heal.metrics()["heal/update_clips"]),
-            "shorter": moved / norms[1], "added": counted.nbytes}  # fmt: skip
-
-
 def pipeline(kind: str) -> dict[str, Any]:
     """Stages of a pipeline: four, or two of two sharded ranks; the last one has the loss."""
     torch.manual_seed(0)
@@ -518,7 +494,6 @@ CASES: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
     **{f"judged, {kind}": (judged, kind) for kind in LAYOUTS},
     **{f"fused, {where}": (fused, where) for where in ("host", "device")},
     **{f"scaled, {kind}": (scaled, kind) for kind in ("fused", "not fused")},
-    **{f"updates, {kind}": (updates, kind) for kind in UPDATES},
     **{f"pipeline, {kind}": (pipeline, kind) for kind in ("four stages", "two stages")},
     "refused": (refused, ""),
     "cold start": (cold_start, ""),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from healcore import policy
-from healcore.core.clipping import AdaGCConfig, FixedConfig, UpdateClipConfig, ZClipConfig
+from healcore.core.clipping import AdaGCConfig, FixedConfig, ZClipConfig
 from healcore.core.detectors import DETECTORS, GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine, EngineConfig, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
@@ -31,13 +31,6 @@ CUTS = Engine(
     )
 )
 """Halves the learning rate after every non-finite step."""
-
-CLIPS_UPDATES = Engine(
-    _SKIP._replace(
-        update_clip=UpdateClipConfig(warmup_steps=4), detectors=(("nonfinite", NonFiniteConfig()),)
-    )
-)
-"""Skips what is not finite, clips updates."""
 
 ADAGC = Engine(
     EngineConfig(

@@ -189,11 +189,6 @@ def scaler() -> None:
     assert (tally["skips"], tally["alarms"]) == (0, 0)
 
 
-def update_clip() -> None:
-    """The norm of an update stays on the device too."""
-    decisions("default", update_clip={})
-
-
 def gpu_kit(broken: str = "") -> None:
     """The check `decisions` of the GPU kit, with healcore as it is or broken on purpose."""
 

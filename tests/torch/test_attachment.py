@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Linear, Parameter
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import SGD, AdamW
 
 from healcore.policy import PolicyError, load
 from healcore.torch import AttachError, ParametersChangedError, attach
@@ -78,7 +78,6 @@ def test_a_policy_by_name_object_or_engine(policy: Any):
     ("given", "policy", "message"),
     [
         (SGD([Parameter(torch.ones(2, device="meta"))]), policies.SKIPS, "meta device"),
-        (LBFGS([Parameter(torch.ones(1))]), policies.CLIPS_UPDATES, "LBFGS reads its learning"),
         (optimizer(), "no_such_policy", "no_such_policy"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.torch.four_ranks import FAULTS, LAYOUTS, ODD, SECONDS, STEPS, TAKEN, UPDATES, WORLD
+from tests.torch.four_ranks import FAULTS, LAYOUTS, ODD, SECONDS, STEPS, TAKEN, WORLD
 from tests.torch.optimizer_cases import host_and_device
 from tests.torch.worlds import Worlds, worlds_of
 
@@ -89,16 +89,6 @@ def test_an_overflow_in_one_part_is_skipped_on_all_and_not_counted(kind: str, of
         assert each["skipped"] == [False, False, False, True, False]
         assert (each["scale"], each["skips"]) == (512.0, 0.0)
         assert each == outcomes[0]
-
-
-@pytest.mark.parametrize("kind", UPDATES)
-def test_updates_are_clipped_by_their_global_norm(kind: str, of: Of):
-    for each in of(f"updates, {kind}"):
-        judged, norm = each["norms"]
-        assert judged == pytest.approx(norm, rel=1e-3)
-        assert each["clips"] == 1.0
-        assert each["shorter"] < 2.0
-        assert each["added"] == [64, UPDATES[kind]]
 
 
 @pytest.mark.parametrize("kind", ["four stages", "two stages"])

@@ -29,7 +29,6 @@ def test_on_a_simulated_accelerator(check: str):
         "decisions default Adagrad",
         "decisions default clip=autoclip",
         "decisions default clip=adagc",
-        "update_clip",
         "scaler",
         "rollback",
         "gpu_kit",

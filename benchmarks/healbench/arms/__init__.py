@@ -47,7 +47,6 @@ ARMS: dict[str, Callable[[Problem], Training]] = {
     "attach_clip": functools.partial(Attached, policy=CLIPPED),
     "healer_clip": functools.partial(Healed, policy=CLIPPED),
     "healer_ask_clip": functools.partial(Healed, policy=CLIPPED, ask=True),
-    "levanter_clip_update": functools.partial(Attached, policy="levanter-clip-update"),
     "healer_reset": functools.partial(Healed, policy=RESETS),
     "spam_reset": functools.partial(Healed, policy="spam-reset"),
 }

@@ -14,7 +14,6 @@ from healcore.core.clipping.autoclip import AutoClipConfig
 from healcore.core.clipping.fixed import Clip as Clip
 from healcore.core.clipping.fixed import FixedConfig
 from healcore.core.clipping.recent_max import RecentMaxConfig
-from healcore.core.clipping.zclip import UpdateClipConfig as UpdateClipConfig
 from healcore.core.clipping.zclip import ZClipConfig
 
 RULES: dict[str, Any] = {

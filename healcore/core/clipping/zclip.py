@@ -1,4 +1,4 @@
-"""ZClip: clips a norm, of the gradient or of the update, that is unusually large for its history.
+"""ZClip: clips a gradient norm that is unusually large for its history.
 
 Kumar et al., 2025, arXiv:2504.02507 (package `zclip` 1.0.0). The first `warmup_steps` raw norms
 give the mean mu and the population variance v. With z = (g - mu) / sqrt(v), a norm with z above the
@@ -21,7 +21,7 @@ import numpy as np
 
 from healcore.core import baseline, numerics
 from healcore.core.clipping.fixed import Clip, scale_to
-from healcore.core.signals import Observed, Signals, observe
+from healcore.core.signals import Observed
 
 
 class ZClipState(NamedTuple):
@@ -149,69 +149,3 @@ def _step(gap: Any, count: Any, rate: Any, warm: Any, *, xp: Any) -> Any:
     """Change of an average: `gap / count` where `warm` (a plain mean), else `rate * gap`."""
     plain = numerics.quotient(gap, count, xp=xp)
     return xp.where(warm, plain, numerics.product(rate, gap, xp=xp))
-
-
-class UpdateClipState(NamedTuple):
-    """Statistics of the accepted update norms, and numbers of the last update."""
-
-    rule: ZClipState
-    restart: Any  # bool: restart the warm-up at the next update
-    norm: Any  # float32: last finite norm, before clipping and without the LR multiplier
-    scale: Any  # float32: factor on the last update
-    clips: Any  # int32: updates clipped
-
-
-class UpdateClipConfig(NamedTuple):
-    """Clips an update that is far longer than the recent updates.
-
-    As Levanter's `clip_update_by_historical_norm`: at most mean + k standard deviations of the last
-    128 update norms. With a decayed second moment an ordinary gradient makes a huge step, which
-    gradient clipping cannot detect. In Marin's 32B run such updates came before the loss spikes.
-
-    The rule is ZClip with `target = "max"` on the update norm: moving averages instead of the
-    window, and a robust warm-up. Norms enter as clipped. In Levanter norms enter unclipped, because
-    clipped norms could lock in, so one spike raises the limit for the next 128 steps. Here
-    `baseline` prevents the lock-in.
-    """
-
-    z_threshold: Any = 3.0
-    """Standard deviations above the mean to which a longer update is reduced."""
-    ema_decay: Any = 0.984375
-    """Decay of mean and variance per step; the memory is that of a window of 128 steps."""
-    warmup_steps: Any = 64
-    """Number of updates learnt before any is clipped."""
-    min_rel_std: Any = 0.01
-    """Floor of the standard deviation as a fraction of the mean."""
-    shift: baseline.ShiftConfig = baseline.ShiftConfig()
-    """When repeatedly clipped norms become the new level."""
-
-    def init(self) -> UpdateClipState:
-        """The state at the start of the warm-up."""
-        return UpdateClipState(
-            self._rule().init(),
-            restart=np.zeros((), bool),
-            norm=np.zeros((), np.float32),
-            scale=np.ones((), np.float32),
-            clips=np.zeros((), np.int32),
-        )
-
-    def update(
-        self, state: UpdateClipState, norm: Any, learn: Any, *, xp: Any
-    ) -> tuple[UpdateClipState, Any]:
-        """Judges the norm of one update, then learns it; returns the new state and the factor.
-
-        Where `learn` is false (a skipped step) the update is judged but not learnt. A
-        non-finite update is not learnt, and its factor is 1.
-        """
-        seen = observe(Signals(grad_norm=norm), state.restart, xp=xp)
-        rule, clip = self._rule().update(state.rule, seen, learn, xp=xp)
-        return UpdateClipState(
-            rule=rule,
-            restart=state.restart & False,
-            norm=xp.where(seen.finite, seen.grad_norm, state.norm),
-            scale=clip.scale,
-            clips=xp.where(clip.clipped & learn, state.clips + 1, state.clips),
-        ), clip.scale
-
-    def _rule(self) -> ZClipConfig:
-        return ZClipConfig(target="max", max_norm=None, **self._asdict())

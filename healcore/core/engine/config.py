@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from healcore.core.clipping.zclip import UpdateClipConfig
-
 
 class RuleConfig(NamedTuple):
     """One `[[respond]]` entry: the causes, the actions, and the condition."""
@@ -86,8 +84,6 @@ class EngineConfig(NamedTuple):
     """`heal`, or `observe`, which judges everything and changes nothing. Static."""
     clip: tuple[str, Any] | None = None
     """(name in `clipping.RULES`, its config), or None."""
-    update_clip: UpdateClipConfig | None = None
-    """Clipping of the optimizer's update, or None."""
     detectors: tuple[tuple[str, Any], ...] = ()
     """(name in `detectors.DETECTORS`, its config), in the order in which they run."""
     rules: tuple[RuleConfig, ...] = ()

@@ -117,11 +117,6 @@ class Engine:
         return (self.cuts_lr and self._has_ceiling) or self.allows_lr_limit
 
     @property
-    def clips_updates(self) -> bool:
-        """Whether `clip_update` has to follow the optimizer's step."""
-        return self.config.update_clip is not None
-
-    @property
     def per_tensor(self) -> bool:
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
         return self.config.clip is not None and self.config.clip[0] == "adagc"
@@ -181,36 +176,6 @@ class Engine:
                 decision = _neutral(decision, decision.skip | True, 1.0, xp=xp)
         return new, decision
 
-    def clip_update(
-        self, state: EngineState, norm: Any, skipped: Any, *, xp: Any
-    ) -> tuple[EngineState, Any]:
-        """Judges the optimizer's update in the step that `step` judged last.
-
-        The policy must have an `update_clip`.
-
-        Args:
-            state: from `step`.
-            norm: L2 norm of the whole update, float32, without `Decision.lr_scale`, so that a cut
-                of
-                the learning rate changes no baseline.
-            skipped: bool array: the update is not applied.
-            xp: the array namespace.
-
-        Returns:
-            The new state, and the factor on the update, float32 in [0, 1]. The factor is exactly 1
-            for
-            a skipped step, for an ordinary update, and in observe mode.
-        """
-        assert self.config.update_clip is not None, "the policy has no update_clip"
-        not_applied = skipped | state.last.decision.skip  # in observe mode the order counts too
-        with _silent(xp):
-            clip, scale = self.config.update_clip.update(
-                state.update_clip, norm, ~not_applied, xp=xp
-            )
-        clip = clip._replace(scale=xp.where(not_applied, 1.0, clip.scale))
-        unchanged = not_applied | True if self.mode == "observe" else not_applied
-        return state._replace(update_clip=clip), xp.where(unchanged, 1.0, scale)
-
     # -- requests of the host -------------------------------------------------------------------
 
     def expect_change(self, state: EngineState, *, xp: Any) -> EngineState:
@@ -241,9 +206,6 @@ class Engine:
             quiet=live.incident.quiet * 0,
         )
         tally = live.tally._replace(rollbacks=live.tally.rollbacks + 1)
-        if restored.update_clip is not None:  # the count continues, like the tally
-            clip = restored.update_clip._replace(clips=live.update_clip.clips)
-            restored = restored._replace(update_clip=clip)
         recoveries = numerics.sub_one(live.budget.recoveries, xp=xp)
         restored_lr = restored.lr
         raised = (restored_lr.broken > 0) & (restored_lr.broken < live.lr.broken)

@@ -89,9 +89,6 @@ def judge(
         rollback_depth=orders.depth,
         group_scale=group_scale,
     )
-    update_clip = state.update_clip
-    if update_clip is not None:  # the update is judged after the decision
-        update_clip = update_clip._replace(restart=update_clip.restart | change_expected)
     # `Engine.on_rollback` counts the rollbacks.
     counted = (clipped, skip, cause != 0, never, orders.cut)
     tally = Tally(
@@ -113,7 +110,6 @@ def judge(
         lr=lr_state,
         tally=tally,
         last=_telemetry(state.last, ordered, seen, clip, readings, xp=xp),
-        update_clip=update_clip,
     ), ordered
 
 

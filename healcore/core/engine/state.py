@@ -63,8 +63,6 @@ class EngineState(NamedTuple):
     lr: lr.LrState
     tally: Tally
     last: Telemetry
-    update_clip: Any = None
-    """`UpdateClipState`, or None for a policy without `update_clip`."""
 
 
 def neutral(*, groups: int | None = None) -> Decision:
@@ -107,7 +105,6 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
         lr=lr.init(),
         tally=Tally(*(zero_int.copy() for _ in Tally._fields)),
         last=Telemetry(neutral(groups=per_tensor), *(zero_float.copy() for _ in range(5))),
-        update_clip=None if config.update_clip is None else config.update_clip.init(),
     )
     if not batch:
         return state
@@ -119,8 +116,7 @@ def metrics(state: EngineState) -> dict[str, Any]:
 
     Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
     finite values, and `heal/threshold` is 0 without a threshold. `heal/cause` and `heal/action` are
-    flags. A policy with `update_clip` adds three metrics. In observe mode the numbers say what
-    healing would have done.
+    flags. In observe mode the numbers say what healing would have done.
     """
     last, tally = state.last, state.tally
     return {
@@ -141,19 +137,6 @@ def metrics(state: EngineState) -> dict[str, Any]:
         "heal/rollbacks": tally.rollbacks,
         "heal/lr_cuts": tally.lr_cuts,
         "heal/incidents": state.incident.number,
-        **update_metrics(state),
-    }
-
-
-def update_metrics(state: EngineState) -> dict[str, Any]:
-    """Metrics of the update clipping; empty for a policy without it."""
-    clip = getattr(state, "update_clip", None)
-    if clip is None:
-        return {}
-    return {
-        "heal/update_norm": clip.norm,
-        "heal/update_scale": clip.scale,
-        "heal/update_clips": clip.clips,
     }
 
 

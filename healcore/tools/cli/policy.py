@@ -145,7 +145,6 @@ def _cell(value: Any) -> Text:
 
 
 def _clip_text(policy: Policy) -> str:
-    """Returns the kind of `clip`, and whether updates are clipped too."""
+    """Returns the kind of `clip`."""
     rule = policy.clip.rule()
-    kind = rule[0] if rule else policy.clip.kind
-    return kind if policy.update_clip is None else f"{kind} + update"
+    return rule[0] if rule else policy.clip.kind

@@ -208,7 +208,6 @@ def inactive_line(signal: str, parts: Sequence[str]) -> str:
     """Describes the parts of a policy that are inactive without a signal."""
     reason = {
         "group_norms": "in any log (AdaGC reads the norm of every tensor)",
-        "update": "in any log (its norm without the learning-rate multiplier)",
     }.get(signal, "logged")
     verb = "is" if len(parts) == 1 else "are"
     return f"no {signal} {reason}: {listed(parts)} {verb} inactive"

@@ -321,8 +321,6 @@ def find_inactive(
             active = True
         else:
             missing.setdefault("grad_norm", []).append("clip")
-    if engine.clips_updates:
-        missing["update"] = ["update_clip"]
     for name, detector in engine.config.detectors:
         absent = detector.NEEDS - logged
         active |= not absent

@@ -26,7 +26,7 @@ _PART = re.compile(r"([A-Za-z_]\w*)((?:\[\d+\])*)")
 _LEARNING_KEYS = ("warmup", "window", "escape", "first_", "min_rel_std", "min_noise")
 """Prefixes of keys that control how a baseline is learnt, not when an alarm is raised."""
 
-_NOT_IN_CURVES = ("clip", "update_clip", "rollback", "lr", "budget", "grace_steps")
+_NOT_IN_CURVES = ("clip", "rollback", "lr", "budget", "grace_steps")
 """Keys that change neither orders nor skips. A recorded curve shows no other effect."""
 
 

@@ -119,20 +119,3 @@ def megatron_spiky(losses: np.ndarray) -> np.ndarray:
 def autoclip(norms: np.ndarray, percentile: float = 10.0) -> np.ndarray:
     """The authors' autoclip.py (pseeth/autoclip 7de6a2f): limits, this norm's included."""
     return np.array([np.percentile(norms[: i + 1], percentile) for i in range(len(norms))])
-
-
-def levanter_update_clip(
-    norms: np.ndarray, *, window: int = 128, sigmas: float = 3.0
-) -> np.ndarray:
-    """`clip_update_by_historical_norm` (Levanter 87ec0fc, clip_update_norm.py): factors."""
-    held: list[float] = []
-    scales = []
-    for norm in norms.tolist():
-        scale = 1.0
-        if len(held) >= max(2, window // 2):
-            mean, std = _moments(held, ddof=0)
-            limit = mean + sigmas * max(std, 1e-6)
-            scale = limit / max(norm, 1e-6) if norm > limit else 1.0
-        scales.append(scale)
-        held = [*held, norm][-window:]
-    return np.array(scales)

@@ -151,11 +151,6 @@ def _check_policy(engine: Any, core: Engine) -> None:
             "this policy clips each tensor by its own history, and this DeepSpeed engine steps "
             'flattened groups: use clip={"kind": "zclip"}, or ZeRO stage 0'
         )
-    if core.clips_updates and is_sharded(engine):
-        raise AttachError(
-            "this policy has [update_clip], and with ZeRO each rank updates only its own part of "
-            "each group: use update_clip=None, or ZeRO stage 0"
-        )
 
 
 def _obstacles(engine: Any) -> list[tuple[bool, str]]:
