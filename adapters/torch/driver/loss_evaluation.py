@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from healcore.runtime.driver import BatchWritten
+from healcore.core.signals import SignalError
 from healcore.torch import gradients
 from healcore.torch.healing import Healing
 from healcore.torch.live_state import RngState
@@ -68,7 +68,7 @@ class LossEvaluation:
         after = dict(_marks(given))
         changed = [path for path in before | after if before.get(path) != after.get(path)]
         if changed:
-            raise BatchWritten(
+            raise SignalError(
                 f"loss_fn changes {', '.join(changed[:3])}, but the Healer calls it again, also on "
                 "earlier batches: write into a copy, as in batch = dict(batch) before batch.pop(), "
                 "and x = x - 1 instead of x.sub_(1)"
