@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def run(kind, folder, steps=80, interrupt=-1):
     model, both = nn.Sequential(body, nn.Tanh(), head), [*body.parameters(), *head.parameters()]
     first = torch.optim.Adam(head.parameters() if kind != "lbfgs" else both, 1e-3)
     if kind == "lbfgs":
-        second: torch.optim.Optimizer = torch.optim.LBFGS(both, max_iter=2)
+        second: Any = torch.optim.LBFGS(both, max_iter=2)
     else:
         second = torch.optim.SGD(both if kind == "two stages" else body.parameters(), 1e-2)
     state = {"model": model, "first": first, "second": second}
