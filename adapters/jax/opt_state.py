@@ -13,6 +13,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from healcore import console
 from healcore.core.engine.state import metrics as engine_metrics
@@ -112,7 +113,7 @@ _logged_powers: set[int] = set()
 
 def _log_if_never_finite(ints: Any, found: dict[str, jax.Array]) -> None:
     """Logs an error about a run whose steps were all skipped. Does not wait for the device."""
-    if isinstance(ints, jax.core.Tracer) or ints.ndim != 1 or not ints.is_ready():
+    if isinstance(ints, Tracer) or ints.ndim != 1 or not ints.is_ready():
         return
     steps, skips = int(found["heal/steps"]), int(found["heal/skips"])
     if steps >= FROM_START and skips == steps and len(str(steps)) not in _logged_powers:
@@ -143,7 +144,7 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
 
     Returns:
         ``"params/Dense_0/kernel"`` -> L2 norm, float32 0-d. Zeros before the first step, and
-        while the caller passes `grad_norm`.
+        while the caller passes `grad_norm`. 0 for a parameter that the optimizer freezes.
 
     Raises:
         HealStateError: as in `last_decision`, or the number of floating tensors in `params` differs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -86,9 +85,9 @@ class StepRecord(NamedTuple):
         found = Readings(*(getattr(self, name) for name in Readings._fields))
         # The engine starts with zeros.
         if self.cause & Cause.NONFINITE_LOSS and not self.loss:
-            found = found._replace(loss=math.nan)
+            found = found._replace(loss=np.nan)
         if self.cause & Cause.NONFINITE_GRAD and not self.grad_norm and not self.bad_update:
-            found = found._replace(grad_norm=math.nan)
+            found = found._replace(grad_norm=np.nan)
         return found
 
     def unjudged(self) -> StepRecord:

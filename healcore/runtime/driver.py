@@ -54,6 +54,14 @@ class Generators(Protocol):
         ...
 
 
+SAMPLE = 64
+"""Values of each parameter in `Driver.weights_digest`."""
+
+
+class WeightsChanged(Exception):
+    """The run has added, removed, frozen or resized parameters since a copy of its weights."""
+
+
 def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
     """Raises StateError unless all names in `engines` are engines of the run, `present`."""
     known = list(present)
@@ -170,6 +178,10 @@ class Driver(Protocol):
         """
         ...
 
+    def weights_digest(self) -> str:
+        """Digest of a sample of each trainable parameter, the same in every process."""
+        ...
+
     def losses_of(
         self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None
     ) -> list[float]:
@@ -182,6 +194,9 @@ class Driver(Protocol):
             loss_fn: the user's function of a batch, or of state and batch if the state is a value.
             batches: batches as the loop receives them.
             weights: result of `copy_weights`, or None for the current weights. Buffers stay.
+
+        Raises:
+            WeightsChanged: `weights` is a copy of other parameters. `loss_fn` was not called.
         """
         ...
 

@@ -54,9 +54,11 @@ ARITHMETIC = {
     "core/engine/rules": {"_NEVER"},
     "runtime/incidents/ledger": {"_MAX_INCIDENTS"},
     "runtime/recovery/restoring": {"HEALING_SCHEMA"},
+    "runtime/loop/saver": {"_UNSAVED_INTERVALS"},
 }
-"""Bounds of arithmetic and memory, and the version of a file's layout."""
+"""Bounds of arithmetic and memory, the version of a file's layout, distances of warnings."""
 COUNTS = {
+    "runtime/loop/saver": ["self._next_warning *= 2"],
     "core/engine/lr": ["range(4)"],
     "runtime/dominance/dominance": [
         "evaluations += 2",

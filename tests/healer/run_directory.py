@@ -7,6 +7,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+from healcore.runtime.loop import setup
+
+
+def new_process() -> None:
+    """Forgets which runs this process has completed, as a new process does."""
+    setup._journals.clear()
+
 
 def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """All events of a store's directory, or those of one kind."""

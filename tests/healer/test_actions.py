@@ -90,7 +90,6 @@ def test_a_hook_may_stop_the_run(tmp_path):
 
 
 def test_two_optimizers_are_one_run(tmp_path):
-    import torch
 
     torch.manual_seed(0)
     models = [torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)]
@@ -157,15 +156,6 @@ def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_pa
     assert start["fingerprint"] == policies.fingerprint(policy) != policies.fingerprint(SKIPS)
 
 
-def test_a_rerun_with_the_same_fault_is_not_repeated_for_ever(tmp_path):
-    text = policies.dumps(rules()).replace("region = 30", "region = 0")
-    policy = policies.loads(text)
-    loop = loop_of("torch", Faults(always=[23]))
-    facts = train(loop, policy, range(40), store=tmp_path, rerun=True)
-    assert facts["rollbacks"] == 2
-    assert facts["step"] == 39
-
-
 def test_hooks_cannot_send_a_run_back_for_ever():
     loop = loop_of("torch", Faults(always=range(10, 2000, 5)))
 
@@ -176,19 +166,6 @@ def test_hooks_cannot_send_a_run_back_for_ever():
     with pytest.raises(RunStopped, match="3 rollbacks have been made"):
         train(loop, SKIPS, Endless(), on_incident=lambda incident: Action.ROLLBACK)
     assert len(loop.faults.order) < 300
-
-
-def test_a_rollback_that_does_not_fit_stops_with_a_diagnosis(tmp_path):
-    loop = loop_of("torch", Faults(always=[23]))
-
-    def grow(healer, number):
-        if number == 22:
-            loop.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
-
-    with pytest.raises(RunStopped, match="does not fit"):
-        train(loop, rules(), range(40), store=tmp_path, before=grow)
-    facts = train(loop_of("torch", Faults(always=[23])), rules(), range(40), store=tmp_path)
-    assert facts["step"] == 39, "the next start is not held up by the plan"
 
 
 def test_the_window_begins_with_the_trouble_that_was_ordered_for(tmp_path):

@@ -17,7 +17,7 @@ from healcore import Healer
 from healcore.jax import protect
 from healcore.runtime.loop.setup import StoreNotEmpty
 from healcore.runtime.loop.termination import AlreadyCompleted
-from tests.healer.run_directory import events
+from tests.healer.run_directory import events, new_process
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import SKIPS
 
@@ -37,6 +37,8 @@ def fit(
     **options: Any,
 ) -> float:
     """Trains on 40 rows, and returns the learning rate at the end."""
+    new_process()
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = kind(model.parameters(), lr=lr, weight_decay=0.01)  # type: ignore[call-arg]
     state = {"model": model, "optimizer": optimizer}
@@ -159,6 +161,7 @@ def test_a_changed_batch_size_and_policy_are_named(tmp_path: Path):
 
 def test_hyperparameters_of_a_jax_state(tmp_path: Path):
     def run(lr: float, steps: int) -> None:
+        new_process()
         tx = optax.inject_hyperparams(optax.adam)(learning_rate=lr)
         tx = protect(tx, SKIPS)
         params = jnp.ones(3)

@@ -111,6 +111,52 @@ def test_a_run_does_not_end_with_weights_that_broke_in_its_last_steps(framework,
     assert all(np.isfinite(each).all() for each in weights)
 
 
+def poisoned_by(batch: int, what: str, value: float, framework: str, policy: Any) -> Any:
+    """A loop in which the end of a batch's step spoils the weights, or statistics for the loss."""
+    loop = Spoils(framework, policy, at=[]).loop
+    step, number_now = loop.step, [-1]
+
+    def spoiling_step(healer: Any, number: int) -> None:
+        seen = loop.model.seen if framework == "torch" else healer.state["seen"]
+        loop.faults.always = frozenset() if np.isfinite(np.asarray(seen)).all() else {number}
+        number_now[0] = number
+        step(healer, number)
+        if framework == "torch" and number == batch:
+            (loop.model[0].weight if what == "weights" else seen).data.fill_(value)
+
+    loop.step = spoiling_step
+    if framework == "jax":
+        jitted = loop._step
+
+        def spoiling(state: Any, *data: Any) -> Any:
+            new = jitted(state, *data)
+            if number_now[0] == batch:
+                params = {**new["params"], "w1": jnp.full((4, 8), value)}
+                new |= {"params": params} if what == "weights" else {"seen": jnp.full(3, value)}
+            return new
+
+        loop._step = spoiling
+    return loop
+
+
+@BOTH
+@pytest.mark.parametrize("preset", ["default", "test"])
+@pytest.mark.parametrize(
+    ("what", "value"), [("weights", np.nan), ("weights", np.inf), ("statistics", np.nan)]
+)
+@pytest.mark.parametrize("batch", [49, 57], ids=["a save sees it", "no save sees it"])
+def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
+    batch, what, value, preset, framework, tmp_path
+):
+    """One rollback: a save that saw the undone damage is no news on the repeated steps."""
+    policy = rules() if preset == "test" else policies.load("default", rollback={"probation": 5})
+    loop = poisoned_by(batch, what, value, framework, policy)
+    facts = train(loop, policy, range(100), store=tmp_path, save_every=25)
+    (logged,) = events(tmp_path, "rollback")
+    assert (logged["onset"], logged["batches"][:2]) == (batch, [[0, batch], [0, batch + 1]])
+    assert facts["step"] == 100 - len(logged["batches"])
+
+
 @BOTH
 def test_it_stops_if_the_policy_orders_it(framework, tmp_path):
     it = Spoils(framework, policy_with("stop"), at=[22])

@@ -120,7 +120,7 @@ def test_a_stop_loses_no_step(tmp_path):
     memory = Memory(fits=8)
 
     def shrink(healer):
-        memory.fits = 8 if healer.step < 3 else 0
+        memory.fits = 8 if healer.step < 4 else 0
 
     with pytest.raises(healcore.RunStopped):
         train(batches(6), memory, each_step=shrink, store=tmp_path / "run")

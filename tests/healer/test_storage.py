@@ -17,7 +17,7 @@ from healcore.runtime.loop.termination import (
     LastStateNotSaved,
 )
 from healcore.runtime.store import SaveFailed, StateMismatch
-from tests.healer.run_directory import events, events_of, flip_a_bit, postmortems
+from tests.healer.run_directory import events, events_of, flip_a_bit, new_process, postmortems
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -99,6 +99,7 @@ def test_an_edited_policy_does_not_make_checkpoints_useless(tmp_path):
 
 def test_the_values_of_resume(tmp_path):
     train(loop_of("torch"), rules(), range(12), store=tmp_path)
+    new_process()
     with pytest.raises(AlreadyCompleted, match="completed at step 12; resume=True"):
         train(loop_of("torch"), rules(), range(12), store=tmp_path)
     with pytest.raises(StoreNotEmpty, match="up to step 12"):

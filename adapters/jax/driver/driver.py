@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from healcore.jax.optax_states import (
 )
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.cost import Cost
-from healcore.runtime.driver import json_setting
+from healcore.runtime.driver import SAMPLE, WeightsChanged, json_setting
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 
@@ -243,6 +244,15 @@ class JaxDriver:
         """Returns path -> copy of each parameter (see `_weights`), in host memory."""
         return {name: _copy(leaf) for name, leaf in self._weights().items()}
 
+    def weights_digest(self) -> str:
+        """See `Driver.weights_digest`. One sync per parameter."""
+        found = hashlib.blake2b(digest_size=8)
+        for leaf in self._weights().values():
+            part = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
+            flat = np.asarray(part).reshape(-1)
+            found.update(flat[:: max(1, flat.size // SAMPLE)][:SAMPLE].tobytes())
+        return found.hexdigest()
+
     def losses_of(
         self,
         loss_fn: Callable[..., Any],
@@ -267,6 +277,11 @@ class JaxDriver:
         weights: Mapping[str, Any],
         read: Callable[[Any], Any],
     ) -> list[Any]:
+        if weights and any(
+            getattr(weights.get(name), "shape", None) != leaf.shape
+            for name, leaf in self._weights().items()
+        ):
+            raise WeightsChanged
         live, in_place = self._live.read(), self._live.in_place
         state = _with(live, weights)
         try:

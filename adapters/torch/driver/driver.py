@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,6 @@ from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.live_state import optimizers, parameter_names
-from healcore.torch.loop_mistakes import UntrackedOptimizers
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized, restart_obstacle
 from healcore.torch.store.state import flatten
@@ -76,18 +76,19 @@ class TorchDriver:
             for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
+        on_step = weakref.WeakMethod(self._on_step)  # hooks of tensors are not collected in cycles
         for accumulation in self._accumulations:
-            accumulation.on_step = self._on_step
+            accumulation.on_step = lambda: (call := on_step()) and call()
         self._call_on_step: Callable[[], None] = lambda: None
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""
         self._statistics = BatchStatistics(self._state, self.healings)
         self._evaluation = LossEvaluation(self._state, self.healings)
+        self.weights_digest = self._evaluation.weights_digest
         self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None
         self._wants_vote = False
         self._polled_steps = 0
-        self._untracked = UntrackedOptimizers(self._state, self.healings, self.warnings.append)
 
     # -- signals from the loop ------------------------------------------------------------------
 
@@ -142,8 +143,9 @@ class TorchDriver:
 
     def moments_obstacle(self) -> str:
         """See `Driver.moments_obstacle`."""
-        obstacles = [moments_obstacle(h.optimizer) for h in self.healings.values()]
-        return next(filter(None, obstacles), "")
+        return next(
+            filter(None, (moments_obstacle(h.optimizer) for h in self.healings.values())), ""
+        )
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """Optimizer name -> state of its engine, JSON-safe. A sync on an accelerator."""
@@ -270,15 +272,12 @@ class TorchDriver:
         found = [p for p, norm in zip(params, norms, strict=True) if not norm.isfinite()]
         return parameter_names(self._state, found)
 
-    def copy_weights(self) -> list[Tensor]:
+    def copy_weights(self) -> dict[int, Tensor]:
         """See `LossEvaluation.copy_weights`."""
         return self._evaluation.copy_weights()
 
     def losses_of(
-        self,
-        loss_fn: Callable[..., Any],
-        batches: Iterable[Any],
-        weights: Sequence[Tensor] | None = None,
+        self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None
     ) -> list[float]:
         """See `Driver.losses_of`."""
         return self._evaluation.losses_of(loss_fn, batches, weights)
@@ -338,7 +337,6 @@ class TorchDriver:
 
     def close(self) -> None:
         """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        self._untracked.close()
         self._statistics.close()
         for window in self._windows:
             window.close()
@@ -346,8 +344,7 @@ class TorchDriver:
             accumulation.close()
         for healing in self.healings.values():
             healing.hooks.on_judged = None
-            healing.hooks.on_problem = healing.hooks.incident_log.problem
-            healing.hooks.grows, healing.own_loss = False, True
+            healing.hooks.grows = False
             healing.settle()
         self._detach()
 
@@ -384,7 +381,7 @@ class TorchDriver:
                 )
             self.healings[name] = healing
         for healing in self.healings.values():
-            healing.hooks.grows, healing.own_loss = True, len(self.healings) == 1
+            healing.hooks.grows = True
 
     @property
     def _members(self) -> list[int]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from healcore.core.signals import SignalError
+from healcore.runtime.driver import SAMPLE, WeightsChanged
 from healcore.torch import gradients
 from healcore.torch.healing import Healing
 from healcore.torch.live_state import RngState
@@ -27,20 +30,36 @@ class LossEvaluation:
         self._state = state
         self._healings = healings
 
-    def copy_weights(self) -> list[Tensor]:
-        """Host copies of the trainable parameters; for DTensors, of the local shards.
+    def copy_weights(self) -> dict[int, Tensor]:
+        """Parameter's id -> host copy of each trainable parameter; for DTensors, of local shards.
 
         On the host, so that an accelerator's memory holds only one set of weights.
         """
-        return [part.detach().to("cpu", copy=True) for part in self._trainable()]
+        return {key: part.detach().to("cpu", copy=True) for key, part in self._trainable().items()}
+
+    def weights_digest(self) -> str:
+        """See `Driver.weights_digest`. Parameters without data (lazy, meta) do not count."""
+        found = hashlib.blake2b(digest_size=8)
+        for part in self._trainable().values():
+            if not (is_lazy(part) or part.is_meta):
+                flat = part.detach().reshape(-1)
+                sample = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].to("cpu", copy=True)
+                found.update(bytes(sample.view(torch.uint8).numpy()))
+        return found.hexdigest()
 
     def losses_of(
         self,
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
-        weights: Sequence[Tensor] | None = None,
+        weights: Mapping[int, Tensor] | None = None,
     ) -> list[float]:
         """See `Driver.losses_of`."""
+        if weights is not None:
+            shapes = [
+                {k: w.shape for k, w in each.items()} for each in (weights, self._trainable())
+            ]
+            if shapes[0] != shapes[1]:
+                raise WeightsChanged
         with self._restoring(), torch.no_grad():
             current = None if weights is None else self.copy_weights()
             try:
@@ -86,17 +105,17 @@ class LossEvaluation:
         named = (item for item in self._state.values() if isinstance(item, nn.Module))
         return list({id(module): module for item in named for module in item.modules()}.values())
 
-    def _trainable(self) -> list[Tensor]:
-        """The trainable parameters; for DTensors, the local shards."""
+    def _trainable(self) -> dict[int, Tensor]:
+        """Parameter's id -> each trainable parameter; for DTensors, the local shard."""
         self.reshard()
         params = [p for module in self._modules() for p in module.parameters(recurse=False)]
         params += [p for h in self._healings.values() for p in gradients.parameters(h.optimizer)]
-        unique = {id(p): p for p in params if p.requires_grad}.values()
-        return [p.to_local() if hasattr(p, "to_local") else p for p in unique]  # type: ignore[operator]
+        trained = [p for p in params if p.requires_grad]
+        return {id(p): p.to_local() if hasattr(p, "to_local") else p for p in trained}  # type: ignore[operator]
 
-    def _write_weights(self, weights: Sequence[Tensor]) -> None:
-        for part, saved in zip(self._trainable(), weights, strict=True):
-            part.data.copy_(saved)
+    def _write_weights(self, weights: Mapping[int, Tensor]) -> None:
+        for key, part in self._trainable().items():
+            part.data.copy_(weights[key])
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from healcore.runtime.store import (
     StoreError,
     UnsavableState,
 )
+from healcore.runtime.store.inspection import disallowed
 from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import Ranks, agreed
 
@@ -81,6 +82,8 @@ class CheckpointManager:
         self._deleted: deque[set[int]] = deque()
         self._in_memory_only: set[int] = set()
         """Steps of checkpoints that are not on disk because the disk was busy or failed."""
+        self._left_alone: set[int] = set()
+        """Steps of checkpoints that are newer than the checkpoint of the start."""
         self._logged_good: set[int] = set()
         self._nonfinite: dict[int, tuple[str, ...]] = {}
         self._pending_quarantine = PendingQuarantine(ranks)
@@ -107,14 +110,23 @@ class CheckpointManager:
         """The checkpoints; checkpoints of an abandoned branch count as quarantined."""
         return self._pending_quarantine.applied(self.store.steps())
 
-    def reload(self) -> None:
-        """Reads the store's listing again, after a start and after a rollback."""
+    def reload(self, resumed: int | None = None) -> None:
+        """Reads the store's listing again, after a rollback, or after a start at step `resumed`.
+
+        Checkpoints newer than `resumed` are neither used nor deleted, until a save replaces them.
+
+        Drops all findings so far: they are about steps that the rollback has undone.
+        """
         self._verifier.discard()
+        self.store.nonfinite_found()
         try:
             saves = self.listed()
         except StoreError as error:
             saves = []
             self._log.problem(None, f"the checkpoints cannot be listed: {error}")
+        if resumed is not None:
+            self._left_alone = {saved.step for saved in saves if saved.step > resumed}
+        saves = [saved for saved in saves if saved.step not in self._left_alone]
         self.catalog.reset(saves)
         self._deleted.clear()
         self._logged_good = {s.step for s in saves if s.status == "good"}
@@ -159,6 +171,7 @@ class CheckpointManager:
             self._save_failed(step, error)
             return
         self._saved_once = True
+        self._left_alone.discard(step)
         self.restart_points.keep(step)
         self.restart_points.delete_older(step)
         self.unsaved.discard(step)
@@ -339,9 +352,14 @@ class CheckpointManager:
 
     def allow_nonfinite_in(self, state: Mapping[str, Any]) -> list[str]:
         """Allows NaN and Inf in the arrays of a first state that hold them; returns the names."""
-        names = sorted(set().union(*self._ranks.gather(self.store.nonfinite_in(state))))
+        names = self.nonfinite_in(state)
         self.allow_nonfinite(names)
         return names
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> list[str]:
+        """Names of the arrays in a state with disallowed NaN or Inf on any rank. Collective."""
+        names = set().union(*self._ranks.gather(self.store.nonfinite_in(state)))
+        return sorted(disallowed(names, self.store.nonfinite_ok))
 
     def allow_nonfinite(self, names: list[str]) -> None:
         """Allows NaN and Inf in these arrays."""

@@ -32,7 +32,7 @@ from healcore.runtime.dominance.anchor import (
 )
 from healcore.runtime.dominance.exchange import exchange
 from healcore.runtime.dominance.side_effects import undone
-from healcore.runtime.driver import Driver
+from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
@@ -458,18 +458,26 @@ class Dominance:
 
         Returns:
             Two lists with one loss per step, current and earlier weights, each the mean over all
-            ranks; or None if the `loss_fn` raises on some rank.
+            ranks; or None if the `loss_fn` raises on some rank. None too if the parameters have
+            changed since the anchor, which is dropped: the next checkpoint makes a new anchor.
         """
         assert self.loss_fn is not None
         batches = [each.content for step in steps for each in step.batches]
-        mine: tuple[list[float], list[float]] | str
+        mine: tuple[list[float], list[float]] | str | None
         failure = None
         try:
             now = known or _mean_losses(self._evaluated(batches, None), steps)
             mine = (now, _mean_losses(self._evaluated(batches, anchor.weights), steps))
+        except WeightsChanged:
+            mine = None
         except Exception as error:
             mine, failure = f"{type(error).__name__}: {error}", error
         everyone = exchange(self.ranks, mine, failure)
+        if None in everyone:
+            self.anchors.remove(anchor)
+            if self._pending_verdict is not None:
+                self._forget_trouble()
+            return None
         failed = [each for each in everyone if isinstance(each, str)]
         if failed:
             self.loss_fn = None

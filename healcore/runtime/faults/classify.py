@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import re
 import time
+import traceback
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
@@ -188,9 +189,17 @@ def _classify(error: BaseException, seen: set[int]) -> Fault | None:
 def _own_fault(error: BaseException) -> Fault | None:
     """The fault by the exception's own type and codes, or None."""
     try:
+        if isinstance(error, ConnectionError) and _is_from_worker(error):
+            return Fault(Cause.WORKER, "DataLoader worker")
         return _http_fault(error) or _known_fault(error)
     except Exception:  # attributes and text run code of the error's library
         return None
+
+
+def _is_from_worker(error: BaseException) -> bool:
+    """Whether a killed worker has broken the connection by which it passes its tensors."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(f.f_globals.get("__name__") == "multiprocessing.resource_sharer" for f in frames)
 
 
 def _worst(group: BaseExceptionGroup[BaseException], seen: set[int]) -> Fault | None:

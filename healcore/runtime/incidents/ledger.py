@@ -67,7 +67,7 @@ class Ledger:
     right after such a step; ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
     rollbacks: list[Rollback] = field(default_factory=list)
-    """Applied rollbacks and re-runs, see `Rollback.outline`."""
+    """Applied rollbacks, see `Rollback.outline`."""
     incident_count: int = 0
     """Number of incidents so far, including undone and dropped incidents."""
     undone_incidents: int = 0
@@ -80,8 +80,13 @@ class Ledger:
     open: bool = False
     """Whether an incident with more than skipped non-finite steps is open."""
 
-    def record(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
-        """Adds the records of one step. Returns the incident of the step, or None."""
+    def record(
+        self, index: int, records: Sequence[StepRecord], acted_on: int = -1
+    ) -> IncidentRecord | None:
+        """Adds the records of one step. Returns the incident of the step, or None.
+
+        `acted_on` has the `Cause` flags that open an incident; all other alarms only alert.
+        """
         self.next_step = index + 1
         if not any(each.judged for each in records):
             if not records[0].taken:
@@ -99,7 +104,7 @@ class Ledger:
         for each in records:
             # An alert alone (a clipped gradient spike) opens no incident.
             if each.incident_open or each.skip:
-                cause |= int(each.cause)
+                cause |= int(each.cause) & acted_on
             alerts |= int(each.cause)
         if not cause:
             if not self.incidents and not alerts:
@@ -169,17 +174,13 @@ class Ledger:
         last.over = False
         return last
 
-    def same_trouble(self, onset: int, within: int = 0, *, reruns: bool = False) -> list[Rollback]:
+    def same_trouble(self, onset: int, within: int = 0) -> list[Rollback]:
         """Earlier rollbacks for the trouble that begins at step `onset`, oldest first.
 
         The trouble is the same if its onset is at most `within` steps after the step at which the
-        rollback began. `reruns` includes re-runs.
+        rollback began.
         """
-        return [
-            each
-            for each in self.rollbacks
-            if onset <= each.step + within and (reruns or not each.rerun)
-        ]
+        return [each for each in self.rollbacks if onset <= each.step + within]
 
     def first_consecutive(self, index: int) -> int:
         """First of the consecutive unhealthy steps that end at step `index`."""

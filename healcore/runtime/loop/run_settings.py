@@ -30,11 +30,14 @@ class RunSettings(NamedTuple):
     given: dict[str, Any]
     """Settings outside the state, such as the batch size, which always take effect."""
     policy: str
+    initial: str
+    """Number of ranks, which shard the weights, and digest of the initial weights."""
 
     @classmethod
-    def of(cls, driver: Driver, policy: HostPolicy, state: Any) -> RunSettings:
+    def of(cls, driver: Driver, policy: HostPolicy, state: Any, world: int) -> RunSettings:
         """The settings of a program before it restores a checkpoint."""
-        return cls(driver.hyperparameters(), settings_of(state), _named(policy))
+        initial = f"{world}:{driver.weights_digest()}"
+        return cls(driver.hyperparameters(), settings_of(state), _named(policy), initial)
 
     def batch(self, ranks: int) -> str:
         """The size of a batch if a trainer knows it: `8`, or `8 × 4 accumulated × 2 ranks`."""
@@ -53,11 +56,15 @@ class SettingsChange(NamedTuple):
     """`name: saved -> given`, where the given value takes effect."""
     policy: str
     """`policy: saved -> given`, or an empty string."""
+    initial: bool
+    """Whether the initial weights differ. Numbers of ranks that differ are not compared."""
 
     @property
-    def changes_model(self) -> bool:
-        """Whether the model of the run differs from the model that these settings would train."""
-        return bool(self.saved or self._training_changes)
+    def other_run(self) -> str:
+        """What makes the model differ from the model of the run, or an empty string."""
+        if self.saved or self._training_changes:
+            return f"that completed with other settings (saved -> given): {self}"
+        return "that completed and began with other weights than this program" * self.initial
 
     @property
     def _training_changes(self) -> list[str]:
@@ -110,7 +117,9 @@ def change_since(journal: Journal, now: RunSettings) -> SettingsChange:
 
     policy = at_start.get("policy", now.policy)
     changed = "" if policy == now.policy else f"policy: {policy} -> {now.policy}"
-    return SettingsChange(of("saved", now.saved), of("given", now.given), changed)
+    initial = at_start.get("initial", "")
+    other = initial.partition(":")[0] == now.initial.partition(":")[0] and initial != now.initial
+    return SettingsChange(of("saved", now.saved), of("given", now.given), changed, other)
 
 
 def change_of_batch_size(journal: Journal, number: int, loader: Any) -> str:
@@ -133,6 +142,7 @@ def record_start(journal: Journal, now: RunSettings) -> None:
         "saved": saved,
         "given": now.given,
         "policy": now.policy,
+        "initial": before.get("initial", now.initial),
     }
 
 

@@ -293,6 +293,8 @@ class CheckpointSaver(Saver):
         first, action = min(nonfinite), _ACTIONS[policy.nonfinite_state]
         since = self.checkpoints.catalog.newest_finite_before(first)
         bad = self._unhealthy(since, first) or list(range(since, first))
+        if since <= self._monitor.last_trained < bad[0]:
+            bad.insert(0, self._monitor.last_trained)  # no step has been trained after the damage
         order = Rollback(
             index=step - 1,
             onset=max(first - 1, 0),  # the state after that step is bad

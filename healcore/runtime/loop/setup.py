@@ -58,10 +58,12 @@ MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
 _loops: weakref.WeakSet[Loop[CheckpointSaver]] = weakref.WeakSet()
 """Runs of this process, including ended runs that are still referenced."""
+_journals: dict[Path, Journal] = {}
+"""The journal of the last run of this process in each directory."""
 
 
 class StoreNotEmpty(StoreError):
-    """The store holds a run, and `resume` is False or the run completed with other settings."""
+    """The store holds a run, and `resume` is False or the run completed and is another run."""
 
 
 class Options(NamedTuple):
@@ -77,7 +79,6 @@ class Options(NamedTuple):
     hooks: Hooks
     resume: Any
     attach: dict[str, Any]
-    rerun: bool
     lag: int
     stop_file: str | os.PathLike[str] | None
     ranks: Ranks | None
@@ -123,6 +124,8 @@ def open_run(options: Options) -> Loop[CheckpointSaver]:
         driver.close()
         raise
     _loops.add(loop)
+    if (folder := loop.saver.checkpoints.store.root) is not None:
+        _journals[folder.resolve()] = loop.saver.restorer.journal
     return loop
 
 
@@ -185,7 +188,7 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
     _refuse_to_start(loop.ranks.stop_file, ranks, log)
     journal.read()
     saves = loop.saver.restorer.saves()
-    settings = RunSettings.of(driver, policy, options.state)
+    settings = RunSettings.of(driver, policy, options.state, ranks.world)
     change = agreed(ranks, change_since(journal, settings) if saves else None)
     try:
         ending = agreed(ranks, journal.state.ending)
@@ -309,7 +312,6 @@ def _construct(
         lag=options.lag,
         restorer=restorer,
         loss_fn=loss_fn,
-        reruns=options.rerun,
     )
     path = events.path
     return Loop(
@@ -428,17 +430,18 @@ def _check_resume(
         )
     if ending != Ending.COMPLETED:
         return
-    if change is not None and change.changes_model:
+    own = store.root and _journals.get(store.root.resolve())
+    completed_here = own and own.state.ending == Ending.COMPLETED
+    which = "that this process has completed" if completed_here else change and change.other_run
+    if which:
         raise StoreNotEmpty(
-            f"{where} holds a run that completed at step {newest} with other settings "
-            f"(saved -> given): {change}. Nothing was trained. To train with the new settings, "
-            "pass an empty directory; resume=True resumes the saved run, whose state keeps the "
-            "saved values"
+            f"{where} holds a run {which}. Its last step is {newest}. Nothing was trained. Pass an "
+            'empty directory for each run, as in store=f"runs/{fold}", and set the seed before the '
+            "model is made; resume=True resumes the saved run, with its weights and settings"
         )
     if not has_trainer(options.state):
         raise AlreadyCompleted(
             f"nothing to do: {where} holds a run that completed at step {newest}; resume=True "
             "trains it further if the program has more epochs (batches(loader, epochs=...)) or "
-            "steps than that run had, an empty directory begins a new run. Code after the `with` "
-            "block does not run again: write it into the block"
+            "steps than that run had, an empty directory begins a new run"
         )

@@ -99,14 +99,13 @@ def begin(
     elif resume:
         _resume(loop)
     _skip_raising_batches(loop)
-    recovery.resume_rerun(state.rollback)
     recovery.read_engines()
     data.start(resumed=resume, completed_at=completed_at)
     state.ending = None
     record_start(restorer.journal, settings)
     restorer.write_journal(data.step)
     saver.start(data.step)
-    checkpoints.reload()
+    checkpoints.reload(data.step)
     if resume:  # otherwise the first save does it
         saver.keep_anchor()
     else:
@@ -126,7 +125,7 @@ def begin(
         batch=settings.batch(loop.ranks.world),
     )
     loop.log.info(line)
-    if change is not None and any(change):
+    if change is not None and str(change):
         loop.warn(
             f"other settings than at the start of this run (saved -> given): {change}. To train "
             "with new settings from the start, pass an empty directory"
@@ -191,9 +190,6 @@ def _resume(loop: Loop[CheckpointSaver]) -> None:
     except NoGoodCheckpoint as error:
         raise no_usable_checkpoint(journal, saves, restorer.damage) from error
     loop.data.restore(step, generators)
-    for error in restorer.unfit:
-        loop.warn(f"{error}. The run resumes from the older checkpoint of step {step}, which fits")
-        unknown.add(error.step)
     # Otherwise the run would use such a checkpoint as its own after it has passed the step.
     checkpoints.quarantine([at for at in unknown if at > step], now=step)
     last = journal.state.rollback

@@ -22,8 +22,9 @@ class Evidence:
     """Decides whether an order is carried out.
 
     Under a policy with `[rollback] confirm` an order needs evidence that the model is worse.
-    Non-finite weights are evidence. Without a `loss_fn` a long incident of non-finite steps is
-    evidence, too. All other evidence comes from `dominance`, which needs a `loss_fn`.
+    Non-finite weights and statistics are evidence. Without a `loss_fn` a long incident of
+    non-finite steps is evidence, too. All other evidence comes from `dominance`, which needs a
+    `loss_fn`.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class Evidence:
         """Whether the weights are finite on every rank. Collective."""
         return all(self._ranks.gather(self._driver.finite()))
 
-    def found(self, order: Rollback) -> bool:
+    def found(self, order: Rollback, *, damaged: bool) -> bool:
         """Whether evidence without a comparison shows that the model is worse.
 
-        Declines the order without such evidence.
+        Declines the order without such evidence. `damaged`: the state has NaN or Inf.
         """
-        if not self.finite():
-            self._assess(order, "damage", "weights")
+        if damaged:
+            self._assess(order, "damage", "weights" if not self.finite() else "state")
             return True
         if self._dominance.is_enabled:
             self.decline(order, "nothing", "no comparison shows that the weights are worse")

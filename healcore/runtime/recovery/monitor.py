@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from healcore.core.engine.incident import causes as incident_causes
 from healcore.core.step_record import Readings, StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
 from healcore.history.incident import MOST_ALARMS
@@ -67,6 +68,10 @@ class IncidentMonitor:
         """Newest record of a step that was not finite, or None."""
         self.never_finite = True
         """Whether no step of the run was finite."""
+        self.has_micro_steps = False
+        """Whether optax.MultiSteps accumulates gradients around `protect`."""
+        self.last_trained = -1
+        """The last step that was not skipped, or -1 if there is none since a start or rollback."""
         self._alerts: Counter[tuple[int, Cause]] = Counter()
         """(Number of an incident or 0, causes) -> number of steps with an alert."""
 
@@ -78,7 +83,11 @@ class IncidentMonitor:
         )
         self._batches.pop(step.index - kept, None)
         self._count_nonfinite(step)
-        incident = self.ledger.record(step.index, step.records)
+        acted_on = incident_causes(self.policy.engine.config)
+        incident = self.ledger.record(step.index, step.records, acted_on)
+        if any(each.judged and not each.skip for each in step.records):
+            self.last_trained = step.index
+        self.has_micro_steps |= not any(each.judged for each in step.records)
         is_new = incident is not None and incident.number > self._last_incident
         if incident is not None and is_new:
             self._begin(incident, step)
@@ -146,6 +155,7 @@ class IncidentMonitor:
         """Forgets the batches of the steps from `target` on, which are repeated."""
         self._batches = {index: ids for index, ids in self._batches.items() if index < target}
         self._loader_start = min(self._loader_start, target)
+        self.last_trained = -1
 
     def sync_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Sets multipliers and counts from engine states (`Driver.healing`), without an event."""

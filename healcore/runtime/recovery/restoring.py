@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from healcore.core.engine import StateError
@@ -33,7 +33,6 @@ from healcore.runtime.recovery.engine_states import (
     after_rollback,
     apply_rate,
     compatible,
-    for_rerun,
     limited,
 )
 from healcore.runtime.recovery.journal import (
@@ -56,10 +55,13 @@ from healcore.runtime.store import (
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.memory import WHERE
+from healcore.runtime.store.protocol import Fitting
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
 from healcore.runtime.store.structure import attribute
 
 T = TypeVar("T")
+_SHOWN = 6
+"""Max names in the line about parts that a rollback does not restore."""
 HEALING_SCHEMA = 2
 """Version of healcore's part of a checkpoint, see `Restorer.contents`."""
 
@@ -92,8 +94,8 @@ class Restorer:
     """Step of the snapshot or checkpoint that this process started from, or None before."""
     damage: list[CheckpointDamaged] = field(default_factory=list, init=False)
     """Errors of damaged checkpoints, as this process has found them."""
-    unfit: list[StateMismatch] = field(default_factory=list, init=False)
-    """Errors of checkpoints that do not fit the state and that `resume` passed over."""
+    kept: list[str] | None = field(default=None, init=False)
+    """Parts that the last rollback has not restored. None before: a start restores everything."""
     journal_outdated: bool = field(default=False, init=False)
     """Whether the last write of the journal failed; the next save tries again."""
     _executor: Background = field(
@@ -126,7 +128,7 @@ class Restorer:
         self.checkpoints.wait()
         self.checkpoints.verify_due(self.ledger, before=rollback.onset)
         self.find_damage()
-        last = self.journal.state.rollback
+        last, self.kept = self.journal.state.rollback, []
         try:
             self._make_plan(rollback, step)
             host = self._apply_plan(rollback, now=step)
@@ -138,6 +140,10 @@ class Restorer:
         if host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(host)
         self._record_applied(rollback)
+        if self.kept:
+            names = f"{', '.join(self.kept[:_SHOWN])}{', ...' if self.kept[_SHOWN:] else ''}"
+            problem = f"parts that checkpoint {rollback.target} lacks stay as they are: {names}"
+            self.log.problem(step, problem)
         return moved
 
     def _make_plan(self, rollback: Rollback, step: int) -> None:
@@ -203,11 +209,9 @@ class Restorer:
         engine = self.policy.engine
 
         def load(result: RestoreResult, saved: _Content) -> tuple[HostParts | None, dict[str, Any]]:
-            merge = for_rerun if plan.rerun else after_rollback
-            engines = merge(engine, plan.engines, saved.engines)
-            host = self._load_state(result, saved, engines, reset=self._resets(plan))
-            # The schedule is at the restored step. A re-run changes no rate.
-            rate = None if plan.rerun else self.driver.learning_rate()
+            engines = after_rollback(engine, plan.engines, saved.engines)
+            host = self._load_state(result, saved, engines, reset=self.policy.reset_moments)
+            rate = self.driver.learning_rate()  # the schedule is at the restored step
             if plan.lr_at_fault is not None:
                 # No step has been trained at the rate of the very first state.
                 trained = result.step > (self.journal.state.first_step or 0)
@@ -257,27 +261,9 @@ class Restorer:
         """Resumes from the first intact checkpoint of `order`, steps in descending order.
 
         Returns the step, and the argument of `HostState.put_back` for when the loop has a loader.
-        Raises NoGoodCheckpoint without an intact checkpoint, and StateMismatch for another state.
-        A single process first tries older checkpoints, see `unfit`.
+        Raises NoGoodCheckpoint without an intact checkpoint, and StateMismatch for another state:
+        an older checkpoint that fits would lose the steps since then.
         """
-        try:
-            return self._resume(order)
-        except StateMismatch as error:
-            step = order[0] if error.step is None else error.step
-            error = StateMismatch(step, error.differences, self._where())
-            older = order[order.index(step) + 1 :]
-            if not older or self.ranks.world > 1:
-                raise error from None
-            self.unfit.append(error)
-        try:
-            return self.resume(older)
-        except (StateMismatch, NoGoodCheckpoint):
-            raise self.unfit[0] from None
-
-    def _where(self) -> str:
-        return "" if self.journal.path is None else str(self.journal.path.parent)
-
-    def _resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
         last, live = self.journal.state.rollback, {}
         if last is not None:
             live, _ = compatible(self.policy.engine, last.engines)
@@ -294,10 +280,14 @@ class Restorer:
                 older = result.step < last.target
                 engine = self.policy.engine
                 engines = after_rollback(engine, live, engines, counted=True) if older else live
-                reset = self._resets(last)
+                reset = self.policy.reset_moments
             return result.step, self._load_state(result, saved, engines, reset=reset)
 
-        (step, host_state), saved = self._load_first_intact(order, load)
+        try:
+            (step, host_state), saved = self._load_first_intact(order, load)
+        except StateMismatch as error:
+            where = "" if self.journal.path is None else str(self.journal.path.parent)
+            raise replace(error, where=where) from None
         ledger, forward = saved.ledger, {}
         if last is not None and step <= last.target:
             of_journal, forward = self.journal.state.ledger, last.forward
@@ -369,6 +359,9 @@ class Restorer:
     def _restore(self, order: Sequence[int]) -> RestoreResult:
         """Reads the first checkpoint that is intact on every rank; copies in memory may differ."""
         store, like = self.checkpoints.store, self._items()
+        if self.kept is not None:
+            self.kept = []
+            like = Fitting(like, self.kept)
         if self.ranks.world == 1:
             return restore_first_intact(store, order, like, self._log_damage)
         for step in order:
@@ -393,9 +386,6 @@ class Restorer:
                 raise StoreError("it has no random states and positions of the loaders")
         self.loaders.check(_position(host) or {})
         return _Content(dict(engines), problem, ledger, host)
-
-    def _resets(self, plan: Rollback) -> bool:
-        return self.policy.reset_moments and not plan.rerun
 
     def _load_state(
         self, result: RestoreResult, saved: _Content, engines: dict[str, Any], *, reset: bool

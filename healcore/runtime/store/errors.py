@@ -108,7 +108,9 @@ class StateMismatch(StoreError):
         more = f"; and {len(self.differences) - 3} more" if len(self.differences) > 3 else ""
         which = "the saved state" if self.step is None else f"the checkpoint of step {self.step}"
         place = f" in {self.where}" if self.where else ""
-        advice = "Pass the state that the run was saved from"
+        advice = (
+            "Pass the state as it was saved, with all parameters that the run had added by then"
+        )
         advice += ", or an empty directory to begin a new run" if self.where else ""
         return f"{which}{place} does not fit: {shown}{more}. {advice}"
 

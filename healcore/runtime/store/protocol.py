@@ -118,7 +118,7 @@ class CheckpointStore(ABC):
             step: step of the checkpoint.
             like: the live state with all or some of the saved names, which is not changed. The
                 result has its structure, shapes, dtypes and shardings. The result lacks a value
-                with ``optional = True`` that the checkpoint lacks.
+                with ``optional = True`` that the checkpoint lacks. In torch it may be a `Fitting`.
 
         Raises:
             CheckpointDamaged: the content differs from the saved content.
@@ -247,13 +247,23 @@ def is_last_good(saves: Sequence[Saved], step: int) -> bool:
     return {save.step for save in saves if save.status == "good"} == {step}
 
 
+class Fitting(dict[str, Any]):
+    """A live state that has changed since a checkpoint: only the parts that fit are restored."""
+
+    def __init__(self, state: Mapping[str, Any], kept: list[str]) -> None:
+        super().__init__(state)
+        self.kept = kept
+        """Names of the parts that stay as they are."""
+
+
 def values_to_restore(saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """The values of `like`, without optional values that the checkpoint lacks."""
-    return {
+    found = {
         name: live
         for name, live in like.items()
         if name in saved or getattr(live, "optional", False) is not True
     }
+    return Fitting(found, like.kept) if isinstance(like, Fitting) else found
 
 
 def checked_step(step: Any) -> int:

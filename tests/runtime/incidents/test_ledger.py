@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from healcore.core.engine import incident
 from healcore.core.verdict import Cause
+from healcore.policy import load
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.incidents.rollback import Rollback, Status
 from tests.healer.step_records import record
@@ -24,12 +26,22 @@ def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
     assert ledger.first_consecutive(ledger.next_step - 1) == onset
 
 
+@pytest.mark.parametrize("alert", [Cause.RECORDS, Cause.LOSS_SPIKE, Cause.DIVERGENCE])
+def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(alert):
+    ledger, acted_on = Ledger(), incident.causes(load("default").engine().config)
+    for index in range(3, 13):
+        both = record(cause=Cause.NONFINITE_GRAD | alert, skip=True)
+        ledger.record(index, [both if index == 6 else SKIPPED], acted_on)
+    (only,) = ledger.incidents
+    assert (only.onset, only.only_skips, ledger.first_consecutive(12)) == (3, True, 3)
+
+
 def test_a_lasting_alert_goes_on_through_the_micro_steps_of_an_accumulation():
     ledger = Ledger()
     for index, each in enumerate([record(cause=Cause.PLATEAU), MICRO_STEP] * 3):
         ledger.record(index, [each])
-    (incident,) = ledger.incidents
-    assert (incident.onset, incident.last, incident.over) == (0, 4, False)
+    (lasting,) = ledger.incidents
+    assert (lasting.onset, lasting.last, lasting.over) == (0, 4, False)
 
 
 def applied(**fields: Any) -> Rollback:
@@ -49,8 +61,9 @@ def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
     assert back.changed == "rate"
 
 
-def test_a_rerun_is_no_attempt():
-    ledger, rerun = Ledger(), applied(onset=250, target=100, step=420, rerun=True)
-    ledger.on_rollback(rerun, None)
-    assert ledger.same_trouble(250) == []
-    assert ledger.same_trouble(250, reruns=True) == [rerun]
+def test_a_rollback_of_healcore_0_2_0_can_be_read():
+    ledger = Ledger()
+    ledger.on_rollback(applied(onset=250, target=100, step=420), None)
+    saved = ledger.to_dict()
+    saved["rollbacks"][0]["rerun"] = True  # a field that later versions do not write
+    assert Ledger.from_dict(saved) == ledger

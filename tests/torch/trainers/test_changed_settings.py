@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from healcore.events import read
 from healcore.runtime.loop.setup import StoreNotEmpty
 from healcore.torch import LightningHealingCallback, heal_trainer
+from tests.healer.run_directory import new_process
 from tests.torch.trainers.huggingface.small_runs import trainer as hf_trainer
 from tests.torch.trainers.huggingface.small_runs import weights
 from tests.torch.trainers.lightning.fits import Regression, data
@@ -21,6 +22,7 @@ from tests.torch.trainers.lightning.fits import trainer as lightning_trainer
 
 
 def train_hf(folder: Path, **arguments: Any) -> Any:
+    new_process()
     run = hf_trainer(folder, steps=8, **arguments)
     healed = heal_trainer(run, "default")
     healed.train()
@@ -30,6 +32,8 @@ def train_hf(folder: Path, **arguments: Any) -> Any:
 def fit(
     folder: Path, rate: float = 0.05, batch: int = 8, epochs: int = 1, max_steps: int = -1
 ) -> Regression:
+    new_process()
+    torch.manual_seed(0)
     module = Regression(rate)
     callback = LightningHealingCallback(store=folder)
     running = lightning_trainer(callback, max_epochs=epochs, max_steps=max_steps)

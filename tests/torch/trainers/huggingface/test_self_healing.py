@@ -81,7 +81,7 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     # Without healing the same run is lost.
     alone = getattr(tiny, kind)(tmp_path, **DIVERGES)
     alone.train()
-    assert losses[-1] < losses[0]
+    assert torch.isfinite(tiny.weights(trainer)).all()
     assert not torch.isfinite(tiny.weights(alone)).all()
 
 

@@ -1,0 +1,148 @@
+"""The parameters change while the run is under way: restarts, rollbacks and comparisons."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from healcore import Healer
+from healcore.errors import StateMismatch
+from healcore.runtime.store import Keep
+from tests.healer.run_directory import flip_a_bit
+from tests.healer.run_options import grouped
+from tests.healer.training_loops import rules
+
+CHANGE = 20
+CHANGES = ("unfreeze", "lora", "grow", "prune")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(6, 1)
+        self.lora: Any = None
+        self.a.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.a(x))
+        low_rank = 0.0 if self.lora is None else self.lora(x)
+        return self.c(torch.tanh(self.b(x)) + low_rank)
+
+
+class Run:
+    def __init__(self, kind: str) -> None:
+        self.kind, self.net, self.changed = kind, Net(), False
+        groups = [{"params": self.net.b.parameters()}, {"params": self.net.c.parameters()}]
+        self.optimizer = torch.optim.AdamW(groups, 1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1000)
+        self.state = {"o": self.optimizer, "m": self.net, "s": self.scheduler}
+
+    def change(self) -> None:
+        net, groups, self.changed = self.net, self.optimizer.param_groups, True
+        if self.kind == "unfreeze":
+            net.a.requires_grad_(True)
+            self.optimizer.add_param_group({"params": list(net.a.parameters()), "lr": 1e-3})
+        elif self.kind == "lora":
+            net.lora = nn.Linear(4, 6, bias=False)
+            self.optimizer.add_param_group({"params": list(net.lora.parameters())})
+        elif self.kind != "none":
+            width = 8 if self.kind == "grow" else 3
+            old = [*net.b.parameters(), *net.c.parameters()]
+            net.b, net.c = nn.Linear(4, width), nn.Linear(width, 1)
+            for each in old:
+                self.optimizer.state.pop(each, None)
+            groups[0]["params"], groups[1]["params"] = [*net.b.parameters()], [*net.c.parameters()]
+
+    def train(self, until: int = 60, bad: tuple[int, ...] = (), **options: Any) -> Any:
+        def loss_fn(batch: int) -> torch.Tensor:
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(batch))
+            return functional.mse_loss(self.net(x), x.sum(1, keepdim=True))
+
+        todo, options = {*bad}, {"save_every": 5, "policy": rules()} | options
+        healer: Any = Healer(state=self.state, loss_fn=loss_fn, **grouped(options))
+        with healer:
+            self.first_step = healer.step
+            for batch in healer.batches(range(60)):
+                if healer.step == CHANGE and not self.changed:
+                    self.change()
+                if healer.step == until:
+                    raise OSError("power")
+                loss = loss_fn(batch)
+                if healer.step in todo:
+                    todo.discard(healer.step)
+                    loss = loss * torch.nan
+                healer.observe(loss)
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return healer
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_start_does_not_fall_back_past_a_checkpoint_that_does_not_fit(kind: str, tmp_path: Path):
+    with suppress(OSError):
+        Run(kind).train(45, store=tmp_path)
+    before = {each.name for each in tmp_path.glob("step-*")}
+    said = {
+        "unfreeze": r"step 45 in .*add_param_group\(\{\"params\": \[a.weight, a.bias\]\}\)",
+        "lora": r"step 45 in .*\[c.weight, c.bias\], \[lora.weight\] in the saved and .*before",
+    }
+    with pytest.raises(
+        StateMismatch, match=said.get(kind, r"step 45 in .*m\.b\.bias has the shape")
+    ):
+        Run(kind).train(store=tmp_path)
+    assert {each.name for each in tmp_path.glob("step-*")} >= before
+    run = Run(kind)
+    run.change()
+    with suppress(OSError):
+        run.train(46, store=tmp_path)
+    assert run.first_step == 45
+    assert {each.name for each in tmp_path.glob("step-*")} >= before
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_rollback_across_the_change_restores_what_fits(
+    kind: str, on_disk: bool, tmp_path: Path, capsys: Any
+):
+    run = Run(kind)
+    healer = run.train(bad=(CHANGE + 2,), store=tmp_path if on_disk else None)
+    assert (healer.step, healer.run.recovery.rollbacks) == (59, 1)  # without the bad batch
+    kept = {"unfreeze": "o[a.weight]", "lora": "m.lora.weight", "grow": "m.b.weight"}
+    line = [x for x in capsys.readouterr().err.splitlines() if "stay as they are" in x]
+    assert len(line) == 1
+    assert kept.get(kind, "m.c.weight") in line[0]
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_copies_are_made_again(kind: str, capsys: Any):
+    run = Run(kind)
+    healer = run.train(policy="default", store=None)
+    dominance = healer.run.recovery.dominance
+    step = dominance.anchors[-1].step
+    assert step > CHANGE
+    for anchor in [*dominance.anchors]:  # as at an alarm
+        dominance._losses_of([], anchor)
+    assert all(each.step > CHANGE for each in dominance.anchors)
+    assert dominance.is_enabled
+    assert "loss_fn raised" not in capsys.readouterr().err
+
+
+def test_no_checkpoint_is_deleted_that_is_newer_than_the_resumed(tmp_path: Path):
+    run = {"store": tmp_path, "keep": Keep(good=2, candidates=9, quarantined=0)}
+    with suppress(OSError):
+        Run("none").train(45, **run)
+    newest = sorted(tmp_path.glob("step-*"))[-3:]
+    for folder in newest:
+        flip_a_bit(folder, 1)
+    again = Run("none")
+    again.train(save_every=11, **run)
+    assert again.first_step == 0
+    assert all(folder.is_dir() for folder in newest)
