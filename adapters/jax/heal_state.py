@@ -355,6 +355,8 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
     if type(chain) is not tuple or not all(isinstance(member, tuple) for member in chain):
         return
     before = chain[: path[index].idx]
+    if len(path) == index + 1:  # `heal` or `heal_zclip` itself, not a part of `protect`
+        _warn_if_value_is_read(chain[path[index].idx + 1 :])
     if nodes(HealState, before):
         return  # a user's tuple with the states of several optimizers
     if any(map(is_gradient, jax.tree.leaves(before))):
@@ -363,4 +365,16 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
             "in this chain: they judge its updates, after a NaN has reached its moments. Put "
             "healing first: optax.chain(heal_zclip(), optax.adamw(1e-3))",
             stacklevel=4,
+        )
+
+
+def _warn_if_value_is_read(after: tuple[Any, ...]) -> None:
+    names = ("MomoState", "MomoAdamState", "ReduceLROnPlateauState")
+    stops = (*names, "ApplyIfFiniteState")  # which does not apply an update of NaN
+    found = jax.tree.leaves(after, is_leaf=lambda node: type(node).__name__ in stops)
+    if any(type(node).__name__ in names for node in found):
+        warnings.warn(
+            "an optimizer after heal or heal_zclip in this chain reads value=, and a NaN loss "
+            "reaches it although the step is skipped: write protect(optimizer) instead",
+            stacklevel=5,
         )

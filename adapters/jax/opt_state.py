@@ -144,7 +144,7 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
 
     Returns:
         ``"params/Dense_0/kernel"`` -> L2 norm, float32 0-d. Zeros before the first step, and
-        while the caller passes `grad_norm`.
+        while the caller passes `grad_norm`. 0 for a parameter that the optimizer freezes.
 
     Raises:
         HealStateError: as in `last_decision`, or the number of floating tensors in `params` differs

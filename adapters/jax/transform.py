@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -29,6 +30,7 @@ from healcore.jax.optax_states import (
 )
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.state_layout import STEPS, check_records
+from healcore.jax.unread_gradients import UnreadGradients, finite, without
 
 if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
@@ -52,7 +54,8 @@ def heal(
     still takes a step: moments decay, counters count, and Adam and weight decay still move the
     parameters a little. For a skip that changes nothing, use `protect`, or
     ``optax.chain(heal(policy, on_skip="nan"), optax.apply_if_finite(inner, 2**31 - 1))``. The
-    policy's LR multiplier is in the decision; `scale_by_heal_lr` applies it.
+    policy's LR multiplier is in the decision; `scale_by_heal_lr` applies it. Every gradient is
+    judged. If later members of the chain freeze parameters, use `protect`.
 
     Args:
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
@@ -208,6 +211,10 @@ def protect(
     If all checked tensors have such elements, or if the policy reads the norm of the update, the
     whole update is skipped, and the next step counts as a step with a bad gradient.
 
+    A gradient that the optimizer does not read is not judged: its norm counts as 0. These are the
+    frozen parameters of `optax.partition` or `optax.masked` with `optax.set_to_zero`. A parameter
+    with a learning rate of 0 is not frozen. If you pass `grad_norm`, omit the frozen parameters.
+
     With ``[lr] reset_moments`` (as in `pretraining`), the next step after a cut of the learning
     rate starts with zero moments, and with zero counts of their bias correction. Skipped steps do
     not count. Only optax states whose moments are initially zero are reset. The state keeps the old
@@ -262,7 +269,7 @@ def protect(
     engine, kept = engine_of(policy, overrides), check_records(records)
     inner = optax.with_extra_args_support(inner)
     accepted_keywords = _keywords_of(inner.update)
-    reads_update_norm = "update_norm" in engine.needs
+    reads_update_norm, frozen = "update_norm" in engine.needs, UnreadGradients()
 
     def init(params: optax.Params) -> ProtectState:
         check_leaves(params, "params", _ARRAYS_ONLY)
@@ -282,13 +289,14 @@ def protect(
         return replicate_over_mesh(params, state)
 
     def measured(
-        updates: optax.Updates, heal: HealState, skip: jax.Array
+        updates: optax.Updates, heal: HealState, skip: jax.Array, unread: list[bool]
     ) -> tuple[HealState, jax.Array | None, jax.Array]:
         found, norms = axes.any(gradients.not_finite(updates, skip)), heal.heal_leaf_norms
         if found.shape == norms.shape:
             heal = heal._replace(heal_leaf_norms=jnp.where(found, -norms, norms))
         if not (reads_update_norm or engine.clips_updates):
-            checked = [gradients.is_checked(leaf) for leaf in gradients.gradient_leaves(updates)]
+            trained = gradients.gradient_leaves(without(updates, unread))
+            checked = [gradients.is_checked(leaf) for leaf in trained]
             # An optimizer that treats each tensor by itself trains the others.
             others = (~found & np.array(checked, bool)).any() & (engine.mode != "observe")
             return heal, None, found.any() & ~others
@@ -304,6 +312,11 @@ def protect(
         if not isinstance(state, ProtectState):
             raise heal_state.no_heal_state_error(state)
         given, others = split_keywords(extra_args)
+        keywords = {**given, **others}
+        if accepted_keywords is not None:
+            keywords = {name: each for name, each in keywords.items() if name in accepted_keywords}
+        inner_update = partial(inner.update, **keywords)
+        unread = frozen.find(inner_update, updates, state.inner_state, params)
         last = 0.0 if state.heal_update_norm is None else state.heal_update_norm
         reported: Any = {"update_norm": last, **given}
         was_bad = None if "update_norm" in given else state.heal_bad_update
@@ -313,7 +326,7 @@ def protect(
             reported["learning_rate"] = rates[0]
         # A schedule in `inner` sets the rate of this step only during the update.
         has_inner_schedule = len(rates) == 1 and has_injected_schedule(state.inner_state)
-        signals, norms = make_signals(engine, updates, reported, axes)
+        signals, norms = make_signals(engine, without(updates, unread), reported, axes)
         heal, decision = heal_state.step(engine, state.heal, signals, norms, was_bad)
         pending, resets = None, state.heal_reset_moments
         cuts_inside = engine.scales_lr and has_lr_scale(state.inner_state)
@@ -327,22 +340,18 @@ def protect(
                 )
             if cuts_inside and engine.mode != "observe":
                 inner_state = with_lr_scale(inner_state, decision.lr_scale)
-            keywords = {**given, **others}
-            if accepted_keywords is not None:
-                keywords = {
-                    name: each for name, each in keywords.items() if name in accepted_keywords
-                }
-            return inner.update(updates, inner_state, params, **keywords)
+            return inner_update(updates, inner_state, params)
 
         if engine.mode == "observe" and "externally_skipped" not in given:
             updates, inner_state = inner_step(updates, state.inner_state, params)
-            heal, norm, bad = measured(updates, heal, decision.skip)
+            heal, norm, bad = measured(updates, heal, decision.skip, unread)
             if norm is not None and engine.clips_updates:
                 heal, _ = heal_state.clip_update(engine, heal, norm, decision.skip)
         else:
             # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
             # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
-            updates = gradients.fill_where(_enforce(engine, decision, updates), decision.skip, 0.0)
+            updates = _enforce(engine, decision, finite(updates, unread))
+            updates = gradients.fill_where(updates, decision.skip, 0.0)
             updates, inner_state = step_or_keep(
                 inner_step, decision.skip, updates, state.inner_state, params
             )
@@ -352,7 +361,7 @@ def protect(
             if has_inner_schedule:
                 now = injected_rates(inner_state)[0] * decision.lr_scale
                 factor = factor * _within_limit(engine, heal, now)
-            heal, norm, bad = measured(updates, heal, decision.skip)
+            heal, norm, bad = measured(updates, heal, decision.skip, unread)
             if norm is not None:
                 own_norm, norm = norm, norm * factor
                 if engine.clips_updates:

@@ -24,7 +24,6 @@ from healcore.core.verdict import Action, Cause, Decision  # noqa: E402
 from healcore.torch.attachment import attach  # noqa: E402
 from healcore.torch.errors import (  # noqa: E402
     AttachError,
-    ObservedTooLateError,
     ParametersChangedError,
     RanksDisagreeError,
 )
@@ -54,7 +53,6 @@ __all__ = [
     "Keep",
     "LightningHealingCallback",
     "MemoryStore",
-    "ObservedTooLateError",
     "ParametersChangedError",
     "RanksDisagreeError",
     "Report",

@@ -13,10 +13,6 @@ class AttachError(HealcoreError, TypeError):
     """`attach` cannot work with its arguments. Nothing was changed."""
 
 
-class ObservedTooLateError(HealcoreError, RuntimeError):
-    """A loss was observed after its step. The current step was not taken."""
-
-
 class RanksDisagreeError(HealcoreError, RuntimeError):
     """The ranks of one run have decided differently. The current step was not taken."""
 

@@ -69,8 +69,6 @@ class Healing:
     Attributes:
         live_engine: the engine with its state.
         hooks: the optimizer's step hooks.
-        own_loss: whether observed losses belong to this optimizer alone. Only then the handle
-            checks that `observe` is called before the step.
     """
 
     def __init__(self, hooks: StepHooks, *, engine_reason: str, obstacle: str | None) -> None:
@@ -78,7 +76,6 @@ class Healing:
         self.live_engine = hooks.live_engine
         self.engine = hooks.live_engine.engine
         self.hooks = hooks
-        self.own_loss = True
         self._measurer = hooks.measurer
         self._engine_reason = engine_reason
         self._obstacle = obstacle
@@ -101,8 +98,6 @@ class Healing:
         """
         value = checked("loss", loss)
         self.judge_dropped()
-        if self.own_loss:
-            self.hooks.late_loss.observed(loss)
         self._measurer.add_loss(value, weight=weight)
         if self.hooks.on_judged is None:
             self.hooks.incident_log.observed()
@@ -168,11 +163,6 @@ class Healing:
     def ranks(self) -> int:
         """Number of ranks that decide together."""
         return self.hooks.all_reduce.world
-
-    @property
-    def in_step(self) -> bool:
-        """Whether `optimizer.step()` is running; stays True after a step that raised."""
-        return self.hooks.open_step.is_open
 
     @property
     def in_update(self) -> bool:

@@ -106,10 +106,6 @@ class IncidentLog:
             return
         self._collect(live_engine)
 
-    def problem(self, line: str) -> None:
-        """Logs a line about a likely mistake of the loop, once."""
-        self._write_once(line, line)
-
     def answered(self) -> None:
         """Call it after the loop has carried out or declined an order."""
         self._open_orders = Action(0)

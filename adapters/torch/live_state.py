@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -48,6 +49,13 @@ def checked(state: Any) -> dict[str, Any]:
                 "the state, and the handle is found through its optimizer"
             )
         _check_restorable(name, value)
+        if isinstance(value, nn.Module) and any(
+            map(is_lazy, [*value.parameters(), *value.buffers()])
+        ):
+            raise AttachError(
+                f'state["{name}"] has lazy modules without shapes, which no checkpoint can hold: '
+                "call it on one batch before the Healer, as in model(next(iter(loader)))"
+            )
     found = optimizers(state)
     if not found:
         items = ", ".join(f"{name}: {type(value).__name__}" for name, value in state.items())
@@ -63,9 +71,16 @@ def checked(state: Any) -> dict[str, Any]:
 
 def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
     """The only GradScaler in the state or in accelerate's wrappers, or None if not exactly one."""
-    found = [v for v in state.values() if isinstance(v, torch.amp.GradScaler)]
+    found = saved_scalers(state)
     found += [s for v in state.values() if isinstance(v, Optimizer) and (s := scaler_of(v))]
     return found[0] if len({*map(id, found)}) == 1 else None
+
+
+def saved_scalers(state: Mapping[str, Any]) -> list[torch.amp.GradScaler]:
+    """The GradScalers that are values of the state, or attributes of its other objects."""
+    objects = [v for v in state.values() if _is_opaque(v) and hasattr(v, "__dict__")]
+    owned = [each for v in objects for each in vars(v).values()]
+    return [v for v in (*state.values(), *owned) if isinstance(v, torch.amp.GradScaler)]
 
 
 def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,9 +150,13 @@ def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
-    modules = {n: m for n, m in state.items() if isinstance(m, nn.Module)}
-    for name, module in modules.items():
+    modules = {n: state[n] for n in reversed([*state]) if isinstance(state[n], nn.Module)}
+    trained = {n: [id(p) in known for p in m.parameters()] for n, m in modules.items()}
+    # Modules may share a parameter, for example a model and its average. The name is of the module
+    # with the most trained parameters, then of the smallest, then of the first in the state.
+    for name in sorted(modules, key=lambda n: (sum(trained[n]), -len(trained[n]))):
         prefix = f"{name}." if len(modules) > 1 else ""
+        module = modules[name]
         for path, p in module.named_parameters():
             known[id(p)] = prefix + _WRAPPERS.sub("", path)
     return [known.get(id(p), "(no longer in the state)") for p in params]
@@ -244,7 +263,7 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
             stacklevel=4,
         )
     scales = scaler_of(state[name])
-    if scales is not None and not any(value is scales for value in state.values()):
+    if scales is not None and not any(each is scales for each in saved_scalers(state)):
         warnings.warn(
             f'"{name}" steps by a GradScaler that is not in the state: a rollback would not '
             'restore its scale; add it, as in state={..., "scaler": accelerator.scaler}',

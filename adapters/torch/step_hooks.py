@@ -24,7 +24,6 @@ from healcore.torch.enforcer import (
 from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine
 from healcore.torch.errors import ParametersChangedError
 from healcore.torch.incident_log import IncidentLog
-from healcore.torch.loop_mistakes import NOT_CLEARED, ClearedGradients, LateLoss
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.signal_allreduce import SignalAllReduce
 from healcore.torch.skipped_step import ClosureUndo, StepSkipped
@@ -44,7 +43,6 @@ class StepHooks:
         on_judged: called at every judged step, before the optimizer's update.
         on_ended: called after each judged step with whether the step was skipped: a bool, or a 0-d
             float32 of exactly 0 or 1. In observe mode always False.
-        on_problem: called with a line about a likely mistake of the loop.
         seconds: host time of the judgements since `began`, a value of `time.monotonic`.
         judged_steps: number of judgements since `began`.
         grows: whether per-tensor clipping starts a history for added parameters, instead of raising
@@ -89,12 +87,9 @@ class StepHooks:
             type(optimizer).__name__, self._engine, enforcer.learning_rate
         )
         self.incident_log.resets_moments = self._resets_moments
-        self.late_loss = LateLoss()
-        self._cleared = ClearedGradients()
         self.last_norms: StepNorms | None = None
         self.on_judged: Callable[[StepNorms], None] | None = None
         self.on_ended: Callable[[bool | Tensor], None] | None = None
-        self.on_problem: Callable[[str], object] = self.incident_log.problem
         self.grows = False
         self.began, self.seconds, self.judged_steps = time.monotonic(), 0.0, 0
 
@@ -142,7 +137,6 @@ class StepHooks:
             handle.remove()
         self.handles = []
         self.on_judged = self.on_ended = None
-        self._cleared.close()
         self.restore()
         self.open_step.clear()
         self.measurer.clear()
@@ -157,8 +151,6 @@ class StepHooks:
         self.measurer.dropped.find_scaler(self.open_step.frame)
         if has_raised:  # a step that raised had no post-hook
             self.restore()
-        if self._cleared.before_step(optimizer):
-            self.on_problem(NOT_CLEARED)
         self._judged = self._turned_nonfinite = False
         self._skipped = None
         last, self._order = self._order, None
@@ -186,7 +178,6 @@ class StepHooks:
         if self.update_clip is not None:
             self._update_norm = self.update_clip.after(undone=self._turned_nonfinite)
         self.restore()
-        self._cleared.after_step()
         self.measurer.clear()  # losses of a closure's later evaluations
         if self._skipped is not None and self.on_ended is not None:
             self.on_ended(self._turned_nonfinite or self._skipped)
@@ -266,11 +257,9 @@ class StepHooks:
             all_parameters, grad_divisor=divisor, found_inf=found_inf, ranks=self.all_reduce.ranks
         )
         self.measurer.clear()
-        state_init = measured.state_init and _are_zero(self.measurer.tensor_norms, params)
-        if params and not state_init and not self.late_loss.is_done:
-            self.late_loss.before_step(params, measured.loss is not None)
         own_loss = None
         if has_ranks:
+            state_init = measured.state_init and _are_zero(self.measurer.tensor_norms, params)
             if state_init:  # perhaps on this rank only: an all_reduce would never return
                 return
             if measured.loss is not None:

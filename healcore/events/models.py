@@ -46,17 +46,8 @@ class RollbackOutcome(enum.StrEnum):
     """Value of `outcome` in an event `rollback`."""
 
     DONE = "done"
-    TRIAL = "trial"
-    """A re-run from a snapshot, which tests whether the fault is transient."""
     AFTER_CRASH = "after_crash"
     """A kill interrupted the rollback, and the next process finished it."""
-
-
-class RerunVerdict(enum.StrEnum):
-    """Value of `outcome` in an event `verdict`: the result of a re-run of the step."""
-
-    TRANSIENT = "transient"
-    REPRODUCIBLE = "reproducible"
 
 
 # -- types: docs/events.md has the title as the name of the type ----------------------------------
@@ -231,8 +222,7 @@ class EventFields(_EventsModel):
     moments_reset: Boolean = _maybe("The moments of the optimizers were reset.")
     rewound: Boolean = _maybe("true: the data was rewound; false: the data continues forward.")
     outcome: Text = _maybe(
-        f"The result. Of a rollback: {', '.join(RollbackOutcome)}; of a re-run: "
-        f"{', '.join(RerunVerdict)}; of the data: a sentence."
+        f"The result. Of a rollback: {', '.join(RollbackOutcome)}; of the data: a sentence."
     )
     why: Text = _maybe("The reason, as text.")
     problem: Text = _maybe("What went wrong, as text.")

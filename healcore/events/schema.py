@@ -73,8 +73,6 @@ KINDS: dict[str, EventKind] = {
         "The learning-rate multiplier was cut (`action`: `CUT_LR`), left 1, or returned to 1.",
         ("lr_scale_before", "lr_scale"),
     ),
-    "rerun": EventKind("The run repeats a suspicious step from a snapshot.", ("checkpoint",)),
-    "verdict": EventKind("The result of a re-run.", ("outcome",)),
     "hook": EventKind("A hook overrode an order, or raised."),
     "fault": EventKind(
         "An exception was classified, or a step does not return. `answer` is the action; without "

@@ -54,7 +54,7 @@ class Incident:
     declined: bool = False  # the last order was declined for lack of evidence or budget
     denied: bool = False  # no budget for the first rollback: the run would stop
     repeat_denied: bool = False  # no budget for one of the repeats
-    responses: tuple[EventRecord, ...] = ()  # events: rollbacks, hooks, declined, verdicts, stop
+    responses: tuple[EventRecord, ...] = ()  # events: rollbacks, hooks, declined, stop
     lr_path: tuple[float, ...] = ()  # learning-rate multipliers: the first, and after each cut
     checkpoint: int | None = None  # step of the restored checkpoint
     batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of the batches of the first step

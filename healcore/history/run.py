@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from healcore.events.log import Event
-from healcore.events.models import EventRecord, RerunVerdict, RollbackOutcome, validate
+from healcore.events.models import EventRecord, RollbackOutcome, validate
 from healcore.history.incident import MOST_ALARMS, Incident, batch_ids, count_incidents
 from healcore.history.process import KnownGood, RunProcess, RunState
 
 _CHECKPOINT_KINDS = frozenset({"good", "damaged", "save_failed"})
 """Kinds whose `step` is the step of an older checkpoint."""
-_STEP_KINDS = frozenset({"alarm", "incident", "order", "assessment", "hook", "lr", "verdict"})
+_STEP_KINDS = frozenset({"alarm", "incident", "order", "assessment", "hook", "lr"})
 """Kinds whose `step` is the index of a finished step, not the number of finished steps."""
 
 
@@ -26,7 +26,6 @@ class AttemptOrigin(enum.StrEnum):
     PROCESS = "process"
     RESUME = "resume"
     ROLLBACK = "rollback"
-    TRIAL = "trial"
     METRICS = "metrics"
     """Unknown: the attempt has metrics but no event."""
     RECORDED = "recorded"
@@ -67,7 +66,7 @@ class Run:
     marks: list[Mark] = field(default_factory=list)
     points: list[tuple[int, EventRecord]] = field(default_factory=list)
     """Attempt and event of each alarm with readings."""
-    rollbacks: list[EventRecord] = field(default_factory=list)  # rollbacks, except trials
+    rollbacks: list[EventRecord] = field(default_factory=list)
     malformed: list[tuple[EventRecord, list[str]]] = field(default_factory=list)
     """Events with fields of the wrong type, and the names of these fields."""
     problems: list[EventRecord] = field(default_factory=list)  # events that report a problem
@@ -77,7 +76,6 @@ class Run:
     lr_scale: float | None = None  # current multiplier of the learning rate
     incidents: list[Incident] = field(default_factory=list)
     last_incident: Incident | None = None  # last incident that has an event or an alarm
-    rerun: RerunVerdict | None = None  # verdict of the last re-run of a step
     damaged: list[int] = field(default_factory=list)  # steps of damaged checkpoints
     incident_count: int = 0  # including incidents whose events were rotated away
     rollback_count: int = 0  # likewise; in mode OBSERVE, ordered rollbacks
@@ -197,25 +195,22 @@ class Run:
 
     def _add_rollback(self, event: EventRecord, step: float) -> None:
         target = event.checkpoint
-        trial = event.outcome == RollbackOutcome.TRIAL
         self.step = event.step if target is None else target
-        if not trial:  # `number` includes rollbacks whose events were rotated away
-            self.rollback_count = max(self.rollback_count + 1, event.number or 0)
+        # `number` includes rollbacks whose events were rotated away
+        self.rollback_count = max(self.rollback_count + 1, event.number or 0)
         if target is None:
             return
-        if not trial:
-            self.rollbacks.append(event)
+        self.rollbacks.append(event)
         onset = step if event.onset is None else float(event.onset)
         if not self.incidents or self.incidents[-1].onset_step != onset:
             self._open(event, onset)  # better weights or a hook: a rollback without an incident
         last = self.incidents[-1]
         last.add_response(event, "ROLLBACK")
-        if not trial:
-            self.cuts += event.lr_at_fault is not None
-            last.checkpoint = target
-            last.skipped_batches = batch_ids(event) or last.skipped_batches
-            last.count_rollback()
-            last.add_cut(event)
+        self.cuts += event.lr_at_fault is not None
+        last.checkpoint = target
+        last.skipped_batches = batch_ids(event) or last.skipped_batches
+        last.count_rollback()
+        last.add_cut(event)
         self._undo(float(target))
         run, number = self.attempt_ids[-1]
         if event.outcome == RollbackOutcome.AFTER_CRASH:  # the rollback began the process
@@ -223,8 +218,7 @@ class Run:
                 first_step=float(target), origin=AttemptOrigin.ROLLBACK
             )
             return
-        origin = AttemptOrigin.TRIAL if trial else AttemptOrigin.ROLLBACK
-        self._begin_attempt(run, number + 1, float(target), origin)
+        self._begin_attempt(run, number + 1, float(target), AttemptOrigin.ROLLBACK)
 
     def _add_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)
@@ -271,11 +265,6 @@ class Run:
         self.cuts += cut
         if cut and self.incidents and self.incidents[-1].attempt == len(self.attempts) - 1:
             self.incidents[-1].add_cut(event)
-
-    def _add_verdict(self, event: EventRecord, step: float) -> None:
-        self.rerun = RerunVerdict(event.outcome) if event.outcome in set(RerunVerdict) else None
-        if self.incidents:
-            self.incidents[-1].add_response(event)
 
     def _add_assessment(self, event: EventRecord, step: float) -> None:
         last = self.last_incident
@@ -354,7 +343,6 @@ _HANDLERS = {
     "order": Run._add_order,
     "hook": Run._add_hook,
     "lr": Run._add_lr,
-    "verdict": Run._add_verdict,
     "assessment": Run._add_assessment,
     "stop": Run._add_stop,
     "damaged": Run._add_damaged,

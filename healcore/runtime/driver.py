@@ -20,6 +20,7 @@ from healcore.runtime.cost import Cost
 from healcore.runtime.microbatches.window import Gradients
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.store.structure import attribute
 
 
 class PendingDispatch(Protocol):
@@ -200,7 +201,10 @@ class Driver(Protocol):
         ...
 
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
-        """Result of a loss function for a batch, on the host. The run's state is unchanged."""
+        """Result of a loss function for a batch, on the host. The run's state is unchanged.
+
+        Raises SignalError if the function changes its batch.
+        """
         ...
 
     def gradient_window(self) -> Gradients:
@@ -276,9 +280,7 @@ class UnknownState(HealcoreError, TypeError):
 def trainer_limit(state: Any) -> float | None:
     """Max gradient norm of the trainer that owns an optimizer of the state, or None."""
     parts = state.values() if isinstance(state, Mapping) else ()
-    limits = [
-        getattr(part, "trainer_limit", None) for part in parts if hasattr(part, "attach_with")
-    ]
+    limits = [attribute(part, "trainer_limit") for part in parts if attribute(part, "attach_with")]
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from types import TracebackType
@@ -35,6 +38,7 @@ from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.program import call_at_end
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
@@ -59,6 +63,8 @@ Batch = TypeVar("Batch")
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_BLOCK = "write `with Healer(...) as healer:`"
+
 
 class Batches(Iterator[Batch]):
     """The batches of a loop, see `Healer.batches`."""
@@ -73,7 +79,11 @@ class Batches(Iterator[Batch]):
         """Number of batches in all epochs. Raises TypeError if the loader has no length."""
         if self._epochs is None:
             raise TypeError("batches(..., epochs=None) has no len")
-        return self._epochs * len(cast("Sized", self._loader))
+        try:
+            return self._epochs * len(cast("Sized", self._loader))
+        except TypeError as error:
+            name = type(self._loader).__name__
+            raise TypeError(f"{name} has no len, so batches(loader) has no len") from error
 
 
 class HealerError(HealcoreError, RuntimeError):
@@ -131,8 +141,6 @@ class Healer(Generic[State]):
 
     Args:
         attach: options of `healcore.torch.attach`.
-        rerun: before a rollback, repeat the steps once with nothing changed, to distinguish a
-            transient fault from a reproducible one. Requires data that can be rewound.
         lag: steps after which the host reads a decision; the same on every rank.
         stop_file: path of a file that asks the run to end, or None for no such file. Every rank
             looks for the file once a second. All ranks end at the same step, with the last state
@@ -161,7 +169,6 @@ class Healer(Generic[State]):
         hooks: Hooks = NO_HOOKS,
         resume: bool | Literal["auto"] = "auto",
         attach: Mapping[str, Any] | None = None,
-        rerun: bool = False,
         lag: int = 1,
         stop_file: str | os.PathLike[str] | None = None,
         ranks: Ranks | None = None,
@@ -181,7 +188,6 @@ class Healer(Generic[State]):
             hooks=hooks,
             resume=resume,
             attach=dict(attach or {}),
-            rerun=rerun,
             lag=lag,
             stop_file=stop_file,
             ranks=ranks,
@@ -208,8 +214,31 @@ class Healer(Generic[State]):
             StoreError: the store cannot be used.
         """
         if self._run is not None:
-            raise HealerError("a Healer serves one `with` block: create another Healer")
+            raise HealerError("a Healer is opened once, by `with` or start(): create another one")
         self._run, self._pid = open_run(self._options), os.getpid()
+        return self
+
+    def start(self) -> Self:
+        """Opens the Healer for the rest of the program, without a block. Returns the Healer.
+
+            healer = Healer("default", state=state, store="checkpoints").start()
+
+        The run is completed when the program comes to its end, or calls `sys.exit(0)`. An exception
+        ends the run as in a block. A run that is not complete ends the program with status 1.
+
+        Raises:
+            HealerError: several ranks, an interactive session or a thread, which need a block.
+            AlreadyCompleted and others: as for the block.
+        """
+        interactive = hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
+        if interactive or threading.current_thread() is not threading.main_thread():
+            raise HealerError(f"start() is for the main thread of a program: {_BLOCK}")
+        self.__enter__()
+        if self._live.ranks.world > 1:
+            error = HealerError(f"start() is for one rank, because ranks end together: {_BLOCK}")
+            self.__exit__(type(error), error, None)
+            raise error
+        call_at_end(lambda error: self._ending or self.__exit__(None, error, None))
         return self
 
     def __exit__(

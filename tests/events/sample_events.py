@@ -91,8 +91,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "skipped_batches": {"batches": [(0, 7), (1, 0)]},
     "data": {"outcome": "rewound", "rewound": True},
     "lr": {"lr_scale_before": 1.0, "lr_scale": 0.5, "why": "the policy cuts it"},
-    "rerun": {"checkpoint": 300, "onset": 4},
-    "verdict": {"outcome": "transient", "onset": 4},
     "hook": {"hook": "mine.watch", "ordered": Action.ROLLBACK, "action": Action(0)},
     "fault": {
         "cause": ["NETWORK"],

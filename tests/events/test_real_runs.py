@@ -58,7 +58,6 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
             policy,
             range(40),
             before=fail,
-            rerun=True,
             on_incident=wrong_then_right,
             **options,
         )

@@ -34,13 +34,11 @@ class Variant(NamedTuple):
     """Batches that are NaN each time."""
     forward: bool = False
     """Data that cannot be put back."""
-    rerun: bool = False
 
 
 VARIANTS = {
     "rewound": Variant((13, 14, 31)),
     "forward": Variant((13, 33), forward=True),
-    "rerun": Variant((13, 31), rerun=True),
 }
 
 SAVE, WRITE, BACK = "save", "write", "rollback"
@@ -181,7 +179,7 @@ def _run(
         file.write(json.dumps(logged) + "\n")
 
     data = iter(range(DATA)) if variant.forward else range(DATA)
-    facts = train(loop, policy, data, store=folder, before=note, rerun=variant.rerun, **options)
+    facts = train(loop, policy, data, store=folder, before=note, **options)
     return {
         **facts,
         "weights": _digest(loop.weights()),

@@ -156,15 +156,6 @@ def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_pa
     assert start["fingerprint"] == policies.fingerprint(policy) != policies.fingerprint(SKIPS)
 
 
-def test_a_rerun_with_the_same_fault_is_not_repeated_for_ever(tmp_path):
-    text = policies.dumps(rules()).replace("region = 30", "region = 0")
-    policy = policies.loads(text)
-    loop = loop_of("torch", Faults(always=[23]))
-    facts = train(loop, policy, range(40), store=tmp_path, rerun=True)
-    assert facts["rollbacks"] == 2
-    assert facts["step"] == 39
-
-
 def test_hooks_cannot_send_a_run_back_for_ever():
     loop = loop_of("torch", Faults(always=range(10, 2000, 5)))
 

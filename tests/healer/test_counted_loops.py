@@ -95,6 +95,67 @@ def test_steps_that_are_never_taken_end_the_run():
             pass
 
 
+@BOTH
+def test_a_resume_names_what_the_healer_does_not_restore(framework, tmp_path, caplog):
+    """Only for loops that read their own batches."""
+    own = "replay buffers and environments begin anew"
+
+    def steps(healer, step):
+        for number in healer.steps(30):
+            step(healer, number)
+
+    def after_step(healer, step):
+        for number in range(healer.step, 30):
+            step(healer, number)
+            healer.after_step()
+
+    def batches(healer, step):
+        for number in healer.batches(range(30)):
+            step(healer, number)
+
+    for program in (steps, after_step, batches):
+        store = tmp_path / program.__name__
+        with caplog.at_level("INFO", "healcore"):
+            start(framework, store, program, 17)
+            assert own not in caplog.text
+            start(framework, store, program)
+        assert caplog.text.count(own) == (program is not batches)
+        caplog.clear()
+
+
+def test_the_length_of_a_loader_without_a_length(tmp_path):
+    def program(healer, step):
+        batches = healer.batches(number for number in range(LENGTH))
+        with pytest.raises(TypeError, match="generator has no len, so batches"):
+            len(batches)
+        for batch in batches:
+            step(healer, batch)
+
+    start("torch", tmp_path, program)
+
+
+@pytest.mark.parametrize(("passes", "completed"), [(2, True), (1, False)])
+def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_path):
+    """The next start trains nothing, and is complete if it repeats all passes from epoch 0 on."""
+    loader = list(range(12))  # a checkpoint at the last step of each epoch
+
+    def program(healer, step, passes=passes):
+        for _ in range(passes):
+            for batch in healer.batches(loader):
+                step(healer, batch)
+
+    def killed(healer, step):
+        program(healer, step, passes=2)
+        raise Crash
+
+    start("torch", tmp_path, killed)
+    if completed:
+        assert start("torch", tmp_path, program) == []
+    else:
+        with pytest.raises(IncompleteRun):
+            start("torch", tmp_path, program)
+
+
 def test_an_epoch_that_cannot_be_the_next_one_is_refused(tmp_path):
     def program(healer, step):
         for epoch in (0, 2):

@@ -95,6 +95,7 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(
     assert "15" in line
     assert "20" in line
     assert "newer than 10" in line
+    assert "resumes at step 10: 10 steps up to checkpoint 20 are lost" in caplog.text
 
 
 def test_missing_checkpoints_are_reported(killed, tmp_path):

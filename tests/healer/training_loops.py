@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import torch
 
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
+from healcore.runtime.recovery.monitor import IncidentMonitor
 from tests.healer.run_options import grouped
 
 RULES = """
@@ -205,6 +207,12 @@ class JaxLoop:
 def loop_of(framework: str, faults: Faults | None = None, policy: Any = None) -> Any:
     """A fresh loop; the same weights each time."""
     return TorchLoop(faults) if framework == "torch" else JaxLoop(faults, policy)
+
+
+def skip_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, a rollback repeats the steps on the same batches."""
+    for name in ("batches_of", "batches_of_alarms"):
+        monkeypatch.setattr(IncidentMonitor, name, lambda *_: [])
 
 
 def train(

@@ -10,7 +10,6 @@ import pytest
 
 import healcore.history
 from healcore.events.log import Event
-from healcore.events.models import RerunVerdict
 from healcore.history import IncidentOutcome, Mode, Run, runs_of
 from healcore.history.incident import count_incidents
 from healcore.history.process import RunState
@@ -103,17 +102,6 @@ def test_skips_without_an_event_are_in_the_postmortem():
     for malformed in ({}, {"skips": "9", "undone_skips": -1}, {"skips": 1, "undone_skips": 0}):
         run.add_postmortem(malformed)
         assert (run.skips, run.undone_skips) == (3, 2)
-
-
-def test_a_trial_is_no_rollback_and_its_verdict_is_known():
-    trial = {**BACK, "outcome": "trial"}
-    verdict = ("verdict", 7, {"outcome": "transient"})
-    run = run_of(BEGIN, ("rollback", 6, trial), verdict)
-    assert (run.rollbacks, run.rollback_count, run.rerun) == ([], 0, RerunVerdict.TRANSIENT)
-    assert run.attempts[-1].origin == "trial"
-    assert [each.kind for each in run.incidents[0].responses] == ["rollback", "verdict"]
-    unknown = run_of(("verdict", 7, {"outcome": "of a newer healcore"}))
-    assert unknown.rerun is None
 
 
 def test_the_actions_that_an_observing_policy_would_have_taken():

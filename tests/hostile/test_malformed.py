@@ -267,7 +267,7 @@ DONE = PLAN | {"status": "applied", "target": 0}
         {"rollback": DONE | {"left_out": {"x": [[1, 1]]}}},
         {"rollback": DONE | {"forward": {"0": 7}}},
         {"rollback": DONE | {"forward": {"0": {"a": 1}}}},
-        {"rollback": DONE | {"rerun": 1}},
+        {"rollback": DONE | {"initial": 1}},
         {"rollback": DONE | {"batches": [[1]]}},
     ],
     ids=str,

@@ -149,3 +149,22 @@ def test_the_warning_of_a_missing_loss_says_what_to_write_for_multisteps_in_a_ch
 def test_a_misspelt_option_is_suggested(make):
     with pytest.raises(TypeError, match=r"'record' is neither .* did you mean 'records'"):
         make(record=3)
+
+
+@pytest.mark.parametrize(
+    ("inner", "warns"),
+    [
+        (optax.contrib.momo(1.0), True),
+        (optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()), True),
+        (optax.partition({"a": optax.contrib.momo_adam(0.1)}, "a"), True),
+        (optax.apply_if_finite(optax.contrib.momo(1.0), 9), False),
+        (optax.adam(0.1), False),
+    ],
+)
+def test_an_optimizer_that_reads_the_loss_after_healing_warns(inner, warns, recwarn):
+    params = {"w": jnp.ones(2)}
+    metrics(optax.chain(heal_zclip(), inner).init(params))
+    assert any("reads value=" in str(each.message) for each in recwarn) == warns
+    recwarn.clear()
+    metrics(protect(inner).init(params))
+    assert not any("reads value=" in str(each.message) for each in recwarn)

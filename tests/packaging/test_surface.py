@@ -88,7 +88,6 @@ SURFACE = {
         "Keep",
         "LightningHealingCallback",
         "MemoryStore",
-        "ObservedTooLateError",
         "ParametersChangedError",
         "RanksDisagreeError",
         "Report",

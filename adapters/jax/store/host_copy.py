@@ -172,7 +172,7 @@ class _Encoder:
     def encode(self, name: str, value: Any) -> dict[str, Any]:
         if hasattr(value, "state_dict"):
             node = structure.encode(value.state_dict(), (name,), self._encode_array)
-            if not getattr(value, "per_rank", False):
+            if not structure.attribute(value, "per_rank"):
                 return {"tree": node}
             if any(structure.arrays_of(node)):
                 raise UnsavableState(

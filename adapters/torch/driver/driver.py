@@ -17,6 +17,7 @@ from healcore.runtime.cost import Cost
 from healcore.runtime.driver import check_engines
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.runtime.store.structure import attribute
 from healcore.torch import gradients, live_state
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of
@@ -29,7 +30,6 @@ from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.live_state import optimizers, parameter_names
-from healcore.torch.loop_mistakes import UntrackedOptimizers
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized, restart_obstacle
 from healcore.torch.store.state import flatten
@@ -89,7 +89,6 @@ class TorchDriver:
         self._ranks: Ranks | None = None
         self._wants_vote = False
         self._polled_steps = 0
-        self._untracked = UntrackedOptimizers(self._state, self.healings, self.warnings.append)
 
     # -- signals from the loop ------------------------------------------------------------------
 
@@ -209,7 +208,7 @@ class TorchDriver:
         by-products of their losses (a frozen discriminator, the first stage of a fine-tuning).
         They need no checkpoint if no loss and no backward pass follows the last step.
         """
-        if any(getattr(item, "mid_accumulation", False) for item in self._state.values()):
+        if any(attribute(item, "mid_accumulation") for item in self._state.values()):
             return False
         pending = [each for each in self._accumulations if each.in_progress]
         if patience is not None and not self._within_a_step:
@@ -338,7 +337,6 @@ class TorchDriver:
 
     def close(self) -> None:
         """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        self._untracked.close()
         self._statistics.close()
         for window in self._windows:
             window.close()
@@ -346,8 +344,7 @@ class TorchDriver:
             accumulation.close()
         for healing in self.healings.values():
             healing.hooks.on_judged = None
-            healing.hooks.on_problem = healing.hooks.incident_log.problem
-            healing.hooks.grows, healing.own_loss = False, True
+            healing.hooks.grows = False
             healing.settle()
         self._detach()
 
@@ -384,7 +381,7 @@ class TorchDriver:
                 )
             self.healings[name] = healing
         for healing in self.healings.values():
-            healing.hooks.grows, healing.own_loss = True, len(self.healings) == 1
+            healing.hooks.grows = True
 
     @property
     def _members(self) -> list[int]:
@@ -411,7 +408,8 @@ class TorchDriver:
     def _warn_of_missing_scalers(self) -> None:
         for name, healing in self.healings.items():
             dropped = healing.hooks.measurer.dropped
-            if dropped.found_scaler and not any(v is dropped.scaler for v in self._state.values()):
+            saved = live_state.saved_scalers(self._state)
+            if dropped.found_scaler and not any(each is dropped.scaler for each in saved):
                 self.warnings.append(
                     f'a GradScaler that is not in the state steps "{name}": its scale is neither '
                     'saved nor rolled back; add it, as in state={..., "scaler": scaler}'

@@ -153,7 +153,6 @@ class GradientWindow:
         for accumulation in self._accumulations:
             accumulation.clear()
             accumulation.healing.discard()
-            accumulation.healing.hooks.late_loss.cancel()
         self._statistics.restore()
         self._generators.load_state_dict(self._random)
         free_graphs(held, since=self._node)

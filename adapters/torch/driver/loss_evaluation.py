@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from healcore.core.signals import SignalError
 from healcore.runtime.driver import SAMPLE, WeightsChanged
 from healcore.torch import gradients
 from healcore.torch.healing import Healing
@@ -63,7 +65,7 @@ class LossEvaluation:
             try:
                 if weights is not None:
                     self._write_weights(weights)
-                return [float(_whole(loss_fn(batch))) for batch in batches]
+                return [float(_whole(loss_fn(copied(batch)))) for batch in batches]
             finally:
                 if current is not None:
                     self._write_weights(current)
@@ -73,13 +75,23 @@ class LossEvaluation:
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         """See `Driver.try_loss_fn`."""
         found: list[Any] = []
+        given = copied(batch)
+        before = dict(_marks(given))
 
-        def call(each: Any) -> float:
-            loss = _whole(loss_fn(each))
+        def call(_: Any) -> float:
+            loss = _whole(loss_fn(given))
             found.append(loss.tolist() if isinstance(loss, Tensor) else loss)
             return 0.0
 
-        self.losses_of(call, [batch])
+        self.losses_of(call, [None])
+        after = dict(_marks(given))
+        changed = [path for path in before | after if before.get(path) != after.get(path)]
+        if changed:
+            raise SignalError(
+                f"loss_fn changes {', '.join(changed[:3])}, but the Healer calls it again, also on "
+                "earlier batches: write into a copy, as in batch = dict(batch) before batch.pop(), "
+                "and x = x - 1 instead of x.sub_(1)"
+            )
         return found[0]
 
     def reshard(self) -> None:
@@ -107,23 +119,18 @@ class LossEvaluation:
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
-        """Restores modes, buffers and random states, which forward passes change.
+        """Restores buffers, public attributes and random states, which forward passes change.
 
-        A forward pass may write into a buffer, or replace it by a new tensor. After a forward pass
-        without gradients, a `DistributedDataParallel` does not broadcast its buffers in the next
-        step, so its flag is restored too.
+        A forward pass may write into a buffer, or replace it by a new tensor. Attributes are the
+        mode, the hidden state of a network, and a flag of `DistributedDataParallel`: after a
+        forward pass without gradients it does not broadcast its buffers in the next step.
         """
         modules = self._modules()
-        modes = [(module, module.training) for module in modules]
+        attributes = [{n: v for n, v in vars(m).items() if n[0] != "_"} for m in modules]
         buffers = [
             (module, name, buffer, buffer.detach().clone())
             for module in modules
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        ]
-        broadcasts = [
-            (module, module.require_forward_param_sync)
-            for module in modules
-            if hasattr(module, "require_forward_param_sync")  # DistributedDataParallel
         ]
         random = RngState().state_dict()
         try:
@@ -132,11 +139,39 @@ class LossEvaluation:
             for module, name, buffer, content in buffers:
                 buffer.data.copy_(content)
                 module._buffers[name] = buffer
-            for module, mode in modes:
-                module.training = mode
-            for module, flag in broadcasts:
-                module.require_forward_param_sync = flag
+            for module, values in zip(modules, attributes, strict=True):
+                vars(module).update(values)
             RngState().load_state_dict(random)
+
+
+def copied(batch: Any) -> Any:
+    """A copy of a batch, with copies of its dictionaries, lists, tuples and tensors."""
+    if isinstance(batch, Tensor):
+        return batch.detach().clone().requires_grad_(batch.requires_grad)
+    if isinstance(batch, MutableMapping):
+        copy_of = copy.copy(batch)
+        for key in batch:
+            copy_of[key] = copied(batch[key])
+        return copy_of
+    if isinstance(batch, list | tuple):
+        kind: Any = type(batch)
+        return getattr(kind, "_make", kind)([copied(each) for each in batch])
+    with suppress(Exception):  # an object that cannot be copied is shared
+        return copy.copy(batch)
+    return batch
+
+
+def _marks(batch: Any, path: str = "batch") -> Iterator[tuple[str, tuple[int, int]]]:
+    """The parts of a batch: path, identity and number of writes."""
+    if isinstance(batch, Mapping):
+        for key in batch:
+            yield from _marks(batch[key], f"{path}[{key!r}]")
+    elif isinstance(batch, list | tuple):
+        for i, each in enumerate(batch):
+            yield from _marks(each, f"{path}[{i}]")
+    else:
+        counts_writes = isinstance(batch, Tensor) and not batch.is_inference()
+        yield path, (id(batch), batch._version if counts_writes else 0)
 
 
 def _whole(loss: Any) -> Any:

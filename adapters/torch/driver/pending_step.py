@@ -98,7 +98,6 @@ class Recorder:
         """Gradient norms of the last step without an alarm."""
         self.restart()
         healing.hooks.on_judged = self._record
-        healing.hooks.on_problem = warn
 
     def restart(self) -> None:
         """Call it after the engine's state is replaced. A sync."""

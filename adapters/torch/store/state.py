@@ -69,7 +69,7 @@ class _Flattener:
 
     def entry(self, name: str, value: Any) -> dict[str, Any]:
         stateful = hasattr(value, "state_dict")
-        per_rank = bool(getattr(value, "per_rank", False))
+        per_rank = bool(structure.attribute(value, "per_rank"))
         tree = value.state_dict() if stateful else value
         path = (f"rank{self._rank}", name) if per_rank else (name,)
         # `load_state_dict` copies from tensors, so tensors with the same memory are saved once.

@@ -187,6 +187,11 @@ class LoaderRegistry:
         entry = None if number is None else self._entries.get(number)
         return entry is not None and entry.cursor.at_end
 
+    @property
+    def at_epochs(self) -> bool:
+        """Whether all saved positions are in use, and no loader stands within a later epoch."""
+        return not (self._saved or any(e.cursor.before_end for e in self._entries.values()))
+
     def left_at(self) -> str:
         """See `Cursor.left_at`; empty if no loop was left by `break`."""
         entry = None if self.current is None else self._entries[self.current]

@@ -31,6 +31,7 @@ from healcore.runtime.dominance.anchor import (
     same_data,
 )
 from healcore.runtime.dominance.exchange import exchange
+from healcore.runtime.dominance.side_effects import undone
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
 from healcore.runtime.run_log import RunLog
@@ -162,17 +163,17 @@ class Dominance:
         return sum(getattr(part, "nbytes", 0) for each in parts for part in each)
 
     def check_loss_fn(self, batch: Any) -> None:
-        """Calls `loss_fn` on the first batch, so that a mistake in it raises at the start.
+        """Calls `loss_fn` on the first batch.
 
-        With several ranks `observe` makes this call at the first step.
+        With several ranks, and after another mistake, `observe` makes this call at the first step,
+        because the loop may skip the first batch.
 
         Raises:
-            SignalError: `loss_fn` raises, or does not return one number. An exception about memory,
-                data or the network is only a warning.
+            SignalError: `loss_fn` changes its batch.
         """
         if self.loss_fn is None or self._checked or self.ranks.world > 1:
             return  # with several ranks, one rank may evaluate alone before the first step
-        self._check(batch)
+        self._check(batch, trained=False)
 
     def keep(self, step: int, restorable: Container[int]) -> None:
         """Adds the current weights as an anchor, unless they are suspect.
@@ -217,7 +218,7 @@ class Dominance:
         if not step.batches:
             return None
         if not self._checked:
-            self._check(step.batches[0].content)
+            self._check(step.batches[0].content, trained=True)
             self._expected = self._predict_loss(step)
         if self._expected is not None:  # the first step after the check, on the same batch
             same = len(step.batches) == 1 and math.isclose(loss, self._expected, rel_tol=SAME_LOSS)
@@ -269,15 +270,29 @@ class Dominance:
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _check(self, batch: Any) -> None:
-        self._checked = True
-        mistake = problem = failure = None
+    def _check(self, batch: Any, *, trained: bool) -> None:
+        """Calls `loss_fn` twice. `trained` says whether the loop has trained on the batch.
+
+        Raises:
+            SignalError: `loss_fn` changes the batch. If trained: it raises, or does not return one
+                number. An exception about memory, data or the network is only a warning.
+        """
+        losses, mistake, problem, failure, state = [], None, None, None, None
         try:
-            with self.meter.part("comparisons"):
-                loss = self.driver.try_loss_fn(self._counted_loss, batch)
-            self._expected = float(check_scalar("loss_fn(batch)", loss))
+            attempt = undone()(self.driver.try_loss_fn)
+            with self.meter.part("comparisons"), undone(self.loss_fn):
+                losses = [attempt(self._counted_loss, batch) for _ in range(2)]
+            first, second = (float(check_scalar("loss_fn(batch)", loss)) for loss in losses)
+            self._expected = first
+            if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
+                state = (
+                    f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, because "
+                    "it keeps state or draws from a generator of its own: no weights are compared. "
+                    "Change such state in the loop, and draw from the global generators"
+                )
         except SignalError as error:
             mistake, failure = str(error), error
+            trained |= not losses  # the function changes its batch
         except Exception as error:
             failure = error
             problem = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
@@ -287,13 +302,19 @@ class Dominance:
                     f"{problem}\nThe Healer calls {how}, with a batch of healer.batches(), and "
                     "expects one number: correct the function, or pass no loss_fn"
                 )
-        everyone = exchange(self.ranks, (mistake, problem), failure)
-        mistakes, problems = ([*filter(None, each)] for each in zip(*everyone, strict=True))
+        if mistake and not trained:
+            return
+        self._checked = True
+        everyone = exchange(self.ranks, (mistake, problem, state), failure)
+        mistakes, problems, states = ([*filter(None, each)] for each in zip(*everyone, strict=True))
         if mistakes:
             raise SignalError(mistakes[0]) from failure
-        if problems:
+        if problems or states:
             self._expected = None
-            self.warn(problems[0])
+            self.warn((states or problems)[0])
+        if states:
+            self.loss_fn = None
+            self.anchors.clear()
 
     def _predict_loss(self, first: TrainedStep) -> float | None:
         """Result of `loss_fn` for the first step, with several ranks; None with one rank."""
@@ -470,7 +491,7 @@ class Dominance:
         return now, then
 
     def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
-        with self.meter.part("comparisons"):
+        with self.meter.part("comparisons"), undone():
             losses = self.driver.losses_of(self._counted_loss, batches, weights)
         return [float(check_scalar("loss_fn(batch)", loss)) for loss in losses]
 

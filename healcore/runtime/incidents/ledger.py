@@ -67,7 +67,7 @@ class Ledger:
     right after such a step; ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
     rollbacks: list[Rollback] = field(default_factory=list)
-    """Applied rollbacks and re-runs, see `Rollback.outline`."""
+    """Applied rollbacks, see `Rollback.outline`."""
     incident_count: int = 0
     """Number of incidents so far, including undone and dropped incidents."""
     undone_incidents: int = 0
@@ -174,17 +174,13 @@ class Ledger:
         last.over = False
         return last
 
-    def same_trouble(self, onset: int, within: int = 0, *, reruns: bool = False) -> list[Rollback]:
+    def same_trouble(self, onset: int, within: int = 0) -> list[Rollback]:
         """Earlier rollbacks for the trouble that begins at step `onset`, oldest first.
 
         The trouble is the same if its onset is at most `within` steps after the step at which the
-        rollback began. `reruns` includes re-runs.
+        rollback began.
         """
-        return [
-            each
-            for each in self.rollbacks
-            if onset <= each.step + within and (reruns or not each.rerun)
-        ]
+        return [each for each in self.rollbacks if onset <= each.step + within]
 
     def first_consecutive(self, index: int) -> int:
         """First of the consecutive unhealthy steps that end at step `index`."""

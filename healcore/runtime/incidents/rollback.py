@@ -6,7 +6,7 @@ done. Steps are counted from 0. A checkpoint of step n holds the state that step
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -66,8 +66,8 @@ class Rollback:
     lr_at_fault: float | None = None
     """Learning rate in force that caused the trouble, or None if the rollback sets no limit. The
     plan replaces NaN by the current rate, or by the multiplier alone if the rate is unknown."""
-    rerun: bool = False
-    """Whether the steps are repeated with nothing changed, to see if the fault is transient."""
+    rerun: InitVar[bool] = False
+    """Ignored. Journals and checkpoints of healcore 0.2.0 have this field."""
     status: Status = Status.ORDERED
 
     # -- the plan

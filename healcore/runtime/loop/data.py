@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, MutableMapping, MutableSequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from healcore.console import counted
@@ -60,6 +60,8 @@ class Data:
         self.host = host
         self.step = self.steps_taken = 0
         self.loader_exhausted = self.had_completed = False
+        self.passes = 0
+        """Calls of `batches` in this process."""
         self._termination = termination
         self._log = log
         self._journal = journal
@@ -107,6 +109,23 @@ class Data:
         return self._resumed and self.step == self._started_at
 
     # -- reading --------------------------------------------------------------------------------
+
+    def count_pass(self) -> None:
+        """Counts a call of `batches`, also in the journal."""
+        self.passes += 1
+        state = self._journal.state
+        if self.passes > max(state.passes, 1):
+            state.passes = self.passes
+            with suppress(OSError):  # the next write reports a full disk
+                self._journal.write()
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the loop has repeated all passes of earlier processes.
+
+        A loop that begins at an epoch of its own after a restart makes fewer passes.
+        """
+        return 0 < self.passes >= self._journal.state.passes and self.loaders.at_epochs
 
     def begin(self, loader: Any, epochs: int | None, epoch: int | None = None) -> int:
         """Begins to iterate over a loader; returns the loader's number."""

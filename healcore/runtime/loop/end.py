@@ -366,7 +366,8 @@ def _incomplete_run_error(loop: Loop[Any]) -> BaseException | None:
             )
     except RunStopped as stop:
         return stop
-    if data.resumed_here and not (data.had_completed or loop.reached_end or loop.break_place):
+    has_ended = data.had_completed or data.repeated or loop.reached_end or loop.break_place
+    if data.resumed_here and not (has_ended or loop.has_trainer):
         return IncompleteRun(
             f"healcore: the run was resumed at step {data.step}, and the loop has ended without a "
             "step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and reads "

@@ -83,7 +83,7 @@ class Loop(Generic[AnySaver]):
         """Whether the program has called `batches`, `after_step` or `update`."""
         self.reached_end = False
         """Whether `epochs` or `steps` has come to its end."""
-        self._has_trainer = has_trainer
+        self.has_trainer = has_trainer
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
         parts = (ranks, self.guard, driver, log.trackers)
@@ -118,8 +118,9 @@ class Loop(Generic[AnySaver]):
 
     def batches(self, loader: Any, epochs: int | None, epoch: int | None = None) -> Iterator[Any]:
         """See `Healer.batches`."""
-        self.after_step()  # for the last step of a loop that was left by `break`
         data, guard = self.data, self.guard
+        data.count_pass()
+        self.after_step()  # for the last step of a loop that was left by `break`
         number = data.begin(loader, epochs, epoch)
         while True:
             try:
@@ -171,6 +172,11 @@ class Loop(Generic[AnySaver]):
 
     def _work(self, *, last: bool) -> bool:
         """The work between two steps. Returns whether the run was rolled back."""
+        if not self.polled and self.data.resumed_here and not self.data.passes:
+            self.log.info(
+                "the program's own batches, generators, replay buffers and environments begin anew "
+                f"unless they are in `state`; healer.steps(n) continues at step {self.data.step}"
+            )
         self.polled = True
         has_stepped = self._count_dispatch()
         if last:
@@ -334,7 +340,7 @@ class Loop(Generic[AnySaver]):
     @property
     def break_place(self) -> str:
         """Place at which a `break` has left the loop before its last epoch ended, or ""."""
-        return "" if self._has_trainer else self.data.loaders.left_at()
+        return "" if self.has_trainer else self.data.loaders.left_at()
 
     # -- reports --------------------------------------------------------------------------------
 

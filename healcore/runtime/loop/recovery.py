@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from healcore.core.verdict import Action, Cause, names
-from healcore.events.models import Ending, RerunVerdict, RollbackOutcome
+from healcore.events.models import Ending, RollbackOutcome
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.cost import Meter
 from healcore.runtime.data.loader_registry import RewindResult
@@ -42,8 +42,7 @@ class Recovery:
     """Reads the steps, and carries out the orders of the monitor and of comparisons of weights.
 
     Without a `restorer`, `instead` takes the orders to roll back, and `newest_good` returns step
-    and path of the newest known-good checkpoint. `reruns` says whether a re-run with nothing
-    changed precedes a rollback.
+    and path of the newest known-good checkpoint.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Recovery:
         instead: Callable[[Rollback], object] = lambda order: None,
         newest_good: Callable[[], tuple[int | None, str | None]] = lambda: (None, None),
         loss_fn: Callable[..., Any] | None = None,
-        reruns: bool = False,
     ) -> None:
         self._policy = policy
         self._driver = driver
@@ -71,7 +69,6 @@ class Recovery:
         self.restorer = restorer
         self._instead = instead
         self._newest_good = newest_good
-        self._rerun_first = reruns
         self.ledger = ledger
         self.reader = DelayedReader(lag)
         self.meter = Meter()
@@ -97,12 +94,7 @@ class Recovery:
             learning_rate=self._rate_in_force,
             meter=self.meter,
         )
-        compares = self.dominance.is_enabled
-        self._evidence = Evidence(policy, driver, ranks, ledger, log, compares=compares)
-        self._verdict = ""
-        """Verdict of the last re-run: `transient` or `reproducible`, or an empty string."""
-        self._rerun: Rollback | None = None
-        """The re-run in progress, or None."""
+        self._evidence = Evidence(policy, driver, ranks, ledger, log, self.dominance)
         self._rate_checked = policy.observes
 
     @property
@@ -131,7 +123,6 @@ class Recovery:
         self._check_rate()
         self.stop_if_never_finite(order)
         verdict = self._compare_weights(step)
-        self._observe_rerun(step.index, order)
         if order is not None:
             self.carry_out(order)
         elif verdict is not None:
@@ -191,7 +182,8 @@ class Recovery:
         """Carries out an order, and sets its status. Raises RunStopped if the run has to stop."""
         evidence, damaged = self._evidence, self._is_damaged(order)
         first = self.monitor.last_trained
-        if damaged and 0 <= first < order.since:
+        # NaN in an accumulator comes from the batches of the bad update itself.
+        if damaged and 0 <= first < order.since and not self.monitor.has_micro_steps:
             # Skipped steps change no weights, so the last step before them has done the damage.
             order.onset = min(order.onset, first)
             order.batches = self.monitor.batches_between(first, order.index)
@@ -203,7 +195,6 @@ class Recovery:
             return
         exhausted = evidence.exhausted(order)
         if not exhausted:
-            order.rerun = self._needs_rerun(order)
             self._set_measures(order)
             self.roll_back(order)
             return
@@ -218,6 +209,8 @@ class Recovery:
         if not self._evidence.finite():
             return True
         if self.restorer is None or self._policy.nonfinite_state != "rollback":
+            return False
+        if self.monitor.has_micro_steps:
             return False
         state, _ = self.restorer.contents(self._data.step)
         return bool(self.restorer.checkpoints.nonfinite_in(state))
@@ -287,9 +280,6 @@ class Recovery:
 
         The rate is limited if an earlier rollback for the same trouble has not helped.
         """
-        if order.rerun:
-            order.batches = []
-            return
         past = self.ledger.same_trouble(order.onset, self._policy.region)
         if not order.forced:
             rollback = self._policy.engine.config.rollback
@@ -310,7 +300,7 @@ class Recovery:
         # Unread steps belong to the trouble up to their last alarm.
         unread = list(self.reader.due(all=True))
         self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
-        if order.better is None and not order.rerun:
+        if order.better is None:
             order.batches += self.monitor.batches_of_alarms(unread)
         step = self._data.step
         try:
@@ -323,7 +313,6 @@ class Recovery:
             self._log.problem(step, f"{problem}; the run continues without a rollback")
             return
         self.monitor.on_rollback(order.target)
-        self._rerun = order if order.rerun else None
         self.report(order, moved)
 
     def on_rollback(self, target: int) -> None:
@@ -346,33 +335,6 @@ class Recovery:
             return "the budget of recoveries is exhausted, and the trouble continues"
         return "a rule of the policy stops it"
 
-    # -- re-runs: rollbacks with nothing changed, to see if a fault is transient ----------------
-
-    def _needs_rerun(self, order: Rollback) -> bool:
-        """Whether a re-run answers an order; at most one for the same trouble."""
-        if not self._rerun_first or order.forced or self.restorer is None:
-            return False
-        past = self.ledger.same_trouble(order.onset, self._policy.region, reruns=True)
-        return not past and self.restorer.loaders.can_rewind
-
-    def resume_rerun(self, last: Rollback | None) -> None:
-        """Continues the re-run of an earlier process if `last` is an unfinished re-run."""
-        pending = last is not None and last.rerun and self._data.step <= last.index
-        self._rerun = last if pending else None
-
-    def _observe_rerun(self, index: int, order: Rollback | None) -> None:
-        """Logs the verdict about the fault at the end of a re-run."""
-        rerun = self._rerun
-        if rerun is None:
-            return
-        again = order is not None and bool(order.action & (Action.ROLLBACK | Action.STOP))
-        if not again and index < rerun.index:
-            return
-        self._rerun = None
-        self._verdict = RerunVerdict.REPRODUCIBLE if again else RerunVerdict.TRANSIENT
-        self._log.event("verdict", step=index, outcome=self._verdict, onset=rerun.onset)
-        self._log.info(f"step {index}: the fault of step {rerun.onset} is {self._verdict}")
-
     # -- reports --------------------------------------------------------------------------------
 
     def log_rollback(self, done: Rollback, outcome: RollbackOutcome) -> None:
@@ -385,7 +347,7 @@ class Recovery:
             cause=names(Cause(done.cause)),
             checkpoint=done.target,
             by=None if done.better is None else "earlier_weights",
-            outcome=RollbackOutcome.TRIAL if done.rerun else outcome,
+            outcome=outcome,
             lr=done.lr,
             lr_limit=done.lr_limit,
             lr_at_fault=None if done.lr is None else done.lr_at_fault,
@@ -395,16 +357,11 @@ class Recovery:
             repeated=done.repeated,
             initial=done.initial,
             why=done.why_older or None,
-            moments_reset=True if self._resets_moments(done) else None,
+            moments_reset=True if self._policy.reset_moments else None,
         )
-
-    def _resets_moments(self, done: Rollback) -> bool:
-        return self._policy.reset_moments and not done.rerun
 
     def report(self, done: Rollback, moved: RewindResult) -> None:
         """Writes the events and the console line of an applied rollback."""
-        if done.rerun:
-            self._log.event("rerun", step=done.step, checkpoint=done.target, onset=done.onset)
         self.log_rollback(done, RollbackOutcome.DONE)
         data = "rewound" if moved.rewound else f"continues forward: {moved.why_not}"
         self._log.event("data", step=done.target, outcome=data, rewound=moved.rewound)
@@ -413,10 +370,8 @@ class Recovery:
             cause = nonfinite_save(done)
         if done.better is not None:
             cause = f"the weights of step {done.better} are better on the same batches"
-        changed = ["same data and learning rate, because the fault may not recur"]
-        if not done.rerun:
-            moments = "moments reset" if self._resets_moments(done) else ""
-            changed = [done.lr_text, moments, f"data {data.split(':')[0]}"]
+        moments = "moments reset" if self._policy.reset_moments else ""
+        changed = [done.lr_text, moments, f"data {data.split(':')[0]}"]
         kind = "checkpoint" if done.better is not None else "known-good checkpoint"
         kind = "first snapshot" if done.initial else kind
         self._log.warning(
@@ -455,8 +410,7 @@ class Recovery:
             ending=ending,
             step=self._data.step,
             why=why,
-            rollbacks=tuple(each for each in self.ledger.rollbacks if not each.rerun),
-            verdict=self._verdict,
+            rollbacks=tuple(self.ledger.rollbacks),
             last_good=good,
             last_good_path=path,
             declined=self._evidence.declined,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.store.structure import attribute
 
 _SHOWN = 6
 """Max differences in one line."""
@@ -86,7 +87,7 @@ def batch_text(size: object, accumulated: int, ranks: int) -> str:
 def settings_of(state: Any) -> dict[str, Any]:
     """The settings of the trainer that owns the state: name -> value; empty without a trainer."""
     parts = state.values() if isinstance(state, Mapping) else ()
-    settings = [getattr(part, "run_settings", None) for part in parts]
+    settings = [attribute(part, "run_settings") for part in parts]
     return {
         name: each for some in settings if isinstance(some, dict) for name, each in some.items()
     }
@@ -95,7 +96,7 @@ def settings_of(state: Any) -> dict[str, Any]:
 def has_trainer(state: Any) -> bool:
     """Whether a trainer owns the loop. The trainer decides when its run is complete."""
     parts = state.values() if isinstance(state, Mapping) else ()
-    return any(hasattr(part, "run_settings") for part in parts)
+    return any(attribute(part, "run_settings") is not None for part in parts)
 
 
 def change_since(journal: Journal, now: RunSettings) -> SettingsChange:

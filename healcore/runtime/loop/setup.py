@@ -79,7 +79,6 @@ class Options(NamedTuple):
     hooks: Hooks
     resume: Any
     attach: dict[str, Any]
-    rerun: bool
     lag: int
     stop_file: str | os.PathLike[str] | None
     ranks: Ranks | None
@@ -313,7 +312,6 @@ def _construct(
         lag=options.lag,
         restorer=restorer,
         loss_fn=loss_fn,
-        reruns=options.rerun,
     )
     path = events.path
     return Loop(

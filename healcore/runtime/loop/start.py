@@ -99,7 +99,6 @@ def begin(
     elif resume:
         _resume(loop)
     _skip_raising_batches(loop)
-    recovery.resume_rerun(state.rollback)
     recovery.read_engines()
     data.start(resumed=resume, completed_at=completed_at)
     state.ending = None
@@ -205,6 +204,10 @@ def _resume(loop: Loop[CheckpointSaver]) -> None:
     if damaged:
         which = "; ".join(f"{at} ({e.file} {e.difference})" for at, e in sorted(damaged.items()))
         loop.log.warning(f"checkpoints newer than {step} are damaged: {which}")
+    newest = max([*damaged, *(saved.step for saved in saves)])
+    if newest > step:
+        lost = f"{newest - step} steps up to checkpoint {newest}"
+        loop.warn(f"the run resumes at step {step}: {lost} are lost, and trained again")
 
 
 def _skip_raising_batches(loop: Loop[CheckpointSaver]) -> None:

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from healcore.core.errors import HealcoreError
+from healcore.runtime.loop.program import ProgramExit
 
 POLL_INTERVAL_S = 1.0
 """Seconds between two checks for the stop file."""
@@ -31,7 +32,7 @@ _MAX_SLEEP_S = 0.1
 """Max seconds of one sleep, because a Python signal handler does not end a sleep."""
 
 
-class RunStopped(HealcoreError, SystemExit):
+class RunStopped(HealcoreError, ProgramExit):
     """The policy ends the run.
 
     Uncaught, Python prints the diagnosis and the process ends with status 1.
@@ -52,7 +53,7 @@ class RunStopped(HealcoreError, SystemExit):
         return self.diagnosis
 
 
-class AlreadyCompleted(HealcoreError, SystemExit):
+class AlreadyCompleted(HealcoreError, ProgramExit):
     """The run in this directory had completed: nothing is left to do.
 
     Uncaught, the process ends with status 0, so that schedulers do not restart the program. `line`
@@ -67,7 +68,7 @@ class AlreadyCompleted(HealcoreError, SystemExit):
         return self.line
 
 
-class EndRequested(HealcoreError, SystemExit):
+class EndRequested(HealcoreError, ProgramExit):
     """A stop file has ended the run, or exists when the program starts.
 
     Uncaught, the process ends with status 0, so that torchrun and schedulers do not start it again.
@@ -84,7 +85,7 @@ class EndRequested(HealcoreError, SystemExit):
         return self.why
 
 
-class LastStateNotSaved(HealcoreError, SystemExit):
+class LastStateNotSaved(HealcoreError, ProgramExit):
     """The loop has ended, and no checkpoint holds its last state, for example on a full disk.
 
     Uncaught, Python prints the reason and the process ends with status 1. Started again, the
@@ -92,7 +93,7 @@ class LastStateNotSaved(HealcoreError, SystemExit):
     """
 
 
-class IncompleteRun(HealcoreError, SystemExit):
+class IncompleteRun(HealcoreError, ProgramExit):
     """The loop has ended, and the Healer has seen no step.
 
     Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The run
@@ -100,7 +101,7 @@ class IncompleteRun(HealcoreError, SystemExit):
     """
 
 
-class Terminated(HealcoreError, SystemExit):
+class Terminated(HealcoreError, ProgramExit):
     """A signal has ended the run; the exit status is the shell's, 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
@@ -108,7 +109,7 @@ class Terminated(HealcoreError, SystemExit):
         self.number = number
 
 
-class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
+class Interrupted(HealcoreError, KeyboardInterrupt, ProgramExit):
     """Ctrl-C, raised between two steps instead of within one.
 
     Uncaught, it ends the process with status 130 and no traceback, as SystemExit does. A subclass

@@ -14,7 +14,7 @@ from healcore.console import counted
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.events.models import Ending, RerunVerdict
+from healcore.events.models import Ending
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.incidents.hooks import Batch
 from healcore.runtime.incidents.rollback import Rollback
@@ -32,14 +32,6 @@ AFTER_A_KILL = (
 )
 """Advice about a process that was killed."""
 
-_TRANSIENT = (
-    "The fault did not recur on the same data, so it is not in the model: check the device (ECC "
-    "errors, temperature, a self-test) before the run uses it again."
-)
-_REPRODUCIBLE = (
-    "The fault recurred on the same data and weights, so it is in the program or the data: run "
-    "that batch from the last known-good checkpoint under a debugger."
-)
 _REPEATED = {
     (True, True): "Rolling back, skipping batches and lowering the learning rate did not help: "
     "more of the data is bad than was skipped, or the cause is the model, its precision or its "
@@ -85,8 +77,6 @@ class RunEnd(NamedTuple):
     lr_cuts: int = 0
     rollbacks: tuple[Rollback, ...] = ()
     lr_scale: float = 1.0
-    verdict: str = ""
-    """Verdict of a re-run: `transient`, `reproducible`, or "" without a re-run."""
     damaged: tuple[int, ...] = ()
     """Steps of checkpoints found damaged on disk."""
     damaged_in_memory: tuple[int, ...] = ()
@@ -181,10 +171,6 @@ def _incidents(end: RunEnd) -> list[str]:
     if end.batches:
         batches = _first([f"epoch {epoch} batch {index}" for epoch, index in end.batches])
         sentences.append(f"Its data: {batches}.")
-    if end.verdict == RerunVerdict.TRANSIENT:
-        sentences.append("A re-run of the step from a snapshot was healthy: a transient fault.")
-    elif end.verdict == RerunVerdict.REPRODUCIBLE:
-        sentences.append("A re-run of the step from a snapshot failed again: a reproducible fault.")
     if end.incidents > 1:
         sentences.append(f"The run had {incidents_text(end)}.")
     return sentences
@@ -242,7 +228,6 @@ def _advice_section(end: RunEnd) -> Iterator[str]:
         return
     hints = advice(
         end.cause | end.fault,
-        verdict=end.verdict,
         rollbacks=len(end.rollbacks),
         skipped=any(rollback.skipped for rollback in end.rollbacks),
         lr_lowered=end.lr_scale < 1 or any(rollback.lowers_lr for rollback in end.rollbacks),
@@ -354,18 +339,12 @@ def _wrapped(text: str, *, first: str = "", then: str = "") -> str:
 def advice(
     cause: Cause,
     *,
-    verdict: str = "",
     rollbacks: int = 0,
     skipped: bool = False,
     lr_lowered: bool = False,
 ) -> list[str]:
     """Advice by cause; `skipped`, `lr_lowered`: whether any rollback skipped batches or cut."""
-    hints = []
-    if verdict == RerunVerdict.TRANSIENT:
-        hints.append(_TRANSIENT)
-    elif verdict == RerunVerdict.REPRODUCIBLE:
-        hints.append(_REPRODUCIBLE)
-    hints += [row.diagnosis for flag, row in FAILURES.items() if flag in cause]
+    hints = [row.diagnosis for flag, row in FAILURES.items() if flag in cause]
     if cause & ~_FAULTS and rollbacks > 1:
         hints.append(_REPEATED[skipped, lr_lowered])
     return hints

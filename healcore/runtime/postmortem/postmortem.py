@@ -216,7 +216,6 @@ def end_of_killed(run: Run, *, why: str = "") -> RunEnd:
         undone_skips=run.undone_skips,
         rollbacks=tuple(map(Rollback.of, run.rollbacks)),
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
-        verdict=run.rerun or "",
         damaged=tuple(run.damaged),
         observes=run.observes,
         last_good=run.last_good,

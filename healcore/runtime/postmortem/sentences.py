@@ -86,8 +86,6 @@ def _order(event: EventRecord) -> str:
 
 
 def _rollback(event: EventRecord) -> str:
-    if event.outcome == RollbackOutcome.TRIAL:
-        return f"re-run from step {event.checkpoint}, to test whether the fault is transient"
     number = len(event.batches or ())
     parts = (
         f"from step {event.step or 0} back to the checkpoint of step {_shown(event.checkpoint)}",
@@ -173,10 +171,6 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "assessment": (_assessment, "verdict by"),
     "rollback": (_rollback, "checkpoint outcome initial repeated"),
     "lr": (_lr, "why"),
-    "verdict": (
-        lambda event: f"the re-run: the fault is {_shown(event.outcome)}",
-        "outcome",
-    ),
     "grow": (
         lambda event: (
             f"tries parts of {_shown(event.size)} samples again instead of "

@@ -90,20 +90,6 @@ def apply_rate(
     return adapted, None if rate is None else limit, scale
 
 
-def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:
-    """Engine states for a re-run with nothing changed: as in the checkpoint, except for budgets.
-
-    The cut that the order has used is refunded: if the trouble recurs, the engine gives the same
-    order and uses its budget again.
-    """
-    states = {}
-    for name, then in saved.items():
-        now, start = engine.from_dict(live[name]).budget, engine.init().budget
-        budget = now._replace(lr_cuts=np.minimum(now.lr_cuts + 1, start.lr_cuts))
-        states[name] = engine.to_dict(engine.from_dict(then)._replace(budget=budget))
-    return {**after_rollback(engine, live, saved), **states}
-
-
 def _merge(
     engine: Engine, live: Mapping[str, Any], saved: Mapping[str, Any] | None, counted: bool
 ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from healcore.core.verdict import NONFINITE, Action, Cause, names
-from healcore.runtime.dominance.dominance import Verdict
+from healcore.runtime.dominance.dominance import Dominance, Verdict
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.ledger import Ledger
@@ -24,7 +24,7 @@ class Evidence:
     Under a policy with `[rollback] confirm` an order needs evidence that the model is worse.
     Non-finite weights and statistics are evidence. Without a `loss_fn` a long incident of
     non-finite steps is evidence, too. All other evidence comes from `dominance`, which needs a
-    `loss_fn`: `compares` says whether it compares weights.
+    `loss_fn`.
     """
 
     def __init__(
@@ -34,15 +34,14 @@ class Evidence:
         ranks: Ranks,
         ledger: Ledger,
         log: RunLog,
-        *,
-        compares: bool,
+        dominance: Dominance,
     ) -> None:
         self._policy = policy
         self._driver = driver
         self._ranks = ranks
         self._ledger = ledger
         self._log = log
-        self._compares = compares
+        self._dominance = dominance
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
 
@@ -73,7 +72,7 @@ class Evidence:
         if damaged:
             self._assess(order, "damage", "weights" if not self.finite() else "state")
             return True
-        if self._compares:
+        if self._dominance.is_enabled:
             self.decline(order, "nothing", "no comparison shows that the weights are worse")
             return False
         if order.cause & NONFINITE and self._nonfinite_persists(order):

@@ -108,6 +108,8 @@ class JournalState:
     """Hyperparameters at the end of the last process."""
     raised: list[tuple[int, int, int, str, int]] = field(default_factory=list)
     """Last batches in use at an exception: loader, epoch, index, exception, number of steps."""
+    passes: int = 0
+    """Most calls of `batches` in a process of the run."""
 
     @property
     def plan(self) -> Rollback | None:

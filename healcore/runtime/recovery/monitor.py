@@ -68,6 +68,8 @@ class IncidentMonitor:
         """Newest record of a step that was not finite, or None."""
         self.never_finite = True
         """Whether no step of the run was finite."""
+        self.has_micro_steps = False
+        """Whether optax.MultiSteps accumulates gradients around `protect`."""
         self.last_trained = -1
         """The last step that was not skipped, or -1 if there is none since a start or rollback."""
         self._alerts: Counter[tuple[int, Cause]] = Counter()
@@ -85,6 +87,7 @@ class IncidentMonitor:
         incident = self.ledger.record(step.index, step.records, acted_on)
         if any(each.judged and not each.skip for each in step.records):
             self.last_trained = step.index
+        self.has_micro_steps |= not any(each.judged for each in step.records)
         is_new = incident is not None and incident.number > self._last_incident
         if incident is not None and is_new:
             self._begin(incident, step)

@@ -33,7 +33,6 @@ from healcore.runtime.recovery.engine_states import (
     after_rollback,
     apply_rate,
     compatible,
-    for_rerun,
     limited,
 )
 from healcore.runtime.recovery.journal import (
@@ -58,6 +57,7 @@ from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.protocol import Fitting
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
+from healcore.runtime.store.structure import attribute
 
 T = TypeVar("T")
 _SHOWN = 6
@@ -209,11 +209,9 @@ class Restorer:
         engine = self.policy.engine
 
         def load(result: RestoreResult, saved: _Content) -> tuple[HostParts | None, dict[str, Any]]:
-            merge = for_rerun if plan.rerun else after_rollback
-            engines = merge(engine, plan.engines, saved.engines)
-            host = self._load_state(result, saved, engines, reset=self._resets(plan))
-            # The schedule is at the restored step. A re-run changes no rate.
-            rate = None if plan.rerun else self.driver.learning_rate()
+            engines = after_rollback(engine, plan.engines, saved.engines)
+            host = self._load_state(result, saved, engines, reset=self.policy.reset_moments)
+            rate = self.driver.learning_rate()  # the schedule is at the restored step
             if plan.lr_at_fault is not None:
                 # No step has been trained at the rate of the very first state.
                 trained = result.step > (self.journal.state.first_step or 0)
@@ -282,7 +280,7 @@ class Restorer:
                 older = result.step < last.target
                 engine = self.policy.engine
                 engines = after_rollback(engine, live, engines, counted=True) if older else live
-                reset = self._resets(last)
+                reset = self.policy.reset_moments
             return result.step, self._load_state(result, saved, engines, reset=reset)
 
         try:
@@ -389,9 +387,6 @@ class Restorer:
         self.loaders.check(_position(host) or {})
         return _Content(dict(engines), problem, ledger, host)
 
-    def _resets(self, plan: Rollback) -> bool:
-        return self.policy.reset_moments and not plan.rerun
-
     def _load_state(
         self, result: RestoreResult, saved: _Content, engines: dict[str, Any], *, reset: bool
     ) -> HostParts | None:
@@ -418,7 +413,7 @@ class Restorer:
             f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of ranks '
             f"is {self.ranks.world} now"
             for name, item in self.driver.items().items()
-            if getattr(item, "per_rank", False)
+            if attribute(item, "per_rank")
         ]
         if any(_batches(each) != _batches(first) for each in parts[:saved_by]):
             wrong.append(f"its {saved_by} ranks were at different batches of their loaders")

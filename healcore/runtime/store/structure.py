@@ -13,6 +13,7 @@ Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number thei
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -55,6 +56,15 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "range": lambda content: range(*content),
     "bytearray": lambda content: bytearray(base64.b64decode(content)),
 }
+
+
+def attribute(item: object, name: str) -> Any:
+    """An attribute of an item of the state, or None.
+
+    A `__getattr__` is not called: that of `flax.nnx.Rngs` has a value for every name.
+    """
+    found = inspect.getattr_static(item, name, None) is not None
+    return getattr(item, name) if found else None
 
 
 class Flat(NamedTuple):

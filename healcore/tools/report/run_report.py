@@ -21,7 +21,6 @@ _ORIGINS = {
     AttemptOrigin.PROCESS: "another process",
     AttemptOrigin.RESUME: "resumed",
     AttemptOrigin.ROLLBACK: "rollback",
-    AttemptOrigin.TRIAL: "trial",
     AttemptOrigin.METRICS: "without an event",
 }
 _MAX_GAPS = 5

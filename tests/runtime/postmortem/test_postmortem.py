@@ -294,20 +294,6 @@ def test_an_older_incident_is_not_reported_for_a_newer_one():
     assert end.skips == 2
 
 
-def test_a_trial_is_no_attempt():
-    back = {"checkpoint": 80, "lr_scale": 0.5}
-    end = end_of(
-        history(
-            START,
-            ("rollback", 91, {**back, "outcome": "trial"}),
-            ("verdict", 92, {"outcome": "reproducible"}),
-            ("rollback", 95, {**back, "outcome": "done"}),
-        )
-    )
-    assert [each.step for each in end.rollbacks] == [95]
-    assert (end.verdict, end.lr_scale) == ("reproducible", 0.5)
-
-
 def test_the_last_good_checkpoint_is_of_the_last_store():
     resumed = ("start", None, {"mode": "heal", "store": "there", "resumes": True})
     other = ("start", None, {"mode": "heal", "store": "elsewhere", "resumes": True})

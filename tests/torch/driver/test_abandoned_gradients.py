@@ -1,6 +1,7 @@
 """Saves of runs in which one of several optimizers no longer steps."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ import healcore
 EVERY = 10
 
 
-def run(kind, folder, steps=80):
-    """Trains; the first optimizer stops after step 20 unless `kind` is `accumulates`."""
+def run(kind, folder, steps=80, interrupt=-1):
+    """Trains; the first optimizer stops after step 20 unless `kind` is `accumulates`.
+
+    Returns the steps of the checkpoints and the weights.
+    """
     torch.manual_seed(0)
+    data = list(torch.randn(steps, 6, 4))
     body, head = nn.Linear(4, 8), nn.Linear(8, 1)
     model, both = nn.Sequential(body, nn.Tanh(), head), [*body.parameters(), *head.parameters()]
     first = torch.optim.Adam(head.parameters() if kind != "lbfgs" else both, 1e-3)
@@ -25,8 +30,10 @@ def run(kind, folder, steps=80):
     state = {"model": model, "first": first, "second": second}
     checkpoints = healcore.Checkpoints(every=EVERY, keep=healcore.Keep(candidates=20))
     with healcore.Healer("default", state=state, store=folder, checkpoints=checkpoints) as healer:
-        for x in healer.batches(list(torch.randn(steps, 6, 4))):
-            early = healer.step < 20
+        for x in healer.batches(data):
+            if healer.step == interrupt:
+                raise KeyboardInterrupt
+            early, last_part = healer.step < 20, healer.step % 4 == 3
 
             def loss_of(x=x):
                 return (model(x) - x.sum(1, keepdim=True)).square().mean()
@@ -51,21 +58,28 @@ def run(kind, folder, steps=80):
             if kind == "accumulates":
                 second.step()
                 second.zero_grad()
-                if healer.step % 4 == 0:
+                if last_part:
                     first.step()
                     first.zero_grad()
             else:
                 (first if early else second).step()
-    return sorted(int(each.name[5:15]) for each in folder.glob("step-*"))
+    saved = sorted(int(each.name[5:15]) for each in folder.glob("step-*"))
+    return saved, [each.detach().clone() for each in model.parameters()]
 
 
 @pytest.mark.parametrize("kind", ["two stages", "lbfgs", "frozen network"])
 def test_gradients_of_an_optimizer_that_no_longer_steps_delay_no_save(kind, tmp_path):
-    assert run(kind, tmp_path)[-5:] == [40, 50, 60, 70, 80]
+    saved, expected = run(kind, tmp_path / "whole")
+    assert saved[-5:] == [40, 50, 60, 70, 80]
+    with pytest.raises(KeyboardInterrupt):
+        run(kind, tmp_path / "resumed", interrupt=57)
+    shutil.rmtree(max((tmp_path / "resumed").glob("step-*")))  # as after a kill
+    _, weights = run(kind, tmp_path / "resumed")
+    assert all(map(torch.equal, weights, expected))
 
 
 def test_an_accumulation_delays_a_save_until_its_step(tmp_path):
-    assert all(step % 4 == 0 for step in run("accumulates", tmp_path)[1:])
+    assert all(step % 4 == 0 for step in run("accumulates", tmp_path)[0][1:])
 
 
 def test_a_run_that_cannot_save_says_so_at_growing_distances(tmp_path):

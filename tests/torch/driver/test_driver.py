@@ -61,6 +61,9 @@ def model_and(**more: Any) -> dict[str, Any]:
         (model_and(order=lambda o: np.arange(3)), "is of type ndarray.*hold it in a dictionary"),
         (model_and(ema=lambda o: (torch.ones(2),)), "is of type tuple.*make it a list"),
         (model_and(loader=lambda o: HalfStateful()), r"give HalfStateful load_state_dict\(state\)"),
+        (model_and(model=lambda o: nn.LazyLinear(2)), "lazy modules.*call it on one batch"),
+        (model_and(ema=lambda o: nn.LazyConv1d(2, 1)), r'"ema"\] has lazy modules'),
+        (model_and(ema=lambda o: nn.LazyBatchNorm1d(affine=False)), "has lazy modules"),
     ],
 )
 def test_a_state_that_cannot_be_healed_is_rejected(state, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,20 +22,39 @@ def taken(driver: TorchDriver, run: Run, n: int) -> list[str]:
     return driver.warnings
 
 
+class Owner:
+    """An object that owns a GradScaler, as `NativeScaler` of timm and MAE, or two for a GAN."""
+
+    def __init__(self, **scalers: torch.amp.GradScaler) -> None:
+        vars(self).update(scalers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, each in state.items():
+            vars(self)[name].load_state_dict(each)
+
+
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("present", [True, False])
-def test_a_grad_scaler_that_is_not_in_the_state_has_one_warning(fused: bool, present: bool):
+@pytest.mark.parametrize("present", ["missing", "in the state", "in an object", "one of two"])
+def test_a_grad_scaler_that_is_not_in_the_state_has_one_warning(fused: bool, present: str):
     run = Run(partial(SGD, lr=0.01, fused=fused))
     scaler = torch.amp.GradScaler("cpu")
-    state = run.state | ({"scaler": scaler} if present else {})
-    driver = TorchDriver(state, ROLLS_BACK)
+    found = {
+        "missing": {},
+        "in the state": {"scaler": scaler},
+        "in an object": {"scaler": Owner(_scaler=scaler)},
+        "one of two": {"scaler": Owner(a=torch.amp.GradScaler("cpu"), b=scaler)},
+    }
+    driver = TorchDriver(run.state | found[present], ROLLS_BACK)
     for _ in range(3):
         run.optimizer.zero_grad()
         scaler.scale(run.model(torch.ones(1, 4, dtype=torch.float64)).sum()).backward()
         scaler.step(run.optimizer)
         scaler.update()
         driver.poll_step()
-    assert len(driver.warnings) == (not present)
+    assert len(driver.warnings) == (present == "missing")
     assert all('state={..., "scaler": scaler}' in line for line in driver.warnings)
 
 

@@ -58,7 +58,6 @@ def heal_trainer(
     hooks: Hooks = NO_HOOKS,
     resume: bool | Literal["auto"] = "auto",
     attach: Mapping[str, Any] | None = None,
-    rerun: bool = False,
     stop_file: str | os.PathLike[str] | None = None,
     **overrides: Unpack[Overrides],
 ) -> SelfHealingTrainer:
@@ -96,7 +95,6 @@ def heal_trainer(
             the arguments or initial weights have changed since a completed run, or this process has
             completed the run, "auto" raises StoreNotEmpty. False does if the store is not empty.
         attach: options of `healcore.torch.attach`.
-        rerun: as for `healcore.Healer`.
         stop_file: as for `healcore.Healer`.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
 
@@ -115,7 +113,6 @@ def heal_trainer(
         "hooks": hooks,
         "resume": resume,
         "attach": attach,
-        "rerun": rerun,
         "stop_file": stop_file,
     }
     return SelfHealingTrainer(

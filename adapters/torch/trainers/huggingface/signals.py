@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
+from healcore.torch.driver.loss_evaluation import copied
 from healcore.torch.trainers import replaced
 from healcore.torch.trainers.huggingface.progress import LossCounts
 
@@ -128,8 +129,8 @@ def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:
         return None
 
     def loss_of(batch: Any) -> Any:
-        # TRL's compute_loss changes its inputs and the metrics of the next log.
-        inputs = dict(batch) if isinstance(batch, Mapping) else batch
+        # compute_loss may change its inputs, and in TRL the metrics of the next log.
+        inputs = copied(batch)
         counts = LossCounts(trainer)
         try:
             with trainer.compute_loss_context_manager():
