@@ -12,7 +12,7 @@ from healcore.core.signals import SignalError
 from healcore.extras import MissingExtraError
 from healcore.policy import PolicyError
 from healcore.runtime.data import DataError, EmptyLoader, UnusableLoader
-from healcore.runtime.driver import BatchWritten, UnknownState
+from healcore.runtime.driver import UnknownState
 from healcore.runtime.healer import HealerError
 from healcore.runtime.loop.setup import StoreNotEmpty
 from healcore.runtime.loop.termination import (
@@ -44,7 +44,6 @@ from healcore.runtime.store.ranks import RankFailed
 
 __all__ = [
     "AlreadyCompleted",
-    "BatchWritten",
     "CheckpointDamaged",
     "CheckpointNotFound",
     "DataError",

@@ -15,7 +15,6 @@ from healcore import adapter_registry
 from healcore.adapter_registry import FRAMEWORKS
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
-from healcore.core.signals import SignalError
 from healcore.core.step_record import StepRecord
 from healcore.runtime.cost import Cost
 from healcore.runtime.microbatches.window import Gradients
@@ -204,7 +203,7 @@ class Driver(Protocol):
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         """Result of a loss function for a batch, on the host. The run's state is unchanged.
 
-        Raises BatchWritten if the function changes its batch.
+        Raises SignalError if the function changes its batch.
         """
         ...
 
@@ -272,10 +271,6 @@ def json_setting(value: Any) -> Any:
         items = [json_setting(each) for each in value]
         return None if not items or None in items else items
     return None
-
-
-class BatchWritten(SignalError):
-    """A `loss_fn` has changed its batch, so that it cannot be called again on the batch."""
 
 
 class UnknownState(HealcoreError, TypeError):

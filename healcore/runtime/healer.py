@@ -131,8 +131,9 @@ class Healer(Generic[State]):
         hooks: functions to call at incidents, saves and rollbacks, see `healcore.Hooks`.
         resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
             completed. True resumes both. False raises StoreNotEmpty if the store holds checkpoints.
-            A warning names hyperparameters that differ from the run's start; with "auto" a
-            completed run raises StoreNotEmpty in this case.
+            A warning names hyperparameters that differ from the run's start. With "auto" a
+            completed run raises StoreNotEmpty if these or the initial weights differ, or if this
+            process has completed the run.
         **overrides: policy values to replace, as in `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`. In JAX pass the same overrides to the optimizer.
 
@@ -206,7 +207,8 @@ class Healer(Generic[State]):
             AlreadyCompleted: the run in the store had completed; a SystemExit of status 0.
             EndRequested: the stop file exists; a SystemExit of status 0.
             StoreNotEmpty: `resume` is False and the store holds checkpoints, or `resume` is "auto"
-                and the run in the store had completed with other hyperparameters.
+                and the run in the store had completed with other hyperparameters or initial
+                weights, or in this process.
             NoGoodCheckpoint: the store holds checkpoints, and none of them is usable.
             StateMismatch: the checkpoints are of another state.
             StoreError: the store cannot be used.

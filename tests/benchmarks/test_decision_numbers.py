@@ -53,7 +53,7 @@ ARITHMETIC = {
     "core/engine/lr": {"_MOST"},
     "core/engine/rules": {"_NEVER"},
     "runtime/incidents/ledger": {"_MAX_INCIDENTS"},
-    "runtime/recovery/restoring": {"HEALING_SCHEMA"},
+    "runtime/recovery/restoring": {"HEALING_SCHEMA", "_SHOWN"},
     "runtime/loop/saver": {"_UNSAVED_INTERVALS"},
 }
 """Bounds of arithmetic and memory, the version of a file's layout, distances of warnings."""
@@ -61,6 +61,7 @@ COUNTS = {
     "runtime/loop/saver": ["self._next_warning *= 2"],
     "core/engine/lr": ["range(4)"],
     "runtime/dominance/dominance": [
+        "range(2)",
         "evaluations += 2",
         "max(1, len(self.anchors) - MAX_ANCHORS + 2)",
     ],

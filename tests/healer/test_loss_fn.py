@@ -14,6 +14,7 @@ from torch import nn
 from healcore import Healer
 from healcore.errors import SignalError
 from healcore.jax import protect
+from tests.healer.run_directory import new_process
 from tests.healer.run_options import grouped
 
 DATA = [[float(i), 1.0] for i in range(5)]
@@ -79,6 +80,7 @@ def test_a_loss_fn_without_enough_memory_is_no_error():
 
 def test_a_run_that_had_completed_tries_nothing(tmp_path):
     torch_run(None, store=tmp_path)
+    new_process()
     with pytest.raises(SystemExit):
         torch_run(lambda: 0.0, store=tmp_path)
 

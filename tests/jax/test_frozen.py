@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +53,7 @@ FROZEN = {
 EAGER = ("masked after", "accumulation", "injected outside")
 
 
-def in_scan(tx, grads, state):
+def in_scan(tx, grads, state) -> tuple[Any, Any]:
     def step(carry, grads):
         params, state = carry
         updates, state = tx.update(grads, state, params, value=1.0)
@@ -61,7 +63,7 @@ def in_scan(tx, grads, state):
     return jax.jit(lambda state: jax.lax.scan(step, (PARAMS, state), stacked)[0])(state)
 
 
-def in_loop(tx, grads, state):
+def in_loop(tx, grads, state) -> tuple[Any, Any]:
     params = PARAMS
     for each in grads:
         updates, state = tx.update(each, state, params, value=1.0)
@@ -108,7 +110,7 @@ def test_a_trained_parameter_with_nan_still_skips(name):
 def test_all_gradients_of_an_optimizer_that_reads_them_count():
     zero_rate = optax.partition({"trained": optax.sgd(1.0), "frozen": optax.sgd(0.0)}, LABELS)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), partition())
-    by_schedule = optax.sgd(lambda count: jnp.where(count < 100, 0.0, 0.1))
+    by_schedule = optax.sgd(lambda count: jnp.where(jnp.asarray(count) < 100, 0.0, 0.1))
     for inner in (zero_rate, clipped, by_schedule):
         tx = protect(inner, policies.SKIP)
         _, state = in_scan(tx, gradients(1.0, np.nan), tx.init(PARAMS))
@@ -124,7 +126,7 @@ def test_a_nan_update_of_all_trained_parameters_is_bad_although_others_are_froze
 
 
 def test_an_optimizer_that_needs_concrete_values_runs_eagerly():
-    def update(updates, state, params=None):
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         return (updates if float(updates["head"][0]) < 5 else PARAMS), state
 
     tx = protect(optax.GradientTransformation(optax.init_empty_state, update), policies.SKIP)

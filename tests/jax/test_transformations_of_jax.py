@@ -146,7 +146,14 @@ def test_meta_gradients_pass():
 
 @pytest.mark.parametrize(
     "name",
-    ["heal_zclip", "heal", "protect", "observe", "pretraining", "no_clip", "line_search"],
+    [
+        "heal_zclip",
+        "protect",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("heal", "observe", "pretraining", "no_clip", "line_search")
+        ),
+    ],
 )
 def test_runs_in_every_control_flow_and_with_a_sharded_state(name):
     done = subprocess.run(  # XLA can abort the process

@@ -16,7 +16,7 @@ import healcore
 # Raised and caught within healcore; nobody outside ever sees one.
 INTERNAL = {
     "StepSkipped", "BadPickle", "ChecksumError", "NotRecordable", "NotProvided",
-    "CannotShrink", "EpochChanged", "ProgramExit",
+    "CannotShrink", "EpochChanged", "ProgramExit", "WeightsChanged",
 }  # fmt: skip
 HOMES = ("healcore", "healcore.errors", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from healcore.runtime.driver import SAMPLE, BatchWritten, WeightsChanged
+from healcore.core.signals import SignalError
+from healcore.runtime.driver import SAMPLE, WeightsChanged
 from healcore.torch import gradients
 from healcore.torch.healing import Healing
 from healcore.torch.live_state import RngState
@@ -86,7 +87,7 @@ class LossEvaluation:
         after = dict(_marks(given))
         changed = [path for path in before | after if before.get(path) != after.get(path)]
         if changed:
-            raise BatchWritten(
+            raise SignalError(
                 f"loss_fn changes {', '.join(changed[:3])}, but the Healer calls it again, also on "
                 "earlier batches: write into a copy, as in batch = dict(batch) before batch.pop(), "
                 "and x = x - 1 instead of x.sub_(1)"

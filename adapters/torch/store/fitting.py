@@ -74,7 +74,8 @@ def _fitted_optimizer(
     kept += [f"{name}[{key}]" for key in unfit]
     own = live.state_dict()
     state = {n: own["state"].get(n) if k in unfit else moments[k] for n, k in enumerate(params)}
-    groups = []
+    groups: list[Any] = []
+    group: Any
     for group, names in zip_longest(own["param_groups"], now, fillvalue=[]):
         old = next((g for g, each in enumerate(was) if {*each} & {*names}), None)
         mine = {key: group[key] for key in ("params", "param_names") if key in group}

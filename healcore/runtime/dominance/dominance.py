@@ -32,7 +32,7 @@ from healcore.runtime.dominance.anchor import (
 )
 from healcore.runtime.dominance.exchange import exchange
 from healcore.runtime.dominance.side_effects import undone
-from healcore.runtime.driver import BatchWritten, Driver, WeightsChanged
+from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
@@ -219,8 +219,6 @@ class Dominance:
             return None
         if not self._checked:
             self._check(step.batches[0].content, trained=True)
-            if not self.is_enabled:
-                return None
             self._expected = self._predict_loss(step)
         if self._expected is not None:  # the first step after the check, on the same batch
             same = len(step.batches) == 1 and math.isclose(loss, self._expected, rel_tol=SAME_LOSS)
@@ -279,7 +277,7 @@ class Dominance:
             SignalError: `loss_fn` changes the batch. If trained: it raises, or does not return one
                 number. An exception about memory, data or the network is only a warning.
         """
-        mistake = problem = failure = state = None
+        losses, mistake, problem, failure, state = [], None, None, None, None
         try:
             attempt = undone()(self.driver.try_loss_fn)
             with self.meter.part("comparisons"), undone(self.loss_fn):
@@ -294,7 +292,7 @@ class Dominance:
                 )
         except SignalError as error:
             mistake, failure = str(error), error
-            trained |= isinstance(error, BatchWritten)
+            trained |= not losses  # the function changes its batch
         except Exception as error:
             failure = error
             problem = f"loss_fn raised {type(error).__name__} on the first batch: {error}"

@@ -29,7 +29,7 @@ def undone(function: Callable[..., Any] | None = None) -> Iterator[None]:
         for part in parts:  # grows
             found: list[Any] = []
             if isinstance(part, dict | list):
-                refill = part.update if isinstance(part, dict) else part.extend
+                refill: Any = part.update if isinstance(part, dict) else part.extend
                 undo.callback(refill, copy.copy(part))
                 undo.callback(part.clear)  # runs first
             elif isinstance(part, MethodType):

@@ -18,6 +18,7 @@ from healcore.core.verdict import Action, Cause
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver import JaxDriver
 from healcore.jax.driver.live_state import SIDE_STATE, live_state_of
+from healcore.runtime.driver import WeightsChanged
 from healcore.runtime.store.errors import StateMismatch
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
@@ -299,3 +300,16 @@ def test_a_step_may_widen_a_leaf(before, after, tmp_path):
     live.state = {"moment": jnp.asarray(after, jnp.bool_), "heal": healing}
     with pytest.raises(HealStateError, match=r"state\['moment'\] is bool"):
         live.check()
+
+
+def test_a_copy_of_weights_is_not_used_after_the_parameters_have_grown():
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, protect(optax.sgd(0.1), POLICY), wrt=nnx.Param)
+    driver = JaxDriver({"model": model, "optimizer": optimizer}, POLICY)
+    copy = driver.copy_weights()
+    assert driver.losses_of(lambda batch: model(batch).sum(), [jnp.zeros((2, 3))], copy) == [0.0]
+    model.kernel, model.bias = nnx.Param(jnp.ones((3, 5))), nnx.Param(jnp.ones(5))
+    with pytest.raises(WeightsChanged):
+        driver.losses_of(lambda batch: pytest.fail("called"), [jnp.zeros((2, 3))], copy)
+    copy = driver.copy_weights()
+    assert driver.losses_of(lambda batch: model(batch).sum(), [jnp.zeros((2, 3))], copy) == [10.0]

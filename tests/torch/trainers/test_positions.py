@@ -11,6 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints
 from healcore.torch import LightningHealingCallback, heal_trainer
+from tests.healer.run_directory import new_process
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.lightning import fits
 
@@ -106,6 +107,7 @@ def test_each_batch_of_a_fit_is_used_by_one_step(at: int, tmp_path: Path):
 def test_a_completed_fit_is_continued_as_if_it_had_not_ended(options: Any, tmp_path: Path):
     whole, expected = fit(tmp_path / "whole", epochs=3, every=None, **options)
     first, _ = fit(tmp_path / "continued", every=None, **options)
+    new_process()
     again, running = fit(tmp_path / "continued", epochs=3, every=None, **options)
     assert [*first.seen, *again.seen] == whole.seen
     assert (running.global_step, running.current_epoch) == (expected.global_step, 3)

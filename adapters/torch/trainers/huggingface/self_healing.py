@@ -92,8 +92,8 @@ def heal_trainer(
         trackers: as for `healcore.Healer`, in addition to the trainer's `report_to`.
         hooks: as for `healcore.Healer`.
         resume: "auto" and True continue an interrupted run, and do not repeat a completed run. If
-            the arguments have changed since that run, "auto" raises StoreNotEmpty. False raises
-            StoreNotEmpty if the store is not empty.
+            the arguments or initial weights have changed since a completed run, or this process has
+            completed the run, "auto" raises StoreNotEmpty. False does if the store is not empty.
         attach: options of `healcore.torch.attach`.
         stop_file: as for `healcore.Healer`.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.

@@ -229,6 +229,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 from healcore import Checkpoints
 from healcore.torch import heal_trainer
+from tests.healer.run_directory import new_process
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 def run(folder, kill_at):
@@ -243,7 +244,9 @@ def run(folder, kill_at):
     return tiny.weights(trainer), steps.steps, logged
 
 folder, kind, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-ends = [run(folder / "killed", kill_at), run(folder / "killed", -1), run(folder / "whole", -1)]
+ends = [run(folder / "killed", kill_at)]
+new_process()
+ends += [run(folder / "killed", -1), run(folder / "whole", -1)]
 torch.save(ends, folder / "ends.pt")
 """
 
