@@ -131,7 +131,7 @@ def test_used_where_it_cannot_be():
     with pytest.raises(RuntimeError, match="has ended"):
         next(healer.batches([1]))
     assert healer.step == 0
-    with pytest.raises(RuntimeError, match="one `with`"), healer:
+    with pytest.raises(RuntimeError, match="opened once"), healer:
         pass
     with pytest.raises(ValueError, match="lag"):
         Healer(rules(), state=loop.state, lag=-1)

@@ -43,15 +43,16 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     with healer:
         driver: Any = healer.driver
         for batch in healer.batches([torch.randn(8, 4) for _ in range(70)]):
+            step = healer.step
             optimizer.zero_grad()
             loss = ((net(batch) - batch.sum(1, keepdim=True)) ** 2).mean()
-            if healer.step in (35, 36, 37, 38) and not healer.rollbacks:
+            if step in (35, 36, 37, 38) and not healer.rollbacks:
                 loss = loss * float("nan")
             healer.observe(loss)
             loss.backward()
             optimizer.step()
             decision = driver.healings["optimizer"].last_decision()
-            rates[healer.step] = optimizer.param_groups[0]["lr"] * float(decision.lr_scale)
+            rates[step] = optimizer.param_groups[0]["lr"] * float(decision.lr_scale)
             schedule.step()
         (done,) = healer.report().rollbacks
     limit = CUT * RATE * warm_up(37)

@@ -12,6 +12,7 @@ from tests.healer.run_directory import events
 TORCH = """
 import os, signal, sys, healcore, torch
 how = sys.argv[1]
+torch.manual_seed(0)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 healer = healcore.Healer(

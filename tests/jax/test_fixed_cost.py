@@ -120,10 +120,10 @@ def test_the_namespace_has_what_the_core_asks_for():
     assert all(hasattr(namespace, name) for name in names)
 
 
-PYTHON_CALLS = 225
-"""Max calls of Python functions in one `Healer.update` of one optimizer; 200 with Python 3.11."""
-CALLS_PER_ENGINE = 65
-"""Max calls for each further optimizer; 58 with Python 3.11."""
+PYTHON_CALLS = 240
+"""Max calls of Python functions in one `Healer.update` of one optimizer; 216 with Python 3.11."""
+CALLS_PER_ENGINE = 68
+"""Max calls for each further optimizer; 61 with Python 3.11."""
 
 
 @pytest.mark.parametrize("engines", [1, 2])

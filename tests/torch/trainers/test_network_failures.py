@@ -57,7 +57,7 @@ def test_a_step_of_a_trainer(at: tuple[int, ...], tmp_path: Path):
     """With the gradients and the random state of before the step, in its second micro-batch too."""
     found = []
     for own in ((), at):
-        folder = tmp_path / str(own)
+        folder = tmp_path / str(len(found))
         trainer = small_runs.trainer(folder, steps=5, cls=Dropped, gradient_accumulation_steps=2)
         vars(trainer)["judge"] = Failing(own)
         heal_trainer(trainer, store=folder / "store", retry=QUICK).train()
