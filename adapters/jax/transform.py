@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
@@ -35,14 +34,12 @@ from healcore.jax.unread_gradients import UnreadGradients, finite, without
 if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
 
-OnSkip = Literal["zero", "nan"]
 _ARRAYS_ONLY = "for an Equinox module write `tx.init(eqx.filter(model, eqx.is_array))`"
 
 
 def heal(
     policy: PolicyLike = "default",
     *,
-    on_skip: OnSkip = "zero",
     axis_name: AxisName = None,
     shard_axis_name: AxisName = None,
     records: int = STEPS,
@@ -52,16 +49,13 @@ def heal(
 
     On a skip, `heal` passes zeros to the optimizer that follows it in the chain. The optimizer
     still takes a step: moments decay, counters count, and Adam and weight decay still move the
-    parameters a little. For a skip that changes nothing, use `protect`, or
-    ``optax.chain(heal(policy, on_skip="nan"), optax.apply_if_finite(inner, 2**31 - 1))``. The
-    policy's LR multiplier is in the decision; `scale_by_heal_lr` applies it. Every gradient is
-    judged. If later members of the chain freeze parameters, use `protect`.
+    parameters a little. For a skip that changes nothing, use `protect`. The policy's LR multiplier
+    is in the decision; `scale_by_heal_lr` applies it. Every gradient is judged. If later members of
+    the chain freeze parameters, use `protect`.
 
     Args:
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
             an EngineConfig, whose numbers may be traced arrays.
-        on_skip: value of a skipped step's updates: "zero", or "nan" as a signal to
-            `optax.apply_if_finite` (NaN would damage the state of any other optimizer).
         axis_name: mesh axes of a `shard_map` or `pmap` around the update along which gradients are
             equal (averaged with `pmean`). Loss and norms are averaged over these axes, so that
             every device makes the same decision. Not needed under `jit` alone.
@@ -70,9 +64,6 @@ def heal(
         records: see `protect`.
         **overrides: values to replace in the policy, ``clip={"max_norm": 1.0}``; see
             `healcore.policy.Overrides`.
-
-    Raises:
-        ValueError: `on_skip` is unknown.
 
     Returns:
         A transformation. Its `update` takes these optional keywords: `value` (loss, 0-d floating),
@@ -95,11 +86,10 @@ def heal(
     from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
     from healcore.policy.loader import check_keywords
 
-    _check_on_skip(on_skip)
     check_keywords(heal, overrides)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
-    return _transformation(engine, on_skip, axes, check_records(records))
+    return _transformation(engine, axes, check_records(records))
 
 
 def heal_zclip(
@@ -108,7 +98,6 @@ def heal_zclip(
     warmup_steps: jax.typing.ArrayLike = 25,
     target: Literal["reciprocal", "mean", "max"] = "reciprocal",
     max_norm: jax.typing.ArrayLike | None = 1.0,
-    on_skip: OnSkip = "zero",
     axis_name: AxisName = None,
     shard_axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -125,7 +114,6 @@ def heal_zclip(
         warmup_steps: number of finite norms that are averaged before z-scores apply, at least 1.
         target: rule for the norm to which a spike is clipped.
         max_norm: additional absolute limit, or None for no limit.
-        on_skip: see `heal`.
         axis_name: see `heal`.
         shard_axis_name: see `heal`.
 
@@ -136,7 +124,6 @@ def heal_zclip(
     Raises:
         healcore.policy.PolicyError: an argument is out of range or not a number, or `target` is
             unknown.
-        ValueError: `on_skip` is unknown.
 
     References:
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
@@ -144,7 +131,6 @@ def heal_zclip(
     """
     from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
 
-    _check_on_skip(on_skip)
     numbers = {
         "z_threshold": z_threshold,
         "ema_decay": ema_decay,
@@ -164,7 +150,7 @@ def heal_zclip(
         given = {name: jnp.asarray(each).astype(kinds[name]) for name, each in arrays.items()}
         clip = engine.config.clip[1]._replace(**given)
         engine = Engine(engine.config._replace(clip=("zclip", clip)))
-    return _transformation(engine, on_skip, Axes.of(axis_name, shard_axis_name))
+    return _transformation(engine, Axes.of(axis_name, shard_axis_name))
 
 
 class ProtectState(NamedTuple):
@@ -370,10 +356,8 @@ def protect(
 
 
 def _transformation(
-    engine: Engine, on_skip: OnSkip, axes: Axes, kept: int = STEPS
+    engine: Engine, axes: Axes, kept: int = STEPS
 ) -> optax.GradientTransformationExtraArgs:
-    filling = 0.0 if on_skip == "zero" else math.nan
-
     def init(params: optax.Params) -> HealState:
         check_leaves(params, "params", _ARRAYS_ONLY)
         return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), kept))
@@ -391,7 +375,7 @@ def _transformation(
         if engine.mode == "observe" and "externally_skipped" not in given:
             return updates, state
         updates = _enforce(engine, decision, updates)
-        return gradients.fill_where(updates, decision.skip, filling), state
+        return gradients.fill_where(updates, decision.skip, 0.0), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -413,14 +397,6 @@ def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> opta
     if engine.config.clip is None:
         return updates
     return gradients.scale(updates, decision.grad_scale)
-
-
-def _check_on_skip(on_skip: str) -> None:
-    if on_skip not in ("zero", "nan"):
-        raise ValueError(
-            f"on_skip must be 'zero' or 'nan', got {on_skip!r}: use 'nan' in a chain with "
-            "optax.apply_if_finite after heal, and 'zero' in any other"
-        )
 
 
 def _keywords_of(update: Any) -> frozenset[str] | None:

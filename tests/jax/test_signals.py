@@ -194,7 +194,6 @@ def test_no_parameters_are_a_step_of_norm_zero(name, tree):
         ({"warmup_steps": np.float32(2.5)}, "a whole number from 1"),
         ({"max_norm": -1.0}, "above 0"),
         ({"target": "median"}, "one of .reciprocal"),
-        ({"on_skip": "none"}, "on_skip must be 'zero' or 'nan', got 'none'"),
     ],
 )
 def test_bad_thresholds_fail_at_construction(arguments, message):
