@@ -1,10 +1,9 @@
 """Reserves a directory for one run, and warns if other users can write in it.
 
 Two runs in one directory would delete and quarantine each other's checkpoints. `healcore.lock` in
-the root names the process that runs there, and is locked (`flock`) as long as the run lasts. The
-kernel releases the lock when the process ends in any way, and the lock works between containers.
-The name alone is not enough: containers may share a host name and process numbers. On a file system
-without locks healcore checks only the name, and warns about it.
+the root is locked (`flock`) as long as the run lasts. The kernel releases the lock when the process
+ends in any way, and the lock works between containers. On a file system without locks only a
+second run of the same process is noticed, and the claim has a warning.
 
 Other users who can write in the directory can change the state that this run restores. Digests do
 not detect that, because the same users can change the digests.
@@ -15,21 +14,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import secrets
+import socket
 import stat
-import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from healcore.core.printable import clean
 from healcore.events import fork_safety
-from healcore.events.process import Process, current_process
-from healcore.runtime.store import checksummed_json, files
-from healcore.runtime.store.checksummed_json import ChecksumError
+from healcore.runtime.store import files
 from healcore.runtime.store.errors import StoreError
 
 try:
@@ -40,12 +33,11 @@ except ImportError:  # Windows
 LOCK = "healcore.lock"
 _SAFELY = files.NO_LINK | files.NO_WAITING
 """Flags that open the lock file safely if a link or a pipe has just replaced it."""
-_ATTEMPTS = 100
-_PAUSE_S = 0.01
-"""Seconds between two attempts. The holder may be about to write its name."""
+_LENGTH = 300
+"""Bytes of the lock file that an error message quotes."""
 
 _claims: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
-"""The claims of this process, by token."""
+"""The claims of this process, by directory."""
 
 
 @dataclass(eq=False, repr=False)
@@ -53,23 +45,17 @@ class StoreInUse(StoreError):
     """Another run uses the directory."""
 
     root: Path
-    process: Process | None
-    """The process of the other run, or None if the lock file does not name it."""
+    holder: str
+    """The process of the other run, as its lock file names it."""
 
     def _message(self) -> str:
-        if self.process is None:
-            who = f"a process that {LOCK} does not name"
-        elif self.process == current_process():
-            who = "this process: leave the `with` block of the earlier Healer, or delete the object"
-        else:
-            who = f"process {self.process.pid} on {self.process.host}"
         ranks = os.environ.get("WORLD_SIZE", "1")
         hint = (
             f". If that is another rank of this run (WORLD_SIZE={ranks}): call "
             "torch.distributed.init_process_group() before the Healer is entered"
         )
         return (
-            f"{self.root} is in use by another run, {who}. Two runs would delete each "
+            f"{self.root} is in use by another run, {self.holder}. Two runs would delete each "
             "other's checkpoints: end the other run first, or pass another directory"
             f"{'' if ranks == '1' else hint}"
         )
@@ -84,22 +70,25 @@ class Claim:
     """
 
     def __init__(
-        self, root: Path, token: str, handle: int | None, warning: str | None, locked: bool = False
+        self, root: Path, handle: int | None, warning: str | None, locked: bool = False
     ) -> None:
         self.root = root
         self.warning = warning
         self.locked = locked
         self._handle = handle
-        self._end = weakref.finalize(self, _unlock, root / LOCK, token, handle, os.getpid())
-        _claims[token] = self
+        self._end = weakref.finalize(self, _unlock, root / LOCK, handle, os.getpid())
+        _claims[str(root)] = self
         fork_safety.watch(self)
 
     def release(self) -> None:
         """Releases the directory. Later calls and calls in a forked child do nothing."""
         self._end()
+        if _claims.get(str(self.root)) is self:  # and not a later claim
+            del _claims[str(self.root)]
 
     def forked(self) -> None:
         """Gives up the lock in a forked child, which may outlive its parent."""
+        _claims.pop(str(self.root), None)
         if self._end.detach() is not None and self._handle is not None:
             os.close(self._handle)
 
@@ -114,25 +103,21 @@ def claim(root: str | os.PathLike[str]) -> Claim:
         StoreInUse: another run uses the directory.
         StoreError: `healcore.lock` exists but is not a regular file.
     """
-    root, token = Path(root).absolute(), secrets.token_hex(8)
-    handle = None
+    root, handle = Path(root).absolute(), None
+    if str(root) in _claims:
+        gc.collect()  # releases an abandoned Healer, such as after a failed notebook cell
+    if str(root) in _claims:
+        who = "this process: leave the `with` block of the earlier Healer, or delete the object"
+        raise StoreInUse(root, who)
     try:
         handle, no_locks = _acquire_lock(root)
-        warning = _check_holder(root, no_locks)
         os.ftruncate(handle, 0)
-        content = {"schema": 1, "token": token, **current_process()._asdict()}
-        os.pwrite(handle, checksummed_json.dumps(content), 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     except OSError as error:
         # The file belongs to another user. An open handle holds the lock nevertheless.
-        why = f"{root / LOCK} cannot be written ({error.strerror or error})"
-        return Claim(
-            root, token, handle, f"{why}: a second run in this directory would not be noticed"
-        )
-    except BaseException:
-        if handle is not None:
-            os.close(handle)
-        raise
-    return Claim(root, token, handle, warning, locked=no_locks is None)
+        no_locks = f"{root / LOCK} cannot be written ({error.strerror or error})"
+    warning = no_locks and f"{no_locks}: a second run in this directory would not be noticed"
+    return Claim(root, handle, warning, locked=no_locks is None)
 
 
 def held_by_another(root: Path) -> bool:
@@ -147,7 +132,7 @@ def held_by_another(root: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return str(_read(lock).get("token")) not in _claims
+        return str(root.absolute()) not in _claims
     except OSError:
         return False
     finally:
@@ -155,15 +140,13 @@ def held_by_another(root: Path) -> bool:
     return False
 
 
-def _unlock(lock: Path, token: str, handle: int | None, pid: int) -> None:
-    if os.getpid() != pid:
+def _unlock(lock: Path, handle: int | None, pid: int) -> None:
+    if os.getpid() != pid or handle is None:
         return
-    _claims.pop(token, None)
     with contextlib.suppress(OSError):  # the disk may be gone
-        if _read(lock).get("token") == token:
+        if os.path.samestat(os.fstat(handle), lock.stat()):
             lock.unlink()
-    if handle is not None:
-        os.close(handle)  # this also releases the lock
+    os.close(handle)  # this also releases the lock
 
 
 def _acquire_lock(root: Path) -> tuple[int, str | None]:
@@ -171,28 +154,23 @@ def _acquire_lock(root: Path) -> tuple[int, str | None]:
 
     Returns its handle, and why the system cannot lock files, or None.
     """
-    lock, holder = root / LOCK, None
-    for attempt in range(_ATTEMPTS):
+    lock = root / LOCK
+    while True:
         handle = _open_lock_file(lock)
         try:
             no_locks = _flock(handle)
             # The previous holder may have removed the file after it was opened here.
             if os.path.samestat(os.fstat(handle), lock.stat()):
                 acquired, handle = handle, -1
-                return acquired, no_locks
+                return acquired, None if no_locks is None else f"{lock} {no_locks}"
         except FileNotFoundError:
             continue
         except BlockingIOError:
-            holder = _parse_holder(_read(lock))
-            if attempt == 0 and holder == current_process():
-                gc.collect()  # releases an abandoned Healer, such as after a failed notebook cell
-            elif holder is not None and holder.gone() is False:
-                break
-            time.sleep(_PAUSE_S)
+            named = os.pread(handle, _LENGTH, 0).decode(errors="replace").strip()
+            raise StoreInUse(root, clean(named) or f"a process that {LOCK} does not name") from None
         finally:
             if handle >= 0:
                 os.close(handle)
-    raise StoreInUse(root, holder)
 
 
 def _open_lock_file(lock: Path) -> int:
@@ -215,59 +193,13 @@ def _open_lock_file(lock: Path) -> int:
 def _flock(handle: int) -> str | None:
     """Locks the file. Returns why the system cannot lock files, or None."""
     if fcntl is None:
-        return "this system has no flock"
+        return "cannot be locked (this system has no flock)"
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError as error:
-        return error.strerror or str(error)
-    return None
-
-
-def _read(lock: Path) -> dict[str, Any]:
-    """The content of the lock file, or an empty dictionary if it is missing or damaged."""
-    try:
-        return checksummed_json.read(lock)
-    except (OSError, ChecksumError):
-        return {}
-
-
-def _parse_holder(content: dict[str, Any]) -> Process | None:
-    """The process that the content of a lock file names, or None."""
-    fields = {field: content.get(field) for field in Process._fields}
-    try:
-        holder = TypeAdapter(Process).validate_python(fields, strict=True)
-    except ValidationError:
-        return None
-    return holder if holder.pid > 0 else None  # kill(2) takes other numbers as process groups
-
-
-def _check_holder(root: Path, no_locks: str | None) -> str | None:
-    """A warning if the process in the lock file may be alive; StoreInUse if it is alive.
-
-    On a disk without locks a living process does not prevent `_acquire_lock`.
-    """
-    lock, content = root / LOCK, _read(root / LOCK)
-    holder = _parse_holder(content)
-    if holder is not None:
-        own = holder == current_process()
-        gone = str(content.get("token")) not in _claims if own else holder.gone()
-        if gone is False:
-            raise StoreInUse(root, holder)
-        # With the same boot a living process, even in another container, would hold the lock.
-        excluded = no_locks is None and holder.boot == current_process().boot
-        if gone is None and not excluded:
-            return (
-                f"{lock} names process {holder.pid} on {clean(holder.host)}, which cannot be seen "
-                "from here: if that run is still alive, and the disk does not lock files across "
-                "machines, the two runs delete each other's checkpoints"
-            )
-    if no_locks is not None:
-        return (
-            f"{lock} cannot be locked ({no_locks}): a second run in this directory, in another "
-            "container or on another machine, would not be noticed"
-        )
+        return f"cannot be locked ({error.strerror or error})"
     return None
 
 

@@ -17,7 +17,7 @@ def hold(root: str, at: float) -> None:
         held = claim(root)
         print("held" if held.warning is None else held.warning, flush=True)
     except StoreInUse as error:
-        print(error.process.pid if error.process else None, flush=True)
+        print(error.holder, flush=True)
     sys.stdin.read()
 
 
@@ -30,7 +30,7 @@ def fork(root: str) -> None:
         try:
             claim(root)
         except StoreInUse as error:
-            os._exit(7 if error.process and error.process.pid == os.getppid() else 1)
+            os._exit(7 if f"process {os.getppid()} on" in error.holder else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert os.listdir(root) == [LOCK]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from healcore.events.process import current_process
-from healcore.runtime.store import StoreError, checksummed_json, files
+from healcore.runtime.store import StoreError, files
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 from healcore.runtime.store.manifest import problems
 from healcore.torch.store import DCPStore
@@ -78,7 +75,10 @@ def test_one_of_several_that_start_at_once_wins(tmp_path, stale):
         several = [hold(root, at=time.time() + 1.0) for _ in range(5)]
         answers = [printed(each) for each in several]
         winner = several[answers.index("held")]
-        assert sorted(answers) == sorted(["held", *[str(winner.pid)] * 4])
+        answers.remove("held")
+        # The winner may not have written its name yet.
+        named = (f"process {winner.pid} on", f"a process that {LOCK} does not name")
+        assert all(each.startswith(named) for each in answers)
         assert os.listdir(root) == [LOCK]
         end(*several)
 
@@ -104,60 +104,9 @@ def test_a_child_neither_releases_nor_has_it(tmp_path):
     finish(start(PROGRAM, "fork", tmp_path))
 
 
-def test_a_run_that_cannot_be_seen_is_a_warning(tmp_path):
-    there = current_process()._replace(host=socket.gethostname() + "-other", pid=17, boot="another")
-    (tmp_path / LOCK).write_bytes(
-        checksummed_json.dumps({"schema": 1, "token": "x", **there._asdict()})
-    )
-    held = claim(tmp_path)
-    assert held.warning is not None
-    assert f"process 17 on {there.host}" in held.warning
-    # The other one, should it be alive, does not take away what is ours now.
-    assert json.loads((tmp_path / LOCK).read_bytes())["pid"] == os.getpid()
-    held.release()
-    # A container of this machine: the kernel would have known of its lock.
-    there = there._replace(boot=current_process().boot)
-    (tmp_path / LOCK).write_bytes(
-        checksummed_json.dumps({"schema": 1, "token": "x", **there._asdict()})
-    )
-    held = claim(tmp_path)
-    assert held.warning is None
-    held.release()
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b'{"token": 1}\n', b"\xff" * 100])
-def test_a_torn_lock_file_is_free(tmp_path, content):
+@pytest.mark.parametrize("content", [b"", b"process 1 on elsewhere", b"\xff" * 1000])
+def test_a_lock_file_that_nobody_has_locked_is_free(tmp_path, content):
     (tmp_path / LOCK).write_bytes(content)
-    held = claim(tmp_path)
-    assert held.warning is None
-    held.release()
-
-
-def test_a_holder_of_another_boot_or_with_a_reused_pid_is_gone(tmp_path):
-    for other in (current_process()._replace(boot="another"), current_process()._replace(born=1)):
-        (tmp_path / LOCK).write_bytes(
-            checksummed_json.dumps({"schema": 1, "token": "x", **other._asdict()})
-        )
-        held = claim(tmp_path)
-        assert held.warning is None
-        held.release()
-
-
-def in_another_container(root: Path) -> None:
-    """The holder's name as a container sees it that has the same host name: a number it lacks."""
-    named = json.loads((root / LOCK).read_bytes())
-    named = {**named, "pid": 2**22 + 1}
-    named.pop("digest")
-    (root / LOCK).write_bytes(checksummed_json.dumps(named))
-
-
-def test_a_run_in_another_container_is_seen_by_its_lock(tmp_path):
-    holder = hold(tmp_path)
-    assert printed(holder) == "held"
-    in_another_container(tmp_path)
-    with pytest.raises(StoreInUse, match=f"process {2**22 + 1} on"):
-        claim(tmp_path)
-    end(holder)
     held = claim(tmp_path)
     assert held.warning is None
     held.release()
@@ -211,18 +160,13 @@ def test_what_is_no_file_is_refused(what, tmp_path):
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    """Without locks the holder's name decides: claims are refused while its process runs."""
+    """A second run of this process is refused, and one of another process is a warning."""
     import fcntl
 
     def refuse(handle: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    holder = hold(tmp_path)
-    assert printed(holder) == "held"
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(StoreInUse, match=f"process {holder.pid} on"):
-        claim(tmp_path)
-    end(holder)
     held = claim(tmp_path)
     assert "cannot be locked (No locks available)" in str(held.warning)
     with pytest.raises(StoreInUse, match="this process"):
@@ -258,8 +202,7 @@ def test_the_work_of_pods_that_are_gone_is_removed_by_a_run_that_has_the_lock(tm
         for each in (path / "data" / "part", path / "data", path):
             os.utime(each, (two_hours_ago, two_hours_ago))
     (at_work / "data" / "part").write_text("still being written")
-    pod = {**current_process()._asdict(), "host": "pod-1", "boot": "another", "token": "x"}
-    (tmp_path / LOCK).write_bytes(checksummed_json.dumps({"schema": 1, **pod}))
+    (tmp_path / LOCK).write_text("process 1 on pod-1")
     DCPStore(tmp_path)
     assert old.exists(), "a store alone does not know whether another run is at work"
     go_on("torch", tmp_path)
