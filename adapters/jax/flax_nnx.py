@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,9 +11,6 @@ from healcore.core.verdict import Decision
 from healcore.jax import opt_state as in_state
 from healcore.jax.commit import commit
 from healcore.jax.heal_state import map_nodes
-
-if TYPE_CHECKING:
-    from healcore.policy import PolicyLike
 
 
 def snapshot(model: nnx.Module) -> Any:
@@ -77,9 +74,9 @@ def last_decision(optimizer: nnx.Optimizer) -> Decision:
     return in_state.last_decision(_arrays(optimizer.opt_state))
 
 
-def metrics(optimizer: nnx.Optimizer, policy: PolicyLike | None = None) -> dict[str, Any]:
+def metrics(optimizer: nnx.Optimizer) -> dict[str, Any]:
     """Named scalars for a logger; see `healcore.jax.metrics`."""
-    return in_state.metrics(_arrays(optimizer.opt_state), policy)
+    return in_state.metrics(_arrays(optimizer.opt_state))
 
 
 def gradient_norms(optimizer: nnx.Optimizer, model: nnx.Module) -> dict[str, Any]:
