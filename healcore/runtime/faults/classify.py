@@ -189,7 +189,7 @@ def _classify(error: BaseException, seen: set[int]) -> Fault | None:
 def _own_fault(error: BaseException) -> Fault | None:
     """The fault by the exception's own type and codes, or None."""
     try:
-        if isinstance(error, ConnectionError) and _is_from_worker(error):
+        if isinstance(error, OSError | EOFError) and _is_from_worker(error):
             return Fault(Cause.WORKER, "DataLoader worker")
         return _http_fault(error) or _known_fault(error)
     except Exception:  # attributes and text run code of the error's library
