@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -211,6 +212,7 @@ class Killed(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> Any:
         if index == 7:
+            time.sleep(1)  # the loop waits for this row, so that the exception is raised there
             os.kill(os.getpid(), signal.SIGKILL)
         return list(healthy(20))[index]
 
