@@ -86,5 +86,4 @@ class Tier(CheckpointStore):
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing."""
-        self.join()
         return self.copier.nonfinite_in(state)
