@@ -80,7 +80,7 @@ def main(name: str) -> None:
 
     def report(flow: str, found: Any) -> None:
         same = jax.tree.map(
-            lambda a, b: np.allclose(a, b, rtol=1e-5, atol=1e-5), found[0], wanted[0]
+            lambda a, b: np.allclose(a, b, 1e-5, 1e-5, equal_nan=True), found[0], wanted[0]
         )
         assert all(jax.tree.leaves(same)), flow
         print(flow, flush=True)
