@@ -188,6 +188,8 @@ class DirectoryStore(Tier):
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf on any rank; saves nothing."""
+        if self.processes.world > 1:
+            self.join()  # the save in progress exchanges messages with the other ranks too
         names_on_rank = super().nonfinite_in
         return ranks.union_of_names(ranks.together(self.processes, lambda: names_on_rank(state)))
 
