@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class LossEvaluation:
 
 
 def copied(batch: Any) -> Any:
-    """A copy of a batch, with copies of its dictionaries, lists, tuples and tensors."""
+    """A copy of a batch and of the dictionaries, lists, tuples, dataclasses and tensors in it."""
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     if isinstance(batch, MutableMapping):
@@ -157,8 +158,16 @@ def copied(batch: Any) -> Any:
         kind: Any = type(batch)
         return getattr(kind, "_make", kind)([copied(each) for each in batch])
     with suppress(Exception):  # an object that cannot be copied is shared
-        return copy.copy(batch)
+        copy_of = copy.copy(batch)
+        for name in _fields(batch):
+            object.__setattr__(copy_of, name, copied(getattr(batch, name)))  # frozen ones too
+        return copy_of
     return batch
+
+
+def _fields(batch: Any) -> list[str]:
+    """The names of the values of a dataclass."""
+    return [each.name for each in fields(batch)] if is_dataclass(batch) else []
 
 
 def _marks(batch: Any, path: str = "batch") -> Iterator[tuple[str, tuple[int, int]]]:
@@ -169,6 +178,9 @@ def _marks(batch: Any, path: str = "batch") -> Iterator[tuple[str, tuple[int, in
     elif isinstance(batch, list | tuple):
         for i, each in enumerate(batch):
             yield from _marks(each, f"{path}[{i}]")
+    elif names := _fields(batch):
+        for name in names:
+            yield from _marks(getattr(batch, name), f"{path}.{name}")
     else:
         counts_writes = isinstance(batch, Tensor) and not batch.is_inference()
         yield path, (id(batch), batch._version if counts_writes else 0)
