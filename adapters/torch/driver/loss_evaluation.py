@@ -166,8 +166,9 @@ def copied(batch: Any) -> Any:
 
 
 def _fields(batch: Any) -> list[str]:
-    """The names of the values of a dataclass."""
-    return [each.name for each in fields(batch)] if is_dataclass(batch) else []
+    """The names of the values that a dataclass has."""
+    names = (each.name for each in fields(batch)) if is_dataclass(batch) else ()
+    return [name for name in names if hasattr(batch, name)]
 
 
 def _marks(batch: Any, path: str = "batch") -> Iterator[tuple[str, tuple[int, int]]]:

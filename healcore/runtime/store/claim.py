@@ -35,6 +35,9 @@ _SAFELY = files.NO_LINK | files.NO_WAITING
 """Flags that open the lock file safely if a link or a pipe has just replaced it."""
 _LENGTH = 300
 """Bytes of the lock file that an error message quotes."""
+_ATTEMPTS = 100
+"""Max attempts to lock the file, which other processes may remove in between."""
+_UNKNOWN = f"a process that {LOCK} does not name"
 
 _claims: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
 """The claims of this process, by directory."""
@@ -103,7 +106,7 @@ def claim(root: str | os.PathLike[str]) -> Claim:
         StoreInUse: another run uses the directory.
         StoreError: `healcore.lock` exists but is not a regular file.
     """
-    root, handle = Path(root).absolute(), None
+    root, handle = Path(root).resolve(), None
     if str(root) in _claims:
         gc.collect()  # releases an abandoned Healer, such as after a failed notebook cell
     if str(root) in _claims:
@@ -132,7 +135,7 @@ def held_by_another(root: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return str(root.absolute()) not in _claims
+        return str(root.resolve()) not in _claims
     except OSError:
         return False
     finally:
@@ -155,7 +158,7 @@ def _acquire_lock(root: Path) -> tuple[int, str | None]:
     Returns its handle, and why the system cannot lock files, or None.
     """
     lock = root / LOCK
-    while True:
+    for _ in range(_ATTEMPTS):
         handle = _open_lock_file(lock)
         try:
             no_locks = _flock(handle)
@@ -166,11 +169,19 @@ def _acquire_lock(root: Path) -> tuple[int, str | None]:
         except FileNotFoundError:
             continue
         except BlockingIOError:
-            named = os.pread(handle, _LENGTH, 0).decode(errors="replace").strip()
-            raise StoreInUse(root, clean(named) or f"a process that {LOCK} does not name") from None
+            raise StoreInUse(root, _holder(handle)) from None
         finally:
             if handle >= 0:
                 os.close(handle)
+    raise StoreInUse(root, _UNKNOWN)
+
+
+def _holder(handle: int) -> str:
+    """The process that a lock file names."""
+    with contextlib.suppress(OSError):
+        named = os.pread(handle, _LENGTH, 0).decode(errors="replace").strip()
+        return clean(named) or _UNKNOWN
+    return _UNKNOWN
 
 
 def _open_lock_file(lock: Path) -> int:

@@ -86,7 +86,7 @@ def test_one_of_several_that_start_at_once_wins(tmp_path, stale):
 def test_within_one_process(tmp_path):
     held = claim(tmp_path)
     with pytest.raises(StoreInUse, match="this process"):
-        claim(tmp_path)
+        claim(tmp_path / ".." / tmp_path.name)
     del held  # an abandoned Healer, a notebook's cell that failed
     again = claim(tmp_path)
     again.release()
