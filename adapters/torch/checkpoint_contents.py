@@ -139,7 +139,7 @@ def stored_bytes(pickled: bytes) -> dict[str, int]:
 
     def persistent(pid: Any) -> None:
         _, kind, key, _, elements = pid[:5]
-        dtype = getattr(getattr(torch, kind.name, None), "dtype", torch.uint8)
+        dtype = getattr(getattr(torch, kind.__name__, None), "dtype", torch.uint8)
         found[key] = max(found.get(key, 0), elements * dtype.itemsize)
 
     inert_pickle.read(pickled, persistent)

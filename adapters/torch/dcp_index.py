@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import torch
+
 from healcore import regular_file
 from healcore.torch import inert_pickle
-from healcore.torch.inert_pickle import Global, Unpickled
+from healcore.torch.inert_pickle import Global, name_of
 
 INDEX = ".metadata"
 
@@ -24,6 +26,8 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _DCP = {
     _STORAGE_INFO,
+    Global("builtins", "dict"),
+    Global("builtins", "set"),
     Global("torch", "Size"),
     Global("torch.serialization", "_get_layout"),
     Global("collections", "OrderedDict"),
@@ -68,15 +72,19 @@ def read(path: Path, *, only_dcp: bool = False) -> dict[str, IndexEntry]:
     """
     content = regular_file.read(path)
     try:
-        objects: list[Unpickled] = []
-        metadata = inert_pickle.read(content, objects=objects)
-        other = [each.kind for each in objects if each.kind not in _DCP] if only_dcp else []
-        if other:
-            raise ValueError(f"it names {other[0]!s:.200}")
-        return _entries(metadata)
+        return _entries(
+            inert_pickle.read(content, allowed=_is_dcps if only_dcp else lambda _: True)
+        )
     except Exception as error:  # crafted bytes may raise any exception
         lines = str(error).splitlines() or [""]
         raise ValueError(f"{type(error).__name__}: {lines[0][:200]}") from None
+
+
+def _is_dcps(kind: Global) -> bool:
+    """Whether DCP's own index names this class, function or dtype."""
+    return kind in _DCP or (
+        kind.module == "torch" and isinstance(vars(torch).get(kind.name), torch.dtype)
+    )
 
 
 def _entries(root: Any) -> dict[str, IndexEntry]:
@@ -124,13 +132,14 @@ def _entry(kind: Any, places: dict[Shape | None, Place], planned: Any) -> IndexE
         raise ValueError("a tensor has no properties")
     state = tensor["properties"].state
     dtype = state[0] if type(state) is tuple else _dictionary(state)["dtype"]
-    if type(dtype) is not Global or dtype.module != "torch":
+    named = name_of(dtype)
+    if named is None or named.module != "torch":
         raise ValueError("the dtype of a tensor is not a dtype of torch")
     if type(tensor["chunks"]) is not list:
         raise ValueError("the parts of a tensor are not a list")
     chunks = [_attributes(each, "ChunkStorageMetadata") for each in tensor["chunks"]]
     parts = [(_shape(each["offsets"]), _shape(each["sizes"])) for each in chunks]
-    return IndexEntry(dtype.name[:40], _shape(tensor["size"]), parts, places, planned)
+    return IndexEntry(named.name[:40], _shape(tensor["size"]), parts, places, planned)
 
 
 def _shape(value: Any) -> Shape:
@@ -146,7 +155,7 @@ def _shape(value: Any) -> Shape:
 
 
 def _is_a(value: Any, module: str, name: str) -> bool:
-    return type(value) is Unpickled and value.kind == Global(module, name)
+    return name_of(type(value)) == Global(module, name)
 
 
 def _attributes(value: Any, name: str, module: str = _METADATA) -> Mapping[Any, Any]:
