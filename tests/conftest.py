@@ -90,8 +90,6 @@ SLOW = (
     "tests/parity/test_vmapped_policies.py",
     "tests/tools/replay/test_backends.py",
     "tests/tools/replay/test_recorded.py",
-    "tests/tools/sweep/test_same_decisions.py::test_jax_equals_numpy_on_fuzzed_runs",
-    "tests/tools/sweep/test_same_decisions.py::test_recorded_runs_in_jax",
     # Many random cases, of what `make test` has examples of.
     "tests/core/test_host_requests.py::test_the_core_goes_on_as_the_reference_does",
     "tests/core/test_reference.py::test_random_policies",
@@ -141,8 +139,6 @@ SLOW = (
     "tests/jax/test_policies_that_differ.py",
     "tests/jax/test_skip_exact.py::test_eager_steps_are_as_exact",
     "tests/tools/probe/test_optimizer_jax.py",
-    "tests/tools/sweep/test_command.py",
-    "tests/tools/sweep/test_report.py",
     "tests/torch/test_compile.py",
     "tests/torch/test_simulated_device.py::test_more_on_a_simulated_accelerator",
 )
@@ -166,7 +162,6 @@ OPTIMIZED = (
     "tests.parity",
     "tests.core",
     "tests.tools.replay",
-    "tests.tools.sweep",
     "tests.jax.test_bad_updates",
     "tests.jax.test_commit",
     "tests.jax.test_fixed_cost",

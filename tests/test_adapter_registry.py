@@ -25,5 +25,5 @@ def test_an_unknown_framework_lists_the_known_ones():
 
 def test_an_error_about_a_missing_plugin_lists_the_available_ones():
     pytest.importorskip("torch")
-    with pytest.raises(adapter_registry.NotProvided, match=r"'sweep_scan'; it provides: .*driver"):
-        adapter_registry.find("torch", "sweep_scan")
+    with pytest.raises(adapter_registry.NotProvided, match=r"'optimizer'; it provides: .*driver"):
+        adapter_registry.find("torch", "optimizer")

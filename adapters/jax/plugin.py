@@ -11,7 +11,6 @@ _PARTS = {
     "driver": "healcore.jax.driver:JaxDriver",
     "plain_values": "healcore.jax.plain_values",
     "row_runner": "healcore.jax.recorded_runs:JaxRowRunner",
-    "sweep_scan": "healcore.jax.recorded_runs:JaxSweepScan",
     "demo_training": "healcore.jax.demo:train",
 }
 """Name of a part in the registry -> import path of its module or object."""

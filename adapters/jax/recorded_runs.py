@@ -1,23 +1,21 @@
-"""The JAX backends of `healcore replay` and `healcore sweep`, which judge recorded rows.
+"""The JAX backend of `healcore replay`, which judges recorded rows.
 
-Each runs one compiled loop on the CPU, because a GPU does not speed up a loop of scalars.
+It runs one compiled loop on the CPU, because a GPU does not speed up a loop of scalars.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.engine import Engine, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
-from healcore.jax import namespace
 from healcore.plugins.rows import (
     MOST_ROWS,
     DecisionColumns,
@@ -26,26 +24,6 @@ from healcore.plugins.rows import (
     judge_row,
     rolled_back,
 )
-from healcore.plugins.sweep import (
-    WORD,
-    PackedRows,
-    PackedSeries,
-    Place,
-    VariantDecision,
-    step,
-    variants_of,
-)
-
-try:
-    from jax.experimental.xla_metadata import set_xla_metadata
-except ImportError:  # experimental: some releases lack it
-    set_xla_metadata = None
-
-_ONE_KERNEL = {"inlineable": "false", "xla_cpu_small_call": "true"}
-"""Tells XLA to compile each call as one kernel. Only for healcore's own programs: with such a call
-in a user's `while_loop`, or on a sharded array, XLA aborts the process."""
-_WIDE_VECTORS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
-"""A compiler option; the default is 256 bits. Results are bit-identical (docs/parity.md)."""
 
 
 class JaxRowRunner:
@@ -95,86 +73,3 @@ class JaxRowRunner:
         # A scan would be compiled again for each length of a chunk.
         columns = map_leaves(jnp.asarray, empty_columns(MOST_ROWS))
         return jax.lax.fori_loop(0, rows, body, (state, columns))
-
-
-class JaxSweepScan:
-    """Implements `SweepScan`: judges all variants of a policy in one vmapped scan.
-
-    `places` are the positions of the varied numbers in `config`. Thread-safe, so that two threads
-    can use two cores. Raises RuntimeError without a CPU backend.
-
-    Wide vectors and a loop compiled as one kernel make the scan four times as fast. By default, XLA
-    uses one kernel only for loops with tiny buffers (xla_cpu_small_while_loop_byte_threshold).
-    """
-
-    def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
-        self._config, self._places = config, places
-        self._device = jax.devices("cpu")[0]
-        self._programs: dict[tuple[SignalLayout, int, int], Callable[..., Any]] = {}
-        self._compiling = threading.Lock()
-
-    def run(
-        self, numbers: tuple[np.ndarray, ...], packed: PackedSeries
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `SweepScan.run`."""
-        shape = (packed.layout, len(numbers[0]), len(packed.rows.start))
-        with self._compiling:
-            if shape not in self._programs:
-                self._programs[shape] = self._compiled(numbers, packed)
-        words, skipped, recovered = self._programs[shape](numbers, packed.rows)
-        return np.asarray(words), np.asarray(skipped), np.asarray(recovered)
-
-    def _compiled(self, numbers: tuple[np.ndarray, ...], packed: PackedSeries) -> Any:
-        one = functools.partial(self._scan, packed.layout)
-        scan = jax.jit(jax.vmap(one, in_axes=(0, None), out_axes=1))
-
-        def with_hint(*arguments: Any) -> Any:
-            if set_xla_metadata is None:
-                return scan(*arguments)
-            with set_xla_metadata(**_ONE_KERNEL):
-                return scan(*arguments)
-
-        with jax.default_device(self._device):
-            lowered = jax.jit(with_hint).lower(numbers, packed.rows)
-            try:
-                return lowered.compile(compiler_options=_WIDE_VECTORS)
-            except jax.errors.JaxRuntimeError:  # this release of XLA lacks the option
-                return lowered.compile()
-
-    def _scan(self, layout: SignalLayout, numbers: tuple[Any, ...], rows: PackedRows) -> Any:
-        """Judges all groups with one variant; returns order bits, skips and recoveries per group.
-
-        `vmap` does not batch values that are the same for all variants, such as the signals.
-        """
-        engine = variants_of(self._config, self._places, numbers)
-        new_state = map_leaves(jnp.asarray, engine.init())
-
-        def one(
-            i: Any, names: tuple[str, ...], state: EngineState
-        ) -> tuple[EngineState, VariantDecision]:
-            signals = Signals(**{n: rows.signals[i, layout.signals.index(n)] for n in names})
-            return step(engine, state, signals, xp=namespace)
-
-        def row(i: Any, carry: Any) -> Any:
-            state, skipped, recovered, word = carry
-            state = _chosen(rows.resumed[i], rolled_back(engine, state, state, xp=namespace), state)
-            cases = [functools.partial(one, i, names) for names in layout.combinations]
-            state, verdict = jax.lax.switch(rows.kind[i], cases, state)
-            bit = verdict.order.astype(jnp.uint32) << (i % WORD).astype(jnp.uint32)
-            skipped = skipped + (verdict.skip & rows.own[i]).astype(jnp.int32)
-            recovered = recovered + (verdict.first & rows.own[i]).astype(jnp.int32)
-            return state, skipped, recovered, word | bit
-
-        def group(state: EngineState, part: tuple[Any, Any, Any]) -> Any:
-            start, stop, fresh = part
-            carry = (_chosen(fresh, new_state, state), jnp.int32(0), jnp.int32(0), jnp.uint32(0))
-            # One iteration per row of the group, so padding costs nothing.
-            state, skipped, recovered, word = jax.lax.fori_loop(start, stop, row, carry)
-            return state, (word, skipped, recovered)
-
-        return jax.lax.scan(group, new_state, (rows.start, rows.stop, rows.fresh))[1]
-
-
-def _chosen(condition: Any, new: EngineState, old: EngineState) -> EngineState:
-    """Selects `new` where the condition holds, except leaves that both states share."""
-    return map_leaves(lambda a, b: b if a is b else jnp.where(condition, a, b), new, old)

@@ -236,24 +236,6 @@ def test_a_report_is_not_written_through_what_is_at_its_default_path(kind, root,
         assert precious.read_text().startswith("<!")
 
 
-@pytest.mark.parametrize("there", [True, False], ids=["to a file", "to nothing"])
-def test_a_swept_policy_is_not_written_through_a_link(there, tmp_path, precious, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    if not there:
-        precious.unlink()
-    Path("swept.toml").symlink_to(precious)
-    rows = [f"{step},{1 + step % 7 / 100},{1 + step % 5 / 100}" for step in range(300)]
-    Path("log.csv").write_text("\n".join(["step,loss,grad_norm", *rows]))
-    command = ["sweep", "log.csv", "--vary", "max_skips=9,11", "--variants", "2"]
-    refused = CliRunner().invoke(app, command)
-    assert refused.exit_code == 2
-    assert "exists: add --overwrite" in refused.output
-    refused = CliRunner().invoke(app, [*command, "--overwrite"])
-    assert refused.exit_code == 2
-    assert "is a link" in refused.output
-    assert precious.exists() == there
-
-
 @pytest.mark.parametrize("place", ["", "curves.png", "torch-healed-seed0"])
 def test_the_demo_follows_no_link_at_its_default_output(place, tmp_path, precious, monkeypatch):
     monkeypatch.chdir(tmp_path)
