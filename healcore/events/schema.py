@@ -95,7 +95,7 @@ KINDS: dict[str, EventKind] = {
 }
 
 SEVERE = frozenset({"alert", "rollback", "stop", "problem", "save_failed", "damaged", "fault"})
-"""Kinds that `healcore watch` highlights and that trackers alert on."""
+"""Kinds that trackers alert on."""
 
 
 def json_schema() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from healcore import policy as policies
 from healcore.events import read
 from healcore.history.incident import IncidentOutcome
 from healcore.history.run import runs_of
-from healcore.tools.watch.live_run import event_line
+from healcore.runtime.postmortem.sentences import sentence
 from tests.healer.run_directory import events
 from tests.healer.run_options import grouped
 
@@ -99,7 +99,7 @@ def test_a_lasting_alert_is_an_incident_in_report_and_watch(cause: str, tmp_path
     (history,) = runs_of({found.events[0]["run"]: found.events})
     (incident,) = history.incidents
     assert (incident.cause, incident.outcome) == ((cause,), IncidentOutcome.ALERT)
-    lines = [event_line(history.add(each)) or "" for each in found.events]
+    lines = [sentence(history.add(each)) for each in found.events]
     assert sum(f"incident 1: {cause.lower()}" in line.lower() for line in lines) == 1
     assert events(tmp_path, "end")[0]["incidents"] == 1
 

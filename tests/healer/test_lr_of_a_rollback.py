@@ -11,7 +11,7 @@ from healcore import Checkpoints, Healer, Logging
 from healcore.events import read
 from healcore.events.models import validate
 from healcore.history import Run
-from healcore.tools.watch.live_run import event_line
+from healcore.runtime.postmortem.sentences import sentence
 
 RATE, CUT = 0.01, 0.25
 
@@ -75,8 +75,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     assert run.cuts == 1
 
     said = f"learning rate at most {limit:.3g}"
-    shown = event_line(back)
-    assert shown is not None
+    shown = sentence(back)
     assert said in shown
     (line,) = (each for each in capsys.readouterr().err.splitlines() if "back to the known" in each)
     assert f"; {said} (the schedule had come to 0.01), data rewound" in line

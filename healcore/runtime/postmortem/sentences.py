@@ -1,6 +1,6 @@
 """Writes sentences about the events, incidents, states and counts of a run.
 
-The report, `healcore watch`, `healcore events show`, trackers and the demo use these sentences. The
+The report, `healcore events show`, trackers and the demo use these sentences. The
 diagnosis at the end of a run is in `healcore.runtime.postmortem.diagnosis`.
 """
 

@@ -36,7 +36,6 @@ app.command("demo")(demo.demo)
 app.command("replay")(replay.replay)
 app.command("report")(report.report)
 app.command("sweep")(sweep.sweep)
-app.command("watch")(events.watch)
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from healcore.events import Log, schema
@@ -52,3 +58,61 @@ def test_show_no_file(tmp_path):
     done = healcore_cli("show", str(tmp_path / "none"))
     assert done.exit_code == 2
     assert "No such file" in done.stderr
+
+
+# -- following a run ---------------------------------------------------------------------------
+
+
+def following(*arguments: object) -> subprocess.Popen[str]:
+    """`healcore events show --follow`, running."""
+    code = "from healcore.tools.cli import main; main()"
+    command = [sys.executable, "-c", code, "events", "show", "--follow", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.mark.parametrize(("ending", "status"), [("completed", 0), ("stopped", 1)])
+def test_a_live_run_is_followed_to_its_end(ending, status, tmp_path):
+    """The file does not exist at first; it is torn, and rotated."""
+    process = following(tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert "does not exist yet" in process.stderr.readline()
+    path = tmp_path / "healcore.events.jsonl"
+    log = Log(path)
+    log.write("start", step=None, policy="default", mode="heal", framework="torch")
+    assert process.stdout.readline() == f"run {log.run}\n"
+    assert " start " in process.stdout.readline()
+    with path.open("ab") as file:
+        file.write(b'{"torn\n')
+    assert "damaged" in process.stderr.readline()
+    log.close()
+    path.rename(tmp_path / "old")
+    log.write("good", step=40)
+    assert " 40  good" in process.stdout.readline()
+    log.write("end", step=60, ending=ending, incidents=0, rollbacks=0)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (status, "")
+    assert " 60  end" in out
+
+
+def test_a_run_that_was_killed_ends_it(tmp_path):
+    path = tmp_path / "run.events.jsonl"
+    log = Log(path)
+    log.write("start", step=None, policy="default", mode="heal", framework="torch")
+    path.write_text(re.sub(r'"boot":\s*"[^"]*"', '"boot":"another"', path.read_text()))
+    out, errors = following(path).communicate(timeout=60)
+    assert " start " in out
+    assert "was killed" in errors
+
+
+def test_ctrl_c_ends_it_silently(tmp_path):
+    log = Log(tmp_path / "run.events.jsonl")
+    log.write("start", step=None, policy="default", mode="heal", framework="torch")
+    process = following(log.path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "")

@@ -8,14 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from markupsafe import escape
-from typer.testing import CliRunner
 
 from healcore.history import Curves, Incident, Mode
 from healcore.history.incident import count_incidents
 from healcore.history.run import Mark
 from healcore.policy import dumps, fingerprint, load, preset_text
 from healcore.runtime.postmortem.sentences import outcome, repeats
-from healcore.tools.cli import app
 from healcore.tools.report.page import plot_data, render
 from healcore.tools.report.picture import draw, select_reports
 from healcore.tools.report.run_report import RunReport, has_room, marker_rows
@@ -202,35 +200,6 @@ def test_an_observed_run_is_reported_as_what_would_have_been(observed, tmp_path)
     alone.write_bytes(observed.read_bytes())
     (bare,) = read_reports(alone)
     assert "skipped 100 steps or more" in outcome(bare.incidents[0])
-
-
-def test_watching_an_observed_run(observed):
-    found = CliRunner().invoke(app, ["watch", str(observed), "--once"])
-    assert found.exit_code == 0
-    last = found.output.splitlines()[-3:]
-    assert "observe mode" in last[0]
-    assert "learning rate would be × 0.01" in last[1]
-    would = "it would have skipped 600 steps, rolled back 4 times, cut the learning rate"
-    assert would in last[2]
-    assert "rollbacks" not in last[2]
-
-
-def test_watching_counts_all_processes(resumed):
-    found = CliRunner().invoke(app, ["watch", str(resumed), "--once"]).output.splitlines()[-1]
-    events = lines_of(resumed)
-    back = sum(event["kind"] == "rollback" for event in events)
-    cuts = [e for e in events if e["kind"] == "lr" and e["lr_scale"] < e["lr_scale_before"]]
-    skips = sum(event.get("skip", False) for event in events if event["kind"] == "alarm")
-    incidents = sum(event["kind"] == "incident" for event in events)
-    assert back > 1
-    assert f"{incidents} incidents" in found
-    (report,) = read_reports(resumed)
-    undone = report.counts.undone_skips
-    in_events, skips = skips, report.counts.skips
-    assert 0 < undone < skips
-    assert skips >= in_events
-    assert f"{skips} steps skipped ({undone} undone) · {back} rollbacks" in found
-    assert f"{len(cuts)} LR cuts" in found
 
 
 def test_the_duration_names_its_processes(resumed):

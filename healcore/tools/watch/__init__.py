@@ -1,1 +1,0 @@
-"""Follows a live run in a terminal."""
