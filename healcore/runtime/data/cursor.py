@@ -355,6 +355,10 @@ class Cursor:
         """
         self._ids_to_skip |= positions.checked_ids(ids)
 
+    def read_again(self, ids: Iterable[BatchId]) -> None:
+        """Inverse of `leave_out`."""
+        self._ids_to_skip -= positions.checked_ids(ids)
+
     def skipped(self) -> list[BatchId]:
         """Ids of the batches skipped since the last call, in order."""
         skipped, self._skipped = self._skipped, []

@@ -6,7 +6,7 @@ numbered in the order of their first use, so that a restarted program finds each
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from healcore.runtime.data import position as positions
@@ -243,14 +243,18 @@ class LoaderRegistry:
             if not entry.cursor.can_rewind
         }
 
-    def left_out(self, bad: Iterable[BatchId] = (), more: int = 0) -> dict[str, list[list[int]]]:
+    def left_out(
+        self, bad: Iterable[BatchId] = (), more: int = 0, again: Iterable[BatchId] = ()
+    ) -> dict[str, list[list[int]]]:
         """Ids of all skipped batches, by number of the loader, JSON-safe.
 
-        Includes the `bad` batches of the current loader and `more` batches after them.
+        Of the current loader with the `bad` batches and `more` batches after them, and without the
+        batches to read `again`.
         """
         skipped = {number: set(ids) for number, ids in self._ids_to_skip.items()}
         if self.current is not None:
             skipped.setdefault(self.current, set()).update(self._batches_to_skip(bad, more))
+            skipped[self.current].difference_update(again)
         return {str(number): [list(i) for i in sorted(ids)] for number, ids in skipped.items()}
 
     def check(self, position: Mapping[str, Any]) -> None:
@@ -284,10 +288,15 @@ class LoaderRegistry:
         self._ids_to_skip = {int(n): {BatchId(*pair) for pair in ids} for n, ids in skipped.items()}
 
     def rewind(
-        self, position: dict[str, Any] | None, bad: Iterable[BatchId], more: int
+        self,
+        position: dict[str, Any] | None,
+        bad: Iterable[BatchId],
+        more: int,
+        again: Sequence[BatchId] = (),
     ) -> RewindResult:
         """Rewinds the current loader and skips the `bad` batches and `more` after them.
 
+        Batches to read `again` are no longer skipped.
         A loader that cannot be rewound continues forward, which also passes the bad batches.
         `position` is None if the checkpoint has no positions.
         """
@@ -297,6 +306,7 @@ class LoaderRegistry:
         # Includes earlier bad batches, because a deeper rollback reads them again.
         skipped = self._ids_to_skip.setdefault(self.current, set())
         skipped.update(self._batches_to_skip(bad, more))
+        skipped.difference_update(again)
         why = None
         if position is None:
             why = "the checkpoint has no position of this loader"
@@ -307,6 +317,7 @@ class LoaderRegistry:
         else:
             entry.in_loop = False  # a `break` came after this position
         entry.cursor.leave_out(skipped)
+        entry.cursor.read_again(again)
         return RewindResult(why is None, why)
 
     def _batches_to_skip(self, bad: Iterable[BatchId], more: int) -> list[BatchId]:

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from healcore.runtime.dominance.saved import SavedCopy
 
 STAKE = 0.6
 """Share of the evidence that each comparison stakes (lambda), in (0, 1). With 0.6 the evidence is
 multiplied by 1.6 if `won`, else by 0.4, and 20 wins in a row reach 1e4. Any value is valid."""
 SAMPLE = 8
 """Steps whose batches each anchor keeps: a uniform sample of the steps trained since the anchor."""
-MEDIAN = 0.5
-"""Quantile of the losses during the trouble, to compare with the usual losses."""
-RANGES = 1.0
-"""Ordinary losses exceed the largest usual loss by at most this many ranges of the usual losses."""
+MAJORITY = 0.5
+"""Share of the sample on which better weights win at the end of the data."""
 ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
 
@@ -59,11 +57,34 @@ class Anchor:
     sample: list[TrainedStep] = field(default_factory=list)
     trained: int = 0
     """Steps that the model has trained on since the anchor."""
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLE))
-    """Losses of these weights at the latest comparisons in which they were better."""
+    level: float = math.inf
+    """Mean of the last training losses when the copy was made, or Inf if unknown."""
+    spread: float = 0.0
+    """Their standard deviation."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.step)  # the same on every rank
+
+    def saved(self) -> SavedCopy:
+        """The part for a checkpoint."""
+        level = self.level if math.isfinite(self.level) else None
+        return SavedCopy(
+            self.step, self.learning_rate, self.evidence, self.onset, level, self.spread
+        )
+
+    @classmethod
+    def of(cls, saved: SavedCopy, weights: Any) -> Anchor:
+        """Inverse of `saved`. The sample begins anew."""
+        level = math.inf if saved.level is None else saved.level
+        return cls(
+            saved.step,
+            weights,
+            saved.learning_rate,
+            saved.evidence,
+            saved.onset,
+            level=level,
+            spread=saved.spread,
+        )
 
     def add(self, step: TrainedStep) -> None:
         """Adds a later step that the model has trained on (reservoir sampling, algorithm R)."""
@@ -98,15 +119,3 @@ def better(now: float, then: float) -> bool:
 def same_data(first: float, second: float) -> bool:
     """Whether two losses of the same weights are equal to rounding: their batches are the same."""
     return math.isclose(first, second, rel_tol=ROUNDING, abs_tol=0.0)
-
-
-def ordinary(losses: Iterable[float], usual: Sequence[float]) -> bool:
-    """Whether losses of the trouble's batches are like usual losses of the same weights.
-
-    True if their median is at most the largest usual loss plus the range of the usual losses.
-    """
-    ascending = sorted(losses)
-    if not usual or not ascending:
-        return True
-    middle = ascending[int(len(ascending) * MEDIAN)]
-    return middle <= max(usual) + RANGES * (max(usual) - min(usual))

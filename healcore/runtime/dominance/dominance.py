@@ -22,15 +22,16 @@ from healcore.core.signals import SignalError, check_scalar
 from healcore.core.verdict import Cause
 from healcore.runtime.cost import Meter
 from healcore.runtime.dominance.anchor import (
-    MEDIAN,
+    MAJORITY,
     SAMPLE,
     Anchor,
     TrainedStep,
     better,
-    ordinary,
     same_data,
 )
 from healcore.runtime.dominance.exchange import exchange
+from healcore.runtime.dominance.history import BEFORE, History, Seen
+from healcore.runtime.dominance.saved import SavedComparisons, SavedVerdict
 from healcore.runtime.dominance.side_effects import undone
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
@@ -50,8 +51,12 @@ MAX_SHARE = 0.01
 STEP_COST = 3.0
 """Cost of a training step in evaluations: a forward pass, and a backward pass of twice its cost."""
 MAX_CREDIT = 30.0
-"""Max credit of evaluations, and max debt: the cost of 1,000 steps. A run starts with this credit,
-because a learning rate that is too high shows in the first steps."""
+"""Max credit of evaluations: the cost of 1,000 steps. A run starts with this credit, because a
+learning rate that is too high shows in the first steps."""
+MAX_DEBT = 40.0
+"""Max debt of evaluations: ten comparisons in a row, half of those that a verdict needs."""
+PRICED = 3
+"""Last comparisons, of which the cheapest sets the price: the first ones compile."""
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
 
@@ -73,10 +78,8 @@ class Verdict(NamedTuple):
     """Loss of the step's batch, current minus earlier weights."""
     rise_remembered: float
     """The same difference for a batch trained on since the anchor."""
-    data_ordinary: bool
-    """Whether the earlier weights have their usual losses on the batches of the trouble."""
-    healthy_rate: float | None
-    """Learning rate in force at the earlier weights, or None if it is unknown."""
+    healthy_rate: float
+    """Highest learning rate at which the run was healthy, or 0 if unknown."""
     rates: tuple[float, ...]
     """Learning rates in force at the comparisons that found the trouble; empty if unknown."""
 
@@ -116,8 +119,11 @@ class Dominance:
     meter: Meter = field(default_factory=Meter)
     """Measures the time of comparisons, and counts calls of `loss_fn`."""
     anchors: list[Anchor] = field(default_factory=list, init=False)
-    """At most `MAX_ANCHORS`, oldest first: the weights at the start of this process and at the last
-    checkpoints."""
+    """At most `MAX_ANCHORS`, oldest first: the weights with the lowest mean loss when they were
+    copied, and those at the last two checkpoints. The first weights of a process have no mean: they
+    stay for two checkpoints, and for as long as they have evidence."""
+    silent_until: int = field(default=0, init=False)
+    """Step before which weights are neither compared nor copied."""
     gives_loss: bool = field(default=False, init=False)
     """Whether the training loss is the result of `loss_fn`. Comparisons then do not evaluate the
     current weights again. True if the loop calls `Healer.loss`, or if the first training loss is
@@ -127,19 +133,22 @@ class Dominance:
         self._checked = False
         self._expected: float | None = None
         """Result of `loss_fn` for the first batch before the first step, or None."""
-        self._losses: deque[float] = deque(maxlen=HEARTBEAT)
+        self.history = History()
+        self._healthy_rate = 0.0
         self._rates: list[float] = []
         """Learning rates in force at the comparisons of the current suspicion."""
         self._alarms = (-1, -1)
         """First and last step of the latest alarms, with gaps of at most `SAMPLE` steps."""
-        self._silent_until = -1
         self._wanted = False
+        self._mean_quiet_until = 0
+        """Step before which a high mean loss is no reason to compare: it was compared."""
         self._pending_verdict: Verdict | None = None
         """The pending verdict, until the run rolls back or recovers, or None."""
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
         self._credit = MAX_CREDIT
-        self._price = self._last_price = 1
+        self._price = 1
+        self._prices: deque[int] = deque([1] * PRICED, maxlen=PRICED)
         self._step_s = 0.0
         self._last_time: float | None = None
 
@@ -154,6 +163,18 @@ class Dominance:
     def suspects(self) -> bool:
         """Whether an anchor has evidence, or a verdict is pending."""
         return self._pending_verdict is not None or any(each.evidence > 1 for each in self.anchors)
+
+    @property
+    def _pursues(self) -> bool:
+        """Whether a suspicion is compared at each step.
+
+        Beyond the max debt only with evidence of half of a verdict's wins, which a healthy run has
+        in one of `threshold**RESTART_POWER` comparisons: so the share of the time holds for each
+        run, and damage is still found in time.
+        """
+        strong = self.threshold**RESTART_POWER
+        in_debt = self._credit <= -MAX_DEBT
+        return self.suspects and (not in_debt or any(e.evidence >= strong for e in self.anchors))
 
     @property
     def host_bytes(self) -> int:
@@ -180,18 +201,33 @@ class Dominance:
 
         Drops anchors of steps that are not in `restorable`, the steps of the checkpoints.
         """
-        if not self.is_enabled or self.suspects:
+        if not self.is_enabled or self.suspects or step < self.silent_until:
             return
+        rate = self.learning_rate()
+        self._healthy_rate = max(self._healthy_rate, rate or 0.0)
         self.anchors = [each for each in self.anchors if each.step in restorable]
         if step not in restorable or any(each.step == step for each in self.anchors):
             return
-        del self.anchors[1 : max(1, len(self.anchors) - MAX_ANCHORS + 2)]  # the first one stays
-        self.anchors.append(Anchor(step, self.driver.copy_weights(), self.learning_rate()))
+        new = Anchor(step, self.driver.copy_weights(), rate)
+        new.level, new.spread = self.history.level() or (math.inf, 0.0)
+        older = self.anchors[:-1]
+        if len(self.anchors) == MAX_ANCHORS:
+            older = [min(older, key=lambda each: (each.level, -each.step))]
+        self.anchors = [*older, *self.anchors[-1:], new]
 
     def observe(
-        self, step: TrainedStep, loss: float, *, alarm: bool, trained: bool
+        self,
+        step: TrainedStep,
+        loss: float,
+        *,
+        alarm: bool,
+        trained: bool,
+        norm: float = math.nan,
     ) -> Verdict | None:
-        """Compares weights after a step if there is a reason: an alarm, a high loss, a heartbeat.
+        """Compares weights after a step if there is a reason.
+
+        The reasons: an alarm, a loss above the last hundred, a mean loss above the best copy's mean
+        by more than its spread, and the regular distance.
 
         Args:
             step: the step and its batches. In a dispatch of several steps the last step has the
@@ -199,6 +235,7 @@ class Dominance:
             loss: the step's training loss, the mean over its batches and over all ranks; or NaN.
             alarm: whether a detector has raised an alarm.
             trained: whether the step was not skipped.
+            norm: the step's gradient norm, or NaN.
 
         Returns:
             A verdict if the run has to roll back, or None.
@@ -210,10 +247,13 @@ class Dominance:
         if alarm:
             first, last = self._alarms
             self._alarms = (first if step.index - last <= SAMPLE else step.index, step.index)
-        high = len(self._losses) == HEARTBEAT and loss > max(self._losses)
-        self._losses.append(loss if math.isfinite(loss) else -math.inf)
+        sign = alarm or self.history.is_high(loss)
+        is_first = self.history.add(Seen(step, loss, norm), sign=sign, healthy=not self.suspects)
+        if is_first and alarm:  # an alarm after a quiet time is compared even on debt
+            self._credit = max(self._credit, 1.0)
         heartbeat = step.index % (HEARTBEAT * self._price) == HEARTBEAT - 1
-        self._wanted |= alarm or high or heartbeat
+        best = self._best_below(step.index)
+        self._wanted |= sign or heartbeat or best is not None
         self._dispatch_losses.append(loss)
         if not step.batches:
             return None
@@ -231,8 +271,10 @@ class Dominance:
         if self._pending_verdict is not None:
             if step.index >= self._pending_verdict.due:
                 verdict = self._compare(step, loss)
-        elif step.index >= self._silent_until and (self.suspects or wanted):
-            verdict = self._compare(step, loss)
+        elif step.index >= self.silent_until and (wanted or self._pursues):
+            verdict = self._compare(step, loss, best)
+            if best is not None and best.evidence <= 1:
+                self._mean_quiet_until = step.index + HEARTBEAT
         if trained:
             for each in self.anchors:
                 each.add(step)
@@ -249,7 +291,8 @@ class Dominance:
         [anchor] = self._eligible_anchors(index)
         losses = self._losses_of(anchor.sample, anchor)
         won = [better(*pair) for pair in zip(*losses, strict=True)] if losses else []
-        return self._pending_verdict._replace(index=index) if sum(won) > MEDIAN * len(won) else None
+        is_better = sum(won) > MAJORITY * len(won)
+        return self._pending_verdict._replace(index=index) if is_better else None
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on."""
@@ -259,14 +302,76 @@ class Dominance:
             each.sample = [one for one in each.sample if one.index < target]
             each.trained = max(target - each.step, len(each.sample))
         self._forget_trouble()
-        self._losses.clear()
+        self.history.forget()
 
-    def stay_silent(self, until: int) -> None:
-        """Compares no weights before step `until`, because rollbacks have not helped."""
-        self._silent_until = until
-        for each in self.anchors:
-            each.forget()
+    def accept(self, until: int) -> None:
+        """Drops the copies, and compares and copies no weights before step `until`."""
+        self.silent_until = max(self.silent_until, until)
+        self.anchors.clear()
         self._forget_trouble()
+
+    def unusual(self, verdict: Verdict) -> list[int]:
+        """Steps at the onset that are unusual: batches for the better weights, or gradient norms.
+
+        A batch is unusual if its loss exceeds the largest loss of ordinary batches, a sample from
+        before the onset, by more than their range. Collective.
+        """
+        window = self.history.window(verdict.onset, verdict.found)
+        anchor = next((each for each in self.anchors if each.step == verdict.anchor), None)
+        if window is None or anchor is None:
+            return []
+        found = window.norms_above()
+        usual = [each for each in anchor.sample if each.index < window.start - BEFORE]
+        steps = [each.step for each in window.steps if each.step.batches]
+        steps = [each for each in steps if each.index >= anchor.step]
+        both = [*usual, *steps]
+        losses = self._losses_of(both, anchor, [math.nan] * len(both)) if usual and steps else None
+        if losses is not None:
+            ordinary, rest = losses[1][: len(usual)], losses[1][len(usual) :]
+            limit = max(ordinary) + (max(ordinary) - min(ordinary))
+            pairs = zip(steps, rest, strict=True)
+            found |= {each.index for each, loss in pairs if not loss <= limit}
+        return sorted(found)
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def saved(self) -> SavedComparisons:
+        """What a restart needs to continue."""
+        verdict = self._pending_verdict
+        return SavedComparisons(
+            copies=[each.saved() for each in self.anchors],
+            healthy_rate=self._healthy_rate,
+            rates=list(self._rates),
+            alarms=list(self._alarms),
+            verdict=verdict
+            and SavedVerdict(
+                verdict.found, verdict.anchor, verdict.onset, verdict.evidence, list(verdict.rates)
+            ),
+        )
+
+    def continue_from(self, saved: SavedComparisons, weights: Mapping[int, Any]) -> None:
+        """Continues an earlier process; `weights` are copies by the step of their checkpoint.
+
+        A copy without weights is dropped, and with it a verdict about it.
+        """
+        self.anchors = [
+            Anchor.of(each, weights[each.step]) for each in saved.copies if each.step in weights
+        ]
+        self._healthy_rate, self._rates = saved.healthy_rate, list(saved.rates)
+        self._alarms = (saved.alarms[0], saved.alarms[1])
+        verdict = saved.verdict
+        if verdict is not None and verdict.anchor in weights:
+            self._pending_verdict = Verdict(
+                index=verdict.found,
+                found=verdict.found,
+                anchor=verdict.anchor,
+                onset=verdict.onset,
+                evidence=verdict.evidence,
+                rise=math.nan,
+                rise_remembered=math.nan,
+                healthy_rate=saved.healthy_rate,
+                rates=tuple(verdict.rates),
+            )
 
     # -- within ---------------------------------------------------------------------------------
 
@@ -326,15 +431,26 @@ class Dominance:
 
     def _forget_trouble(self) -> None:
         self._pending_verdict = None
-        for each in self.anchors:
-            each.recent.clear()
         self._rates.clear()
         self._credit = MAX_CREDIT
         self._dispatch_losses.clear()
         self._alarms = (-1, -1)
 
-    def _eligible_anchors(self, index: int) -> list[Anchor]:
-        """The anchors to compare with: the newest that is old enough, and anchors with evidence.
+    def _best_below(self, index: int) -> Anchor | None:
+        """The copy with the lowest mean loss, if the mean loss is above it by more than its spread.
+
+        None within `HEARTBEAT` steps after such a comparison without evidence.
+        """
+        level = self.history.level()
+        if level is None or index < self._mean_quiet_until:
+            return None
+        best = min(self.anchors, key=lambda each: each.level, default=None)
+        if best is None or index - best.step < SAMPLE:
+            return None
+        return best if level[0] > best.level + best.spread else None
+
+    def _eligible_anchors(self, index: int, best: Anchor | None = None) -> list[Anchor]:
+        """The anchors to compare with: the newest that is old enough, `best`, and with evidence.
 
         Weights of a few steps ago differ too little, and are as damaged as the current weights.
         After `SAMPLE` steps the sample of an anchor is full. A pending verdict has its own anchor.
@@ -343,15 +459,21 @@ class Dominance:
             return [each for each in self.anchors if each.step == self._pending_verdict.anchor]
         age = max(SAMPLE, min(self.interval, int(MIN_AGE * index)))
         old = [each for each in self.anchors if index - each.step >= age]
-        return [each for each in old if each is old[-1] or each.evidence > 1]
+        return [
+            each
+            for each in self.anchors
+            if each is best or (each in old and (each is old[-1] or each.evidence > 1))
+        ]
 
-    def _compare(self, step: TrainedStep, loss: float) -> Verdict | None:
+    def _compare(
+        self, step: TrainedStep, loss: float, best: Anchor | None = None
+    ) -> Verdict | None:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
         if not self.driver.may_save():
             return None  # within an accumulation: the weights have not changed since the last step
         began, evaluations = time.monotonic(), 0
         verdict = None
-        for anchor in self._eligible_anchors(step.index):
+        for anchor in self._eligible_anchors(step.index, best):
             known = [loss] if self.gives_loss and not math.isnan(loss) else None
             losses = self._losses_of([step], anchor, known)
             if losses is None:
@@ -376,10 +498,9 @@ class Dominance:
             elif won and math.isfinite(now):
                 continue  # no batch was trained on since the anchor
             anchor.learn(step.index, won=won)
-            if won:
-                anchor.recent.append(then)
             if anchor.evidence >= self.threshold:
-                verdict = self._verdict(step.index, anchor, now - then, remembered)
+                newest = self._newest_better(anchor)
+                verdict = self._verdict(step.index, newest, now - then, remembered)
             elif self._pending_verdict is not None and anchor.evidence <= 1:
                 self._report_recovery(step.index)
         if verdict is not None and step.index < verdict.due:
@@ -391,6 +512,19 @@ class Dominance:
             self._rates.append(rate)
         self._charge(evaluations, time.monotonic() - began)
         return verdict
+
+    def _newest_better(self, anchor: Anchor) -> Anchor:
+        """The newest copy from before the trouble with half of a verdict's wins, or `anchor`.
+
+        A rollback to it repeats fewer steps.
+        """
+        onset = anchor.onset or anchor.step
+        strong = self.threshold**RESTART_POWER
+        better = [e for e in self.anchors if anchor.step < e.step <= onset and e.evidence >= strong]
+        if not better:
+            return anchor
+        better[-1].onset = anchor.onset
+        return better[-1]
 
     def _postpone(self, verdict: Verdict) -> None:
         """Keeps a verdict pending until its step `due`."""
@@ -430,9 +564,6 @@ class Dominance:
         if last >= onset - SAMPLE:
             onset = min(onset, first)
         onset = max(onset, anchor.step)
-        before = [each for each in anchor.sample if each.index < onset]
-        losses = self._losses_of(before, anchor, [math.nan] * len(before)) if before else None
-        usual = [] if losses is None else losses[1]
         return Verdict(
             index=index,
             found=index,
@@ -441,8 +572,7 @@ class Dominance:
             evidence=anchor.evidence,
             rise=rise,
             rise_remembered=remembered,
-            data_ordinary=ordinary(anchor.recent, usual),
-            healthy_rate=anchor.learning_rate,
+            healthy_rate=max(self._healthy_rate, anchor.learning_rate or 0.0),
             rates=tuple(self._rates),
         )
 
@@ -513,21 +643,17 @@ class Dominance:
     def _charge(self, evaluations: int, seconds: float) -> None:
         """Subtracts evaluations from the credit, and measures the price of an evaluation.
 
-        A suspicion is compared at each step, even on debt, because later its anchor may be gone.
-        The next comparison waits until the debt is repaid. The max debt bounds this wait.
-
-        The price only lengthens the heartbeat: comparisons at alarms do not depend on the clock, so
-        that a repeated run makes the same comparisons.
+        The price only lengthens the regular distance: comparisons at alarms do not depend on the
+        clock, so that a repeated run makes the same comparisons.
         """
-        self._credit = max(-MAX_CREDIT, self._credit - evaluations)
+        self._credit = max(-MAX_DEBT, self._credit - evaluations)
         self._last_time = None
         if not evaluations:
             return
         share = STEP_COST * seconds / evaluations / self._step_s if self._step_s else 1.0
         price = 1 << max(0, round(math.log2(max(share, 1.0))))
-        price = max(self.ranks.gather(price))  # times differ between ranks
-        # The lower of two, because one may be slow by chance, or compile.
-        self._price, self._last_price = min(price, self._last_price), price
+        self._prices.append(max(self.ranks.gather(price)))  # times differ between ranks
+        self._price = min(self._prices)
 
 
 def _mean_losses(losses: Sequence[float], steps: Sequence[TrainedStep]) -> list[float]:

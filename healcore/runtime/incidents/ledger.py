@@ -79,6 +79,10 @@ class Ledger:
     """Steps of the run in which no optimizer took a step, excluding undone steps."""
     open: bool = False
     """Whether an incident with more than skipped non-finite steps is open."""
+    accepted: int = 0
+    """Places accepted one after another: the trouble came back after all that was tried."""
+    accepted_until: int = 0
+    """Step before which no comparison rolls back again."""
 
     def record(
         self, index: int, records: Sequence[StepRecord], acted_on: int = -1
@@ -227,6 +231,7 @@ class Ledger:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
         """Inverse of `to_dict`. Raises ValueError for malformed data."""
+        data = {"accepted": 0, "accepted_until": 0, **data}  # healcore 0.2.0 has none
         missing = {each.name for each in fields(cls)} - data.keys()
         if missing:
             raise ValueError(f"a ledger without {', '.join(sorted(missing))}")

@@ -57,6 +57,8 @@ class Rollback:
     """Known-good checkpoint to restore: 1 is the newest before the onset, 2 the next older."""
     batches: list[BatchId] = field(default_factory=list)
     """Ids of the batches to skip when the run repeats the steps."""
+    exact: bool = False
+    """Whether the state is known to be sound up to `onset`."""
     forced: bool = False
     """Whether a hook, the state check or better weights gave the order, not the engine."""
     arrays: list[str] = field(default_factory=list)
@@ -66,6 +68,12 @@ class Rollback:
     lr_at_fault: float | None = None
     """Learning rate in force that caused the trouble, or None if the rollback sets no limit. The
     plan replaces NaN by the current rate, or by the multiplier alone if the rate is unknown."""
+    trial: str = ""
+    """What the run tries for better earlier weights (`recovery.trials.Trial`), or empty."""
+    read_again: list[BatchId] = field(default_factory=list)
+    """Ids of batches that earlier trials have left out and that are read again."""
+    lr_states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Engine name -> its learning-rate state before a trial of the rate; restored by `accept`."""
     rerun: InitVar[bool] = False
     """Ignored. Journals and checkpoints of healcore 0.2.0 have this field."""
     status: Status = Status.ORDERED
@@ -124,11 +132,6 @@ class Rollback:
         )
 
     @property
-    def changed(self) -> str:
-        """What changes when the steps are repeated: `rate`, `data`, or an empty string."""
-        return "rate" if self.lr_at_fault is not None else "data" if self.skipped else ""
-
-    @property
     def lowers_lr(self) -> bool:
         """Whether the repeated steps have a lower learning rate than before the rollback."""
         before = self.lr if self.lr_at_fault is None else self.lr_at_fault
@@ -150,6 +153,7 @@ class Rollback:
 
     def outline(self) -> Rollback:
         """A copy without the fields that are used only to apply the rollback."""
+        batches = self.batches if self.trial else []  # an undo reads them again
         return replace(
-            self, batches=[], candidates=[], quarantine=[], engines={}, left_out={}, forward={}
+            self, batches=batches, candidates=[], quarantine=[], engines={}, left_out={}, forward={}
         )

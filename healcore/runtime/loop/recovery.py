@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from healcore.console import counted
 from healcore.core.verdict import Action, Cause, names
 from healcore.events.models import Ending, RollbackOutcome
 from healcore.runtime.checkpoints.manager import CheckpointManager
@@ -28,10 +29,11 @@ from healcore.runtime.incidents.step_lines import (
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
-from healcore.runtime.recovery.engine_states import without_limit
-from healcore.runtime.recovery.evidence import Evidence, change
+from healcore.runtime.recovery.engine_states import lr_states, with_lr_states
+from healcore.runtime.recovery.evidence import Evidence
 from healcore.runtime.recovery.monitor import IncidentMonitor
 from healcore.runtime.recovery.restoring import Restorer
+from healcore.runtime.recovery.trials import MAX_ACCEPTED, Facts, Trial, decide
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Saved, StoreError
 from healcore.runtime.store.errors import NoGoodCheckpoint
@@ -94,6 +96,8 @@ class Recovery:
             learning_rate=self._rate_in_force,
             meter=self.meter,
         )
+        if restorer is not None:
+            restorer.dominance = self.dominance
         self._evidence = Evidence(policy, driver, ranks, ledger, log, self.dominance)
         self._rate_checked = policy.observes
 
@@ -158,6 +162,7 @@ class Recovery:
             loss,
             alarm=not taken or any(each.cause & ~LASTING for each in records),
             trained=taken and not all(each.skip for each in records),
+            norm=max((each.grad_norm for each in records if each.judged), default=math.nan),
         )
 
     def _rate_in_force(self) -> float | None:
@@ -185,7 +190,7 @@ class Recovery:
         # NaN in an accumulator comes from the batches of the bad update itself.
         if damaged and 0 <= first < order.since and not self.monitor.has_micro_steps:
             # Skipped steps change no weights, so the last step before them has done the damage.
-            order.onset = min(order.onset, first)
+            order.onset, order.exact = min(order.onset, first), True
             order.batches = self.monitor.batches_between(first, order.index)
         if evidence.needed(order) and not evidence.found(order, damaged=damaged):
             return
@@ -216,63 +221,99 @@ class Recovery:
         return bool(self.restorer.checkpoints.nonfinite_in(state))
 
     def roll_back_to_better(self, verdict: Verdict) -> Rollback:
-        """Rolls back to weights that are better than the current weights, see `dominance`.
+        """Tries, verifies and undoes, see `recovery.trials`; the better weights are of `dominance`.
 
-        Without a budget of rollbacks, declines the order and lifts the learning-rate limits that
-        earlier rollbacks have set.
+        After several places that were accepted one after another, only alerts.
         """
-        order = self._order_of(verdict)
         self._log.event(
             "assessment",
-            step=order.index,
-            onset=order.onset,
+            step=verdict.index,
+            onset=verdict.onset,
             cause=[],
             verdict="damage",
             by="earlier_weights",
             rise=verdict.rise,
             rise_remembered=verdict.rise_remembered,
         )
-        exhausted = self._evidence.exhausted(order)
-        if not exhausted:
-            self.roll_back(order)
+        past = [each for each in self.ledger.same_trouble(verdict.onset) if each.trial]
+        order = self._order_of(verdict, past)
+        if order.trial == Trial.ACCEPT:
+            self._accept(order, verdict, past)
         else:
-            order.status, rate = Status.DECLINED, ""
-            if self._may_limit_lr:
-                states = without_limit(self._policy.engine, self._driver.healing())
-                self._driver.load_healing(states)
-                rate = " at the full learning rate,"
-            self._log.warning(
-                f"step {order.index}: the weights of step {verdict.anchor} are better, but "
-                f"{exhausted}: the run continues{rate} without further rollbacks for "
-                f"{self._policy.region} steps"
-            )
-        if order.status is not Status.APPLIED:
-            self.dominance.stay_silent(verdict.index + self._policy.region)
+            self.roll_back(order)
+            if order.status is not Status.APPLIED:
+                self.dominance.accept(verdict.index + 1)
         return order
 
-    def _order_of(self, verdict: Verdict) -> Rollback:
+    def _order_of(self, verdict: Verdict, past: Sequence[Rollback]) -> Rollback:
+        """The order for a verdict; `past` are the trials at this place that have not helped."""
         restorer = self.restorer
         assert restorer is not None  # only a run with checkpoints compares weights
-        chosen = agreed(  # each rank reads its own optimizer
-            self._ranks,
-            change(
-                verdict,
-                self.ledger.same_trouble(verdict.onset),
-                factor=self._policy.engine.config.lr.factor,
-                first_step=restorer.journal.state.first_step or 0,
-                may_limit=self._may_limit_lr,
-                can_rewind=restorer.loaders.can_rewind,
-            ),
-        )
-        return Rollback(
+        order = Rollback(
             # At the end of the data, the verdict has the number of steps done.
             index=min(verdict.index, self._data.step - 1),
             onset=verdict.onset,
             since=verdict.onset,
-            batches=[] if chosen.skip is None else self.monitor.batches_between(*chosen.skip),
             forced=True,
             better=verdict.anchor,
-            lr_at_fault=chosen.lr_at_fault,
+        )
+        tried = [Trial(each.trial) for each in past]
+        if not tried and self._last_trial() > self.ledger.accepted_until:
+            self.ledger.accepted = 0  # the trials at the last place have helped
+        if not tried and self.ledger.accepted >= MAX_ACCEPTED:
+            order.trial = Trial.ACCEPT
+            return order
+        unusual = self.dominance.unusual(verdict) if tried else []
+        first_step = restorer.journal.state.first_step or 0
+        facts = Facts(
+            rates=verdict.rates,
+            healthy_rate=verdict.healthy_rate,
+            from_start=verdict.anchor <= first_step,
+            unusual=bool(unusual),
+            numbers=False,
+            may_limit=self._policy.engine.config.budget.lr_cuts if self._may_limit_lr else 0,
+            can_rewind=restorer.loaders.can_rewind,
+        )
+        order.trial = agreed(self._ranks, decide(tried, facts))  # each reads its own optimizer
+        if order.trial == Trial.RATE:
+            rates = verdict.rates
+            rate = next(iter(rates), math.nan) if facts.from_start else max(rates, default=math.nan)
+            order.lr_at_fault = agreed(self._ranks, rate)
+            order.lr_states = lr_states(self._driver.healing())
+        elif order.trial == Trial.LEAVE_OUT:
+            order.batches = self.monitor.batches_of(unusual)
+        return order
+
+    def _last_trial(self) -> int:
+        """The step at which the last trial began, or 0."""
+        return max((each.step for each in self.ledger.rollbacks if each.trial), default=0)
+
+    def _accept(self, order: Rollback, verdict: Verdict, past: Sequence[Rollback]) -> None:
+        """Undoes what was tried, and never rolls back for this trouble again."""
+        until = self._data.step + 1
+        self.ledger.accepted, self.ledger.accepted_until = self.ledger.accepted + 1, until
+        rates = [each for each in past if each.trial == Trial.RATE]
+        order.lr_states = rates[0].lr_states if rates else {}
+        order.read_again = [batch for each in past for batch in each.batches]
+        undone = bool(rates or order.read_again)
+        if undone:
+            order.better = min(verdict.anchor, *(each.target for each in past))
+            self.roll_back(order)
+        if order.status is not Status.APPLIED:
+            order.status = Status.DECLINED
+            states = with_lr_states(self._driver.healing(), order.lr_states)
+            self._driver.load_healing(states)
+        self.dominance.accept(until)
+        tries = (
+            f"after {counted(len(past), 'rollback')}, so the program means it"
+            if past
+            else (f"and {MAX_ACCEPTED} places before it came back after all that was tried")
+        )
+        changes = "what was tried is undone, and " if undone else ""
+        self._log.warning(
+            f"step {order.index}: the weights of step {verdict.anchor} are better on the same "
+            f"batches, since step {verdict.onset}, {tries}: {changes}the run goes on without "
+            "another rollback for it"
         )
 
     def _set_measures(self, order: Rollback) -> None:

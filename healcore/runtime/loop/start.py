@@ -100,6 +100,7 @@ def begin(
         _resume(loop)
     _skip_raising_batches(loop)
     recovery.read_engines()
+    recovery.dominance.silent_until = recovery.ledger.accepted_until
     data.start(resumed=resume, completed_at=completed_at)
     state.ending = None
     record_start(restorer.journal, settings)

@@ -34,6 +34,7 @@ def choose(
     depth: int = 1,
     tried: Sequence[int] = (),
     initial: Sequence[int] = (),
+    exact: bool = False,
 ) -> CheckpointChoice:
     """Chooses a known-good checkpoint, or as a last resort an initial one.
 
@@ -45,6 +46,8 @@ def choose(
             older, because newer known-good checkpoints lead into the same trouble.
         initial: steps of the snapshot that the run began with, and of the checkpoint that this
             process resumed from, which need not be known-good.
+        exact: whether the state is known to be sound up to the onset. Then each finite checkpoint
+            before it can be restored, known-good or not.
 
     Raises:
         NoGoodCheckpoint: there is no such checkpoint.
@@ -52,7 +55,9 @@ def choose(
     usable = [save for save in saves if save.finite and save.step <= onset]
     good = sorted((save.step for save in usable if save.status == "good"), reverse=True)
     candidates = {save.step for save in usable if save.status == "candidate"}
-    choices = good + [step for step in dict.fromkeys(initial) if step in candidates]
+    if exact:
+        good = sorted({*good, *candidates}, reverse=True)
+    choices = good + sorted(candidates & {*initial} - {*good}, reverse=True)
     if not choices:
         raise NoGoodCheckpoint(_no_checkpoint_text(saves, onset))
 
@@ -61,7 +66,7 @@ def choose(
     chosen = choices[start]
     if tried and chosen >= min(tried):
         chosen = older[0] if older else min(choices)
-    order = choices[choices.index(chosen) :]
+    order = [step for step in choices if step <= chosen]
     return CheckpointChoice(
         order=tuple(order),
         initial=chosen not in good,

@@ -55,10 +55,17 @@ def limited(
     return states
 
 
-def without_limit(engine: Engine, engines: Engines) -> dict[str, dict[str, Any]]:
-    """Engine states without a limit on the learning rate."""
+def lr_states(engines: Engines) -> dict[str, dict[str, Any]]:
+    """The learning-rate part of engine states, by engine name."""
+    return {name: dict(each["state"]["lr"]) for name, each in engines.items()}
+
+
+def with_lr_states(
+    engines: Engines, before: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Engine states with the learning-rate part of `lr_states` where it has the engine."""
     return {
-        name: engine.to_dict(engine.lift_limit(engine.from_dict(each), xp=np))
+        name: {**each, "state": {**each["state"], "lr": before.get(name, each["state"]["lr"])}}
         for name, each in engines.items()
     }
 

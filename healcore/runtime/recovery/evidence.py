@@ -1,14 +1,11 @@
-"""Decides whether an order is carried out, and what a rollback changes: the rate or the data."""
+"""Decides whether an order of the policy is carried out."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
 
 from healcore.core.verdict import NONFINITE, Action, Cause, names
-from healcore.runtime.dominance.dominance import Dominance, Verdict
+from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.ledger import Ledger
@@ -22,9 +19,8 @@ class Evidence:
     """Decides whether an order is carried out.
 
     Under a policy with `[rollback] confirm` an order needs evidence that the model is worse.
-    Non-finite weights and statistics are evidence. Without a `loss_fn` a long incident of
-    non-finite steps is evidence, too. All other evidence comes from `dominance`, which needs a
-    `loss_fn`.
+    Non-finite weights and statistics are evidence. All other evidence comes from `dominance`, which
+    needs a `loss_fn`. Finite weights are never rolled back without it: a step with NaN is skipped.
     """
 
     def __init__(
@@ -75,22 +71,11 @@ class Evidence:
         if self._dominance.is_enabled:
             self.decline(order, "nothing", "no comparison shows that the weights are worse")
             return False
-        if order.cause & NONFINITE and self._nonfinite_persists(order):
-            self._assess(order, "damage", "repetition")
-            return True
         why = "healcore cannot tell without loss_fn whether the model is worse"
         if order.cause & NONFINITE:
             why = "the weights are finite"
         self.decline(order, "nothing", why)
         return False
-
-    def _nonfinite_persists(self, order: Rollback) -> bool:
-        """Whether the incident has lasted `probation` steps, although the weights are finite.
-
-        After this time a checkpoint from within the incident could become known-good.
-        """
-        incident = self._ledger.last_incident
-        return incident is not None and order.index - incident.onset >= self._policy.probation
 
     def _assess(self, order: Rollback, verdict: str, by: str) -> None:
         cause = names(Cause(order.cause))
@@ -120,59 +105,3 @@ class Evidence:
         if count < max(self._policy.recoveries, 1):
             return ""
         return f"{count} rollbacks have been made within {reach} steps of the run"
-
-
-class Change(NamedTuple):
-    """Change when a run repeats steps: of the learning rate, of the data, or neither."""
-
-    lr_at_fault: float | None = None
-    """Learning rate that caused the trouble, NaN if this rate is unknown, or None for no limit."""
-    skip: tuple[int, int] | None = None
-    """First and last step whose batches are skipped, or None to skip no batch."""
-
-
-def change(
-    verdict: Verdict,
-    past: Sequence[Rollback],
-    *,
-    factor: float,
-    first_step: int,
-    may_limit: bool,
-    can_rewind: bool,
-) -> Change:
-    """Chooses what a run changes when it repeats damaged steps, by the first rule that applies.
-
-    * The earlier weights have unusual losses on the batches of the trouble: skip these batches.
-    * The earlier weights are the first of the run, or the learning rate is far above the rate at
-      the earlier weights: limit the rate.
-    * The trouble is new: change nothing, because damage may have no cause in the run.
-    * Earlier rollbacks have changed nothing: limit the rate if it is unknown or above the rate at
-      the earlier weights. Otherwise skip all batches since the earlier weights, at the end of the
-      data including the remaining batches.
-    * The last rollback has changed the rate or the data: change the other one.
-
-    Args:
-        verdict: verdict of the comparison.
-        past: earlier rollbacks for the same trouble, the newest last.
-        factor: a rate above 1/factor of the healthy rate is at fault.
-        first_step: step of the run's first weights.
-        may_limit: whether the learning rate may be limited.
-        can_rewind: whether batches can be skipped.
-    """
-    if not verdict.data_ordinary:
-        return Change(skip=(verdict.onset, verdict.found))
-    healthy = verdict.healthy_rate
-    first, highest = next(iter(verdict.rates), math.nan), max(verdict.rates, default=math.nan)
-    if may_limit:
-        if verdict.anchor <= first_step:
-            return Change(lr_at_fault=first)
-        if healthy and highest * factor > healthy:
-            return Change(lr_at_fault=highest)
-    if not past:
-        return Change()
-    raised = not healthy or not highest <= healthy
-    rate = past[-1].changed == "data" or (not past[-1].changed and raised)
-    if may_limit and (rate or not can_rewind):
-        return Change(lr_at_fault=first)
-    at_end = verdict.index < verdict.due
-    return Change(skip=(verdict.anchor, verdict.index if at_end else verdict.found))

@@ -17,6 +17,9 @@ from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
 from healcore.runtime.data.position import DataError
+from healcore.runtime.dominance.dominance import Dominance
+from healcore.runtime.dominance.saved import SavedComparisons
+from healcore.runtime.dominance.saved import read as read_comparisons
 from healcore.runtime.driver import Driver, check_engines
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.ledger import Ledger
@@ -34,6 +37,7 @@ from healcore.runtime.recovery.engine_states import (
     apply_rate,
     compatible,
     limited,
+    with_lr_states,
 )
 from healcore.runtime.recovery.journal import (
     Journal,
@@ -42,6 +46,7 @@ from healcore.runtime.recovery.journal import (
     directories,
     update_from_disk,
 )
+from healcore.runtime.recovery.trials import Trial
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -75,6 +80,7 @@ class _Content(NamedTuple):
     """Problem of the other engine states, or an empty string."""
     ledger: Ledger | None
     host: HostParts | None
+    comparisons: SavedComparisons | None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -94,6 +100,8 @@ class Restorer:
     """Step of the snapshot or checkpoint that this process started from, or None before."""
     damage: list[CheckpointDamaged] = field(default_factory=list, init=False)
     """Errors of damaged checkpoints, as this process has found them."""
+    dominance: Dominance | None = field(default=None, init=False)
+    """The comparisons of weights, whose state is saved."""
     kept: list[str] | None = field(default=None, init=False)
     """Parts that the last rollback has not restored. None before: a start restores everything."""
     journal_outdated: bool = field(default=False, init=False)
@@ -112,6 +120,8 @@ class Restorer:
             "engines": self.driver.healing(),
             "ledger": self.ledger.to_dict(),
         }
+        if self.dominance is not None and self.dominance.is_enabled:
+            healing["comparisons"] = self.dominance.saved().to_dict()
         return self._items(), healing
 
     def _items(self) -> dict[str, Any]:
@@ -136,7 +146,9 @@ class Restorer:
             rollback.status, self.journal.state.rollback = Status.DECLINED, last
             self.write_journal(step)  # so that the next start does not carry out the plan
             raise
-        moved = self.loaders.rewind(_position(host), rollback.batches, self._extra_skips(rollback))
+        moved = self.loaders.rewind(
+            _position(host), rollback.batches, self._extra_skips(rollback), rollback.read_again
+        )
         if host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(host)
         self._record_applied(rollback)
@@ -163,7 +175,9 @@ class Restorer:
         rollback.engines = self.driver.healing()
         rollback.lr = self.driver.learning_rate()
         rollback.skipped = len(rollback.batches)
-        rollback.left_out = self.loaders.left_out(rollback.batches, self._extra_skips(rollback))
+        rollback.left_out = self.loaders.left_out(
+            rollback.batches, self._extra_skips(rollback), rollback.read_again
+        )
         rollback.forward = self.loaders.forward_positions()
         if rollback.lr_at_fault is not None and not math.isfinite(rollback.lr_at_fault):
             rollback.lr_at_fault = self._rate_in_force(rollback)
@@ -195,6 +209,7 @@ class Restorer:
             depth=rollback.depth,
             tried=tried,
             initial=[step for step in initial if step is not None],
+            exact=rollback.exact,
         )
 
     def _rate_in_force(self, rollback: Rollback) -> float:
@@ -210,6 +225,8 @@ class Restorer:
 
         def load(result: RestoreResult, saved: _Content) -> tuple[HostParts | None, dict[str, Any]]:
             engines = after_rollback(engine, plan.engines, saved.engines)
+            if plan.trial == Trial.ACCEPT:
+                engines = with_lr_states(engines, plan.lr_states)
             host = self._load_state(result, saved, engines, reset=self.policy.reset_moments)
             rate = self.driver.learning_rate()  # the schedule is at the restored step
             if plan.lr_at_fault is not None:
@@ -281,7 +298,13 @@ class Restorer:
                 engine = self.policy.engine
                 engines = after_rollback(engine, live, engines, counted=True) if older else live
                 reset = self.policy.reset_moments
-            return result.step, self._load_state(result, saved, engines, reset=reset)
+            weights = self._copies(saved.comparisons, result.step)
+            loaded = self._load_state(result, saved, engines, reset=reset)
+            if self.dominance is not None and saved.comparisons is not None:
+                self.dominance.continue_from(saved.comparisons, weights)
+                if last is not None and result.step <= last.target:
+                    self.dominance.on_rollback(result.step)
+            return result.step, loaded
 
         try:
             (step, host_state), saved = self._load_first_intact(order, load)
@@ -298,6 +321,20 @@ class Restorer:
             self.ledger.next_step = step
         self.loaders.resume(_with(host_state, forward), {} if last is None else last.left_out)
         return step, host_state
+
+    def _copies(self, saved: SavedComparisons | None, resumed: int) -> dict[int, Any]:
+        """The weights of older checkpoints that a comparison needs, by step; changes live state."""
+        copies: dict[int, Any] = {}
+        if saved is None or self.dominance is None or not self.dominance.is_enabled:
+            return copies
+        for step in saved.needed():
+            if step >= resumed:
+                continue
+            with suppress(NoGoodCheckpoint, StateMismatch):
+                state = self._restore([step]).restored.state
+                self.driver.replace({name: each for name, each in state.items() if name != ITEM})
+                copies[step] = self.driver.copy_weights()
+        return copies
 
     def saves(self) -> list[Saved]:
         """The checkpoints that every rank has."""
@@ -385,7 +422,10 @@ class Restorer:
             if host is None and healing.get("world") == self.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
         self.loaders.check(_position(host) or {})
-        return _Content(dict(engines), problem, ledger, host)
+        comparisons = healing.get("comparisons")
+        if comparisons is not None:
+            comparisons = read_comparisons(comparisons)
+        return _Content(dict(engines), problem, ledger, host, comparisons)
 
     def _load_state(
         self, result: RestoreResult, saved: _Content, engines: dict[str, Any], *, reset: bool

@@ -145,7 +145,7 @@ def test_damaged_weights_are_rolled_back(tmp_path, change):
     (found,) = (e for e in events(tmp_path, "assessment") if e["verdict"] == "damage")
     assert (found["verdict"], found["by"]) == ("damage", "earlier_weights")
     assert healer.rollbacks == 1
-    assert events(tmp_path, "rollback")[0]["checkpoint"] == 100
+    assert events(tmp_path, "rollback")[0]["checkpoint"] == 200
     assert multiplier(healer) == 1.0
 
 
@@ -166,14 +166,21 @@ def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, caplog):
 
 
 def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caplog):
-    run = Run()
-    run.batches = [data(number) for number in range(STEPS + 200)]
-    run.edit = damaged(reversed_layer, often=100)
+    """What was tried is undone: the run ends as without healcore."""
+    run, plain = Run(), Run()
+    for each in (run, plain):
+        each.batches = [data(number) for number in range(STEPS + 200)]
+        each.edit = damaged(reversed_layer, often=100)
+    plain.train(tmp_path / "plain", asks=False)
     healer = run.train(tmp_path)
-    assert [e["checkpoint"] for e in events(tmp_path, "rollback")] == [100, 100, 100]
-    assert "the run continues at the full learning rate" in caplog.text
+    backs = events(tmp_path, "rollback")
+    assert {e["checkpoint"] for e in backs} == {200}
+    assert [bool(e["batches"]) for e in backs] == [False, True, True, False]
+    assert "the program means it" in caplog.text
     assert multiplier(healer) == 1.0
     assert events(tmp_path, "end")[0]["ending"] == "completed"
+    for mine, other in zip(*map(jax.tree.leaves, (run.state[0], plain.state[0])), strict=True):
+        np.testing.assert_array_equal(mine, other)
 
 
 # -- healthy changes ------------------------------------------------------------------------------

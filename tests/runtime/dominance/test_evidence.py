@@ -19,7 +19,6 @@ from healcore.runtime.dominance.anchor import (
     ObservedBatch,
     TrainedStep,
     better,
-    ordinary,
     same_data,
 )
 
@@ -150,32 +149,6 @@ def test_every_step_of_the_sample_is_drawn():
     a = filled(3, 8)
     drawn = {step.index for step in (a.draw() for _ in range(200)) if step}
     assert drawn == set(range(8))
-
-
-# -- whose fault ----------------------------------------------------------------------------------
-
-
-def test_batches_within_the_range_of_the_usual_ones_are_ordinary():
-    usual = [1.0, 1.5, 2.0]
-    assert ordinary([2.9, 3.0, 0.1], usual)
-    assert ordinary([9.0, 3.0, 3.0], usual), "the median counts"
-    assert not ordinary([3.1, 3.1, 0.1], usual)
-    assert ordinary([9.0], []), "nothing to compare with"
-    assert ordinary([], usual)
-
-
-@given(
-    st.lists(st.floats(-100, 100), min_size=1, max_size=8),
-    st.lists(st.floats(-100, 100), min_size=1, max_size=8),
-    st.floats(-100, 100),
-)
-def test_ordinary_does_not_depend_on_the_level_of_the_loss(losses, usual, shift):
-    limit = 2 * max(usual) - min(usual)
-    middle = sorted(losses)[len(losses) // 2]
-    if abs(middle - limit) < 1e-6:
-        return
-    moved = ordinary([each + shift for each in losses], [each + shift for each in usual])
-    assert moved == ordinary(losses, usual)
 
 
 def test_same_data_is_equality_to_float32_rounding():

@@ -87,6 +87,7 @@ class Run:
         alarm: bool = False,
         trained: bool = True,
         loss: float | None = None,
+        norm: float = float("nan"),
     ) -> Verdict | None:
         """One step on a batch; `weight` is the weight before its update."""
         if weight is not None:
@@ -95,7 +96,7 @@ class Run:
         if loss is None:
             loss = self.loss_fn(self.driver.weight, batch)
         step = TrainedStep(self.step, (ObservedBatch(batch),))
-        verdict = self.dominance.observe(step, loss, alarm=alarm, trained=trained)
+        verdict = self.dominance.observe(step, loss, alarm=alarm, trained=trained, norm=norm)
         self.step += 1
         if self.step % self.interval == 0:
             self.dominance.keep(self.step, self.restorable)

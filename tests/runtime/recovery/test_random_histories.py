@@ -142,7 +142,7 @@ class History(RuleBasedStateMachine):
         # The run's first snapshot before what this process has gone on from.
         begun = self.process.journal.state.first_step, self.process.restorer.started_from
         unproven = {s.step for s in usable if s.status == "candidate"}
-        last = [step for step in begun if step in unproven]
+        last = sorted({step for step in begun if step in unproven}, reverse=True)
         tried = [past.target for past in self.back if self.onset <= past.step + REGION]
         there = sorted({*good, *last})
         if not there:
