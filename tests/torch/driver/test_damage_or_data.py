@@ -531,3 +531,22 @@ def test_better_weights_whose_checkpoints_are_bad_are_no_reason_to_stop(tmp_path
     assert healer.rollbacks == 0
     assert any("are better, but" in e["problem"] for e in events(tmp_path, "problem"))
     assert events(tmp_path, "end")[0]["ending"] == "completed"
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_losses_that_are_not_finite_never_stop_or_roll_back_finite_weights(tmp_path, asks, value):
+    """A third of the batches is fully masked (loss 0/0), for as long as the run lasts."""
+    run, skipped = Run(), []
+
+    def mask(healer: Any) -> None:
+        run.scale = value if healer.step % 3 == 0 or 200 <= healer.step < 260 else 1.0
+        skipped.append(run.scale != 1.0)
+
+    healer = run.train(tmp_path, at=mask, asks=asks, steps=800)
+    assert healer.step == 800
+    assert healer.rollbacks == 0
+    assert healer.metrics()["heal/skips"] == sum(skipped)
+    assert events(tmp_path, "end")[0]["ending"] == "completed"
+    run.scale = 1.0
+    assert run.unseen_loss() < 0.2
