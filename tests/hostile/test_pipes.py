@@ -51,7 +51,7 @@ def healcore(*arguments: object) -> Result:
 
 @pytest.mark.parametrize(
     "command",
-    [("policy", "check"), ("events", "show"), ("report",), ("watch", "--once")],
+    [("policy", "check"), ("events", "show"), ("report",)],
     ids=" ".join,
 )
 def test_a_command_refuses_a_pipe(command, pipe):
