@@ -48,7 +48,8 @@ def main(directory: str) -> None:
     counter = Counter()
     state = {"model": model, "optimizer": optimizer}
     trackers = [f"tensorboard:{directory}", counter]  # <- healcore
-    with healcore.Healer("default", state=state, trackers=trackers) as healer:  # <- healcore
+    policy = healcore.policy.load("default", clip={"kind": "zclip", "max_norm": None})
+    with healcore.Healer(policy, state=state, trackers=trackers) as healer:  # <- healcore
         for x in healer.batches(inputs):  # <- healcore
             targets = x.sum(dim=1, keepdim=True).sin() * scale.get(healer.step, 1.0)
             loss = (model(x) - targets).square().mean()

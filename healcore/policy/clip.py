@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -11,14 +11,12 @@ from healcore.core.clipping import (
     AdaGCConfig,
     AutoClipConfig,
     FixedConfig,
-    RecentMaxConfig,
     ZClipConfig,
 )
 from healcore.policy.table import (
     Fraction,
     Limit,
     NotNegative,
-    OnOff,
     Positive,
     Ratio,
     Steps,
@@ -29,7 +27,6 @@ from healcore.policy.table import (
 )
 
 _shift, _zclip, _auto, _adagc = ShiftConfig(), ZClipConfig(), AutoClipConfig(), AdaGCConfig()
-_recent = RecentMaxConfig()
 
 
 class Shift(Table):
@@ -50,28 +47,6 @@ class _Clip(Table):
 
     def rule(self) -> tuple[str, Any] | None:
         """Name and config of the core's rule, or None for no clipping."""
-        return self.kind, self.config()
-
-
-class RecentMax(_Clip):
-    """Clips at a multiple of the largest recent norm."""
-
-    core = RecentMaxConfig
-    host_only: ClassVar[frozenset[str]] = frozenset({"limit_alone"})
-
-    kind: Literal["recent_max"]
-    # With a ratio of 1 the limit would never grow.
-    ratio: Annotated[float, number(above=1)] = _recent.ratio
-    decay: Fraction = _recent.decay
-    warmup_steps: Steps = _recent.warmup_steps
-    max_norm: Limit = _recent.max_norm
-    limit_alone: OnOff = True
-    """A `max_norm`, also from a trainer, clips alone, as `kind = "fixed"` does."""
-
-    def rule(self) -> tuple[str, Any] | None:
-        """As in the base; fixed clipping if `limit_alone` and a `max_norm` are set."""
-        if self.limit_alone and self.max_norm is not None:
-            return Fixed(kind="fixed", max_norm=self.max_norm).rule()
         return self.kind, self.config()
 
 
@@ -132,10 +107,9 @@ class NoClip(_Clip):
         """None."""
 
 
-Clip = Annotated[RecentMax | ZClip | Fixed | AutoClip | AdaGC | NoClip, Field(discriminator="kind")]
+Clip = Annotated[ZClip | Fixed | AutoClip | AdaGC | NoClip, Field(discriminator="kind")]
 
 KINDS: dict[str, type[Table]] = {
-    "recent_max": RecentMax,
     "zclip": ZClip,
     "fixed": Fixed,
     "autoclip": AutoClip,

@@ -44,7 +44,8 @@ class Overrides(TypedDict, total=False):
 
     A table is a mapping with the keys to change, `clip={"max_norm": None}`; other keys stay. For an
     optional number None means no limit, for a table under `detect` no detector, and for `clip` no
-    clipping. Lists are replaced as a whole, and so is `clip` if its `kind` changes.
+    clipping. Lists are replaced as a whole, and so is `clip` if its `kind` changes. A `max_norm`
+    for a policy without clipping is the limit of `kind = "fixed"`.
     """
 
     name: str
@@ -278,6 +279,9 @@ def merged(data: _Table, overrides: _Table) -> dict[str, Any]:
         old = new.get(key, {})
         if isinstance(value, Mapping) and isinstance(old, Mapping):
             kind = old.get("kind")
+            if key == "clip" and kind in (None, "none") and value and "kind" not in value:
+                unlimited = dict(value) == {"max_norm": None}
+                value = {"kind": "none"} if unlimited else {"kind": "fixed", **value}
             # The keys of one kind of clipping do not fit another kind.
             new[key] = merged(old if value.get("kind", kind) == kind else {}, value)
         else:

@@ -9,15 +9,16 @@ from healcore.core.engine import Engine
 from healcore.policy.document import Policy
 from healcore.policy.loader import load
 
-_WITH_LIMIT = ("recent_max", "zclip", "fixed", "autoclip")
+_WITH_LIMIT = ("zclip", "fixed", "autoclip")
 """Kinds of clipping whose `max_norm` applies at every step."""
 
 
 def can_apply_limit(policy: Policy | Engine) -> bool:
     """Whether the policy's clipping can apply a fixed limit at every step.
 
-    False without clipping, in observe mode, and with AdaGC, whose limit ends with its warm-up. Also
-    False for an Engine, whose numbers may be traced arrays. The trainer then has to clip.
+    False without clipping, where the trainer's own clip gives the same bits as without healcore; in
+    observe mode; and with AdaGC, whose limit ends with its warm-up. Also False for an Engine, whose
+    numbers may be traced arrays. The trainer then clips, after the policy has measured.
     """
     return isinstance(policy, Policy) and policy.mode == "heal" and policy.clip.kind in _WITH_LIMIT
 

@@ -34,22 +34,29 @@ PAGE = (ROOT / "docs" / "numbers.md").read_text()
 CLASSES = ("principle", "published", "measured", "not measured")
 
 DECIDING = (
-    *(f"core/detectors/{name}" for name in ("spike", "noise", "divergence", "limits", "records")),
+    *(f"core/detectors/{name}" for name in ("spike", "noise", "limits")),
     "core/signals",
-    *("core/clipping/recent_max", "core/clipping/fixed"),
     *(f"core/engine/{name}" for name in ("engine", "incident", "judge", "lr", "rules")),
-    *("runtime/dominance/anchor", "runtime/dominance/dominance", "runtime/loop/saver"),
+    *(f"runtime/dominance/{name}" for name in ("anchor", "dominance", "history")),
+    "runtime/loop/saver",
     "runtime/loop/recovery",
     *(
         f"runtime/recovery/{name}"
-        for name in ("checkpoint_choice", "engine_states", "evidence", "monitor", "restoring")
+        for name in (
+            "checkpoint_choice",
+            "engine_states",
+            "evidence",
+            "monitor",
+            "restoring",
+            "trials",
+        )
     ),
     "runtime/incidents/ledger",
     *("runtime/checkpoints/catalog", "runtime/store/retention"),
 )
 """Modules of healcore whose code decides."""
 ARITHMETIC = {
-    "core/detectors/records": {"_COUNTED"},
+    "runtime/dominance/history": {"_WINDOWS", "_NORMS"},
     "core/engine/lr": {"_MOST"},
     "core/engine/rules": {"_NEVER"},
     "runtime/incidents/ledger": {"_MAX_INCIDENTS"},
@@ -63,7 +70,6 @@ COUNTS = {
     "runtime/dominance/dominance": [
         "range(2)",
         "evaluations += 2",
-        "max(1, len(self.anchors) - MAX_ANCHORS + 2)",
     ],
     "runtime/store/retention": ["(('good', 1), ('candidates', 2), ('quarantined', 0))"],
 }
@@ -89,8 +95,8 @@ def parts(value: str) -> Iterator[tuple[int, str]]:
     yield from enumerate(value.split("/"))
 
 
-def test_there_are_at_most_sixty_and_the_page_counts_them():
-    assert len(table()) <= 60
+def test_there_are_few_and_the_page_counts_them():
+    assert len(table()) <= 50
     assert f"{len(table())} numbers influence a decision" in PAGE
     kinds = Counter(each.partition(":")[0] for _, each in table().values())
     assert {*kinds} <= {*CLASSES}
@@ -160,7 +166,7 @@ def test_keys_that_are_called_inert_change_no_decision():
 
 def test_a_key_that_decides_changes_a_decision():
     usual = decisions(load(POLICY))
-    for name in ("clip.ratio", "incident.patience", "budget.recoveries"):
+    for name in ("detect.loss_spike.z_threshold", "incident.patience", "budget.recoveries"):
         varied = decisions(with_key(name, 0.5))
         pairs = zip(usual, varied, strict=True)
         assert not all(np.allclose(a, b) for a, b in pairs), name

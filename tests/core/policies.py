@@ -18,7 +18,6 @@ from healcore.core.engine import (
 from healcore.core.verdict import Action, Cause
 
 CLIPS: dict[str, Any] = {
-    "recent_max": RULES["recent_max"](max_norm=100.0),
     "zclip": RULES["zclip"](warmup_steps=20),
     "zclip-mean": RULES["zclip"](target="mean", max_norm=None, warmup_steps=11),
     "zclip-max": RULES["zclip"](target="max", z_threshold=3.0, max_norm=100.0),

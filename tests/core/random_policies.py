@@ -45,13 +45,6 @@ shifts = st.builds(
 )
 
 CLIPS: dict[str, st.SearchStrategy] = {
-    "recent_max": st.builds(
-        RULES["recent_max"],
-        ratio=number(1.0, 16.0),
-        decay=decays,
-        warmup_steps=counts,
-        max_norm=limits,
-    ),
     "zclip": st.builds(
         RULES["zclip"],
         z_threshold=number(0.5, 8.0),

@@ -74,13 +74,9 @@ def test_divides_the_default_policy() -> None:
 def test_a_rule_with_an_acting_cause_stays_whole() -> None:
     """All causes of a rule run in one place, even where one of them changes no step."""
     config = engine_of("default").config
-    mixed = RuleConfig(int(Cause.NONFINITE_LOSS | Cause.GRAD_SPIKE), action=int(Action.ALERT))
+    mixed = RuleConfig(int(Cause.NONFINITE_LOSS | Cause.LOSS_SPIKE), action=int(Action.ALERT))
     alerts = Engine(config._replace(rules=(*config.rules, mixed))).alerts
-    assert [name for name, _ in alerts.step_config.detectors] == [
-        "nonfinite",
-        "grad_spike",
-        "vanishing",  # shares a rule with grad_spike
-    ]
+    assert [name for name, _ in alerts.step_config.detectors] == ["nonfinite", "loss_spike"]
     assert mixed in alerts.step_config.rules
 
 

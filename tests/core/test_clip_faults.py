@@ -13,7 +13,6 @@ from healcore.core.tree import leaves
 from tests.core.engine_runner import Runner
 
 CLIPS = {
-    "recent_max": RULES["recent_max"](),
     "zclip": RULES["zclip"](max_norm=None),
     "fixed": RULES["fixed"](max_norm=2.0),
     "autoclip": RULES["autoclip"](percentile=90.0),

@@ -27,7 +27,6 @@ ZClip, AutoClip, AdaGC = (
     RULES["adagc"],
 )
 CLIPS = {
-    "recent_max": ("recent_max", RULES["recent_max"]()),
     "zclip": ("zclip", ZClip(max_norm=None)),
     "zclip-mean": ("zclip", ZClip(max_norm=None, target="mean")),
     "zclip-max": ("zclip", ZClip(max_norm=None, target="max")),
@@ -42,7 +41,6 @@ NOISES = (0.0, 0.1, 0.3)
 # Steps until the clipping is back, by noise.
 # docs/parity.md has the same table.
 BOUNDS = {
-    "recent_max": (1, 1, 60),
     "zclip": (25, 60, 120),
     "zclip-mean": (25, 60, 200),
     "zclip-max": (25, 60, 120),

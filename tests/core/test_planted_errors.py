@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from healcore.core import baseline, numerics
-from healcore.core.clipping import adagc, autoclip, fixed, recent_max, zclip
+from healcore.core.clipping import adagc, autoclip, fixed, zclip
 from healcore.core.detectors import (
     divergence,
     grad_ema,
@@ -31,11 +31,10 @@ from healcore.core.detectors import (
 from healcore.core.engine import incident, judge, lr, rules
 from tests.core import fuzz, mutants, oracle, policies
 
-CLIPS = ("recent_max", "zclip", "adagc", "autoclip", "zclip-max", "zclip-mean", "fixed")
+CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "zclip-mean", "fixed")
 POLICIES = (*CLIPS, "tame", "instability", "records", *policies.PUBLISHED)
 PARTS: dict[ModuleType, tuple[str, ...]] = {
     zclip: ("zclip", "zclip-max", "zclip-mean"),
-    recent_max: ("recent_max",),
     adagc: ("adagc",),
     autoclip: ("autoclip",),
     fixed: ("fixed", "zclip", "adagc"),

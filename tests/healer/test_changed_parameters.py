@@ -136,7 +136,7 @@ def test_copies_are_made_again(kind: str, capsys: Any):
 
 
 def test_no_checkpoint_is_deleted_that_is_newer_than_the_resumed(tmp_path: Path):
-    run = {"store": tmp_path, "keep": Keep(good=2, candidates=9, quarantined=0)}
+    run = {"store": tmp_path, "keep": Keep(good=2, candidates=9, quarantined=0, older=True)}
     with suppress(OSError):
         Run("none").train(45, **run)
     newest = sorted(tmp_path.glob("step-*"))[-3:]
@@ -144,5 +144,5 @@ def test_no_checkpoint_is_deleted_that_is_newer_than_the_resumed(tmp_path: Path)
         flip_a_bit(folder, 1)
     again = Run("none")
     again.train(save_every=11, **run)
-    assert again.first_step == 0
+    assert again.first_step < int(newest[0].name.split("-")[1].split(".")[0])
     assert all(folder.is_dir() for folder in newest)

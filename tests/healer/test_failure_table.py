@@ -111,7 +111,8 @@ def nonfinite_grad(folder: Path) -> None:
 
 
 def grad_spike(folder: Path) -> None:
-    Run(folder)([*healthy(60), *(Step(2.4, 50.0 * 1.5**n) for n in range(12))])
+    run = Run(folder, detect={"grad_spike": {}}, respond=alert("grad_spike"))
+    run([*healthy(60), *(Step(2.4, 50.0 * 1.5**n) for n in range(12))])
 
 
 def loss_spike(folder: Path) -> None:
@@ -119,9 +120,9 @@ def loss_spike(folder: Path) -> None:
 
 
 def divergence(folder: Path) -> None:
-    """A ramp, by the default's rule for it; its rule for loss spikes would be faster."""
+    """A ramp; the default's rule for loss spikes would be faster."""
     rule = {"to": ["divergence"], "do": ["rollback", "alert"], "when": {"sustained": True}}
-    detect = dict.fromkeys(("loss_spike", "records", "grad_spike"))
+    detect = {"loss_spike": None, "divergence": {}}
     run = Run(folder, detect=detect, respond=[rule], **ROLLS_BACK)
     ramp = [Step(2.1 + 0.02 * min(n, 100) + 0.02 * (n % 3)) for n in range(240)]
     run([*healthy(120), *ramp])
@@ -130,17 +131,18 @@ def divergence(folder: Path) -> None:
 def instability(folder: Path) -> None:
     grown = [Step(3 + 1.6**n, 1 + 12 * 1.6**n) for n in range(12)]
     before = [Step(2.3, 4.0), Step(2.3, 6.0)]  # the norm grows first
-    detect = {"records": None, "instability": {}}
+    detect = {"grad_spike": {}, "instability": {}}
     Run(folder, detect=detect, respond=alert("instability"))([*healthy(80), *before, *grown])
 
 
 def records(folder: Path) -> None:
-    run = Run(folder, rollback={"probation": 5})
+    run = Run(folder, detect={"records": {}}, respond=alert("records"))
     run([*healthy(80), *(Step(3 + 1.6**n, 1.0) for n in range(12))])
 
 
 def vanishing(folder: Path) -> None:
-    Run(folder)([*healthy(40), *(Step(2.4, 1e-9) for _ in range(40))])
+    run = Run(folder, detect={"vanishing": {}}, respond=alert("vanishing"))
+    run([*healthy(40), *(Step(2.4, 1e-9) for _ in range(40))])
 
 
 def plateau(folder: Path) -> None:
@@ -280,7 +282,6 @@ def done_about(cause: Cause, folder: Path) -> set[str]:
     found = {each["answer"] for each in own if each.get("answer")}
     for each in own:
         found |= {"skip"} if each.get("skip") else set()
-        found |= {"clip"} if 0 < each.get("grad_scale", 1) < 1 else set()
         found |= {"alert"} if "ALERT" in each.get("action", ()) else set()
         found |= {"rollback"} if each["kind"] == "rollback" else set()
         found |= {"cut_lr"} if "CUT_LR" in each.get("action", ()) else set()
@@ -315,16 +316,14 @@ def test_a_recipe_is_what_the_default_policy_does(cause):
     policy, row = load("default"), FAILURES[cause]
     names = {NAMES[cause], "nonfinite" if cause.name.startswith("NONFINITE") else NAMES[cause]}
     done = {word for rule in policy.respond if names & set(rule.to) for word in rule.do}
-    assert set(row.recipe) - {"clip"} == done
+    assert set(row.recipe) == done
     if row.recipe:
-        words = tuple(word for word in row.recipe if word != "clip")
-        assert Respond(to=(NAMES[cause],), do=words).do == words
-        assert "clip" not in row.recipe or policy.clip.kind != "none"
+        assert Respond(to=(NAMES[cause],), do=row.recipe).do == row.recipe
 
 
 def test_orders_declined_again_and_again_have_few_lines(tmp_path, capsys):
     high = [Step(8.0 + 0.5 * (n % 3), 3.0) for n in range(400)]
-    rule = {"to": ["loss_spike", "divergence"], "do": ["rollback"], "when": {"sustained": True}}
+    rule = {"to": ["loss_spike"], "do": ["rollback"], "when": {"sustained": True}}
     Run(tmp_path, respond=[rule], incident={"patience": 1})([*healthy(80), *high])
     declined = [e for e in events(tmp_path) if e["kind"] == "assessment"]
     *printed, end, _cost = capsys.readouterr().err.splitlines()

@@ -38,11 +38,11 @@ def test_the_line_of_a_spike_says_that_nothing_is_changed(tmp_path, caplog, pres
 @pytest.mark.parametrize(
     ("clip", "fields", "text"),
     [
-        ("recent_max", {}, "; nothing is changed"),
-        ("recent_max", {"skip": True}, "; skipped"),
-        ("recent_max", {"grad_scale": 0.25}, "; gradients × 0.25"),
-        ("recent_max", {"action": Action.ROLLBACK | Action.ALERT}, ""),
-        ("recent_max", {"action": Action.ALERT}, "; nothing is changed"),
+        ("zclip", {}, "; nothing is changed"),
+        ("zclip", {"skip": True}, "; skipped"),
+        ("zclip", {"grad_scale": 0.25}, "; gradients × 0.25"),
+        ("zclip", {"action": Action.ROLLBACK | Action.ALERT}, ""),
+        ("zclip", {"action": Action.ALERT}, "; nothing is changed"),
         ("adagc", {}, ""),  # the record does not have the factors of the tensors
     ],
 )

@@ -11,7 +11,7 @@ from healcore.policy import Policy, from_dict, load, loads
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("choose-a-policy.md", "evidence.md")
-CLIPS = ("zclip", "recent_max", "fixed")
+CLIPS = ("zclip", "fixed")
 
 
 def text(page: str) -> str:

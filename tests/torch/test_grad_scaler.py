@@ -237,7 +237,8 @@ def test_a_healer_stops_a_run_whose_every_step_overflows(fused: bool):
 
     with pytest.raises(RunStopped):
         train()
-    assert healer.rollbacks > 0
+    assert healer.step >= 20 + 1000, "a thousand steps in a row train nothing"
+    assert healer.rollbacks == 0
     assert loop.p.isfinite().all()
 
 

@@ -13,11 +13,9 @@ from healcore.core.clipping.adagc import AdaGCConfig
 from healcore.core.clipping.autoclip import AutoClipConfig
 from healcore.core.clipping.fixed import Clip as Clip
 from healcore.core.clipping.fixed import FixedConfig
-from healcore.core.clipping.recent_max import RecentMaxConfig
 from healcore.core.clipping.zclip import ZClipConfig
 
 RULES: dict[str, Any] = {
-    "recent_max": RecentMaxConfig,
     "zclip": ZClipConfig,
     "fixed": FixedConfig,
     "autoclip": AutoClipConfig,

@@ -30,7 +30,7 @@ from healcore.runtime.dominance.anchor import (
     same_data,
 )
 from healcore.runtime.dominance.exchange import exchange
-from healcore.runtime.dominance.history import BEFORE, History, Seen
+from healcore.runtime.dominance.history import BEFORE, HEARTBEAT, History, Seen
 from healcore.runtime.dominance.saved import SavedComparisons, SavedVerdict
 from healcore.runtime.dominance.side_effects import undone
 from healcore.runtime.driver import Driver, WeightsChanged
@@ -38,8 +38,6 @@ from healcore.runtime.faults import classify
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
-HEARTBEAT = 100
-"""Steps between two routine comparisons; more if a comparison is slow, see `_charge`."""
 MAX_ANCHORS = 3
 """Max number of anchors."""
 MIN_AGE = 0.5

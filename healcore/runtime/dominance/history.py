@@ -12,10 +12,13 @@ from healcore.runtime.dominance.anchor import TrainedStep
 
 RECENT = 20
 """Losses in a mean, which is compared with the mean at the best copy."""
-LOSSES = 100
-"""A loss above this many last losses is a sign of trouble."""
-BEFORE, AFTER = 4, 12
-"""Steps of a window before and from the first sign of trouble on."""
+HEARTBEAT = 100
+"""Steps between two regular comparisons, more if a comparison is slow; and the last losses that a
+loss has to exceed to be a sign of trouble."""
+BEFORE = 4
+"""Steps of a window before the first sign of trouble."""
+AFTER = 12
+"""Steps of a window from the first sign on."""
 _WINDOWS = 4
 _NORMS = 500
 """Healthy gradient norms whose maximum is known."""
@@ -52,7 +55,7 @@ class Window:
 class History:
     """What a run remembers of its steps for comparisons."""
 
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=HEARTBEAT))
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _norms: deque[float] = field(default_factory=lambda: deque(maxlen=_NORMS))
     _last: deque[Seen] = field(default_factory=lambda: deque(maxlen=BEFORE))
@@ -60,8 +63,8 @@ class History:
     _last_sign: int = -AFTER - 1
 
     def is_high(self, loss: float) -> bool:
-        """Whether a loss is above the last `LOSSES` losses."""
-        return len(self.losses) == LOSSES and loss > max(self.losses)
+        """Whether a loss is above the last `HEARTBEAT` losses."""
+        return len(self.losses) == HEARTBEAT and loss > max(self.losses)
 
     def add(self, seen: Seen, *, sign: bool, healthy: bool) -> bool:
         """Adds a step, and returns whether it is the first sign of some trouble.

@@ -15,7 +15,7 @@ MAX_LEFT_OUT = 2
 """Trials that leave out steps at one place."""
 MAX_ACCEPTED = 3
 """Places accepted one after another; then a verdict only alerts."""
-ABOVE = 1.0 + 1e-4
+ABOVE = 1.0001
 """A rate is above another from this ratio on: two float32 computations of one rate differ less."""
 
 

@@ -25,35 +25,6 @@ def factor(limit: float, norm: float) -> float:
     return limit / (norm + 1e-6)
 
 
-class RecentMax:
-    """The largest norm that has passed is kept with its age, and searched at each step."""
-
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties = config, ties
-        self.passed: list[float] = []
-
-    def see(self, norm: float, groups: Any, learn: bool, restart: bool) -> Clipped:
-        c = self.config
-        if restart:
-            self.passed = []
-        warm = len(self.passed) < c.warmup_steps
-        ages = range(len(self.passed) - 1, -1, -1)
-        limit = c.ratio * max(
-            (x * c.decay**n for x, n in zip(self.passed, ages, strict=True)), default=math.inf
-        )
-        held = limit if self.ties.above(norm, limit) else norm
-        effective, threshold = (norm, 0.0) if warm else (held, limit)
-        if c.max_norm is not None:
-            effective, threshold = (
-                min(effective, c.max_norm),
-                min(threshold or c.max_norm, c.max_norm),
-            )
-        over = self.ties.above(norm, effective) if effective != norm else False
-        if learn and norm > 0:
-            self.passed.append(held)
-        return Clipped(factor(effective, norm) if over else 1.0, over, threshold)
-
-
 class ZClip:
     """Mean and variance of a list in warm-up, of the recursion after it."""
 
@@ -201,7 +172,6 @@ class AdaGC:
 
 
 RULES = {
-    "recent_max": RecentMax,
     "zclip": ZClip,
     "fixed": Fixed,
     "autoclip": AutoClip,

@@ -6,7 +6,7 @@ import math
 import statistics
 
 from healcore.runtime.dominance.anchor import TrainedStep
-from healcore.runtime.dominance.history import AFTER, BEFORE, LOSSES, RECENT, History, Seen
+from healcore.runtime.dominance.history import AFTER, BEFORE, HEARTBEAT, RECENT, History, Seen
 
 
 def add(history: History, index: int, *, loss: float = 1.0, norm: float = 1.0, sign: bool = False):
@@ -38,16 +38,16 @@ def test_the_nearest_window_counts_and_memory_is_bounded():
 
 def test_the_level_and_a_high_loss():
     history = History()
-    for index in range(LOSSES):
+    for index in range(HEARTBEAT):
         assert not history.is_high(9.0), "nothing is known yet"
         add(history, index, loss=index % 7)
         if index < RECENT - 1:
             assert history.level() is None
-    last = [index % 7 for index in range(LOSSES - RECENT, LOSSES)]
+    last = [index % 7 for index in range(HEARTBEAT - RECENT, HEARTBEAT)]
     assert history.level() == (statistics.fmean(last), statistics.stdev(last))
     assert history.is_high(6.5)
     assert not history.is_high(6.0)
-    add(history, LOSSES, loss=math.nan)
+    add(history, HEARTBEAT, loss=math.nan)
     assert history.level() == (statistics.fmean(last), statistics.stdev(last))
 
 

@@ -29,10 +29,10 @@ def without(tmp_path, *names):
 
 
 def test_what_is_inactive_is_reported(tmp_path):
-    assert replay(without(tmp_path, "grad_norm"), "default").finish().inactive == {
-        "grad_norm": ("clip", "grad_spike", "vanishing")
-    }
-    assert replay(without(tmp_path), "default").finish().inactive == {}
+    found = replay(without(tmp_path, "grad_norm"), "pretraining").finish().inactive
+    assert found == {"grad_norm": ("clip", "grad_spike", "instability", "vanishing")}
+    assert replay(without(tmp_path), "pretraining").finish().inactive == {}
+    assert replay(without(tmp_path, "grad_norm"), "default").finish().inactive == {}
 
 
 def test_nothing_left_to_judge(tmp_path):

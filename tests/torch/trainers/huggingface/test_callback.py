@@ -149,7 +149,8 @@ class Ramp(small_runs.Net):
 
 def test_a_divergence_is_noticed_on_a_noisy_ramp(tmp_path: Path):
     """From 2 to 22, up and down from step to step: 50 rises in a row never come."""
-    callback = HealingCallback()
+    rule = {"to": ["divergence"], "when": {"sustained": True}, "do": ["alert"]}
+    callback = HealingCallback(detect={"divergence": {}}, respond=[rule])
     run = trainer(tmp_path, steps=300, callbacks=[callback], logging_steps=500)
     run.model = run.model_wrapped = Ramp()
     draw = torch.Generator().manual_seed(0)
