@@ -26,9 +26,12 @@ def can_apply_limit(policy: Policy | Engine) -> bool:
 def with_limit(policy: Policy | Engine, limit: float | None) -> Policy | Engine:
     """Returns the policy with a trainer's limit as `max_norm`, unless its own limit is lower.
 
-    The policy is unchanged if `limit` is None or `can_apply_limit` is False.
+    In a policy without clipping this limit alone clips. The policy is unchanged if `limit` is None,
+    for an Engine, in observe mode and with AdaGC.
     """
-    if limit is None or not isinstance(policy, Policy) or not can_apply_limit(policy):
+    if limit is None or not isinstance(policy, Policy) or policy.mode != "heal":
+        return policy
+    if policy.clip.kind not in ("none", *_WITH_LIMIT):
         return policy
     own = getattr(policy.clip, "max_norm", None)
     if isinstance(own, int | float) and own <= limit:

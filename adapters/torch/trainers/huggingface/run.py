@@ -95,7 +95,8 @@ class TrainingRun:
         _check(trainer)
         self._trainer = trainer
         limit = signals.max_grad_norm(trainer)
-        self.policy = HostPolicy.of(policy, limit=limit)
+        adopted = can_apply_limit(policy)
+        self.policy = HostPolicy.of(policy, limit=limit if adopted else None)
         self.ending = ""
         self._error: BaseException | None = None
         self.postmortem: Path | None = None
@@ -110,7 +111,7 @@ class TrainingRun:
             self.driver = TorchDriver(state, self.policy.engine, attach)
             stack.callback(self.driver.close)
             stack.enter_context(signals.unclipped(trainer))
-            if limit is not None and not can_apply_limit(policy):
+            if limit is not None and not adopted:
                 stack.enter_context(signals.clipped_after(trainer, optimizer, limit))
             stack.enter_context(signals.observed_losses(trainer, self.driver.observe))
             stack.enter_context(
