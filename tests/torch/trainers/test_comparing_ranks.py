@@ -122,7 +122,8 @@ def outcomes(which: str, world: int, folder: Path) -> list[Any]:
 def test_two_ranks_go_back_as_one_does(which: str, tmp_path: Path):
     [alone] = outcomes(which, 1, tmp_path / "one")
     [rollback] = alone["rollbacks"]
-    assert (rollback["checkpoint"], rollback["onset"]) == (20, FAULT)
+    assert rollback["checkpoint"] in (20, 40), "before the damage"
+    assert rollback["onset"] == FAULT
     for each in outcomes(which, 2, tmp_path / "two"):
         assert each["rollbacks"] == alone["rollbacks"]
         assert each["steps"] == alone["steps"]
