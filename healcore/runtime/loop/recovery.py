@@ -270,7 +270,6 @@ class Recovery:
             healthy_rate=verdict.healthy_rate,
             from_start=verdict.anchor <= first_step,
             unusual=bool(unusual),
-            numbers=False,
             may_limit=self._policy.engine.config.budget.lr_cuts if self._may_limit_lr else 0,
             can_rewind=restorer.loaders.can_rewind,
         )

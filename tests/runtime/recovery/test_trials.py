@@ -14,7 +14,6 @@ FACTS = st.builds(
     healthy_rate=st.sampled_from([0.0, 0.01, 0.1]),
     from_start=st.booleans(),
     unusual=st.booleans(),
-    numbers=st.booleans(),
     may_limit=st.integers(0, 4),
     can_rewind=st.booleans(),
 )
@@ -30,12 +29,11 @@ def allowed(trial: Trial, tried: list[Trial], facts: Facts) -> bool:
         return facts.unusual and facts.can_rewind and tried.count(trial) < MAX_LEFT_OUT
     return {
         Trial.REPEAT: not tried,
-        Trial.NUMBERS: facts.numbers and trial not in tried,
         Trial.ACCEPT: True,
     }[trial]
 
 
-ORDER = (Trial.RATE, Trial.REPEAT, Trial.LEAVE_OUT, Trial.NUMBERS, Trial.ACCEPT)
+ORDER = (Trial.RATE, Trial.REPEAT, Trial.LEAVE_OUT, Trial.ACCEPT)
 
 
 @given(st.lists(st.sampled_from(ORDER[:-1]), max_size=6), FACTS)
@@ -53,10 +51,9 @@ def test_each_place_ends_with_an_acceptance(all_facts):
             break
     assert tried[-1] is Trial.ACCEPT
     assert tried.count(Trial.REPEAT) <= 1
-    assert tried.count(Trial.NUMBERS) <= 1
 
 
 def test_a_rate_that_the_run_was_healthy_at_is_not_limited():
-    facts = Facts([0.1, 0.1], 0.1, False, False, False, 4, True)
+    facts = Facts([0.1, 0.1], 0.1, False, False, 4, True)
     assert decide([], facts) is Trial.REPEAT
     assert decide([Trial.REPEAT], facts) is Trial.ACCEPT
