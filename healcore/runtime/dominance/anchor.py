@@ -74,7 +74,7 @@ class Anchor:
 
     @classmethod
     def of(cls, saved: SavedCopy, weights: Any) -> Anchor:
-        """Inverse of `saved`. The sample begins anew."""
+        """Inverse of `saved`. The sample is empty."""
         level = math.inf if saved.level is None else saved.level
         return cls(
             saved.step,

@@ -201,7 +201,7 @@ class Dominance:
         """
         if not self.is_enabled or self.suspects or step < self.silent_until:
             return
-        rate = self.learning_rate()
+        rate = self._rate()
         self._healthy_rate = max(self._healthy_rate, rate or 0.0)
         self.anchors = [each for each in self.anchors if each.step in restorable]
         if step not in restorable or any(each.step == step for each in self.anchors):
@@ -340,7 +340,7 @@ class Dominance:
             copies=[each.saved() for each in self.anchors],
             healthy_rate=self._healthy_rate,
             rates=list(self._rates),
-            alarms=list(self._alarms),
+            alarms=self._alarms,
             verdict=verdict
             and SavedVerdict(
                 verdict.found, verdict.anchor, verdict.onset, verdict.evidence, list(verdict.rates)
@@ -356,7 +356,7 @@ class Dominance:
             Anchor.of(each, weights[each.step]) for each in saved.copies if each.step in weights
         ]
         self._healthy_rate, self._rates = saved.healthy_rate, list(saved.rates)
-        self._alarms = (saved.alarms[0], saved.alarms[1])
+        self._alarms = saved.alarms
         verdict = saved.verdict
         if verdict is not None and verdict.anchor in weights:
             self._pending_verdict = Verdict(
@@ -434,6 +434,11 @@ class Dominance:
         self._dispatch_losses.clear()
         self._alarms = (-1, -1)
 
+    def _rate(self) -> float | None:
+        """The learning rate in force, or None if it is unknown or not finite."""
+        rate = self.learning_rate()
+        return rate if rate is not None and math.isfinite(rate) else None
+
     def _best_below(self, index: int) -> Anchor | None:
         """The copy with the lowest mean loss, if the mean loss is above it by more than its spread.
 
@@ -506,7 +511,7 @@ class Dominance:
             verdict = None
         if not self.suspects:
             self._rates.clear()
-        elif (rate := self.learning_rate()) is not None:
+        elif (rate := self._rate()) is not None:
             self._rates.append(rate)
         self._charge(evaluations, time.monotonic() - began)
         return verdict

@@ -43,7 +43,7 @@ class SavedComparisons:
     copies: list[SavedCopy]
     healthy_rate: float
     rates: list[float]
-    alarms: list[int]
+    alarms: tuple[int, int]
     """First and last step of the latest alarms."""
     verdict: SavedVerdict | None
 

@@ -263,7 +263,7 @@ class Recovery:
         if not tried and self.ledger.accepted >= MAX_ACCEPTED:
             order.trial = Trial.ACCEPT
             return order
-        unusual = self.dominance.unusual(verdict) if tried else []
+        unusual = agreed(self._ranks, self.dominance.unusual(verdict)) if tried else []
         first_step = restorer.journal.state.first_step or 0
         facts = Facts(
             rates=verdict.rates,

@@ -323,17 +323,26 @@ class Restorer:
         return step, host_state
 
     def _copies(self, saved: SavedComparisons | None, resumed: int) -> dict[int, Any]:
-        """The weights of older checkpoints that a comparison needs, by step; changes live state."""
+        """The weights of older checkpoints that a comparison needs, by step; changes live state.
+
+        A checkpoint that some rank cannot load is left out: it is no damage of the resumed one.
+        """
         copies: dict[int, Any] = {}
         if saved is None or self.dominance is None or not self.dominance.is_enabled:
             return copies
         for step in saved.needed():
             if step >= resumed:
                 continue
-            with suppress(NoGoodCheckpoint, StateMismatch):
+            weights = None
+            try:
                 state = self._restore([step]).restored.state
                 self.driver.replace({name: each for name, each in state.items() if name != ITEM})
-                copies[step] = self.driver.copy_weights()
+                weights = self.driver.copy_weights()
+            except Exception as error:
+                problem = f"the weights of checkpoint {step} cannot be compared: {error}"
+                self.log.event("problem", step=resumed, problem=problem)
+            if all(self.ranks.gather(weights is not None)):
+                copies[step] = weights
         return copies
 
     def saves(self) -> list[Saved]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from typing import Any
@@ -12,6 +13,7 @@ from healcore.errors import SignalError
 from healcore.runtime.dominance import dominance as module
 from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
 from healcore.runtime.dominance.dominance import MAX_CREDIT, MAX_DEBT
+from healcore.runtime.dominance.saved import read
 from tests.runtime.dominance.toy_driver import Run
 
 
@@ -267,6 +269,18 @@ def test_an_accepted_level_is_not_compared_and_new_copies_are_made_after_it():
     assert run.driver.evaluations == before
     healthy(run, 110)
     assert damaged(run, 300) is not None, "worse than the level that was accepted"
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf])
+def test_a_rate_that_is_not_finite_can_be_saved(rate):
+    """JSON has no such numbers, and a save that raises loses the run's work."""
+    run = Run(noisy)
+    run.driver.rate = rate
+    healthy(run, 250)
+    assert damaged(run, 10) is None
+    assert run.dominance.suspects
+    text = json.dumps(run.dominance.saved().to_dict(), allow_nan=False)
+    assert read(json.loads(text)) == run.dominance.saved()
 
 
 # -- the budget -----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from healcore.policy import load
 from healcore.runtime.dominance import dominance
 from healcore.runtime.postmortem.sentences import sentence
 from healcore.runtime.store.errors import CheckpointNotFound
+from tests.healer.run_directory import flip_a_bit
 from tests.healer.run_options import grouped
 from tests.torch.driver.compared_run import (
     CHANGE,
@@ -469,6 +470,26 @@ def test_a_suspicion_continues_after_a_kill(tmp_path, killed, undisturbed):
     assert backs[0]["checkpoint"] <= CHANGE
     assert not backs[0]["batches"]
     assert run.unseen_loss() < 1.3 * undisturbed
+
+
+def test_a_copy_that_cannot_be_read_does_not_cost_the_newest_checkpoint(tmp_path):
+    store = tmp_path / "store"
+
+    def kill(healer: Any) -> None:
+        if healer.step == 150:
+            raise SystemExit(1)
+
+    every = Checkpoints(every=10)
+    Run().train(tmp_path / "a", store=store, at=kill, checkpoints=every)
+    newest, *older = sorted(store.glob("step-*"), reverse=True)
+    for folder in older:
+        flip_a_bit(folder, 1)
+    run = Run()
+    (tmp_path / "b").mkdir()
+    healer = run.train(tmp_path / "b", store=store, checkpoints=every)
+    (resumed,) = events(tmp_path / "b", "resume")
+    assert f"{resumed['step']:010}" in newest.name
+    assert healer.step == STEPS
 
 
 def test_parts_that_come_again_after_an_out_of_memory_are_counted_once(tmp_path):
