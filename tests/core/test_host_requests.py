@@ -1,4 +1,4 @@
-"""Requests of the host: a rollback is carried out, the rate is limited, the limit is lifted."""
+"""Requests of the host: a rollback is carried out, the rate is limited."""
 
 from __future__ import annotations
 
@@ -141,66 +141,46 @@ def test_a_limit_at_the_share_of_the_policy_is_a_cut_of_a_rule(rate):
     assert asked.state.tally.lr_cuts == own.state.tally.lr_cuts == 1
 
 
-def test_lifting_undoes_cuts_and_limits_and_no_budget():
-    config = ESCALATION._replace(lr=LR)
-    runner = Runner(config)
-    runner.feed(loss=bad(12, 10), learning_rate=[0.5] * 12)
-    assert runner.state.lr.scale == np.float32(0.25)
-    runner.state = runner.engine.lift_limit(runner.state, xp=np)
-    assert runner.state.budget.lr_cuts == 1
-    rates = [*[0.5] * 50, *[50.0] * 50]
-    assert {d.lr_scale for d in runner.feed(loss=np.ones(100), learning_rate=rates)} == {1.0}
-
-
 def test_requests_change_nothing_else():
     trace = fuzz.signals(np.random.default_rng(7), 100, 60)
     engine = Engine(policies.full("fixed", budget=BudgetConfig(3, 2, refund_after=50)))
     state = engine.init(batch=(60,))
     for i in range(100):
         state, _ = engine.step(state, fuzz.at(trace, i), xp=np)
-        lifted = engine.lift_limit(state, xp=np)
-        assert same(lifted._replace(lr=state.lr), state)
         with np.errstate(all="ignore"):
             after = engine.limit_lr(state, np.float32(0.1), trace.learning_rate[i], xp=np)
         assert same(after._replace(lr=state.lr, budget=state.budget, tally=state.tally), state)
-        for each in (lifted, after):
-            kinds = [(leaf.dtype, leaf.shape) for leaf in leaves(each)]
-            assert kinds == [(leaf.dtype, leaf.shape) for leaf in leaves(state)]
+        kinds = [(leaf.dtype, leaf.shape) for leaf in leaves(after)]
+        assert kinds == [(leaf.dtype, leaf.shape) for leaf in leaves(state)]
 
 
 @pytest.mark.parametrize("often", [1.0, 0.5])
 def test_the_core_goes_on_as_the_reference_does(often):
-    """Lanes carry out some rollbacks with a limit, and lift the limits now and then."""
+    """Lanes carry out some rollbacks with a limit."""
     steps, lanes = 250, 40
     rng = np.random.default_rng(8)
     trace = fuzz.signals(rng, steps, lanes)
     coin = rng.random((steps, lanes)) < often
-    lifts = rng.random((steps, lanes)) < 0.01
     limits = (10.0 ** rng.uniform(-5, 0, (steps, lanes))).astype(np.float32)
     config = policies.full("fixed", budget=BudgetConfig(2, 3, refund_after=50))
     rates = trace.learning_rate
 
     engine = Engine(config)
-    state, rows, done, lifted = engine.init(batch=(lanes,)), [], 0, 0
+    state, rows, done = engine.init(batch=(lanes,)), [], 0
     for i in range(steps):
         state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
         rows.append(oracle.columns_of(state, decision))
         back = (decision.action & int(Action.ROLLBACK) != 0) & coin[i]
         rolled = engine.on_rollback(state, state, xp=np)
         state = oracle.where(back, engine.limit_lr(rolled, limits[i], rates[i], xp=np), state)
-        lift = lifts[i] & (state.lr.scale < 1)
-        state = oracle.where(lift, engine.lift_limit(state, xp=np), state)
-        done, lifted = done + int(back.sum()), lifted + int(lift.sum())
+        done += int(back.sum())
     got = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     assert done > lanes
-    assert lifted > 5
 
     def host(machine: Any, verdict: Any, i: int, lane: int, rate: float) -> None:
         if verdict.action & Action.ROLLBACK and coin[i, lane]:
             machine.roll_back()
             machine.limit_lr(float(limits[i, lane]), rate)
-        if lifts[i, lane] and machine.lr.scale < 1:
-            machine.lr.lift()
 
     expected = oracle.reference_run(config, trace, host=host)  # type: ignore[arg-type]
     outcome = oracle.compare(expected, got)

@@ -251,12 +251,6 @@ class Engine:
             lambda new, old: old if new is old else pick(allowed, new, old, xp=xp), limited, state
         )
 
-    def lift_limit(self, state: EngineState, *, xp: Any) -> EngineState:
-        """Removes every cut and limit, so that the full learning rate is in force."""
-        always = state.step >= 0
-        full = map_leaves(lambda new, old: xp.where(always, new, old), lr.init(), state.lr)
-        return state._replace(lr=full._replace(peak=state.lr.peak, rate=state.lr.rate))
-
     def apply_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
         """Recomputes the multiplier for another learning rate of the schedule; hold and ramp stay.
 

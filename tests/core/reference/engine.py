@@ -171,10 +171,6 @@ class Multiplier:
         self.peak = self.rate = rate
         self.hold, self.ramp = self.config.hold_steps, self.config.ramp_steps
 
-    def lift(self) -> None:
-        """The host undoes every cut and limit."""
-        self.scale, self.low, self.broken, self.hold, self.ramp = 1.0, None, 0.0, 0, 0
-
 
 class Engine:
     """A whole policy."""
