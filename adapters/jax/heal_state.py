@@ -15,7 +15,6 @@ from jax.tree_util import SequenceKey
 
 from healcore.core import tree
 from healcore.core.engine import Engine, EngineState, StateError, neutral
-from healcore.core.engine.alerts import signal_numbers
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Decision
@@ -62,9 +61,7 @@ def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealSta
     return HealState(
         floats,
         ints,
-        state_layout.init_records(
-            kept, state_layout.record(floats, ints, state_layout.no_signals())
-        ),
+        state_layout.init_records(kept, state_layout.record(floats, ints)),
         _flat_decision(neutral(groups=leaves if engine.per_tensor else None)),
         jnp.zeros((leaves,), jnp.float32),
     )
@@ -118,16 +115,13 @@ def _is_array(leaf: Any) -> bool:
 def _judge(
     engine: Engine, state: HealState, signals: Signals, bad_update: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, Decision, jax.Array, state_layout.Places]:
-    """Returns the new floats and integers, the decision, the record, and the places of the record.
-
-    Runs only the part of the policy that can change the step; see `healcore.core.engine.alerts`.
-    """
+    """Returns the new floats and integers, the decision, the record and its places."""
     layout = _layout_of(engine, state)
     if bad_update is not None:
         norm = jnp.where(bad_update, jnp.inf, signals.update_norm)
         signals = signals._replace(update_norm=norm)
     old = layout.unpack(state.heal_floats, state.heal_ints)
-    new, decision = engine.in_step.step(old, signals, xp=namespace)
+    new, decision = engine.step(old, signals, xp=namespace)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
@@ -140,8 +134,16 @@ def _judge(
     places = state_layout.places(state.heal_records, new.step, header.orders, ordered)
     header = header._replace(orders=header.orders + ordered)
     floats, ints = layout.pack(new, header)
-    given = state_layout.pack_signals(*signal_numbers(old, signals, xp=namespace))
-    return floats, ints, decision, state_layout.record(floats, ints, given), places
+    bad = _reports_bad_update(signals)
+    return floats, ints, decision, state_layout.record(floats, ints, bad), places
+
+
+def _reports_bad_update(signals: Signals) -> Any:
+    """Whether only the previous update, and not this gradient, is not finite."""
+    if signals.update_norm is None:
+        return False
+    bad = ~jnp.isfinite(signals.update_norm)
+    return bad if signals.grad_norm is None else bad & jnp.isfinite(signals.grad_norm)
 
 
 def _as_own_buffer(kind: Any, leaf: jax.Array) -> jax.Array:
@@ -155,7 +157,7 @@ def _as_own_buffer(kind: Any, leaf: jax.Array) -> jax.Array:
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:
-    """Unpacks the EngineState of `engine.in_step`.
+    """Unpacks the EngineState.
 
     Raises HealStateError for another policy or another type.
     """
@@ -168,7 +170,7 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
 
 @standard_promotion
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
-    """Replaces the state of `engine.in_step`. StateError if `new` belongs to another model."""
+    """Replaces the EngineState. StateError if `new` belongs to another model."""
     layout = _layout_of(engine, state)
     old = state_layout.header(state.heal_ints)
     seen = old.loss_seen | (jnp.asarray(new.last.loss) != 0)
@@ -180,7 +182,7 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
             "from a fresh state"
         )
     step = state_layout.step(ints)
-    record = state_layout.record(floats, ints, state_layout.no_signals())
+    record = state_layout.record(floats, ints)
     places = state_layout.places(state.heal_records, step, old.orders, step != step)
     rings = state_layout.write_record(state.heal_records, record, places)
     return state._replace(heal_floats=floats, heal_ints=ints, heal_records=rings)

@@ -29,6 +29,32 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     return lax.select(jnp.broadcast_to(condition, shape), x, y)
 
 
+def reciprocal(x: Any) -> Any:
+    """1 / x for a floating array; `jnp.reciprocal` may multiply by a power."""
+    return lax.div(lax.full_like(x, 1), x)
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """`jnp.minimum` without its jitted call."""
+    return lax.min(*_alike(x, y))
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """`jnp.maximum` without its jitted call."""
+    return lax.max(*_alike(x, y))
+
+
+def clip(x: Any, low: float, high: float) -> Any:
+    """`jnp.clip` without its jitted call."""
+    return lax.clamp(jnp.asarray(low, x.dtype), x, jnp.asarray(high, x.dtype))
+
+
+def _alike(*each: Any) -> list[Any]:
+    """Arrays of one dtype and shape."""
+    dtype, shape = jnp.result_type(*each), jnp.broadcast_shapes(*map(jnp.shape, each))
+    return [jnp.broadcast_to(jnp.asarray(x, dtype), shape) for x in each]
+
+
 def shared(x: Any) -> Any:
     """Returns `x`, a bool or an int32 from 0 to a million, such that XLA computes it only once.
 

@@ -171,7 +171,7 @@ def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
     """
     engine = _engine(policy)
     state = jax.device_get(engine_state(engine, find(opt_state)))
-    return engine.to_dict(engine.alerts.joined(state, engine.alerts.init()))
+    return engine.to_dict(state)
 
 
 def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> State:
@@ -192,8 +192,7 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
     engine = _engine(policy)
     old = find(opt_state)
     engine_state(engine, old)  # raises for another policy
-    in_step, _ = engine.alerts.divided(engine.from_dict(data))
-    new = with_engine_state(engine, old, in_step)
+    new = with_engine_state(engine, old, engine.from_dict(data))
     return replace(opt_state, with_neutral_decision(new))
 
 

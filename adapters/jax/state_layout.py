@@ -19,11 +19,9 @@ from jax import lax
 
 from healcore.core import step_record
 from healcore.core.engine import Engine
-from healcore.core.engine.alerts import SIGNALS, unpack_signals
-from healcore.core.signals import Signals
 from healcore.core.step_record import StepRecord
 
-SCHEMA = 7
+SCHEMA = 8
 """Version of this layout."""
 STEPS = 32
 """Default size of the first ring buffer, in steps."""
@@ -59,13 +57,13 @@ _ENGINE = len(Header._fields)
 
 
 class StateLayout:
-    """The positions of a state's arrays in the two vectors, for the part of a policy in the step.
+    """The positions of a state's arrays in the two vectors.
 
     `groups` is the number of tensors for per-tensor clipping, else 0.
     """
 
     def __init__(self, engine: Engine, groups: int) -> None:
-        self.template = engine.in_step.init(groups=groups)
+        self.template = engine.init(groups=groups)
         high, low = np.frombuffer(bytes.fromhex(engine.fingerprint or "0" * 16), ">i4")
         self.header = Header(*(np.int32(each) for each in (SCHEMA, high, low, 0, 0, 0)))
         self._like = _by_path(self.template)
@@ -185,29 +183,17 @@ def check_records(steps: Any) -> int:
     return steps
 
 
-def no_signals() -> jax.Array:
-    """The signals of a record without a step, int32 (1 + len(SIGNALS),)."""
-    return jnp.zeros((1 + len(SIGNALS),), jnp.int32)
-
-
-def pack_signals(flags: Any, values: list[Any]) -> jax.Array:
-    """Packs `alerts.signal_numbers` as int32 (1 + len(SIGNALS),)."""
-    bits = lax.bitcast_convert_type(jnp.stack(values), jnp.int32)
-    return jnp.concatenate([jnp.reshape(flags, (1,)), bits])
-
-
-def record(floats: Any, ints: Any, signals: Any) -> jax.Array:
+def record(floats: Any, ints: Any, bad_update: Any = False) -> jax.Array:
     """The last step's record, int32 (elements,): see `unpack_record`."""
+    last = jnp.reshape(jnp.asarray(bad_update, jnp.int32), (1,))
     head = lax.slice(ints, (_ENGINE,), (_ENGINE + len(_RECORD_INTS),))
     numbers = lax.slice(floats, (0,), (len(_RECORD_FLOATS),))
-    return jnp.concatenate([head, lax.bitcast_convert_type(numbers, jnp.int32), signals])
+    return jnp.concatenate([head, lax.bitcast_convert_type(numbers, jnp.int32), last])
 
 
-def unpack_record(row: np.ndarray, engine: str) -> tuple[StepRecord, Signals]:
-    """The record of the part of the policy in the step, and the signals for the other part."""
-    judged, signals = np.split(row, [len(_RECORD)])
-    found = unpack_signals(int(signals[0]), signals[1:].view(np.float32))
-    return step_record.unpack(judged, engine), found
+def unpack_record(row: np.ndarray, engine: str) -> StepRecord:
+    """The record of one step; the last element is `StepRecord.bad_update`."""
+    return step_record.unpack(row[:-1], engine)._replace(bad_update=bool(row[-1]))
 
 
 def init_records(steps: int, record: Any) -> jax.Array:

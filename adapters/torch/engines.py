@@ -3,11 +3,9 @@
 `HostEngine` is for CPUs, and for steps whose decision the host needs anyway (one sync per step on
 an accelerator). Its step is recorded once (`healcore.core.recorded`) and takes 0.1 ms.
 
-`DeviceEngine` needs no sync. It judges only what can change the step; detectors that only alert run
-on the host, from signals that are copied there (`healcore.core.engine.alerts`). The addresses of
-its state never change, so that a captured CUDA graph can update it. An eager step of the preset
-`default` makes about 490 launches of a few microseconds each. On an accelerator the step is
-therefore compiled into a few kernels.
+`DeviceEngine` needs no sync. The addresses of its state never change, so that a captured CUDA graph
+can update it. An eager step of the preset `default` makes about 300 launches of a few microseconds
+each. On an accelerator the step is therefore compiled into a few kernels.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from healcore.core.step_record import StepRecord
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Decision
 from healcore.torch import namespace
-from healcore.torch.alert_queue import AlertQueue, PendingRecords
 from healcore.torch.measurement import Measurement, read, signals_of
+from healcore.torch.record_queue import PendingRecords, RecordQueue
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
@@ -135,10 +133,6 @@ class _StatefulEngine:
         """Starts a clipping history for added parameters. Leaves of fixed size stay in place."""
         self.groups = groups
         self.state = map_leaves(_extend_leaf, self.state, self._initial(groups))
-
-    def alert_flags(self) -> tuple[int, int]:
-        """`Cause` and `Action` flags of the last step that are not in `decision`. A sync."""
-        return 0, 0
 
     def to_dict(self) -> dict[str, Any]:
         """The framework-neutral state. A sync on an accelerator."""
@@ -249,7 +243,7 @@ class DeviceEngine(_StatefulEngine):
         self.device = device
         self._xp = namespace.on(device)
         super().__init__(engine, groups)
-        self._alerts = AlertQueue(engine)
+        self._records = RecordQueue()
         self._run = _CompiledOrEager(self._step, compile=compile)
 
     @property
@@ -263,14 +257,13 @@ class DeviceEngine(_StatefulEngine):
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _initial(self, groups: int) -> EngineState:
-        return map_leaves(self._to_tensor, self.engine.in_step.init(groups=groups))
+        return map_leaves(self._to_tensor, self.engine.init(groups=groups))
 
     def _to_tensor(self, leaf: Any) -> Tensor:
         return torch.tensor(leaf, device=self.device)
 
     def _whole(self) -> EngineState:
         """See `_StatefulEngine`. The state on the device is read in one copy. A sync."""
-        self._alerts.begin_copy()
         bits = torch.cat([_bits(leaf).reshape(-1) for leaf in leaves(self.state)]).cpu().numpy()
         ends = itertools.accumulate(leaf.numel() for leaf in leaves(self.state))
         parts = iter(np.split(bits, list(ends)))
@@ -280,18 +273,11 @@ class DeviceEngine(_StatefulEngine):
             kind = np.dtype(str(leaf.dtype).removeprefix("torch."))
             return part.view(kind) if leaf.dtype is torch.float32 else part.astype(kind)
 
-        state = map_leaves(on_host, self.state)
-        return self.engine.alerts.joined(state, self._alerts.latest())
+        return map_leaves(on_host, self.state)
 
     def _replace_whole(self, new: EngineState) -> None:
-        in_step, alerts = self.engine.alerts.divided(new)
-        self._replace_state(map_leaves(self._to_tensor, in_step))
-        self._alerts.load(alerts, int(new.step), changes=bool(new.change_expected))
-
-    def expect_change(self) -> None:
-        """Opens the grace window at the next step."""
-        super().expect_change()
-        self._alerts.expect_change()
+        self._replace_state(map_leaves(self._to_tensor, new))
+        self._records.forget()
 
     def _replace_state(self, new: EngineState) -> None:
         """Copies every changed leaf of `new` into the state's leaf, in place.
@@ -324,12 +310,12 @@ class DeviceEngine(_StatefulEngine):
         """Judges one step without reading anything on the host."""
         order, self.decision = self._run(measured)
         if not self.is_capturing:
-            self._alerts.add(self.state, signals_of(measured))
+            self._records.add(self.state)
         return order
 
     def _step(self, measured: Measurement) -> tuple[DeviceOrder, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""
-        new, decision = self.engine.in_step.step(self.state, signals_of(measured), xp=self._xp)
+        new, decision = self.engine.step(self.state, signals_of(measured), xp=self._xp)
         self._replace_state(new)
         skip = decision.skip
         if measured.found_inf is not None:
@@ -348,23 +334,15 @@ class DeviceEngine(_StatefulEngine):
 
     def pending_record(self, name: str = "") -> PendingRecord:
         """The last step's record. Starts its copy to the host, as one tensor."""
-        records = self._alerts.last(self.state)
+        records = self._records.last(self.state)
         return _ReadOnce(lambda: records()[-1]._replace(engine=name))
-
-    def alert_flags(self) -> tuple[int, int]:
-        """See `HostEngine.alert_flags`."""
-        state = self._alerts.latest()
-        return int(state.cause), int(state.action)
 
     def pending_records(self) -> list[PendingRecords]:
         """The records since the last call. Starts their copy to the host."""
-        return self._alerts.take()
+        return self._records.take()
 
     def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors on the device; copies, because the state is written in place.
-
-        They lack the detectors that only alert, which run on the host.
-        """
+        """Named 0-d tensors on the device; copies, because the state is written in place."""
         found = self.engine.metrics(self.state)
         return {name: value.detach().clone() for name, value in found.items()}
 

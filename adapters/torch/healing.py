@@ -177,8 +177,7 @@ class Healing:
     def decision(self) -> Decision | None:
         """The last step's decision as enforced, or None before the first step. No sync.
 
-        NumPy scalars from the host engine. Torch tensors from the device engine, without the causes
-        that only alert; `last_decision` has them.
+        NumPy scalars from the host engine, torch tensors from the device engine.
         """
         return self.live_engine.decision
 
@@ -190,14 +189,13 @@ class Healing:
         decision = self.live_engine.decision
         if decision is None:
             return None
-        groups, (cause, action) = decision.group_scale, self.live_engine.alert_flags()
-        action = action if self.engine.mode != "observe" else 0
+        groups = decision.group_scale
         return Decision(
             grad_scale=float(decision.grad_scale),
             skip=bool(decision.skip),
             lr_scale=float(decision.lr_scale),
-            action=Action(int(decision.action) | action),
-            cause=Cause(int(decision.cause) | cause),
+            action=Action(int(decision.action)),
+            cause=Cause(int(decision.cause)),
             rollback_depth=int(decision.rollback_depth),
             group_scale=None if groups is None else groups.tolist(),
         )

@@ -22,9 +22,9 @@ from healcore.runtime.incidents.step_lines import (
     nonfinite_row_text,
     passes_power_of_ten,
 )
-from healcore.torch.alert_queue import PendingRecords
 from healcore.torch.engines import READ_EVERY, DeviceEngine, HostEngine, LiveEngine
 from healcore.torch.loop_mistakes import NormCeiling
+from healcore.torch.record_queue import PendingRecords
 
 WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""

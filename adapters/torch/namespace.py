@@ -11,6 +11,7 @@ Dynamo (measured) and keeps torch's inexact `sqrt`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,20 +37,76 @@ def _sqrt(x: Tensor) -> Tensor:
     return torch.sqrt(x)
 
 
+_KINDS = {float: (torch.float32,), int: (torch.float32, torch.int32)}
+"""Type of a Python number -> dtypes that it takes on beside a tensor."""
+
+
 class Namespace:
     """Array functions that create arrays on one device.
 
-    `where` accepts Python numbers, which torch fills in on the condition's device. The core's only
-    table is copied to the device once, because a CUDA graph cannot capture a copy from the host.
+    The core's only table is copied to the device once, because a CUDA graph cannot capture a copy
+    from the host.
     """
 
     float32, int32, bool = torch.float32, torch.int32, torch.bool
-    abs, isfinite, where = torch.abs, torch.isfinite, torch.where
-    sqrt = staticmethod(_sqrt)
+    abs, clip = torch.abs, torch.clamp
+    sqrt, reciprocal = staticmethod(_sqrt), staticmethod(torch.reciprocal)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._edges = torch.as_tensor(EDGES).to(device)
+        self._numbers: dict[tuple[Any, torch.dtype], Tensor] = {}
+
+    def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:
+        """`torch.where`; a Python number becomes a tensor once, and not at every call."""
+        if not isinstance(y, Tensor):
+            y = self._number(y, x)
+        elif not isinstance(x, Tensor):
+            x = self._number(x, y)
+        return torch.where(condition, x, y)
+
+    def _number(self, number: Any, like: Any) -> Any:
+        """`number` as a 0-d tensor of the dtype of `like`, or unchanged where that is not safe."""
+        if (
+            not isinstance(like, Tensor)
+            or like.dtype not in _KINDS.get(type(number), ())
+            or torch.compiler.is_compiling()
+            or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        ):
+            return number
+        key = number, like.dtype
+        if key not in self._numbers:
+            self._numbers[key] = torch.full((), number, dtype=like.dtype, device=self.device)
+        return self._numbers[key]
+
+    @staticmethod
+    def isfinite(x: Tensor) -> Tensor:
+        """`torch.isfinite` for floats, with half of its operations."""
+        return torch.abs(x) < math.inf
+
+    @staticmethod
+    def minimum(x: Any, y: Any) -> Tensor:
+        """Elementwise minimum; one side may be a Python number."""
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            return torch.minimum(x, y)
+        return torch.clamp_max(x, y) if isinstance(x, Tensor) else torch.clamp_max(y, x)
+
+    @staticmethod
+    def maximum(x: Any, y: Any) -> Tensor:
+        """Elementwise maximum; one side may be a Python number."""
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            return torch.maximum(x, y)
+        return torch.clamp_min(x, y) if isinstance(x, Tensor) else torch.clamp_min(y, x)
+
+    @staticmethod
+    def without_small(x: Tensor, limit: float) -> Tensor:
+        """See `numerics`."""
+        return torch.nn.functional.hardshrink(x, limit)
+
+    @staticmethod
+    def quotient(x: Tensor, y: Any) -> Tensor:
+        """See `numerics`. torch divides exactly by a tensor, but not by a Python number."""
+        return x / (y if isinstance(y, Tensor) else torch.full_like(x, y))
 
     @staticmethod
     def astype(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ bool = np.bool_
 arange, cumsum, asarray = np.arange, np.cumsum, np.asarray
 
 MAX = np.float32(np.finfo(np.float32).max)
-ZERO = np.float32(0)
+ZERO, ONE = np.float32(0), np.float32(1)
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
@@ -27,6 +27,35 @@ def where(condition: Any, a: Any, b: Any) -> Any:
     if condition:
         return a if kind is other or issubclass(kind, np.generic) else other(a)
     return b if kind is other or issubclass(other, np.generic) else kind(b)
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """`numpy.minimum`; a Python number takes the dtype of the other operand."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.minimum(a, b)
+    return _as(a, b) if a < b or a != a else _as(b, a)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """`numpy.maximum`; a Python number takes the dtype of the other operand."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.maximum(a, b)
+    return _as(a, b) if a > b or a != a else _as(b, a)
+
+
+def clip(x: Any, low: float, high: float) -> Any:
+    """`numpy.clip` between two Python numbers."""
+    return np.clip(x, low, high) if isinstance(x, np.ndarray) else maximum(minimum(x, high), low)
+
+
+def _as(x: Any, other: Any) -> Any:
+    kind = type(x)
+    return x if kind is type(other) or issubclass(kind, np.generic) else type(other)(x)
+
+
+def reciprocal(x: Any) -> Any:
+    """`numpy.reciprocal` for float32."""
+    return ONE / x
 
 
 def isfinite(x: Any) -> Any:

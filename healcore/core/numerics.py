@@ -17,27 +17,37 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 TINY = 1e-12  # smaller signals become 0, so that no square is subnormal
 
 FLUSH = 1e-30  # smaller state becomes 0; far above the subnormals that XLA flushes
 
-HUGE = 1e15  # larger norms and losses count as overflowed, so that squares stay finite
+HUGE = 1e15  # detectors see larger norms and losses as this, so that squares stay finite
+
+MAX = float(np.finfo(np.float32).max)
 
 _LARGEST = 1e38
 
 
 def settle(x: Any, *, xp: Any) -> Any:
     """Replaces values below `FLUSH` by zero, so that no backend keeps a subnormal."""
-    return xp.where(xp.abs(x) < FLUSH, 0.0, x)
+    return _without_small(x, FLUSH, xp=xp)
+
+
+def _without_small(x: Any, limit: float, *, xp: Any) -> Any:
+    """Replaces values of at most `limit`, in absolute value, by +0."""
+    if hasattr(xp, "without_small"):
+        return xp.without_small(x, limit)
+    return xp.where(xp.abs(x) <= limit, 0.0, x)
 
 
 def product(a: Any, b: Any, *, xp: Any) -> Any:
     """Multiplies and rounds to float32 separately in every backend, for products below 1e38.
 
-    Do not add a constant to the result: LLVM would move the addition into the select.
+    Do not add a constant to the result: LLVM would move the addition into the minimum.
     """
-    result = a * b
-    return xp.where(result < _LARGEST, result, _LARGEST)
+    return xp.minimum(a * b, _LARGEST)
 
 
 def quotient(a: Any, b: Any, *, xp: Any) -> Any:
@@ -46,7 +56,18 @@ def quotient(a: Any, b: Any, *, xp: Any) -> Any:
     The divisor is brought to the dividend's shape, because XLA multiplies by the reciprocal of a
     broadcast divisor.
     """
+    if hasattr(xp, "quotient"):
+        return xp.quotient(a, b)
+    if isinstance(b, int | float):
+        b = a - a + b
     return a / xp.where(a == a, b, 1.0)
+
+
+def plus_one(number: Any) -> Any:
+    """`1 + number` in float32, the same for a Python number and a float32 array."""
+    if isinstance(number, int | float):
+        return float(np.float32(1.0) + np.float32(number))
+    return 1.0 + number
 
 
 def complement(decay: Any, like: Any) -> Any:
@@ -56,20 +77,18 @@ def complement(decay: Any, like: Any) -> Any:
 
 def bounded(x: Any, ok: Any, *, xp: Any) -> Any:
     """Limits |x| to HUGE. Values below TINY, and those with `ok` false (may be NaN), become 0."""
-    x = xp.where(ok, x, 0.0)
-    x = xp.where(x > HUGE, HUGE, x)
-    x = xp.where(x < -HUGE, -HUGE, x)
-    return xp.where(xp.abs(x) < TINY, 0.0, x)
+    x = xp.clip(xp.where(ok, x, 0.0), -HUGE, HUGE)
+    return _without_small(x, TINY, xp=xp)
 
 
 def larger(a: Any, b: Any, *, xp: Any) -> Any:
-    """Elementwise maximum; unlike torch.maximum it accepts a Python number on either side."""
-    return xp.where(a > b, a, b)
+    """Elementwise maximum; either side may be a Python number."""
+    return xp.maximum(a, b)
 
 
 def smaller(a: Any, b: Any, *, xp: Any) -> Any:
     """Elementwise minimum; either side may be a Python number."""
-    return xp.where(a < b, a, b)
+    return xp.minimum(a, b)
 
 
 def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:
@@ -101,4 +120,4 @@ def as_float(count: Any, *, xp: Any) -> Any:
 
 def sub_one(count: Any, *, xp: Any) -> Any:
     """Decrements an int32, but not below zero."""
-    return xp.where(count > 0, count - 1, 0)
+    return xp.maximum(count - 1, 0)

@@ -19,6 +19,11 @@ from healcore.core import host
 _MAX_DEPTH = 20
 """Limit of nested parentheses in the program; Python's parser has a limit of 200."""
 _LOGICAL = {"&": "and", "|": "or"}
+_COUNTED = {
+    "+": ("{0} + {2} if {1} else {0}", np.int32(1)),
+    "*": ("{0} if {1} else {2}", np.int32(0)),
+}
+"""An int32 plus or times a bool: conditionals take a third of the time."""
 
 
 class NotRecordable(TypeError):
@@ -112,6 +117,7 @@ class Tape:
     sqrt = _called(host.sqrt)
     sum = _called(host.sum)
     cumsum = _called(host.cumsum)
+    reciprocal = _called(host.reciprocal)
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, tuple[str, ...]]] = []
@@ -134,6 +140,25 @@ class Tape:
         if not same or any(isinstance(each, np.ndarray) for each in samples):
             return self.call(host.where, condition, a, b)
         return self.add("{1} if {0} else {2}", host.where, condition, a, b)
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        """As `host.minimum`."""
+        return self._smallest("<", host.minimum, a, b)
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        """As `host.maximum`."""
+        return self._smallest(">", host.maximum, a, b)
+
+    def _smallest(self, sign: str, function: Callable[..., Any], a: Any, b: Any) -> Any:
+        a, b = _like(a, _sample(b)), _like(b, _sample(a))
+        kinds = {type(_sample(each)) for each in (a, b)}
+        if len(kinds) > 1 or np.ndarray in kinds:
+            return self.call(function, a, b)
+        return self.add(f"{{0}} if {{0}} {sign} {{1}} or {{0}} != {{0}} else {{1}}", function, a, b)
+
+    def clip(self, x: Any, low: Any, high: Any) -> Any:
+        """As `host.clip`."""
+        return self.maximum(self.minimum(x, high), low)
 
     def abs(self, x: Any) -> Any:
         """As `host.abs`."""
@@ -177,6 +202,9 @@ class Tape:
         a, b = _like(a, _sample(b)), _like(b, _sample(a))
         if sign in _LOGICAL and all(isinstance(_sample(each), np.bool_) for each in (a, b)):
             sign = _LOGICAL[sign]  # short-circuit evaluation
+        if type(_sample(a)) is np.int32 and type(_sample(b)) is np.bool_ and sign in _COUNTED:
+            text, number = _COUNTED[sign]
+            return self.add(text, lambda a, b, _: function(a, b), a, b, number)
         return self.add(f"{{}} {sign} {{}}", function, a, b)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:

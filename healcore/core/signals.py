@@ -42,7 +42,7 @@ class Signals(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """Signals with NaN, Inf and numbers above HUGE replaced, and flags for the replaced values."""
+    """Signals limited to HUGE, with NaN and Inf replaced, and flags for the replaced values."""
 
     loss: Any
     grad_norm: Any
@@ -50,22 +50,25 @@ class Observed(NamedTuple):
     eval_loss: Any
     group_norms: Any
     bad_loss: Any  # bool or None: the loss is NaN or infinite
-    bad_grad: Any  # bool or None: a gradient norm is NaN, infinite, above 1e15 or negative
-    bad_update: Any  # bool or None: the update norm is NaN, infinite or above 1e15
+    bad_grad: Any  # bool or None: a gradient norm is NaN, infinite, too large to clip, or negative
+    bad_update: Any  # bool or None: the update norm is NaN, infinite or negative
     finite: Any  # bool: all signals are finite, so baselines may learn this step
     has_eval: Any  # bool or None: this step has an evaluation
     restart: Any  # bool: a change is expected, so baselines restart their warm-up
     learning_rate: Any = None  # float32 or None: the schedule's rate; 0 if not finite
 
 
-def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
+def observe(signals: Signals, restart: Any, *, clips: bool, xp: Any) -> Observed:
     """Separates finite values from others, once for all detectors.
 
     Args:
         signals: raw signals; `loss` or `grad_norm` must be present.
         restart: bool array, see `Observed.restart`.
+        clips: whether the policy clips. No float32 factor clips a gradient above HUGE, so its norm
+            counts as not finite then.
         xp: the array namespace.
     """
+    most = numerics.HUGE if clips else numerics.MAX
     finite = restart | True
     bad_loss = bad_grad = bad_update = has_eval = None
     loss, grad_norm, update_norm, eval_loss = signals.loss, signals.grad_norm, None, None
@@ -75,17 +78,17 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
         bad_loss, finite = ~is_valid, finite & is_valid
         loss = numerics.bounded(loss, is_valid, xp=xp)
     if grad_norm is not None:
-        is_valid = _is_norm(grad_norm)
+        is_valid = _is_norm(grad_norm, most)
         bad_grad, finite = ~is_valid, finite & is_valid
         grad_norm = numerics.bounded(grad_norm, is_valid, xp=xp)
     if group_norms is not None:
-        valid_groups = _is_norm(group_norms)
+        valid_groups = _is_norm(group_norms, most)
         any_bad = xp.sum(xp.astype(~valid_groups, xp.int32), axis=-1) > 0
         bad_grad = any_bad if bad_grad is None else bad_grad | any_bad
         finite = finite & ~any_bad
         group_norms = numerics.bounded(group_norms, valid_groups, xp=xp)
     if signals.update_norm is not None:
-        is_valid = _is_norm(signals.update_norm)
+        is_valid = _is_norm(signals.update_norm, numerics.MAX)
         bad_update, finite = ~is_valid, finite & is_valid
         update_norm = numerics.bounded(signals.update_norm, is_valid, xp=xp)
     rate = signals.learning_rate
@@ -110,9 +113,9 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
     )
 
 
-def _is_norm(norm: Any) -> Any:
-    """Whether a norm is finite, at most HUGE and not negative; subnormals count as 0, as in XLA."""
-    return (norm > -numerics.TINY) & (norm <= numerics.HUGE)
+def _is_norm(norm: Any, most: float) -> Any:
+    """Whether a norm is at most `most` and not negative; subnormals count as 0, as in XLA."""
+    return (norm > -numerics.TINY) & (norm <= most)
 
 
 def _check_not_tuple(name: str, value: object) -> None:

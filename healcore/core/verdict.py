@@ -59,7 +59,8 @@ def flag(condition: Any, flags: int, *, xp: Any) -> Any:
 
     Not `where(condition, flags, 0)`: each backend chooses another dtype for two Python numbers.
     """
-    return xp.astype(condition, xp.int32) * int(flags)
+    bit = xp.astype(condition, xp.int32)
+    return bit if flags == 1 else bit * int(flags)
 
 
 class Reading(NamedTuple):

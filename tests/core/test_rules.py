@@ -7,13 +7,21 @@ import pytest
 
 from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Action, Cause
+from healcore.policy import engine_of
 from tests.core.engine_runner import Runner, ordered, watching
 
 BAD = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 ROLLBACK = int(Action.ROLLBACK)
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 3e38, -1.0])
+def test_a_huge_gradient_is_finite_unless_it_is_clipped():
+    """No float32 factor scales a norm of 3e38 to a limit near 1."""
+    assert not Runner(watching("nonfinite")).step(loss=1.0, grad_norm=3e38).skip
+    clipping = engine_of("default", {"clip": {"max_norm": 1.0}}).config
+    assert Runner(clipping).step(loss=1.0, grad_norm=3e38).skip
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, -1.0])
 def test_a_gradient_that_is_no_number_is_skipped_under_any_policy(wrong):
     for config in (watching("nonfinite"), watching("vanishing")):
         decision = Runner(config).step(loss=1.0, grad_norm=wrong)

@@ -128,9 +128,9 @@ def test_a_climb_of_thirty_steps_soon_after_the_first_descent_is_found():
 def lasts(losses: np.ndarray) -> np.ndarray:
     """At which steps the spike lasts, by a rule that fires at each of them."""
     losses = np.asarray(losses, np.float32)
-    runner = Runner(
-        CONFIG._replace(incident=IncidentConfig(quiet_steps=1, patience=1)), lanes=LANES
-    )
+    rule = CONFIG.rules[0]._replace(action=int(Action.ALERT))  # whose firings are counted
+    incident = IncidentConfig(quiet_steps=1, patience=1)
+    runner = Runner(CONFIG._replace(rules=(rule,), incident=incident), lanes=LANES)
     lasting = []
     for loss in losses:
         runner.step(loss=loss)

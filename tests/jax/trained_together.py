@@ -119,7 +119,7 @@ def loss_of(params: Any, batch: Any) -> tuple[Any, Any]:
 def last(state: Any) -> Any:
     """The record of the last step, bit for bit."""
     heal = find(state)
-    return state_layout.record(heal.heal_floats, heal.heal_ints, state_layout.no_signals())
+    return state_layout.record(heal.heal_floats, heal.heal_ints)
 
 
 def train_step(
@@ -191,7 +191,7 @@ def advance(kind: str, params: Any, state: Any, steps: range) -> tuple[Any, Any,
 
 def read(record: Any) -> list[Any]:
     """A record's decision and numbers."""
-    r, _ = state_layout.unpack_record(np.asarray(record), "")
+    r = state_layout.unpack_record(np.asarray(record), "")
     decided = [r.step, int(r.cause), int(r.action), bool(r.skip)]
     return [*decided, r.lr_scale, r.grad_scale, r.loss, r.grad_norm]
 

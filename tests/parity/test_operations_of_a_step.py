@@ -28,20 +28,18 @@ class Counts(NamedTuple):
     """Operations of one step under one policy."""
 
     equations: int
-    """Primitives in the jaxpr of the part of the engine that runs in the step."""
+    """Primitives in the jaxpr of the engine."""
     dispatches: int
     """Operations that torch dispatches in an eager `optimizer.step()` with the device engine."""
 
 
 COUNTS = {
-    "default": Counts(433, 490),
-    "conservative": Counts(671, 780),
-    "pretraining": Counts(1018, 1180),
-    "zclip": Counts(333, 416),
+    "default": Counts(367, 315),
+    "conservative": Counts(797, 700),
+    "pretraining": Counts(979, 867),
+    "zclip": Counts(268, 251),
 }
 """With jax 0.10.2 and torch 2.13.0."""
-WHOLE = 540
-"""Primitives of the whole policy `default`, if nothing ran on the host."""
 
 
 def assert_near(found: int, committed: int) -> None:
@@ -70,11 +68,7 @@ def equations_of(engine: Any) -> int:
 
 @pytest.mark.parametrize("preset", COUNTS)
 def test_equations_of_the_engine(preset: str):
-    assert_near(equations_of(engine_of(preset).in_step), COUNTS[preset].equations)
-
-
-def test_equations_of_the_whole_policy():
-    assert_near(equations_of(engine_of("default")), WHOLE)
+    assert_near(equations_of(engine_of(preset)), COUNTS[preset].equations)
 
 
 class Dispatches(TorchDispatchMode):
@@ -109,8 +103,8 @@ def test_dispatches_of_the_device_engine(preset: str):
 PARAMS = [jnp.ones((8, 8)), jnp.ones((8, 8)), jnp.zeros(8), jnp.zeros(8)]
 COMPILED = {
     "clip": (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 321, 12),
-    "heal_zclip": (optax.chain(heal_zclip(), optax.adamw(1e-3)), 2276, 70),
-    "protect": (protect(optax.adamw(1e-3)), 2145, 92),
+    "heal_zclip": (optax.chain(heal_zclip(), optax.adamw(1e-3)), 1978, 63),
+    "protect": (protect(optax.adamw(1e-3)), 2012, 95),
 }
 """Transformation, then instructions and distinct kernels of its compiled step."""
 _NAME = re.compile(r"%[\w.\-]+")

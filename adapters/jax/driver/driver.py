@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.core.engine.alerts import AlertState
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver.gradient_window import GradientWindow, differ
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
@@ -82,7 +81,7 @@ class JaxDriver:
                 "should_skip_update_fn=optax.skip_not_finite to MultiSteps"
             )
         self._on_step: Callable[[], None] = lambda: None
-        self._remember_step([self._engine.alerts.init()] * len(self._engines))
+        self._remember_step()
         self._edit = max(in_state.edits(self._states()))
         """Number of the last edit of the state, by a rollback, `expect_change`, ..."""
         self._edit_is_new = False
@@ -137,7 +136,10 @@ class JaxDriver:
         counters = _counters_of(states)
         if not differ(counters, self._last_counters):
             return None
-        before, self._readback = self._readback, self._read_back(self._readback, states)
+        before, self._readback = (
+            self._readback,
+            PendingReadback(states, self._engines, self._readback),
+        )
         if self._step is not None:
             self._stride = self._step.steps_read or self._stride
         # One sync, at the first dispatch only. A wrong number of steps (the last dispatch of an
@@ -202,16 +204,12 @@ class JaxDriver:
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """Returns engine name -> `Engine.to_dict`. One sync."""
-        polled, states = self._all_polled(), self._states()
-        last = self._readback if polled else self._read_back(self._readback, states)
-        alerts = [each.alerts for each in last.read()]
-        return in_state.dicts(self._engine, self._engines, self._live.read(), alerts)
+        return in_state.dicts(self._engine, self._engines, self._live.read())
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Replaces the named engine states."""
         tree = self._live.read()
-        tree, alerts = in_state.loaded(self._engine, self._engines, tree, engines)
-        self._replace_state(tree, alerts)
+        self._replace_state(in_state.loaded(self._engine, self._engines, tree, engines))
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
@@ -431,28 +429,14 @@ class JaxDriver:
         if all_polled:  # otherwise `poll_step` still has to return the step before the edit
             self._last_counters = self._counters()
 
-    def _replace_state(self, tree: Any, alerts: Mapping[str, AlertState] | None = None) -> None:
-        """Makes `tree` the live state, and drops a step that was not polled.
-
-        `alerts` holds new states of the part of the policy on the host, by engine name.
-        """
+    def _replace_state(self, tree: Any) -> None:
+        """Makes `tree` the live state, and drops a step that was not polled."""
         self._edit_state(tree)
-        latest = [each.alerts for each in self._readback.read()]
-        self._remember_step(
-            [
-                (alerts or {}).get(each.name, old)
-                for each, old in zip(self._engines, latest, strict=True)
-            ]
-        )
+        self._remember_step()
 
-    def _remember_step(self, alerts: Sequence[AlertState]) -> None:
-        self._readback = self._read_back(alerts, self._states())
+    def _remember_step(self) -> None:
+        self._readback = PendingReadback(self._states(), self._engines, None)
         self._last_counters = self._counters()
-
-    def _read_back(
-        self, before: PendingReadback | Sequence[AlertState], states: Sequence[HealState]
-    ) -> PendingReadback:
-        return PendingReadback(states, self._engine, self._engines, before)
 
 
 _ARRAYS_ONLY = (

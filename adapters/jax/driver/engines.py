@@ -11,7 +11,6 @@ import numpy as np
 import optax
 
 from healcore.core.engine import Engine
-from healcore.core.engine.alerts import AlertState
 from healcore.jax import heal_state, state_layout
 from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
@@ -84,30 +83,25 @@ def at(root: Any, path: Path) -> HealState:
     return node
 
 
-def dicts(
-    engine: Engine, engines: Sequence[EngineEntry], tree: Any, alerts: Sequence[AlertState]
-) -> dict[str, dict[str, Any]]:
+def dicts(engine: Engine, engines: Sequence[EngineEntry], tree: Any) -> dict[str, dict[str, Any]]:
     """Returns engine name -> `Engine.to_dict`. One sync."""
     states = [heal_state.engine_state(engine, at(tree, each.path)) for each in engines]
     return {
-        each.name: engine.to_dict(engine.alerts.joined(state, mine))
-        for each, state, mine in zip(engines, jax.device_get(states), alerts, strict=True)
+        each.name: engine.to_dict(state)
+        for each, state in zip(engines, jax.device_get(states), strict=True)
     }
 
 
 def loaded(
     engine: Engine, engines: Sequence[EngineEntry], tree: Any, data: Mapping[str, Mapping[str, Any]]
-) -> tuple[Any, dict[str, AlertState]]:
-    """Replaces the engine states named in `data`, and the multiplier of `scale_by_heal_lr`.
-
-    Returns the new tree, and engine name -> state of the part of the policy on the host.
+) -> Any:
+    """The tree with the engine states named in `data`, and the multiplier of `scale_by_heal_lr`.
 
     Raises StateError if a state belongs to another policy or model, or the run has no such engine.
     """
     paths = {each.name: each.path for each in engines}
     check_engines(data, paths)
-    parts = {name: engine.alerts.divided(engine.from_dict(each)) for name, each in data.items()}
-    states = {name: in_step for name, (in_step, _) in parts.items()}
+    states = {name: engine.from_dict(each) for name, each in data.items()}
     new = {}
     for name, state in states.items():
         live = at(tree, paths[name])
@@ -121,10 +115,9 @@ def loaded(
             return ScaleByHealLrState(as_live(np.float32(scale), node.heal_lr_scale))
         return new.get(path, node)
 
-    tree = jax.tree_util.tree_map_with_path(
+    return jax.tree_util.tree_map_with_path(
         one, tree, is_leaf=lambda node: isinstance(node, (HealState, ScaleByHealLrState))
     )
-    return tree, {name: alerts for name, (_, alerts) in parts.items()}
 
 
 def is_accumulated(tree: Any) -> bool:

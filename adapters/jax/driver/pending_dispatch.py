@@ -15,11 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from healcore.core import step_record
-from healcore.core.engine import Engine
-from healcore.core.engine.alerts import AlertState
 from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Cause
 from healcore.jax import state_layout
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.live_state import array_of
@@ -38,11 +35,9 @@ class Readback(NamedTuple):
     norms: np.ndarray
     """float32 (n,): norm of each gradient leaf at the last step."""
     steps: list[StepRecord]
-    """Records of the whole policy since the previous readback, oldest first."""
+    """Records since the previous readback, oldest first."""
     missing: int
     """Number of these steps without a record."""
-    alerts: AlertState
-    """State of the part of the policy on the host after these steps."""
 
 
 class PendingReadback:
@@ -50,18 +45,15 @@ class PendingReadback:
 
     Args:
         states: the healing states.
-        engine: the policy's engine.
         engines: the engines of the run.
-        before: the previous readback, or the states of the part of the policy on the host if
-            `states` have taken no step since.
+        before: the previous readback, or None if `states` have taken no step since.
     """
 
     def __init__(
         self,
         states: Sequence[HealState],
-        engine: Engine,
         engines: Sequence[EngineEntry],
-        before: PendingReadback | Sequence[AlertState],
+        before: PendingReadback | None,
     ) -> None:
         arrays = [
             (array_of(each.heal_ints), array_of(each.heal_records), array_of(each.heal_leaf_norms))
@@ -70,9 +62,8 @@ class PendingReadback:
         self._shapes = [(records.shape, norms.shape[0]) for _, records, norms in arrays]
         self._packed = _pack(arrays)
         self._packed.copy_to_host_async()
-        self._alerts = engine.alerts
         self._engines = engines
-        self._before: PendingReadback | Sequence[AlertState] = before
+        self._before = before
         self._read: list[Readback] | None = None
 
     def read(self) -> list[Readback]:
@@ -83,34 +74,22 @@ class PendingReadback:
                 end = 2 + math.prod(shape)
                 counts, records = StepCounts(*packed[:2].tolist()), packed[2:end].reshape(shape)
                 norms, packed = packed[end : end + tensors], packed[end + tensors :]
-                judged = self._judge(index, counts, records)
-                found.append(Readback(counts, records, norms.view(np.float32), *judged))
-            self._read, self._before = found, ()  # frees the previous readback
+                steps = self._steps(index, counts, records)
+                found.append(Readback(counts, records, norms.view(np.float32), *steps))
+            self._read, self._before = found, None  # frees the previous readback
         return self._read
 
-    def _judge(
+    def _steps(
         self, index: int, counts: StepCounts, records: np.ndarray
-    ) -> tuple[list[StepRecord], int, AlertState]:
-        """Runs the part of the policy on the host; the result is the end of a `Readback`."""
-        if not isinstance(self._before, PendingReadback):
-            return [], 0, self._before[index]
-        before = self._before.read()[index]
-        state = before.alerts
-        if counts.steps <= before.counts.steps:
-            return [], 0, state
-        rows, missing = records_between(records, before.counts, counts)
-        steps = []
-        for row in rows:
-            judged, signals = unpack_record(row, self._engines[index].name)
-            if judged.cause & Cause.NONFINITE_GRAD and signals.update_norm is not None:
-                finite = signals.grad_norm is None or np.isfinite(signals.grad_norm)
-                bad = bool(finite and not np.isfinite(signals.update_norm))
-                judged = judged._replace(bad_update=bad)
-            if self._alerts:
-                state = self._alerts.step(state, judged, signals)
-                judged = self._alerts.completed(judged, state)
-            steps.append(judged)
-        return steps, missing, state
+    ) -> tuple[list[StepRecord], int]:
+        """The end of a `Readback`."""
+        if self._before is None:
+            return [], 0
+        before = self._before.read()[index].counts
+        if counts.steps <= before.steps:
+            return [], 0
+        rows, missing = records_between(records, before, counts)
+        return [unpack_record(row, self._engines[index].name) for row in rows], missing
 
 
 class Dispatch:
@@ -244,5 +223,5 @@ def _idle(engine: EngineEntry, read: Readback) -> StepRecord:
     """The record for a step that the engine did not judge, or whose record is missing."""
     # An engine does not judge steps of other optimizers, or micro-batches of an optax.MultiSteps
     # around `protect`. The state still holds the previous step, whose order was handled already.
-    record, _ = unpack_record(last_record(read.records, read.counts.steps), engine.name)
+    record = unpack_record(last_record(read.records, read.counts.steps), engine.name)
     return record.unjudged()._replace(step=read.counts.steps, judged=False)

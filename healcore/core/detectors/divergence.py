@@ -55,8 +55,8 @@ class DivergenceConfig(NamedTuple):
     ) -> tuple[DivergenceState, Reading]:
         """Learns `seen.loss`, then compares the trend with the best level."""
         learn, loss = seen.finite, seen.loss
-        values = noise.begin(state.values, loss, seen.restart, xp=xp)
-        first, warm = values.count == 0, values.count < self.window
+        values, first = noise.begin(state.values, loss, seen.restart, xp=xp)
+        warm = values.count < self.window
         trend = xp.where(first, loss, state.trend)
         unit = noise.unit(values, trend, noise.SMALL, xp=xp)
         threshold = numerics.product(self.rise, unit, xp=xp)

@@ -33,10 +33,15 @@ def init() -> NoiseState:
     return NoiseState(np.zeros((), np.int32), zero, zero.copy())
 
 
-def begin(state: NoiseState, value: Any, restart: Any, *, xp: Any) -> NoiseState:
-    """Prepares the state for `value`. A restart resets the count and keeps the noise."""
+def begin(state: NoiseState, value: Any, restart: Any, *, xp: Any) -> tuple[NoiseState, Any]:
+    """Prepares the state for `value`. A restart resets the count and keeps the noise.
+
+    Returns:
+        The state, and whether `value` is the first one; bool.
+    """
     count = xp.where(restart, 0, state.count)
-    return state._replace(count=count, last=xp.where(count == 0, value, state.last))
+    first = count == 0
+    return state._replace(count=count, last=xp.where(first, value, state.last)), first
 
 
 def unit(state: NoiseState, level: Any, min_share: Any, *, xp: Any) -> Any:
@@ -53,8 +58,8 @@ def learn(
     Returns:
         The new state, and the weight of this value: 1 / count, but at least 1 / window.
     """
-    count = xp.where(state.count < window, state.count + 1, state.count)
-    weight = numerics.quotient(value - value + 1.0, numerics.as_float(count, xp=xp), xp=xp)
+    count = xp.minimum(state.count + 1, window)
+    weight = xp.reciprocal(numerics.as_float(count, xp=xp))
     jump = xp.abs(value - state.last)
     step = numerics.product(weight, numerics.smaller(jump, max_jump, xp=xp) - state.noise, xp=xp)
     noise = state.noise + xp.where(jump > 0, step, 0.0)

@@ -22,6 +22,7 @@ from healcore.core.verdict import Cause, Reading
 THRESHOLD_GAIN = 0.2  # increase of the threshold per full vote, as a share of the threshold
 TARGET_VOTE = 1.0 / 256.0  # mean vote at which the threshold settles
 ESCAPE_WINDOWS = 2  # windows after which the level of a sustained spike becomes the level
+_INFINITE = float("inf")
 MIN_THRESHOLD_SHARE = 0.5  # smallest threshold, as a share of `z_threshold`
 
 
@@ -107,11 +108,10 @@ def _judge(
     config: Any, state: SpikeState, value: Any, learn: Any, restart: Any, *, xp: Any
 ) -> tuple[SpikeState, Reading]:
     """Judges `value` (float32, finite where `learn` holds), then learns it."""
-    values = noise.begin(state.values, value, restart, xp=xp)
-    first, warm = values.count == 0, values.count < config.window
+    values, first = noise.begin(state.values, value, restart, xp=xp)
+    warm = values.count < config.window
     level = xp.where(first, value, state.level)
-    start = value - value + config.z_threshold
-    threshold = xp.where(first, start, state.threshold)
+    threshold = xp.where(first, config.z_threshold, state.threshold)
     votes = xp.where(first, 0.0, state.votes)
     lasting = xp.where(first, 0, state.lasting)
     before = SpikeState(values, level, threshold, votes, lasting)
@@ -119,15 +119,15 @@ def _judge(
     unit = noise.unit(values, level, config.min_noise, xp=xp)
     known = unit > 0
     gap = value - level
-    z = numerics.quotient(gap, xp.where(known, unit, 1.0), xp=xp)
-    z = xp.where(known & ~warm, z, 0.0)
+    # A value that is not judged has the score 0, and therefore no vote.
+    z = numerics.quotient(gap, xp.where(known & ~warm & learn, unit, _INFINITE), xp=xp)
     vote = numerics.quotient(z - threshold, threshold, xp=xp)
-    vote = xp.where(vote > 0, xp.where(vote < 1, vote, 1.0), 0.0)
+    vote = xp.minimum(xp.maximum(vote, 0.0), 1.0)
 
     max_gap = xp.where(known, numerics.product(threshold, unit, xp=xp), numerics.HUGE)
     values, weight = noise.learn(values, value, max_gap, config.window, xp=xp)
     votes = votes - numerics.product(weight, votes, xp=xp) + vote
-    votes = numerics.smaller(votes, vote - vote + 1.0 + config.evidence, xp=xp)
+    votes = xp.minimum(votes, numerics.plus_one(config.evidence))
     sustained = votes > config.evidence
     lasting = xp.where(sustained, lasting + 1, 0)
     escaped = lasting >= ESCAPE_WINDOWS * config.window
@@ -137,7 +137,7 @@ def _judge(
     level = xp.where(gap > 0, level + rise, numerics.smaller(level, higher_of_two, xp=xp))
     factor = THRESHOLD_GAIN * (vote - TARGET_VOTE)
     learnt = threshold + numerics.product(threshold, factor, xp=xp)
-    learnt = numerics.larger(learnt, MIN_THRESHOLD_SHARE * start, xp=xp)
+    learnt = numerics.larger(learnt, MIN_THRESHOLD_SHARE * config.z_threshold, xp=xp)
     after = SpikeState(
         values,
         numerics.settle(xp.where(escaped, value, level), xp=xp),
@@ -146,5 +146,4 @@ def _judge(
         xp.where(escaped, 0, lasting),
     )
     chosen = map_leaves(lambda new, old: xp.where(learn, new, old), after, before)
-    sustained = learn & sustained & (vote > 0)
-    return chosen, Reading(learn & (vote >= 1), sustained, z=xp.where(learn, z, 0.0))
+    return chosen, Reading(vote >= 1, sustained & (vote > 0), z=z)

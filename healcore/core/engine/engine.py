@@ -15,7 +15,6 @@ from healcore.core import numerics
 from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import lr
-from healcore.core.engine.alerts import Alerts
 from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.judge import judge
 from healcore.core.engine.state import EngineState, from_dict, init, metrics, to_dict
@@ -68,16 +67,6 @@ class Engine:
         except TypeError:
             return None
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @cached_property
-    def alerts(self) -> Alerts:
-        """The part of the policy that only alerts; `alerts.step_config` is the other part."""
-        return Alerts(self.config)
-
-    @cached_property
-    def in_step(self) -> Engine:
-        """The engine of the part that has to run in the training step."""
-        return Engine(self.alerts.step_config) if self.alerts else self
 
     @cached_property
     def needs(self) -> frozenset[str]:

@@ -55,7 +55,7 @@ class Orders(NamedTuple):
 
     recover: Any  # bool: roll back
     depth: Any  # int32: known-good checkpoint to restore, 1 = newest; 0 without a rollback
-    cut: Any  # bool: cut the learning rate
+    cut: Any  # bool: cut the learning rate; None if no rule cuts it
     stop: Any  # bool: the rollbacks are exhausted, and the step is not finite
     alert: Any  # bool: the rollbacks are exhausted, and the run continues
     refund: Any  # bool: refund one rollback and one cut
@@ -123,46 +123,63 @@ def update(
         cause: int32: `Cause` flags of this step.
         skip: bool: the step is skipped.
         wants_recovery: bool: a rule with ROLLBACK fired.
-        wants_cut: bool: a rule with CUT_LR fired.
+        wants_cut: bool: a rule with CUT_LR fired; None if no rule cuts the rate.
         xp: the array namespace.
     """
     incident_cause = cause & causes(config)
     alarm = incident_cause != 0
     # A step is harmless if it is skipped only because it is not finite. If such steps order a
     # recovery, their incident is an ordinary one.
-    harmless = skip & ((incident_cause & ~_NONFINITE) == 0)
-    orders_recovery = numerics.shared(harmless & (wants_recovery | wants_cut), xp=xp)
-    harmless = numerics.shared(harmless & ~orders_recovery, xp=xp)
-    incident_begun = alarm & ~harmless & ~state.open & ~(orders_recovery & state.skipped)
-    skip_begun = alarm & harmless & ~state.open & ~state.skipped
-    opened = numerics.shared(incident_begun | skip_begun, xp=xp)
-    quiet_steps = xp.where(state.open | state.skipped, state.quiet + 1, 0)
-    quiet = xp.where(alarm, xp.where(harmless & state.open, state.quiet, 0), quiet_steps)
+    harmless = alarm & skip
+    if causes(config) & ~_NONFINITE:
+        harmless = harmless & ((incident_cause & ~_NONFINITE) == 0)
+    serious, known_skips, turned = alarm & ~harmless, state.skipped, None
+    if may_recover(config):
+        ordered = wants_recovery if wants_cut is None else wants_recovery | wants_cut
+        orders_recovery = numerics.shared(harmless & ordered, xp=xp)
+        harmless = numerics.shared(harmless & ~orders_recovery, xp=xp)
+        known_skips = state.skipped & ~orders_recovery
+        # The order turns an incident of skips into an ordinary one, which is not a new one.
+        serious = serious | orders_recovery
+        turned = state.skipped & orders_recovery
+    is_new = ~state.open
+    begun = serious & is_new
+    skip_begun = harmless & is_new & ~state.skipped
+    first = begun if turned is None else begun & ~turned
+    opened = numerics.shared(first | skip_begun, xp=xp)
+    quiet = (state.quiet + 1) * (state.open | state.skipped)
+    quiet = xp.where(alarm, state.quiet * (harmless & state.open), quiet)
     lasts = quiet < config.incident.quiet_steps
-    is_open = numerics.shared((state.open | incident_begun | orders_recovery) & lasts, xp=xp)
-    skipped = ((state.skipped & ~incident_begun & ~orders_recovery) | skip_begun) & lasts
+    is_open = numerics.shared((state.open | begun) & lasts, xp=xp)
+    skipped = ((known_skips & ~begun) | skip_begun) & lasts
     onset = xp.where(opened, step, state.onset)
-    healthy = numerics.shared(~is_open & ~alarm, xp=xp)
-    number = xp.where(opened, state.number + 1, state.number)
+    healthy = numerics.shared(~(is_open | alarm), xp=xp)
+    number = state.number + opened
     if not may_recover(config):
         never = healthy & ~healthy
         new = state._replace(open=is_open, skipped=skipped, number=number, onset=onset, quiet=quiet)
-        return new, budget, Orders(never, state.quiet * 0, never, never, never, never, healthy)
+        return new, budget, Orders(never, state.quiet * 0, None, never, never, never, healthy)
 
     patience = config.incident.patience
     recovered = xp.where(opened, -1, state.recovered)
-    cut = xp.where(opened, -1, state.cut)
-    cut_due = wants_cut & ((cut < 0) | (cut >= patience))
-    # A cut repeats the rollback order, because the host may have declined an earlier one.
-    recover = wants_recovery & ((recovered < 0) | (recovered >= patience) | cut_due)
-    recover, cut_due = numerics.shared(recover, xp=xp), numerics.shared(cut_due, xp=xp)
-    recovered = xp.where(recover, 0, _count_alarm(recovered, alarm, xp=xp))
-    cut = xp.where(cut_due, 0, _count_alarm(cut, alarm, xp=xp))
+    recover_due = (recovered < 0) | (recovered >= patience)
+    cut, cut_due = state.cut, None
+    if wants_cut is not None:
+        cut = xp.where(opened, -1, cut)
+        cut_due = numerics.shared(wants_cut & ((cut < 0) | (cut >= patience)), xp=xp)
+        cut = xp.where(cut_due, 0, _count_alarm(cut, alarm))
+        # A cut repeats the rollback order, because the host may have declined an earlier one.
+        recover_due = recover_due | cut_due
+    recover = numerics.shared(wants_recovery & recover_due, xp=xp)
+    recovered = xp.where(recover, 0, _count_alarm(recovered, alarm))
 
-    again = (state.last_onset >= 0) & (onset - state.last_onset < config.rollback.region)
-    # A rollback also resets the step counter, so an earlier onset is in the same region.
-    escalations = xp.where(recover, xp.where(again, state.escalations + 1, 0), state.escalations)
-    depth = config.rollback.depth + config.rollback.deepen * escalations
+    escalations, last_onset, depth = state.escalations, state.last_onset, config.rollback.depth
+    if not (isinstance(config.rollback.deepen, int) and config.rollback.deepen == 0):
+        again = (last_onset >= 0) & (onset - last_onset < config.rollback.region)
+        # A rollback also resets the step counter, so an earlier onset is in the same region.
+        escalations = xp.where(recover, (escalations + 1) * again, escalations)
+        last_onset = xp.where(recover, onset, last_onset)
+        depth = depth + config.rollback.deepen * escalations
     new_budget, orders = _grant(
         config.budget, budget, recover, cut_due, depth, healthy, is_open, cause, xp=xp
     )
@@ -175,7 +192,7 @@ def update(
             quiet=quiet,
             recovered=recovered,
             cut=cut,
-            last_onset=xp.where(recover, onset, state.last_onset),
+            last_onset=last_onset,
             escalations=escalations,
         ),
         new_budget,
@@ -183,9 +200,9 @@ def update(
     )
 
 
-def _count_alarm(since: Any, alarm: Any, *, xp: Any) -> Any:
+def _count_alarm(since: Any, alarm: Any) -> Any:
     """Counts an alarm since an order; -1 (no order yet) stays."""
-    return xp.where(alarm & (since >= 0), since + 1, since)
+    return since + (alarm & (since >= 0))
 
 
 def _grant(
@@ -205,25 +222,28 @@ def _grant(
     `Engine.on_rollback` subtracts a rollback. A step in an incident resets the count of healthy
     steps. A skipped non-finite step outside an incident leaves the count unchanged.
     """
-    denied = recover & ~(state.recoveries > 0)
+    left = state.recoveries > 0
+    granted = numerics.shared(recover & left, xp=xp)
+    denied = recover & ~left
     nonfinite = (cause & _NONFINITE) != 0
-    count = xp.where(healthy, state.healthy + 1, state.healthy)
-    count = xp.where(in_incident | recover | cut, 0, count)
+    ends_health = in_incident | recover if cut is None else in_incident | recover | cut
+    count = (state.healthy + healthy) * ~ends_health
     refund = numerics.shared(count >= config.refund_after, xp=xp)
-    granted = numerics.shared(recover & (state.recoveries > 0), xp=xp)
+    lr_cuts, cut_granted = state.lr_cuts, None
+    if cut is not None:
+        cut_granted = numerics.shared(cut & (lr_cuts > 0), xp=xp)
+        lr_cuts = xp.where(cut_granted, lr_cuts - 1, lr_cuts)
     orders = Orders(
         recover=granted,
-        depth=xp.where(granted, depth, 0),
-        cut=numerics.shared(cut & (state.lr_cuts > 0), xp=xp),
+        depth=xp.where(granted, depth, state.healthy * 0),
+        cut=cut_granted,
         stop=denied & nonfinite,
         alert=denied & ~nonfinite,
         refund=refund,
         healthy=healthy,
     )
-    recoveries = state.recoveries
-    lr_cuts = xp.where(orders.cut, state.lr_cuts - 1, state.lr_cuts)
     return BudgetState(
-        recoveries=xp.where(refund & (recoveries < config.recoveries), recoveries + 1, recoveries),
-        lr_cuts=xp.where(refund & (lr_cuts < config.lr_cuts), lr_cuts + 1, lr_cuts),
-        healthy=xp.where(refund, 0, count),
+        recoveries=state.recoveries + (refund & (state.recoveries < config.recoveries)),
+        lr_cuts=lr_cuts + (refund & (lr_cuts < config.lr_cuts)),
+        healthy=count * ~refund,
     ), orders

@@ -13,11 +13,9 @@ from healcore.core import numerics
 from healcore.core.clipping import Clip
 from healcore.core.engine import incident, lr, rules
 from healcore.core.engine.config import EngineConfig, RuleConfig
-from healcore.core.engine.state import EngineState, Tally
+from healcore.core.engine.state import EngineState
 from healcore.core.signals import Observed, Signals, observe
 from healcore.core.verdict import Action, Decision, Reading, Telemetry, flag
-
-_ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 
 
 def judge(
@@ -28,9 +26,9 @@ def judge(
     if signals.change_expected is not None:
         change_expected = change_expected | signals.change_expected
     grace = remaining_grace(config, state.grace, change_expected, xp=xp)
-    seen = observe(signals, change_expected, xp=xp)
+    seen = observe(signals, change_expected, clips=config.clip is not None, xp=xp)
 
-    detectors, readings = run_detectors(config, state.detectors, seen, grace > 0, xp=xp)
+    detectors, readings = run_detectors(config, state.detectors, seen, grace <= 0, xp=xp)
     alarmed, sustained = cause_flags(config, readings, seen, xp=xp)
     alarmed, sustained = numerics.shared(alarmed, xp=xp), numerics.shared(sustained, xp=xp)
     cause = alarmed | sustained
@@ -38,7 +36,7 @@ def judge(
 
     never = cause != cause  # false, with the batch's shape
     skips, skip = rules.limit_skips(
-        config.max_skips,
+        config,
         state.skips,
         _any([f.fired for rule, f in fired if rule.skip], never),
         seen,
@@ -56,7 +54,7 @@ def judge(
         cause,
         skip,
         _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], never),
-        _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], never),
+        _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
         xp=xp,
     )
     lr_state, action = state.lr, fresh_actions(fired, cause, xp=xp)
@@ -74,12 +72,16 @@ def judge(
         action = (
             action
             | flag(orders.recover, Action.ROLLBACK, xp=xp)
-            | flag(orders.cut, Action.CUT_LR, xp=xp)
             | flag(orders.stop, Action.STOP, xp=xp)
             | flag(orders.alert, Action.ALERT, xp=xp)
         )
+    if orders.cut is not None:
+        action = action | flag(orders.cut, Action.CUT_LR, xp=xp)
 
-    grad_scale, group_scale, clipped = _scales(clip, skip, lr_state.scale, xp=xp)
+    one = state.last.decision.grad_scale  # always, if the policy does not clip
+    if config.clip is not None:
+        one = one - one + 1.0
+    grad_scale, group_scale, clipped = _scales(clip, skip, one, xp=xp)
     ordered = Decision(
         grad_scale=grad_scale,
         skip=skip,
@@ -89,14 +91,13 @@ def judge(
         rollback_depth=orders.depth,
         group_scale=group_scale,
     )
-    # `Engine.on_rollback` counts the rollbacks.
-    counted = (clipped, skip, cause != 0, never, orders.cut)
-    tally = Tally(
-        *(
-            xp.where(happened, count + 1, count)
-            for count, happened in zip(state.tally, counted, strict=True)
-        )
+    tally = state.tally._replace(
+        skips=state.tally.skips + skip, alarms=state.tally.alarms + (cause != 0)
     )
+    if clipped is not None:
+        tally = tally._replace(clips=tally.clips + clipped)
+    if orders.cut is not None:
+        tally = tally._replace(lr_cuts=tally.lr_cuts + orders.cut)
     return EngineState(
         step=state.step + 1,
         change_expected=never,
@@ -115,20 +116,20 @@ def judge(
 
 def remaining_grace(config: EngineConfig, grace: Any, change_expected: Any, *, xp: Any) -> Any:
     """Remaining steps of the grace window, int32, including this step."""
-    remaining = xp.where(grace > 0, grace - 1, 0)
+    remaining = numerics.sub_one(grace, xp=xp)
     return xp.where(change_expected, config.grace_steps, remaining)
 
 
 def run_detectors(
-    config: EngineConfig, states: tuple[Any, ...], seen: Observed, in_grace: Any, *, xp: Any
+    config: EngineConfig, states: tuple[Any, ...], seen: Observed, may_alarm: Any, *, xp: Any
 ) -> tuple[tuple[Any, ...], dict[str, Reading]]:
-    """Runs the detectors that have their signals; the grace window mutes all but `nonfinite`."""
+    """Runs the detectors that have their signals; without `may_alarm` all but `nonfinite` mute."""
     new, readings = [], {}
     for (name, detector), state in zip(config.detectors, states, strict=True):
         if all(getattr(seen, field) is not None for field in detector.NEEDS):
             state, reading = detector.update(state, seen, xp=xp)
             if name != "nonfinite":
-                alarm, sustained = reading.alarm & ~in_grace, reading.sustained & ~in_grace
+                alarm, sustained = reading.alarm & may_alarm, reading.sustained & may_alarm
                 reading = reading._replace(alarm=alarm, sustained=sustained)
             readings[name] = reading
         new.append(state)
@@ -139,7 +140,7 @@ def cause_flags(
     config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: Any
 ) -> tuple[Any, Any]:
     """`Cause` flags (int32) of this step's alarms, and of its sustained alarms."""
-    alarmed = sustained = xp.astype(seen.finite & False, xp.int32)
+    alarmed = sustained = 0
     for name, detector in config.detectors:
         reading = readings.get(name)
         if reading is None:
@@ -149,6 +150,8 @@ def cause_flags(
             continue
         alarmed = alarmed | flag(reading.alarm, detector.CAUSE, xp=xp)
         sustained = sustained | flag(reading.sustained, detector.CAUSE, xp=xp)
+    if isinstance(alarmed, int):  # no detector has its signals
+        alarmed = sustained = xp.astype(seen.finite & False, xp.int32)
     return alarmed, sustained
 
 
@@ -162,9 +165,12 @@ def run_rules(
     xp: Any,
 ) -> tuple[tuple[rules.RuleState, ...], list[tuple[RuleConfig, rules.Firing]]]:
     """Counts the hits of each rule. Returns the new states, and each rule with its `Firing`."""
-    new, fired = [], []
+    new, fired, hits = [], [], {}
     for rule, state in zip(config.rules, states, strict=True):
-        hit = ((sustained if rule.sustained else alarmed) & rule.causes) != 0
+        key = rule.sustained, rule.causes
+        if key not in hits:
+            hits[key] = ((sustained if rule.sustained else alarmed) & rule.causes) != 0
+        hit = hits[key]
         state, firing = rules.update(rule, state, hit, step, config.incident.quiet_steps, xp=xp)
         new.append(state)
         fired.append((rule, firing))
@@ -173,11 +179,12 @@ def run_rules(
 
 def fresh_actions(fired: list[tuple[RuleConfig, rules.Firing]], like: Any, *, xp: Any) -> Any:
     """`Action` flags (int32) of alerts, saves and stops whose rules fire anew."""
-    action = like & 0
+    action = None
     for rule, firing in fired:
-        if rule.action & _ONCE:
-            action = action | flag(firing.fresh, rule.action & _ONCE, xp=xp)
-    return action
+        if rule.action & rules.ONCE:
+            ordered = flag(firing.fresh, rule.action & rules.ONCE, xp=xp)
+            action = ordered if action is None else action | ordered
+    return like & 0 if action is None else action
 
 
 def _clip(
@@ -192,13 +199,12 @@ def _clip(
     return rule.update(state.clip, seen, learn, xp=xp)
 
 
-def _scales(clip: Clip | None, skip: Any, like: Any, *, xp: Any) -> tuple[Any, Any, Any]:
-    """(grad_scale, group_scale or None, clipped); a skipped step does not count as clipped."""
-    one = like - like + 1.0
+def _scales(clip: Clip | None, skip: Any, one: Any, *, xp: Any) -> tuple[Any, Any, Any]:
+    """(grad_scale, group_scale or None, clipped or None); a skipped step is not clipped."""
     if clip is None:
-        return one, None, skip & False
+        return one, None, None
     if clip.scale.ndim == skip.ndim:
-        return xp.where(skip, one, clip.scale), None, clip.clipped & ~skip
+        return xp.where(skip, 1.0, clip.scale), None, clip.clipped & ~skip
     clipped = xp.sum(xp.astype(clip.clipped, xp.int32), axis=-1) > 0
     return one, xp.where(skip[..., None], 1.0, clip.scale), clipped & ~skip
 
@@ -228,7 +234,8 @@ def _telemetry(
 
 
 def _any(flags: list[Any], never: Any) -> Any:
-    """Logical or; `never` (all false) sets dtype and shape."""
+    """Logical or; `never` if there are no flags."""
+    found = None
     for each in flags:
-        never = never | each
-    return never
+        found = each if found is None else found | each
+    return never if found is None else found

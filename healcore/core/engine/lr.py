@@ -53,45 +53,50 @@ def update(
 
     A cut multiplies the multiplier in force. In an incident the multiplier stays, except that the
     ceiling lowers it if the schedule rises. `refund` (long health) raises the limit. `rate` is the
-    schedule's learning rate at this step, or None for a constant rate of 1.
+    schedule's learning rate at this step, or None for a constant rate of 1. `cut` is None if no
+    rule cuts the rate.
     """
-    one = state.scale - state.scale + 1.0
-    rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)
+    if rate is None:
+        rate = state.scale - state.scale + 1.0
+    else:
+        rate = xp.where((rate > 0) & (rate < _MOST), rate, 1.0)
     # After a window with a wrong, high rate, its low multiplier must not stay in force.
-    same_schedule = (rate >= RESTART_RATIO * state.rate) & ~cut
-    peak = xp.where(same_schedule & (state.peak > rate), state.peak, rate)
-    cut_scale = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
-    # A floor above the multiplier does not raise the multiplier.
-    cut_scale = numerics.smaller(cut_scale, state.scale, xp=xp)
-    rate_after_cut = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.low)
-    rate_before_cut = xp.where(
-        refund, numerics.quotient(state.broken, config.factor * one, xp=xp), state.broken
-    )
-    rate_before_cut = numerics.smaller(rate_before_cut, _MOST, xp=xp)
-    rate_before_cut = xp.where(cut, numerics.product(state.scale, rate, xp=xp), rate_before_cut)
-    hold = xp.where(cut, config.hold_steps, state.hold)
-    ramp = xp.where(cut, config.ramp_steps, state.ramp)
+    keeps_peak = (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
+    low, hold, ramp, cut_scale = state.low, state.hold, state.ramp, state.scale
+    broken = xp.where(refund, numerics.quotient(state.broken, config.factor, xp=xp), state.broken)
+    broken = numerics.smaller(broken, _MOST, xp=xp)
+    advances = healthy
+    if cut is not None:
+        keeps_peak, advances = keeps_peak & ~cut, healthy & ~cut
+        cut_scale = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
+        # A floor above the multiplier does not raise the multiplier.
+        cut_scale = numerics.smaller(cut_scale, state.scale, xp=xp)
+        low = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), low)
+        broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), broken)
+        hold = xp.where(cut, config.hold_steps, hold)
+        ramp = xp.where(cut, config.ramp_steps, ramp)
+    peak = xp.where(keeps_peak, state.peak, rate)
 
     holding = hold > 0
-    advances = healthy & ~cut
-    ramp = xp.where(advances & ~holding, numerics.sub_one(ramp, xp=xp), ramp)
+    ramp = numerics.sub_one(ramp + (holding | ~advances), xp=xp)
     hold = xp.where(advances & holding, hold - 1, hold)
-    limited = (rate_before_cut > 0) & (config.ceiling * one > 0)
-    top = numerics.quotient(numerics.product(config.ceiling, rate_before_cut, xp=xp), peak, xp=xp)
-    top = xp.where(limited & (top < 1), top, 1.0)
-    bottom = numerics.smaller(numerics.quotient(rate_after_cut, rate, xp=xp), top, xp=xp)
+    top: Any = 1.0
+    if not (isinstance(config.ceiling, int | float) and config.ceiling <= 0):
+        share = numerics.product(config.ceiling, broken, xp=xp)
+        top = numerics.quotient(share, peak, xp=xp)
+        # Without a cut `share` is 0; so it is where the ceilings of several policies are 0.
+        top = xp.where((share > 0) & (top < 1), top, 1.0)
+    bottom = numerics.smaller(numerics.quotient(low, rate, xp=xp), top, xp=xp)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
-    share = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
-    ramp_share = numerics.as_float(config.ramp_steps - ramp, xp=xp) * share
+    part = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
+    ramp_share = numerics.as_float(config.ramp_steps - ramp, xp=xp) * part
     ramped = bottom + numerics.product(top - bottom, ramp_share, xp=xp)
-    done = ~holding & (ramp == 0)
-    scale = xp.where(done, top, xp.where(holding, bottom, ramped))
+    scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
     scale = xp.where(in_incident, numerics.smaller(state.scale, top, xp=xp), scale)
-    scale = xp.where(cut, cut_scale, scale)
-    return LrState(
-        numerics.settle(scale, xp=xp), rate_after_cut, rate_before_cut, peak, rate, hold, ramp
-    )
+    if cut is not None:
+        scale = xp.where(cut, cut_scale, scale)
+    return LrState(numerics.settle(scale, xp=xp), low, broken, peak, rate, hold, ramp)
 
 
 def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:

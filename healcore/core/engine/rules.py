@@ -16,18 +16,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.engine.config import RuleConfig
+from healcore.core.engine.config import EngineConfig, RuleConfig
 from healcore.core.signals import Observed
+from healcore.core.verdict import NONFINITE, Action
 
 _NEVER = 1 << 30
+ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
+"""Actions that a rule orders once, not at each step of the same trouble."""
 
 
 class RuleState(NamedTuple):
     """Hits of one rule, and its last firing."""
 
-    run: Any  # int32: hits in a row
+    run: Any  # int32: hits in a row; 0 for a rule that fires at one hit
     window: Any  # int32 (within,): ring of the last steps, 1 for a hit; (0,) without a window
-    age: Any  # int32: steps since the rule last fired
+    age: Any  # int32: steps since the rule last fired; only counted for `ONCE`
 
 
 class Firing(NamedTuple):
@@ -56,25 +59,33 @@ def update(
     xp: Any,
 ) -> tuple[RuleState, Firing]:
     """Counts one step; `hit` tells whether a cause of the rule is present, `step` is its index."""
-    streak = xp.where(hit, xp.where(state.run < _NEVER, state.run + 1, state.run), 0)
-    fired = hit & (streak >= config.consecutive)
+    streak, fired = state.run, hit
+    if not (isinstance(config.consecutive, int) and config.consecutive == 1):
+        streak = (state.run + 1) * hit
+        fired = hit & (streak >= config.consecutive)
     window = state.window
     if config.within:
         slot, value = step % config.within, xp.astype(hit, xp.int32)
         window = numerics.with_slot(window, slot, value, xp=xp)
         fired = fired & (xp.sum(window, axis=-1) >= config.count)
+    if not config.action & ONCE:
+        return RuleState(streak, window, state.age), Firing(fired, fired)
     fresh = fired & (state.age >= quiet_steps)
-    age = xp.where(fired, 0, xp.where(state.age < _NEVER, state.age + 1, state.age))
-    return RuleState(streak, window, age), Firing(fired, fresh)
+    return RuleState(streak, window, (state.age + 1) * ~fired), Firing(fired, fresh)
+
+
+def skips_finite(config: EngineConfig) -> bool:
+    """Whether a rule can skip a step with a finite loss and gradient."""
+    return any(rule.skip and rule.causes & ~int(NONFINITE) for rule in config.rules)
 
 
 def limit_skips(
-    max_skips: Any, streak: Any, wished: Any, seen: Observed, *, xp: Any
+    config: EngineConfig, streak: Any, wished: Any, seen: Observed, *, xp: Any
 ) -> tuple[Any, Any]:
     """Decides which steps are skipped, at most `max_skips` finite ones in a row.
 
     Args:
-        max_skips: the limit.
+        config: the policy.
         streak: int32: finite steps skipped in a row; a step without an alarm resets it.
         wished: bool: a rule orders a skip.
         seen: the step's signals.
@@ -83,11 +94,12 @@ def limit_skips(
     Returns:
         The new `streak`; bool: the step is skipped.
     """
-    bad = ~seen.finite
-    finite_order = wished & ~bad
-    allowed = streak < max_skips
-    streak = xp.where(bad, streak, xp.where(finite_order, xp.where(allowed, streak + 1, streak), 0))
-    granted = (wished & bad) | (finite_order & allowed)
+    granted = wished
+    if skips_finite(config):
+        order = wished & seen.finite
+        allowed = streak < config.max_skips
+        granted = wished & (~seen.finite | allowed)
+        streak = xp.where(seen.finite, (streak + (order & allowed)) * order, streak)
     if seen.bad_grad is not None:
         granted = granted | seen.bad_grad  # under every policy
     return streak, granted

@@ -226,7 +226,14 @@ class Engine:
         self.change_expected = False
         self.grace = self.config.grace_steps if restart else max(0, self.grace - 1)
         step, groups = _observed(
-            loss, grad_norm, update_norm, eval_loss, group_norms, restart, learning_rate
+            loss,
+            grad_norm,
+            update_norm,
+            eval_loss,
+            group_norms,
+            restart,
+            learning_rate,
+            self.config.clip is not None,
         )
         absent = {
             "loss": loss is None,
@@ -351,14 +358,19 @@ def _observed(
     groups: list[float] | None,
     restart: bool,
     rate: float | None,
+    clips: bool,
 ) -> tuple[Step, list[float] | None]:
-    """The numbers, made finite and small enough for float32 to square."""
+    """The numbers, made finite and small enough for float32 to square.
+
+    A policy that clips takes no gradient that it cannot scale in float32.
+    """
+    most = 1e15 if clips else 3.4028234663852886e38
     bad_loss = loss is not None and not math.isfinite(loss)
-    bad_grad = not all(_is_norm(each) for each in [norm, *(groups or [])])
+    bad_grad = not all(_is_norm(each, most) for each in [norm, *(groups or [])])
     bad_update = not _is_norm(update)
     step = Step(
         loss=_bounded(loss),
-        norm=_bounded(norm if _is_norm(norm) else 0.0),
+        norm=_bounded(norm if _is_norm(norm, most) else 0.0),
         update=_bounded(update if _is_norm(update) else 0.0),
         evaluation=_bounded(evaluation) if _is_finite(evaluation) else None,
         bad_loss=bad_loss,
@@ -370,16 +382,16 @@ def _observed(
     )
     if groups is None:
         return step, None
-    return step, [_bounded(each if _is_norm(each) else 0.0) or 0.0 for each in groups]
+    return step, [_bounded(each if _is_norm(each, most) else 0.0) or 0.0 for each in groups]
 
 
 def _is_finite(x: float | None) -> bool:
     return x is not None and math.isfinite(x)
 
 
-def _is_norm(x: float | None) -> bool:
-    """Whether it is not negative (except by rounding) and float32 can square it."""
-    return x is None or -1e-12 < x <= 1e15
+def _is_norm(x: float | None, most: float = 3.4028234663852886e38) -> bool:
+    """Whether it is not negative (except by rounding) and at most `most`."""
+    return x is None or -1e-12 < x <= most
 
 
 def _bounded(x: float | None) -> float | None:
