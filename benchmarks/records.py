@@ -87,7 +87,7 @@ def first_alarms(losses: np.ndarray, config: RecordsConfig) -> np.ndarray:
     """The step of each run's first alarm, or the number of steps."""
     state, found = config.init(), np.full(RUNS, STEPS)
     for i, loss in enumerate(losses.astype(np.float32)):
-        seen = observe(Signals(loss=loss), np.zeros(RUNS, bool), xp=np)
+        seen = observe(Signals(loss=loss), np.zeros(RUNS, bool), clips=False, xp=np)
         with np.errstate(all="ignore"):
             state, reading = config.update(state, seen, xp=np)
         found = np.where(reading.alarm & (found == STEPS), i, found)
