@@ -172,14 +172,14 @@ class Driver(Protocol):
         ...
 
     def copy_weights(self) -> Any:
-        """A copy of the trainable parameters on the host, for `losses_of`.
+        """A copy on the host, for `losses_of`, of the parameters that the optimizers train.
 
         Each rank copies its shards of sharded parameters.
         """
         ...
 
     def weights_digest(self) -> str:
-        """Digest of a sample of each trainable parameter, the same in every process."""
+        """Digest of a sample of each trained parameter, the same in every process."""
         ...
 
     def losses_of(
@@ -193,7 +193,8 @@ class Driver(Protocol):
         Args:
             loss_fn: the user's function of a batch, or of state and batch if the state is a value.
             batches: batches as the loop receives them.
-            weights: result of `copy_weights`, or None for the current weights. Buffers stay.
+            weights: result of `copy_weights`, or None for the current weights. Everything else
+                in the state stays: buffers, averages of the weights, teachers.
 
         Raises:
             WeightsChanged: `weights` is a copy of other parameters. `loss_fn` was not called.

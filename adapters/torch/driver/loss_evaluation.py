@@ -32,16 +32,16 @@ class LossEvaluation:
         self._healings = healings
 
     def copy_weights(self) -> dict[int, Tensor]:
-        """Parameter's id -> host copy of each trainable parameter; for DTensors, of local shards.
+        """Parameter's id -> host copy of each trained parameter; for DTensors, of local shards.
 
         On the host, so that an accelerator's memory holds only one set of weights.
         """
-        return {key: part.detach().to("cpu", copy=True) for key, part in self._trainable().items()}
+        return {key: part.detach().to("cpu", copy=True) for key, part in self._trained().items()}
 
     def weights_digest(self) -> str:
         """See `Driver.weights_digest`. Parameters without data (lazy, meta) do not count."""
         found = hashlib.blake2b(digest_size=8)
-        for part in self._trainable().values():
+        for part in self._trained().values():
             if not (is_lazy(part) or part.is_meta):
                 flat = part.detach().reshape(-1)
                 sample = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].to("cpu", copy=True)
@@ -56,9 +56,7 @@ class LossEvaluation:
     ) -> list[float]:
         """See `Driver.losses_of`."""
         if weights is not None:
-            shapes = [
-                {k: w.shape for k, w in each.items()} for each in (weights, self._trainable())
-            ]
+            shapes = [{k: w.shape for k, w in each.items()} for each in (weights, self._trained())]
             if shapes[0] != shapes[1]:
                 raise WeightsChanged
         with self._restoring(), torch.no_grad():
@@ -106,16 +104,23 @@ class LossEvaluation:
         named = (item for item in self._state.values() if isinstance(item, nn.Module))
         return list({id(module): module for item in named for module in item.modules()}.values())
 
-    def _trainable(self) -> dict[int, Tensor]:
-        """Parameter's id -> each trainable parameter; for DTensors, the local shard."""
+    def _trained(self) -> dict[int, Tensor]:
+        """Parameter's id -> each parameter that an optimizer trains; for DTensors, the local shard.
+
+        Averages, momentum encoders and teachers stay current: an old momentum encoder would meet
+        the current queue. If no module has a parameter of an optimizer, the optimizers train copies
+        of the modules' parameters (master weights), and both belong to the weights.
+        """
         self.reshard()
-        params = [p for module in self._modules() for p in module.parameters(recurse=False)]
-        params += [p for h in self._healings.values() for p in gradients.parameters(h.optimizer)]
+        params = [p for h in self._healings.values() for p in gradients.parameters(h.optimizer)]
+        held = [p for module in self._modules() for p in module.parameters(recurse=False)]
+        if not {*map(id, params)} & {*map(id, held)}:
+            params += held
         trained = [p for p in params if p.requires_grad]
         return {id(p): p.to_local() if hasattr(p, "to_local") else p for p in trained}  # type: ignore[operator]
 
     def _write_weights(self, weights: Mapping[int, Tensor]) -> None:
-        for key, part in self._trainable().items():
+        for key, part in self._trained().items():
             part.data.copy_(weights[key])
 
     @contextmanager
