@@ -185,7 +185,9 @@ class Driver(Protocol):
     def losses_of(
         self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None
     ) -> list[float]:
-        """The loss of each batch, in training mode and without gradients.
+        """The loss of each batch, in training mode.
+
+        Without gradients, unless `loss_fn` computes some; `.grad` is unchanged afterwards.
 
         Every call draws the random numbers that the next step will draw, so that two calls differ
         by the weights only. The run's state is unchanged afterwards.
