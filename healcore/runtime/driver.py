@@ -172,20 +172,22 @@ class Driver(Protocol):
         ...
 
     def copy_weights(self) -> Any:
-        """A copy of the trainable parameters on the host, for `losses_of`.
+        """A copy on the host, for `losses_of`, of the parameters that the optimizers train.
 
         Each rank copies its shards of sharded parameters.
         """
         ...
 
     def weights_digest(self) -> str:
-        """Digest of a sample of each trainable parameter, the same in every process."""
+        """Digest of a sample of each trained parameter, the same in every process."""
         ...
 
     def losses_of(
         self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None
     ) -> list[float]:
-        """The loss of each batch, in training mode and without gradients.
+        """The loss of each batch, in training mode.
+
+        Without gradients, unless `loss_fn` computes some; `.grad` is unchanged afterwards.
 
         Every call draws the random numbers that the next step will draw, so that two calls differ
         by the weights only. The run's state is unchanged afterwards.
@@ -193,7 +195,8 @@ class Driver(Protocol):
         Args:
             loss_fn: the user's function of a batch, or of state and batch if the state is a value.
             batches: batches as the loop receives them.
-            weights: result of `copy_weights`, or None for the current weights. Buffers stay.
+            weights: result of `copy_weights`, or None for the current weights. Everything else
+                in the state stays: buffers, averages of the weights, teachers.
 
         Raises:
             WeightsChanged: `weights` is a copy of other parameters. `loss_fn` was not called.

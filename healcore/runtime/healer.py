@@ -465,8 +465,11 @@ class Healer(Generic[State]):
         return getattr(self._loop.driver, "state", self._options.state)
 
     def expect_change(self) -> None:
-        """Announces that the next step differs on purpose (LR, batch size, data, weights)."""
-        self._live.driver.expect_change()
+        """Announces that the next step differs on purpose (LR, batch size, data, loss, weights).
+
+        Drops the earlier weights that the Healer compares with. Call it on every rank.
+        """
+        self._live.expect_change()
 
     def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
         """Wraps a function so that a call is repeated after a transient failure.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from healcore.jax.driver import engines as in_state
+from healcore.jax.driver.averages import averages, rivals
 from healcore.jax.driver.gradient_window import GradientWindow, differ
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
 from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
@@ -54,9 +55,14 @@ class JaxDriver:
         tree = self._live.read()
         check_leaves(tree, "state", _ARRAYS_ONLY)
         self._engines = in_state.find(tree, self._live.trained(), self._engine)
-        parts = [each.parameters for each in self._engines]
-        self._parameters = frozenset().union(*parts) if all(parts) else frozenset()
-        """Paths of the parameters, or empty if the state does not identify all of them."""
+        parts = [each.candidates for each in self._engines]
+        parts = parts if all(parts) else []
+        self._parameters = {name for fitting in parts for part in fitting for name in part}
+        """Paths of what may be parameters, or empty if the state does not identify all of them."""
+        self._rivals = rivals(parts, self._weights())
+        """Equal parts of which not all are trained, until their movement has shown which."""
+        self._averages = frozenset[str]()
+        """Paths that are known not to be trained."""
         self._not_finite = set(self.nonfinite_weights())
         self._step: Dispatch | None = None
         self._stride: int | None = None
@@ -239,8 +245,8 @@ class JaxDriver:
         return [name for name, finite in jax.device_get(found).items() if not finite]
 
     def copy_weights(self) -> dict[str, Any]:
-        """Returns path -> copy of each parameter (see `_weights`), in host memory."""
-        return {name: _copy(leaf) for name, leaf in self._weights().items()}
+        """Returns path -> copy of each trained parameter, in host memory."""
+        return {name: _copy(leaf) for name, leaf in self._trained().items()}
 
     def weights_digest(self) -> str:
         """See `Driver.weights_digest`. One sync per parameter."""
@@ -277,11 +283,11 @@ class JaxDriver:
     ) -> list[Any]:
         if weights and any(
             getattr(weights.get(name), "shape", None) != leaf.shape
-            for name, leaf in self._weights().items()
+            for name, leaf in self._trained().items()
         ):
             raise WeightsChanged
         live, in_place = self._live.read(), self._live.in_place
-        state = _with(live, weights)
+        state = _with(live, self._without_averages(weights))
         try:
             if in_place and weights:
                 self._live.write(state)
@@ -399,15 +405,30 @@ class JaxDriver:
             self._note("untaken", _UNTAKEN)
         return taken
 
-    def _weights(self) -> dict[str, Any]:
+    def _weights(self, tree: Any = None) -> dict[str, Any]:
         """Path -> parameter (or floating array, if unknown), in the same order in all processes."""
-        leaves = jax.tree_util.tree_leaves_with_path(without_heal_state(self._live.read()))
+        tree = without_heal_state(self._live.read() if tree is None else tree)
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
         arrays = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
         return {
             name: leaf
             for name, leaf in arrays.items()
             if (name in self._parameters if self._parameters else _is_floating(leaf))
         }
+
+    def _trained(self) -> dict[str, Any]:
+        """The `_weights` without those that are known not to be trained."""
+        return {k: leaf for k, leaf in self._weights().items() if k not in self._averages}
+
+    def _without_averages(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The trained part of a copy. Empty while it is unknown: the current weights stay."""
+        if weights and self._rivals:
+            before = self._weights(_with(self._live.read(), weights))
+            found = averages(self._rivals, before, self._weights())
+            if found is None:
+                return {}
+            self._averages, self._rivals = found, []
+        return {name: leaf for name, leaf in weights.items() if name not in self._averages}
 
     def _states(self) -> list[HealState]:
         roots = self._live.roots()

@@ -12,6 +12,7 @@ import optax
 
 from healcore.core.engine import Engine
 from healcore.jax import heal_state, state_layout
+from healcore.jax.driver.averages import Part
 from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import HealState, HealStateError, map_nodes, nodes
@@ -31,8 +32,8 @@ class EngineEntry(NamedTuple):
     """Path of its HealState in the state."""
     leaves: tuple[str, ...]
     """Names of the tensors whose gradients it judges."""
-    parameters: frozenset[str]
-    """Paths of the tensors that may be its parameters, or empty if these cannot be identified."""
+    candidates: tuple[Part, ...]
+    """The parts of the state that may be its parameters, or empty if these cannot be identified."""
 
 
 def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
@@ -61,11 +62,12 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
         parts = _parts(trained, count)
         names = _tensor_names(parts, name, path, count, optimizers)
         # Any part outside the optimizers may be the trained parameters.
-        outside = [part for place, part in parts.items() if not _within(place, optimizers)]
-        if _is_masked(tree, path):
-            outside = []
-        parameters = frozenset(jax.tree_util.keystr(leaf) for part in outside for leaf in part)
-        found.append(EngineEntry(name, path, names, parameters))
+        outside = tuple(
+            tuple(map(jax.tree_util.keystr, part))
+            for place, part in parts.items()
+            if not (_within(place, optimizers) or _is_masked(tree, path))
+        )
+        found.append(EngineEntry(name, path, names, outside))
     return found
 
 

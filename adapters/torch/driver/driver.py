@@ -83,7 +83,7 @@ class TorchDriver:
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""
         self._statistics = BatchStatistics(self._state, self.healings)
-        self._evaluation = LossEvaluation(self._state, self.healings)
+        self._evaluation = LossEvaluation(self._state, self.healings, self._accumulations)
         self.weights_digest = self._evaluation.weights_digest
         self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None

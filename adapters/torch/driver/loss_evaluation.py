@@ -1,4 +1,4 @@
-"""Evaluates losses without gradients, also with other weights. The run is unchanged afterwards."""
+"""Evaluates losses, also with other weights. The run is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from healcore.core.signals import SignalError
+from healcore.runtime.dominance.side_effects import undone
 from healcore.runtime.driver import SAMPLE, WeightsChanged
 from healcore.torch import gradients
+from healcore.torch.driver.gradient_window import Accumulation
 from healcore.torch.healing import Healing
 from healcore.torch.live_state import RngState
 
@@ -27,21 +30,29 @@ class LossEvaluation:
     state are not restored.
     """
 
-    def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        healings: Mapping[str, Healing],
+        accumulations: Iterable[Accumulation],
+    ) -> None:
         self._state = state
         self._healings = healings
+        self._accumulations = accumulations
+        self._differentiates = False
+        """Whether `loss_fn` computes gradients, as for adversarial examples."""
 
     def copy_weights(self) -> dict[int, Tensor]:
-        """Parameter's id -> host copy of each trainable parameter; for DTensors, of local shards.
+        """Parameter's id -> host copy of each trained parameter; for DTensors, of local shards.
 
         On the host, so that an accelerator's memory holds only one set of weights.
         """
-        return {key: part.detach().to("cpu", copy=True) for key, part in self._trainable().items()}
+        return {key: part.detach().to("cpu", copy=True) for key, part in self._trained().items()}
 
     def weights_digest(self) -> str:
         """See `Driver.weights_digest`. Parameters without data (lazy, meta) do not count."""
         found = hashlib.blake2b(digest_size=8)
-        for part in self._trainable().values():
+        for part in self._trained().values():
             if not (is_lazy(part) or part.is_meta):
                 flat = part.detach().reshape(-1)
                 sample = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].to("cpu", copy=True)
@@ -56,12 +67,24 @@ class LossEvaluation:
     ) -> list[float]:
         """See `Driver.losses_of`."""
         if weights is not None:
-            shapes = [
-                {k: w.shape for k, w in each.items()} for each in (weights, self._trainable())
-            ]
+            shapes = [{k: w.shape for k, w in each.items()} for each in (weights, self._trained())]
             if shapes[0] != shapes[1]:
                 raise WeightsChanged
-        with self._restoring(), torch.no_grad():
+        try:
+            return self._losses_of(loss_fn, batches, weights)
+        except RuntimeError as error:
+            if self._differentiates or "not require grad" not in str(error):
+                raise
+            self._differentiates = True
+            return self._losses_of(loss_fn, batches, weights)
+
+    def _losses_of(
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        weights: Mapping[int, Tensor] | None,
+    ) -> list[float]:
+        with undone(), self._restoring(), torch.set_grad_enabled(self._differentiates):
             current = None if weights is None else self.copy_weights()
             try:
                 if weights is not None:
@@ -106,21 +129,32 @@ class LossEvaluation:
         named = (item for item in self._state.values() if isinstance(item, nn.Module))
         return list({id(module): module for item in named for module in item.modules()}.values())
 
-    def _trainable(self) -> dict[int, Tensor]:
-        """Parameter's id -> each trainable parameter; for DTensors, the local shard."""
+    def _parameters(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters of the optimizers, and those of the modules."""
+        params = [p for h in self._healings.values() for p in gradients.parameters(h.optimizer)]
+        return params, [p for module in self._modules() for p in module.parameters(recurse=False)]
+
+    def _trained(self) -> dict[int, Tensor]:
+        """Parameter's id -> each parameter that an optimizer trains; for DTensors, the local shard.
+
+        Averages, momentum encoders and teachers stay current: an old momentum encoder would meet
+        the current queue. If no module has a parameter of an optimizer, the optimizers train copies
+        of the modules' parameters (master weights), and both belong to the weights.
+        """
         self.reshard()
-        params = [p for module in self._modules() for p in module.parameters(recurse=False)]
-        params += [p for h in self._healings.values() for p in gradients.parameters(h.optimizer)]
+        params, held = self._parameters()
+        if not {*map(id, params)} & {*map(id, held)}:
+            params += held
         trained = [p for p in params if p.requires_grad]
         return {id(p): p.to_local() if hasattr(p, "to_local") else p for p in trained}  # type: ignore[operator]
 
     def _write_weights(self, weights: Mapping[int, Tensor]) -> None:
-        for key, part in self._trainable().items():
+        for key, part in self._trained().items():
             part.data.copy_(weights[key])
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
-        """Restores buffers, public attributes and random states, which forward passes change.
+        """Restores gradients, buffers, public attributes and random states.
 
         A forward pass may write into a buffer, or replace it by a new tensor. Attributes are the
         mode, the hidden state of a network, and a flag of `DistributedDataParallel`: after a
@@ -134,9 +168,20 @@ class LossEvaluation:
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         ]
         random = RngState().state_dict()
+        marks = [(vars(each), dict(vars(each))) for each in self._accumulations]
+        grads = [(p, p.grad) for params in self._parameters() for p in params]
+        for p, _ in grads:
+            p.grad = None  # a backward pass would add to it
+        for module in modules if self._differentiates else ():
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = False  # no reducer waits for a backward pass
         try:
             yield
         finally:
+            for p, grad in grads:
+                p.grad = grad
+            for values, before in marks:
+                values.update(before)
             for module, name, buffer, content in buffers:
                 buffer.data.copy_(content)
                 module._buffers[name] = buffer
@@ -189,4 +234,5 @@ def _marks(batch: Any, path: str = "batch") -> Iterator[tuple[str, tuple[int, in
 
 def _whole(loss: Any) -> Any:
     """The loss; for a DTensor, the value over all ranks."""
+    loss = loss.detach() if isinstance(loss, Tensor) else loss
     return loss.full_tensor() if hasattr(loss, "full_tensor") else loss

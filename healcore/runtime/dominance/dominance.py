@@ -303,10 +303,11 @@ class Dominance:
         self.history.forget()
 
     def accept(self, until: int) -> None:
-        """Drops the copies, and compares and copies no weights before step `until`."""
+        """Drops copies and losses, and compares and copies no weights before step `until`."""
         self.silent_until = max(self.silent_until, until)
         self.anchors.clear()
         self._forget_trouble()
+        self.history.forget()
 
     def unusual(self, verdict: Verdict) -> list[int]:
         """Steps at the onset that are unusual: batches for the better weights, or gradient norms.

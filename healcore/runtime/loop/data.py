@@ -74,7 +74,10 @@ class Data:
         self._loop_names_batches = False
         """Whether the loop calls `Healer.loss`, or `observe` with a batch."""
         self._contents: dict[int, list[ObservedBatch]] = {}
-        """Number of a loader -> its batches since the last step, if weights are compared."""
+        """Number of a loader -> its batches since the last step, if weights are compared; at most
+        as many as a step has had, because an evaluation takes no step."""
+        self._most = 1
+        """Largest number of batches of a step so far."""
         self._current = 0
         """Number of the loader of the last batch."""
         self.part = -1
@@ -155,9 +158,10 @@ class Data:
         with alone:
             batch, batch_id = self._reader.next(number)
         self._current, self.part = number, -1
-        self._ids.setdefault(number, []).append(batch_id)
+        ids = self._ids.setdefault(number, [])
+        ids.append(batch_id)
         self._generators = None
-        if self._keeps_batches and not self._loop_names_batches:
+        if self._keeps_batches and not self._loop_names_batches and len(ids) <= self._most:
             self._contents.setdefault(number, []).append(ObservedBatch(batch))
         self._in_use.add(number)
         return batch
@@ -224,6 +228,7 @@ class Data:
         """Counts the steps of a dispatch, with the batches of the last loader that yielded."""
         again = self._last_ids if self._current in self._in_use else []  # two updates on one batch
         self._last_ids = ids = self._ids.get(self._current, again)
+        self._most = max(self._most, len(ids))
         self._ids.clear()  # a step may take batches of several loaders
         self.loaders.stepped(self._current, ids[-1] if ids else None)
         contents = tuple(self._contents.get(self._current, ()))

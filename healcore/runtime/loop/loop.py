@@ -290,6 +290,11 @@ class Loop(Generic[AnySaver]):
         if self.data.observed(batch, 1.0 if part is None else part.weight):
             self.recovery.dominance.gives_loss = True
 
+    def expect_change(self) -> None:
+        """See `Healer.expect_change`."""
+        self.driver.expect_change()
+        self.recovery.dominance.accept(self.data.step + 1)
+
     def save(self) -> None:
         """See `Healer.save`."""
         self.count_last_step()
