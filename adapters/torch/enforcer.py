@@ -6,16 +6,18 @@ restored afterwards unless other code has written there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer
 
+from healcore.runtime.healthy_range import HealthyRange
 from healcore.torch import gradients
 from healcore.torch.engines import READ_EVERY, DeviceOrder, HostOrder
 from healcore.torch.measurement import AsyncCopy
+from healcore.torch.optimizer_numbers import entries
 from healcore.torch.skipped_step import StepSkipper, is_third_party
 
 # Private in torch, but every foreach optimizer uses these functions.
@@ -124,6 +126,13 @@ class Enforcer:
             else:
                 scaled = original * factor
             self._replace(group, "lr", scaled)
+
+    def hold_numbers(self, name: str, healthy: Mapping[str, HealthyRange]) -> None:
+        """Replaces unusual numbers by the last healthy ones. `name` is the optimizer's."""
+        for entry in entries(name, self._optimizer) if healthy else ():
+            held = [healthy[n].held(v) if n in healthy else v for n, v in entry.numbers.items()]
+            if held != [*entry.numbers.values()]:
+                self._replace(entry.group, entry.key, entry.with_numbers(held))
 
     def clip(
         self, all_parameters: Sequence[Tensor], order: HostOrder, divisor: Tensor | None = None

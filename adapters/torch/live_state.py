@@ -22,12 +22,8 @@ from healcore.torch import gradients
 from healcore.torch.attachment import scaler_of, unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
+from healcore.torch.optimizer_numbers import NO_HYPERPARAMETERS
 
-_NO_HYPERPARAMETERS = {
-    *("params", "param_names", "initial_lr"),
-    *("foreach", "fused", "capturable", "differentiable"),
-}
-"""Entries of a parameter group that do not affect training."""
 _COUNTED = {"last_epoch", "base_lrs"}
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
@@ -93,7 +89,7 @@ def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
     for name, optimizer in optimizers(state).items():
         groups = optimizer.param_groups
         for key in dict.fromkeys(key for group in groups for key in group):
-            if key in _NO_HYPERPARAMETERS:
+            if key in NO_HYPERPARAMETERS:
                 continue
             source = "initial_lr" if key == "lr" else key
             values = [_setting(group.get(source, group.get(key))) for group in groups]

@@ -42,6 +42,7 @@ class StepHooks:
         on_judged: called at every judged step, before the optimizer's update.
         on_ended: called after each judged step with whether the step was skipped: a bool, or a 0-d
             float32 of exactly 0 or 1. In observe mode always False.
+        hold_numbers: called before each step to replace unusual numbers of the parameter groups.
         seconds: host time of the judgements since `began`, a value of `time.monotonic`.
         judged_steps: number of judgements since `began`.
         grows: whether per-tensor clipping starts a history for added parameters, instead of raising
@@ -86,6 +87,7 @@ class StepHooks:
         self.last_norms: StepNorms | None = None
         self.on_judged: Callable[[StepNorms], None] | None = None
         self.on_ended: Callable[[bool | Tensor], None] | None = None
+        self.hold_numbers: Callable[[Enforcer], object] = lambda enforcer: None
         self.grows = False
         self.began, self.seconds, self.judged_steps = time.monotonic(), 0.0, 0
 
@@ -147,6 +149,7 @@ class StepHooks:
         self.measurer.dropped.find_scaler(self.open_step.frame)
         if has_raised:  # a step that raised had no post-hook
             self.restore()
+        self.hold_numbers(self.enforcer)
         self._judged = self._turned_nonfinite = False
         self._skipped = None
         last, self._order = self._order, None

@@ -17,6 +17,7 @@ from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
 from healcore.runtime.cost import Cost
+from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.microbatches.window import Gradients
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
@@ -232,6 +233,17 @@ class Driver(Protocol):
 
     def learning_rate(self) -> float | None:
         """The current learning rate without healcore's multiplier, or None if unknown."""
+        ...
+
+    def numbers(self) -> dict[str, float]:
+        """The program's numbers of the optimizers, without learning rates, by name.
+
+        Empty in JAX, where the state would show a held number to the program.
+        """
+        ...
+
+    def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
+        """Holds numbers in their healthy range within each step. The program reads its own."""
         ...
 
     def expect_change(self) -> None:

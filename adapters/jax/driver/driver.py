@@ -27,6 +27,7 @@ from healcore.jax.optax_states import (
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.cost import Cost
 from healcore.runtime.driver import SAMPLE, WeightsChanged, json_setting
+from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 
@@ -328,6 +329,13 @@ class JaxDriver:
             rates = (each["state"]["lr"]["rate"] for each in self.healing().values())
             found = {rate for rate in rates if rate not in (0.0, 1.0)}  # 1.0 if none was passed
         return found.pop() if len(found) == 1 else None
+
+    def numbers(self) -> dict[str, float]:
+        """Returns an empty dictionary: see `Driver.numbers`."""
+        return {}
+
+    def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
+        """Does nothing: see `Driver.numbers`."""
 
     # -- the run ----------------------------------------------------------------------------------
 

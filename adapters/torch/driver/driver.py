@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.cost import Cost
 from healcore.runtime.driver import check_engines
+from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.structure import attribute
-from healcore.torch import gradients, live_state
+from healcore.torch import gradients, live_state, optimizer_numbers
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of
 from healcore.torch.driver.batch_statistics import BatchStatistics
@@ -251,6 +252,19 @@ class TorchDriver:
         groups = next(iter(self.healings.values())).optimizer.param_groups
         rate = groups[0].get("lr")
         return None if rate is None else float(rate)
+
+    def numbers(self) -> dict[str, float]:
+        """See `Driver.numbers`. No sync: numbers in tensors are left out."""
+        healings = self.healings.items()
+        each = [optimizer_numbers.numbers(name, h.optimizer) for name, h in healings]
+        return {name: value for found in each for name, value in found.items()}
+
+    def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
+        """See `Driver.hold_numbers`."""
+        for name, healing in self.healings.items():
+            healing.hooks.hold_numbers = lambda enforcer, name=name: enforcer.hold_numbers(
+                name, healthy()
+            )
 
     def expect_change(self) -> None:
         """Opens every engine's grace window at its next step."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from healcore.runtime.dominance.saved import SavedCopy
+from healcore.runtime.healthy_range import HealthyRange
 
 STAKE = 0.6
 """Share of the evidence that each comparison stakes (lambda), in (0, 1). With 0.6 the evidence is
@@ -61,6 +62,8 @@ class Anchor:
     """Mean of the last training losses when the copy was made, or Inf if unknown."""
     spread: float = 0.0
     """Their standard deviation."""
+    numbers: dict[str, HealthyRange] = field(default_factory=dict)
+    """Number of an optimizer -> its values at the healthy checkpoints up to this step."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.step)  # the same on every rank
@@ -69,7 +72,13 @@ class Anchor:
         """The part for a checkpoint."""
         level = self.level if math.isfinite(self.level) else None
         return SavedCopy(
-            self.step, self.learning_rate, self.evidence, self.onset, level, self.spread
+            self.step,
+            self.learning_rate,
+            self.evidence,
+            self.onset,
+            level,
+            self.spread,
+            self.numbers,
         )
 
     @classmethod
@@ -84,6 +93,7 @@ class Anchor:
             saved.onset,
             level=level,
             spread=saved.spread,
+            numbers=saved.numbers,
         )
 
     def add(self, step: TrainedStep) -> None:

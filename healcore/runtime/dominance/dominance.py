@@ -35,6 +35,7 @@ from healcore.runtime.dominance.saved import SavedComparisons, SavedVerdict
 from healcore.runtime.dominance.side_effects import undone
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
+from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
@@ -114,6 +115,8 @@ class Dominance:
     log: RunLog
     learning_rate: Callable[[], float | None]
     """The learning rate in force, or None if it is unknown."""
+    numbers: Callable[[], Mapping[str, float]] = dict
+    """Other numbers of the optimizers in force, by name."""
     meter: Meter = field(default_factory=Meter)
     """Measures the time of comparisons, and counts calls of `loss_fn`."""
     anchors: list[Anchor] = field(default_factory=list, init=False)
@@ -135,6 +138,8 @@ class Dominance:
         self._healthy_rate = 0.0
         self._rates: list[float] = []
         """Learning rates in force at the comparisons of the current suspicion."""
+        self._numbers: dict[str, HealthyRange] = {}
+        """Values of the optimizers' numbers since the suspicion began, or in repeated steps."""
         self._alarms = (-1, -1)
         """First and last step of the latest alarms, with gaps of at most `SAMPLE` steps."""
         self._wanted = False
@@ -208,6 +213,7 @@ class Dominance:
             return
         new = Anchor(step, self.driver.copy_weights(), rate)
         new.level, new.spread = self.history.level() or (math.inf, 0.0)
+        new.numbers = self._with_numbers(self.anchors[-1].numbers if self.anchors else {})
         older = self.anchors[:-1]
         if len(self.anchors) == MAX_ANCHORS:
             older = [min(older, key=lambda each: (each.level, -each.step))]
@@ -221,6 +227,7 @@ class Dominance:
         alarm: bool,
         trained: bool,
         norm: float = math.nan,
+        repeated: bool = False,
     ) -> Verdict | None:
         """Compares weights after a step if there is a reason.
 
@@ -234,6 +241,7 @@ class Dominance:
             alarm: whether a detector has raised an alarm.
             trained: whether the step was not skipped.
             norm: the step's gradient norm, or NaN.
+            repeated: whether a trial repeats the step.
 
         Returns:
             A verdict if the run has to roll back, or None.
@@ -242,6 +250,7 @@ class Dominance:
             return None
         self._credit = min(MAX_CREDIT, self._credit + MAX_SHARE * STEP_COST)
         self._update_step_time()
+        self._numbers = self._with_numbers(self._numbers) if repeated or self.suspects else {}
         if alarm:
             first, last = self._alarms
             self._alarms = (first if step.index - last <= SAMPLE else step.index, step.index)
@@ -332,6 +341,16 @@ class Dominance:
             found |= {each.index for each, loss in pairs if not loss <= limit}
         return sorted(found)
 
+    def unusual_numbers(self, verdict: Verdict) -> dict[str, HealthyRange]:
+        """Healthy values of the numbers that had other values in the steps of the trouble."""
+        anchor = next((each for each in self.anchors if each.step == verdict.anchor), None)
+        healthy = {} if anchor is None else anchor.numbers
+        return {
+            name: healthy[name]
+            for name, seen in self._numbers.items()
+            if name in healthy and not all(map(healthy[name].contains, seen))
+        }
+
     # -- saving ---------------------------------------------------------------------------------
 
     def saved(self) -> SavedComparisons:
@@ -346,6 +365,7 @@ class Dominance:
             and SavedVerdict(
                 verdict.found, verdict.anchor, verdict.onset, verdict.evidence, list(verdict.rates)
             ),
+            numbers=self._numbers,
         )
 
     def continue_from(self, saved: SavedComparisons, weights: Mapping[int, Any]) -> None:
@@ -357,7 +377,7 @@ class Dominance:
             Anchor.of(each, weights[each.step]) for each in saved.copies if each.step in weights
         ]
         self._healthy_rate, self._rates = saved.healthy_rate, list(saved.rates)
-        self._alarms = saved.alarms
+        self._alarms, self._numbers = saved.alarms, saved.numbers
         verdict = saved.verdict
         if verdict is not None and verdict.anchor in weights:
             self._pending_verdict = Verdict(
@@ -431,6 +451,7 @@ class Dominance:
     def _forget_trouble(self) -> None:
         self._pending_verdict = None
         self._rates.clear()
+        self._numbers = {}
         self._credit = MAX_CREDIT
         self._dispatch_losses.clear()
         self._alarms = (-1, -1)
@@ -439,6 +460,11 @@ class Dominance:
         """The learning rate in force, or None if it is unknown or not finite."""
         rate = self.learning_rate()
         return rate if rate is not None and math.isfinite(rate) else None
+
+    def _with_numbers(self, before: Mapping[str, HealthyRange]) -> dict[str, HealthyRange]:
+        """The ranges `before`, extended by the values in force."""
+        now = self.numbers().items()
+        return {**before, **{name: HealthyRange.of(each, before.get(name)) for name, each in now}}
 
     def _best_below(self, index: int) -> Anchor | None:
         """The copy with the lowest mean loss, if the mean loss is above it by more than its spread.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
+
+from healcore.runtime.healthy_range import HealthyRange
 
 
 @dataclass
@@ -21,6 +23,7 @@ class SavedCopy:
     level: float | None
     """Mean loss, or None if unknown."""
     spread: float
+    numbers: dict[str, HealthyRange] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,6 +49,8 @@ class SavedComparisons:
     alarms: tuple[int, int]
     """First and last step of the latest alarms."""
     verdict: SavedVerdict | None
+    numbers: dict[str, HealthyRange] = field(default_factory=dict)
+    """Values of the optimizers' numbers in the steps of the suspicion."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe values."""

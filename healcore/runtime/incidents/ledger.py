@@ -15,6 +15,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Cause, names
+from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.incidents.rollback import Rollback
 
 _MAX_INCIDENTS = 1000
@@ -83,6 +84,8 @@ class Ledger:
     """Places accepted one after another: the trouble came back after all that was tried."""
     accepted_until: int = 0
     """Step before which no comparison rolls back again."""
+    numbers: dict[str, HealthyRange] = field(default_factory=dict)
+    """Number of an optimizer -> its healthy values. The driver holds it in them."""
 
     def record(
         self, index: int, records: Sequence[StepRecord], acted_on: int = -1
@@ -194,6 +197,11 @@ class Ledger:
     def on_rollback(self, rollback: Rollback, saved: Ledger | None) -> None:
         """Records an applied rollback; `saved` is the ledger in the restored checkpoint."""
         self.rollbacks.append(rollback.outline())
+        held: dict[str, HealthyRange | None] = {**self.numbers}
+        for each in self.rollbacks:  # a hold that has ended may begin again in repeated steps
+            repeated = each.step >= rollback.target
+            held |= {name: n for name, n in each.numbers.items() if n is None or repeated}
+        self.numbers = {name: each for name, each in held.items() if each is not None}
         self._rewind(rollback.target, saved)
         if (last := self.last_incident) is not None:
             last.rollbacks += 1
@@ -231,7 +239,8 @@ class Ledger:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
         """Inverse of `to_dict`. Raises ValueError for malformed data."""
-        data = {"accepted": 0, "accepted_until": 0, **data}  # healcore 0.2.0 has none
+        # healcore 0.2.0 has none of these.
+        data = {"accepted": 0, "accepted_until": 0, "numbers": {}, **data}
         missing = {each.name for each in fields(cls)} - data.keys()
         if missing:
             raise ValueError(f"a ledger without {', '.join(sorted(missing))}")

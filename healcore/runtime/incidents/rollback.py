@@ -15,9 +15,11 @@ from pydantic import ConfigDict, Field
 from healcore.core.verdict import Action
 from healcore.events.models import EventRecord
 from healcore.runtime.data import BatchId
+from healcore.runtime.healthy_range import HealthyRange
 
 Step = Annotated[int, Field(ge=0)]
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
+_SHOWN = 3
 _BatchId = Annotated[list[Step], Field(min_length=2, max_length=2)]
 
 
@@ -74,6 +76,8 @@ class Rollback:
     """Ids of batches that earlier trials have left out and that are read again."""
     lr_states: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Engine name -> its learning-rate state before a trial of the rate; restored by `accept`."""
+    numbers: dict[str, HealthyRange | None] = field(default_factory=dict)
+    """Number of an optimizer -> its healthy values, in which it is held; None ends a hold."""
     rerun: InitVar[bool] = False
     """Ignored. Journals and checkpoints of healcore 0.2.0 have this field."""
     status: Status = Status.ORDERED
@@ -150,6 +154,14 @@ class Rollback:
         if self.lr_at_fault is not None:
             return f"{text} (it was {self.lr_at_fault:.3g})"
         return text if self.lr is None else f"{text} (the schedule had come to {self.lr:.3g})"
+
+    @property
+    def numbers_text(self) -> str:
+        """The numbers that are held, as a clause, or an empty string."""
+        held = [f"{name} {each.last:.3g}" for name, each in self.numbers.items() if each]
+        more = f" and {len(held) - _SHOWN} more" if held[_SHOWN:] else ""
+        text = f"{', '.join(held[:_SHOWN])}{more} while the program sets other values"
+        return text if held else ""
 
     def outline(self) -> Rollback:
         """A copy without the fields that are used only to apply the rollback."""

@@ -94,10 +94,12 @@ class Recovery:
             warn=lambda problem: log.problem(data.step, problem),
             log=log,
             learning_rate=self._rate_in_force,
+            numbers=self._numbers_in_force,
             meter=self.meter,
         )
         if restorer is not None:
             restorer.dominance = self.dominance
+        driver.hold_numbers(lambda: ledger.numbers)
         self._evidence = Evidence(policy, driver, ranks, ledger, log, self.dominance)
         self._rate_checked = policy.observes
 
@@ -155,6 +157,12 @@ class Recovery:
         taken = records[0].taken
         if taken and not any(each.judged for each in records):
             return None
+        repeated = step.index < self._last_trial()
+        if self.ledger.numbers and not repeated:  # a hold ends with the unusual value
+            held, now = self.ledger.numbers, self._driver.numbers()
+            self.ledger.numbers = {
+                n: each for n, each in held.items() if n in now and not each.contains(now[n])
+            }
         bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
         return self.dominance.observe(
@@ -163,7 +171,12 @@ class Recovery:
             alarm=not taken or any(each.cause & ~LASTING for each in records),
             trained=taken and not all(each.skip for each in records),
             norm=max((each.grad_norm for each in records if each.judged), default=math.nan),
+            repeated=repeated,
         )
+
+    def _numbers_in_force(self) -> dict[str, float]:
+        numbers, held = self._driver.numbers(), self.ledger.numbers
+        return {n: held[n].held(each) if n in held else each for n, each in numbers.items()}
 
     def _rate_in_force(self) -> float | None:
         rate = self._driver.learning_rate()
@@ -264,12 +277,14 @@ class Recovery:
             order.trial = Trial.ACCEPT
             return order
         unusual = agreed(self._ranks, self.dominance.unusual(verdict)) if tried else []
+        numbers = agreed(self._ranks, self.dominance.unusual_numbers(verdict))
         first_step = restorer.journal.state.first_step or 0
         facts = Facts(
             rates=verdict.rates,
             healthy_rate=verdict.healthy_rate,
             from_start=verdict.anchor <= first_step,
             unusual=bool(unusual),
+            numbers=bool(numbers),
             may_limit=self._policy.engine.config.budget.lr_cuts if self._may_limit_lr else 0,
             can_rewind=restorer.loaders.can_rewind,
         )
@@ -281,6 +296,9 @@ class Recovery:
             order.lr_states = lr_states(self._driver.healing())
         elif order.trial == Trial.LEAVE_OUT:
             order.batches = self.monitor.batches_of(unusual)
+        elif order.trial == Trial.NUMBERS:
+            order.numbers = numbers
+            order.read_again = [batch for each in past for batch in each.batches]
         return order
 
     def _last_trial(self) -> int:
@@ -294,7 +312,8 @@ class Recovery:
         rates = [each for each in past if each.trial == Trial.RATE]
         order.lr_states = rates[0].lr_states if rates else {}
         order.read_again = [batch for each in past for batch in each.batches]
-        undone = bool(rates or order.read_again)
+        order.numbers = dict.fromkeys(name for each in past for name in each.numbers)
+        undone = bool(rates or order.read_again or order.numbers)
         if undone:
             order.better = min(verdict.anchor, *(each.target for each in past))
             self.roll_back(order)
@@ -302,6 +321,8 @@ class Recovery:
             order.status = Status.DECLINED
             states = with_lr_states(self._driver.healing(), order.lr_states)
             self._driver.load_healing(states)
+            for name in order.numbers:
+                self.ledger.numbers.pop(name, None)
         self.dominance.accept(until)
         tries = (
             f"after {counted(len(past), 'rollback')}, so the program means it"
@@ -396,7 +417,7 @@ class Recovery:
             batches=[list(each) for each in done.batches],
             repeated=done.repeated,
             initial=done.initial,
-            why=done.why_older or None,
+            why=done.why_older or done.numbers_text or None,
             moments_reset=True if self._policy.reset_moments else None,
         )
 
@@ -411,7 +432,7 @@ class Recovery:
         if done.better is not None:
             cause = f"the weights of step {done.better} are better on the same batches"
         moments = "moments reset" if self._policy.reset_moments else ""
-        changed = [done.lr_text, moments, f"data {data.split(':')[0]}"]
+        changed = [done.lr_text, done.numbers_text, moments, f"data {data.split(':')[0]}"]
         kind = "checkpoint" if done.better is not None else "known-good checkpoint"
         kind = "first snapshot" if done.initial else kind
         self._log.warning(

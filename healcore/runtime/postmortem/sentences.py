@@ -91,6 +91,7 @@ def _rollback(event: EventRecord) -> str:
         f"from step {event.step or 0} back to the checkpoint of step {_shown(event.checkpoint)}",
         Rollback.of(event).lr_text,
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
+        (event.by == "earlier_weights" and event.why) or "",
         "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
         "the snapshot that the run started from" if event.initial else "",
         "the same checkpoint again, because none is older" if event.repeated else "",

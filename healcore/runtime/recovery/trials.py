@@ -1,8 +1,8 @@
 """Decides what a run tries after a verdict: a pure function of the facts and of earlier trials.
 
 A rollback that changes nothing is harmless by construction: the run repeats its own steps. A change
-of the rate or the data is a trial. If the trouble comes back after all trials, they are undone: the
-program means what it does.
+of the rate, the data or a number of the optimizer is a trial. If the trouble comes back after all
+trials, they are undone: the program means what it does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Trial(StrEnum):
     """Nothing: damage by a bit flip or a faulty device does not come back."""
     LEAVE_OUT = "leave_out"
     """The unusual steps at the onset are left out."""
+    NUMBERS = "numbers"
+    """Unusual other numbers of the optimizer are replaced by their last healthy values."""
     ACCEPT = "accept"
     """What was tried is undone, and the trouble is never rolled back again."""
 
@@ -43,6 +45,8 @@ class Facts(NamedTuple):
     """Whether the better weights are the first of the run."""
     unusual: bool
     """Whether a step at the onset is unusual: its batch for the better weights, or its norm."""
+    numbers: bool
+    """Whether a number of the optimizer had a value that it had at no healthy checkpoint."""
     may_limit: int
     """Number of times that the rate may be limited at one place."""
     can_rewind: bool
@@ -56,6 +60,8 @@ def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
       it. An unknown rate is limited after a repeat that has not helped.
     * Repeat once with nothing changed.
     * Leave out what is unusual at the onset, at most `MAX_LEFT_OUT` times.
+    * Hold unusual numbers of the optimizer at their last healthy value, once, unless the better
+      weights are the first of the run: a schedule has shown no range by then.
     * Undo what was tried, and accept.
     """
     raised = max(facts.rates) > facts.healthy_rate * ABOVE if facts.rates else bool(tried)
@@ -65,4 +71,6 @@ def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
         return Trial.REPEAT
     if facts.unusual and facts.can_rewind and tried.count(Trial.LEAVE_OUT) < MAX_LEFT_OUT:
         return Trial.LEAVE_OUT
+    if facts.numbers and not facts.from_start and Trial.NUMBERS not in tried:
+        return Trial.NUMBERS
     return Trial.ACCEPT

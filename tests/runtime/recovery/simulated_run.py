@@ -137,6 +137,9 @@ class Nothing:
     def learning_rate(self) -> None:
         pass
 
+    def hold_numbers(self, healthy: Any) -> None:
+        pass
+
 
 class EventList(Log):
     """Appends events to a list instead of a file."""
