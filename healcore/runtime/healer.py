@@ -28,7 +28,6 @@ from healcore.events.log import Log
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import check_keywords
-from healcore.runtime.cost import Cost
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit
@@ -530,15 +529,6 @@ class Healer(Generic[State]):
         """
         return self._loop.recovery.monitor.metrics.values()
 
-    def stats(self) -> Cost:
-        """What healing has cost this process so far, or in total after the block. No device sync.
-
-            print(healer.stats())
-
-        The same numbers are in the event `end`, in the report and, as `heal/cost/...`, in trackers.
-        """
-        return self._loop.cost()
-
     @property
     def events(self) -> Log:
         """Writer of the events file."""
@@ -558,7 +548,6 @@ class Healer(Generic[State]):
             driver=loop.driver,
             counts={"shrinks": loop.memory.sizes.used},
             postmortem=postmortem if is_written else None,
-            cost=loop.cost(),
             error=self._error,
         )
 

@@ -48,7 +48,7 @@ def test_the_postmortem_has_the_last_metrics_and_the_clips(tmp_path: Path):
 
 def test_batches_that_were_split_are_an_intervention(tmp_path: Path, capsys: Any):
     run(tmp_path, limit=50)
-    end = capsys.readouterr().err.splitlines()[-2]
+    end = capsys.readouterr().err.splitlines()[-1]
     assert "split the batch 1 time when memory ran out" in end
     assert "no intervention" not in end
 

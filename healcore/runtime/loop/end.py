@@ -141,8 +141,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
         # Not after an exception within a step, which leaves the state partly changed.
         save = partial(saver.save_last, completed=completed)
         saved = attempt("the last state could not be saved", save)
-    with loop.meter.part("saves"):
-        attempt("checkpoints being written", saver.checkpoints.wait)
+    attempt("checkpoints being written", saver.checkpoints.wait)
     if completed and (not together or _is_lost_on_any_rank(loop, saved, problems)):
         # The journal must not have "completed", so that the next start resumes and saves the run.
         error = replacement = LastStateNotSaved(_unsaved_state_text(loop, problems))
@@ -154,14 +153,12 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
             ending = Ending.REQUESTED
     if together:
         ledger = loop.recovery.ledger
-        with loop.meter.part("saves"):
-            finish = partial(saver.checkpoints.finish, ledger, data.step)
-            attempt("checkpoints on probation", finish)
-            attempt("the last saves", saver.checkpoints.nonfinite_checkpoints)
+        finish = partial(saver.checkpoints.finish, ledger, data.step)
+        attempt("checkpoints on probation", finish)
+        attempt("the last saves", saver.checkpoints.nonfinite_checkpoints)
         if ranks.votes:
             attempt("reports of other ranks", partial(ranks.vote, data.step, loop.log))
     attempt("the journal", lambda: _write_ending(loop, ending))
-    attempt("the cost of healing", loop.end_cost)
     for problem in problems:
         loop.warn(problem)
     attempt("trackers", loop.log.trackers.drain)
@@ -422,8 +419,6 @@ def _write_end(
     else:
         line = end_line(end, rollbacks=journal.state.rollbacks, newest=newest)
         loop.log.info(line)
-        if loop.final_cost is not None:
-            loop.log.info(str(loop.final_cost))
 
 
 def write_postmortem(loop: Loop[Any], end: RunEnd, trace: str | None) -> Path | None:
@@ -453,7 +448,6 @@ def log_end(loop: Loop[Any], end: RunEnd, notes: list[RankNote]) -> None:
         last_good=end.last_good,
         unreported_alarms=loop.recovery.monitor.unreported_alarms or None,
         of_ranks=of_ranks(notes) or None,
-        cost=None if loop.final_cost is None else loop.final_cost.known(),
     )
 
 

@@ -186,8 +186,7 @@ def _resume(loop: Loop[CheckpointSaver]) -> None:
         order = sorted(newest_first, key=unknown.__contains__)
         if journal.state.first_step is None:  # the journal was deleted
             journal.state.first_step = min(usable)
-        with loop.meter.part("restores"):
-            step, generators = restorer.resume(order)
+        step, generators = restorer.resume(order)
     except NoGoodCheckpoint as error:
         raise no_usable_checkpoint(journal, saves, restorer.damage) from error
     loop.data.restore(step, generators)
@@ -234,8 +233,7 @@ def finish_rollback(loop: Loop[CheckpointSaver], plan: Rollback) -> None:
     """Finishes a rollback during which the previous process was killed."""
     restorer = loop.saver.restorer
     try:
-        with loop.meter.part("restores"):
-            generators = restorer.finish(plan)
+        generators = restorer.finish(plan)
     except NoGoodCheckpoint as error:
         raise no_usable_checkpoint(restorer.journal, restorer.saves(), restorer.damage) from error
     loop.data.restore(plan.target, generators)

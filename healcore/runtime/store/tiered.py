@@ -152,16 +152,6 @@ class TieredStore(CheckpointStore):
         if self.disk in tiers and not last_on_disk:
             self.disk.drop(step)
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that copies use now. Both tiers share the copies."""
-        return self.memory.host_bytes
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of the checkpoints that this object has written to disk."""
-        return self.disk.written_bytes
-
     def wait(self) -> None:
         """Waits until every save is in memory and on disk."""
         self.disk.join()

@@ -11,7 +11,6 @@ from typing import Any
 from healcore.core.step_record import StepRecord
 from healcore.events import fork_safety
 from healcore.events.log import now
-from healcore.runtime.cost import Cost
 from healcore.runtime.trackers.selection import Selection
 from healcore.runtime.trackers.tracker import TrackedRun, Tracker
 
@@ -35,8 +34,6 @@ class Trackers:
         self._deliveries: list[_Delivery] = []
         self._problems: list[str] = []
         self._config: dict[str, Any] = {}
-        self._last: tuple[int, dict[str, float]] | None = None
-        """The last step and its numbers. They wait for the next step, or for the final cost."""
         self._deadline: float | None = None
         """Value of `time.monotonic` at which waiting ends, or None before the first wait."""
         for selection in selected:
@@ -62,20 +59,6 @@ class Trackers:
         values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
-        self._send_last()
-        self._last = step, values
-
-    def cost(self, cost: Cost) -> None:
-        """Adds the cost of healing to the numbers of the last step."""
-        if self._last is not None:
-            found = {f"heal/cost/{name}": float(each) for name, each in cost.known().items()}
-            self._last[1].update(found)
-
-    def _send_last(self) -> None:
-        last, self._last = self._last, None
-        if last is None:
-            return
-        step, values = last
         for delivery in self._deliveries:
             delivery.put(lambda tracker: tracker.metrics(step, dict(values)), MAX_PENDING)
 
@@ -99,14 +82,12 @@ class Trackers:
 
     def drain(self) -> None:
         """Waits until all records sent so far are delivered, for at most `MAX_WAIT` seconds."""
-        self._send_last()
         markers = [delivery.add_marker() for delivery in self._deliveries]
         for marker in markers:
             marker.wait(self._seconds_left())
 
     def leave(self) -> None:
         """Asks the threads to deliver the pending records and to end. Does not wait for them."""
-        self._send_last()
         for delivery in self._deliveries:
             delivery.end()
 

@@ -11,7 +11,7 @@ from healcore.runtime.postmortem.sentences import flag_names, sentence_and_field
 
 _NOT_IN_TEXT = frozenset(
     {"evidence", "batches", "readings", "policy_toml", "environment", "fingerprint"}
-    | {"host", "pid", "boot", "born", "cost"}
+    | {"host", "pid", "boot", "born"}
 )
 _MAX_ROWS = 1000
 """Limit of the table of events. The events file has all events."""
@@ -39,7 +39,7 @@ class Tracker(Protocol):
     """
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Receives the numbers of one optimizer step, after a save and in the end with the cost.
+        """Receives the numbers of one optimizer step.
 
         Args:
             step: index of the step, from 0. Decreases after a rollback or a restart.

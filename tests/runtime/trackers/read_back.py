@@ -63,7 +63,7 @@ def _wandb(folder: Path) -> Stored:
                 items = each.history.item
                 row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
                 step = row.pop("heal/step", None)
-                if "heal/grad_norm" in row or "heal/cost/seconds" in row:
+                if "heal/grad_norm" in row:
                     numbers = {k: float(v) for k, v in row.items() if _is_number(k, v)}
                     rows.append((step, numbers))
     return Stored(rows, texts, len(ids))
@@ -97,7 +97,7 @@ def _trackio(folder: Path) -> Stored:
     for run in runs:
         for row in SQLiteStorage.get_logs(folder.name, run):
             numbers = {k: float(v) for k, v in row.items() if _is_number(k, v)}
-            if "heal/grad_norm" in numbers or "heal/cost/seconds" in numbers:
+            if "heal/grad_norm" in numbers:
                 rows.append((row["step"], numbers))
             table = row.get("heal/events")
             texts += [each["event"] for each in table["_value"]] if table else []

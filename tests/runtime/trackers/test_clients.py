@@ -36,11 +36,6 @@ def test_what_is_stored(name, folder, capsys):
     assert not [e for e in events(folder) if e["kind"] == "problem"]
     found = stored(name, folder, capsys.readouterr().out)
     expected = lines(metrics)
-    ended = next(e for e in events(folder) if e["kind"] == "end")
-    of_end = {f"heal/cost/{key}": value for key, value in ended["cost"].items()}
-    costs = [row for _, row in found.rows if "heal/cost/seconds" in row]
-    assert {key: costs[-1][key] for key in of_end} == pytest.approx(of_end)
-    assert len(costs) > 1, "with a step after each save"
     if name == "mlflow":  # its own reader sorts by time
         assert sorted(step for step, _ in found.rows) == sorted(e["step"] for e in expected)
     else:

@@ -253,10 +253,8 @@ class TrainingRun:
             end = self._recovery.run_end(ending, why, exception=raised, hint=hint)
             if error is not None or self.ledger.incident_count:
                 self.postmortem = write_postmortem(self._loop, end, trace)
-            self._loop.end_cost()
             log_end(self._loop, end, [])
             self.log.info(end_line(end, not_carried_out=self.not_carried_out))
-            self.log.info(str(self._loop.cost()))
         finally:
             self._loop.finalizer.detach()
             self._open.close()
@@ -356,7 +354,6 @@ class TrainingRun:
             counts={"not_carried_out": self.not_carried_out},
             quarantined=self.checkpoints.quarantined,
             postmortem=self.postmortem,
-            cost=self._loop.cost(),
             error=self._error,
         )
 
