@@ -123,10 +123,9 @@ class Healer(Generic[State]):
             SignalError if the first call raises or does not return one number.
         checkpoints: when to save checkpoints and how many to keep, see `healcore.Checkpoints`.
         logging: files for events and metrics, and console lines, see `healcore.Logging`.
-        trackers: receive metrics and events: "wandb", "trackio", "mlflow", "tensorboard" or
-            "stdout", with a project, experiment or directory as "wandb:project"; a live wandb,
-            trackio or mlflow run or a SummaryWriter, which stays open; or `healcore.Tracker`
-            objects. A tracker that fails or hangs does not stop the run. See docs/reports.md.
+        trackers: receive metrics and events: "wandb", "trackio", "mlflow" or "tensorboard", with a
+            project, experiment or directory as "wandb:project"; or `healcore.Tracker` objects. A
+            tracker that fails or hangs does not stop the run. See docs/reports.md.
         hooks: functions to call at incidents, saves and rollbacks, see `healcore.Hooks`.
         resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
             completed. True resumes both. False raises StoreNotEmpty if the store holds checkpoints.

@@ -161,7 +161,6 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
     attempt("the journal", lambda: _write_ending(loop, ending))
     for problem in problems:
         loop.warn(problem)
-    attempt("trackers", loop.log.trackers.drain)
     loop.log.report_trackers(data.step)
     if isinstance(error, RunStopped) and ranks.rank:
         error.code = f"healcore stopped the run: {error.why} (rank 0 has the diagnosis)"
