@@ -21,7 +21,6 @@ from healcore.core.verdict import Cause, names
 from healcore.events.models import Ending
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.classify import is_broken_connection
-from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.loop import rank_group
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_settings import record_end
@@ -403,8 +402,7 @@ def _write_end(
         exception, trace = f"rank {notes[0].rank}: {notes[0].why}", traces(notes) or None
     elif ending == Ending.EXCEPTION and error is not None:
         exception, trace = described(error)
-    hint = shape_diagnosis(error) if ending == Ending.EXCEPTION else ""
-    end = loop.recovery.run_end(ending, why, exception=exception, fault=fault, hint=hint)
+    end = loop.recovery.run_end(ending, why, exception=exception, fault=fault)
     if not loop.ranks.rank:
         write_postmortem(loop, end, trace)
     log_end(loop, end, notes)

@@ -94,9 +94,8 @@ class RankGroup:
         """Whether this rank has proposed to end because of the stop file."""
 
     def close(self) -> None:
-        """Stops watching for signals and the stop file."""
+        """Stops watching for signals."""
         self.termination.stop()
-        self.stop_file.close()
 
     def raise_if_asked(self, *, may_end: bool) -> None:
         """Raises the exception that ends the run if it was requested; with votes proposes the end.

@@ -238,7 +238,6 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
             notes=loop.notes,
         )
     driver.on_step(loop.guard.on_step)
-    ranks.stop_file.start()
 
 
 def _construct(
@@ -405,7 +404,7 @@ def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
 
 def _refuse_to_start(stop_file: StopFile, ranks: Ranks, log: RunLog) -> None:
     """Raises EndRequested on all ranks if one of them finds the stop file."""
-    if not any(ranks.gather(stop_file.file_exists())):
+    if not any(ranks.gather(stop_file.found)):
         return
     log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
     raise EndRequested(stop_file.why)

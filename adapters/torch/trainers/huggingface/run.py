@@ -17,7 +17,6 @@ from healcore.policy import Policy
 from healcore.policy.trainer_limit import can_apply_limit
 from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hooks
@@ -249,8 +248,7 @@ class TrainingRun:
             if error is None:
                 self._loop.saver.poll()
             why = error.why if isinstance(error, RunStopped) else ""
-            hint = shape_diagnosis(error)
-            end = self._recovery.run_end(ending, why, exception=raised, hint=hint)
+            end = self._recovery.run_end(ending, why, exception=raised)
             if error is not None or self.ledger.incident_count:
                 self.postmortem = write_postmortem(self._loop, end, trace)
             log_end(self._loop, end, [])
