@@ -7,8 +7,8 @@ thread.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,5 +60,4 @@ def _select_one(tracker: Any) -> Selection:
 
 
 def _open(name: str, place: str | None) -> Tracker:
-    module = importlib.import_module(f"healcore.runtime.trackers.{name}_run")
-    return module.Client(place)
+    return pkgutil.resolve_name(f"healcore.runtime.trackers.{name}_run:Client")(place)
