@@ -250,7 +250,6 @@ class EventFields(_EventsModel):
     mode: Literal["heal", "observe"] = _maybe("Mode of the policy.")
     framework: Literal["torch", "jax"] = _maybe("Framework of the run.")
     store: Text = _maybe("Location of the checkpoints.")
-    lag: NonNegativeInt = _maybe("Number of steps after which the host reads a step's numbers.")
     save_every: PositiveInt = _maybe("Steps between saves.")
     rank: NonNegativeInt = _maybe("Rank of this process in the run.")
     world: PositiveInt = _maybe("Number of processes of the run.")

@@ -139,7 +139,6 @@ class Healer(Generic[State]):
 
     Args:
         attach: options of `healcore.torch.attach`.
-        lag: steps after which the host reads a decision; the same on every rank.
         stop_file: path of a file that asks the run to end, or None for no such file. Every rank
             looks for the file once a second. All ranks end at the same step, with the last state
             saved and exit status 0. The file is not removed, and no run starts while it exists.
@@ -167,7 +166,6 @@ class Healer(Generic[State]):
         hooks: Hooks = NO_HOOKS,
         resume: bool | Literal["auto"] = "auto",
         attach: Mapping[str, Any] | None = None,
-        lag: int = 1,
         stop_file: str | os.PathLike[str] | None = None,
         ranks: Ranks | None = None,
         driver: Driver | Literal["torch", "jax"] | None = None,
@@ -186,7 +184,6 @@ class Healer(Generic[State]):
             hooks=hooks,
             resume=resume,
             attach=dict(attach or {}),
-            lag=lag,
             stop_file=stop_file,
             ranks=ranks,
             driver=driver,

@@ -26,7 +26,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "store": "checkpoints",
         "rank": 0,
         "world": 1,
-        "lag": 1,
         "save_every": 100,
         "resumes": False,
     },

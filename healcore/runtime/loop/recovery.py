@@ -56,7 +56,6 @@ class Recovery:
         log: RunLog,
         ledger: Ledger,
         hooks: Hooks,
-        lag: int,
         restorer: Restorer | None = None,
         instead: Callable[[Rollback], object] = lambda order: None,
         newest_good: Callable[[], tuple[int | None, str | None]] = lambda: (None, None),
@@ -71,7 +70,7 @@ class Recovery:
         self._instead = instead
         self._newest_good = newest_good
         self.ledger = ledger
-        self.reader = DelayedReader(lag)
+        self.reader = DelayedReader()
         every = 0 if self._checkpoints is None else self._checkpoints.every
         self.monitor = IncidentMonitor(
             policy=policy,

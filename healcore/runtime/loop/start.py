@@ -31,9 +31,7 @@ from healcore.runtime.store import NoGoodCheckpoint, Saved
 from healcore.runtime.store.ranks import Ranks, agreed
 
 
-def log_start(
-    log: RunLog, policy: HostPolicy, driver: Driver, ranks: Ranks, *, lag: int, **fields: Any
-) -> None:
+def log_start(log: RunLog, policy: HostPolicy, driver: Driver, ranks: Ranks, **fields: Any) -> None:
     """Writes the event of a start."""
     log.event(
         "start",
@@ -45,7 +43,6 @@ def log_start(
         framework=driver.framework,
         rank=ranks.rank,
         world=ranks.world,
-        lag=lag,
         **fields,
     )
 

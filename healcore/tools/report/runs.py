@@ -228,7 +228,6 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         "Step at the end": ends[-1].step if ends else written.get("step"),
         "Last known-good": written.get("last_good") if run.last_good is None else run.last_good,
         "Saved every": None if start.save_every is None else f"{start.save_every} steps",
-        "Read after": None if start.lag is None else f"{start.lag} steps",
         "Checkpoints": start.store,
         "Host": start.host,
         "Processes": None if start.world == 1 else start.world,

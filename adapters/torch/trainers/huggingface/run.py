@@ -41,9 +41,6 @@ from healcore.torch.errors import AttachError
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.checkpoints import FOLDER, TrainerCheckpoints
 
-LAG = 1
-"""Number of steps after which a decision is read on the host, so that reading does not wait."""
-
 _ALTERNATIVES = (
     "a callback cannot roll back within train(): use healcore.torch.heal_trainer(trainer, policy), "
     "which can, or resume from the last known-good checkpoint"
@@ -132,7 +129,7 @@ class TrainingRun:
     def _new_loop(self, hooks: Hooks) -> Loop[TrainerSaver]:
         trainer, policy, driver = self._trainer, self.policy, self.driver
         step = trainer.state.global_step
-        group = RankGroup(self.ranks, driver, LAG, votes=False)
+        group = RankGroup(self.ranks, driver, votes=False)
         loaders, ledger = LoaderRegistry(), Ledger(next_step=step)
         writes = trainer.args.should_save and not policy.observes
         folder = _folder(trainer)
@@ -160,7 +157,6 @@ class TrainingRun:
             log=self.log,
             ledger=ledger,
             hooks=hooks,
-            lag=LAG,
             instead=self._cannot_roll_back,
             newest_good=newest_good,
         )
@@ -187,7 +183,7 @@ class TrainingRun:
         if self.log.events.path is not None:
             postmortem.of_killed(self.log.events.path)
         fields = {"store": where, "resumes": step > 0}
-        log_start(self.log, policy, self.driver, self.ranks, lag=LAG, **fields)
+        log_start(self.log, policy, self.driver, self.ranks, **fields)
         if step:
             self.log.event("resume", step=step, checkpoint=step)
             self._load(saved)
