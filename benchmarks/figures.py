@@ -294,13 +294,11 @@ def saves() -> str:
     rows.append(
         [
             "`OrbaxStore`, until it is on disk",
-            "Orbax, asynchronous",
+            "Orbax, asynchronous, without compression",
             "",
-            ratio("jax", "disk", "OrbaxStore"),
+            ratio("jax", "disk, not compressed", "OrbaxStore"),
         ]
     )
-    plain = ratio("jax", "disk, not compressed", "OrbaxStore")
-    rows.append(["`OrbaxStore(compress=False)`", "Orbax without compression", "", plain])
     return _table(rows)
 
 

@@ -162,10 +162,10 @@ def bench_jax(arrays: list[np.ndarray], root: Path, rounds: int) -> dict[str, li
     def fresh() -> Any:
         return [jax.device_put(each) for each in copied(arrays)]
 
-    def orbax(folder: Fresh, compress: bool) -> Callable[[], None]:
+    def orbax(folder: Fresh) -> Callable[[], None]:
         def save() -> None:
             context = ocp.Context()
-            context.array.saving.use_compression = compress
+            context.array.saving.use_compression = False
             with context:
                 path = str(folder.next())
                 ocp.save_checkpointables_async(path, {"state": params}).result()
@@ -173,9 +173,7 @@ def bench_jax(arrays: list[np.ndarray], root: Path, rounds: int) -> dict[str, li
         return save
 
     memory = MemoryStore()
-    packed = OrbaxStore(root / "packed")
-    plain = OrbaxStore(root / "plain", compress=False)
-    own, own_plain = Fresh(root / "own"), Fresh(root / "own-plain")
+    plain, own = OrbaxStore(root / "plain"), Fresh(root / "own")
     saving = [
         Contender("plain copy", into_used, memory.wait),
         Contender("MemoryStore.save", *blocking(memory, state)),
@@ -185,18 +183,13 @@ def bench_jax(arrays: list[np.ndarray], root: Path, rounds: int) -> dict[str, li
         Contender("plain copy", fresh),
         Contender("MemoryStore.restore", lambda: memory.restore(newest(memory), state)),
     ]
-    to_disk = [
-        Contender("Orbax", orbax(own, True), own.clear),
-        Contender("OrbaxStore", stored(packed, state), emptied(packed)),
-    ]
     uncompressed = [
-        Contender("Orbax", orbax(own_plain, False), own_plain.clear),
+        Contender("Orbax", orbax(own), own.clear),
         Contender("OrbaxStore", stored(plain, state), emptied(plain)),
     ]
     return {
         "memory, save": timed(saving, rounds),
         "memory, restore": timed(restoring, rounds),
-        "disk": timed(to_disk, disk_rounds(rounds)),
         "disk, not compressed": timed(uncompressed, disk_rounds(rounds)),
     }
 

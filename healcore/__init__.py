@@ -22,7 +22,6 @@ __all__ = [
     "Cause",
     "CheckpointStore",
     "Checkpoints",
-    "Cost",
     "Cursor",
     "DataError",
     "Decision",

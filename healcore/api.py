@@ -6,7 +6,6 @@ from healcore.core.verdict import Action as Action
 from healcore.core.verdict import Cause as Cause
 from healcore.core.verdict import Decision as Decision
 from healcore.policy import PolicyError as PolicyError
-from healcore.runtime.cost import Cost as Cost
 from healcore.runtime.data import Cursor as Cursor
 from healcore.runtime.data import DataError as DataError
 from healcore.runtime.faults import Fault as Fault

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from healcore.core.verdict import Action, Cause, Decision
-from healcore.runtime.cost import Cost
 from healcore.torch.losses import checked
 from healcore.torch.step_hooks import StepHooks
 
@@ -253,19 +251,6 @@ class Healing:
             ranks=self.ranks,
             compiled=live_engine.compiled,
             waiting_for=tuple(missing),
-        )
-
-    def stats(self) -> Cost:
-        """What healing has cost within this optimizer's steps since `attach`. No sync.
-
-        A `healcore.Healer` adds saves, restores and comparisons in `Healer.stats`.
-        """
-        hooks = self.hooks
-        return Cost(
-            seconds=time.monotonic() - hooks.began,
-            steps=hooks.judged_steps,
-            in_steps_s=hooks.seconds,
-            host_syncs=hooks.judged_steps * self.report().syncs_per_step,
         )
 
     # -- saving ---------------------------------------------------------------------------------

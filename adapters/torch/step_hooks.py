@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -43,8 +42,6 @@ class StepHooks:
         on_ended: called after each judged step with whether the step was skipped: a bool, or a 0-d
             float32 of exactly 0 or 1. In observe mode always False.
         hold_numbers: called before each step to replace unusual numbers of the parameter groups.
-        seconds: host time of the judgements since `began`, a value of `time.monotonic`.
-        judged_steps: number of judgements since `began`.
         grows: whether per-tensor clipping starts a history for added parameters, instead of raising
             `ParametersChangedError`.
     """
@@ -89,7 +86,6 @@ class StepHooks:
         self.on_ended: Callable[[bool | Tensor], None] | None = None
         self.hold_numbers: Callable[[Enforcer], object] = lambda enforcer: None
         self.grows = False
-        self.began, self.seconds, self.judged_steps = time.monotonic(), 0.0, 0
 
         # Dynamo drops an ordinary hook's writes to the optimizer. At a disabled hook it breaks the
         # graph, and then guards on the attributes that the hook has written.
@@ -219,14 +215,9 @@ class StepHooks:
         else:
             self.enforcer.clip(all_parameters, order)
 
+    @torch.no_grad()
     def _judge(self) -> None:
         """Measures the step, runs the engine and enforces its order, if there are gradients."""
-        began = time.perf_counter()
-        self._judge_gradients()
-        self.seconds += time.perf_counter() - began
-
-    @torch.no_grad()
-    def _judge_gradients(self) -> None:
         self._judged = True
         all_parameters = gradients.parameters(self.optimizer)
         params = [p for p in all_parameters if p.grad is not None]
@@ -261,7 +252,6 @@ class StepHooks:
         measured = self.measurer.mark_overflow(measured)
         self._changes = True  # a collective that raised before this line changed nothing
         order = self.live_engine.step(measured)
-        self.judged_steps += 1
         self._skipped = False
         if self._resets_next and not (isinstance(order, HostOrder) and order.skip):
             reset_moments(self.optimizer)

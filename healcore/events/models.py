@@ -116,23 +116,6 @@ class EvidenceRecord(_EventsModel):
     grad_norm: Number
 
 
-class CostRecord(_EventsModel):
-    """JSON form of `healcore.runtime.cost.Cost`, without numbers that are not known."""
-
-    seconds: Seconds
-    steps: NonNegativeInt
-    in_steps_s: Seconds | None = None
-    between_steps_s: Seconds
-    saves_s: Seconds
-    restores_s: Seconds
-    comparisons_s: Seconds
-    forward_passes: NonNegativeInt
-    first_pass_s: Seconds = 0.0
-    host_syncs: NonNegativeInt | None = None
-    host_bytes: NonNegativeInt | None = None
-    written_bytes: NonNegativeInt | None = None
-
-
 class StacksRecord(_EventsModel):
     """JSON form of `healcore.runtime.postmortem.postmortem.RankStacks`."""
 
@@ -152,9 +135,6 @@ class RankRecord(_EventsModel):
 
 ReadingsField = Annotated[
     ReadingsRecord, Field(title="`{loss, grad_norm, threshold, z, z_loss}`, numbers")
-]
-CostField = Annotated[
-    CostRecord, Field(title="`{seconds, steps, ...}`, the fields of `healcore.Cost`")
 ]
 OfRanks = Annotated[
     list[RankRecord], Field(title="array of `{rank, outcome, why}` or `{rank, loss, grad_norm}`")
@@ -270,7 +250,6 @@ class EventFields(_EventsModel):
     mode: Literal["heal", "observe"] = _maybe("Mode of the policy.")
     framework: Literal["torch", "jax"] = _maybe("Framework of the run.")
     store: Text = _maybe("Location of the checkpoints.")
-    lag: NonNegativeInt = _maybe("Number of steps after which the host reads a step's numbers.")
     save_every: PositiveInt = _maybe("Steps between saves.")
     rank: NonNegativeInt = _maybe("Rank of this process in the run.")
     world: PositiveInt = _maybe("Number of processes of the run.")
@@ -281,7 +260,6 @@ class EventFields(_EventsModel):
     incidents: NonNegativeInt = _maybe("Incidents so far.")
     rollbacks: NonNegativeInt = _maybe("Rollbacks so far.")
     last_good: NonNegativeInt = _maybe("Step of the newest known-good checkpoint.")
-    cost: CostField = _maybe("What healing has cost the process.")
 
 
 class EventModel(EventFields, EventHead):

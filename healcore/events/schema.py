@@ -63,7 +63,7 @@ KINDS: dict[str, EventKind] = {
     ),
     "rollback_begin": EventKind("A rollback begins. The journal has its plan.", ("onset",)),
     "rollback": EventKind(
-        "A rollback is done. `step` is the number of steps done when it began, up to `lag` steps "
+        "A rollback is done. `step` is the number of steps done when it began, up to one step "
         "after the last judged step.",
         ("checkpoint", "outcome"),
     ),

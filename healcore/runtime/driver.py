@@ -16,7 +16,6 @@ from healcore.adapter_registry import FRAMEWORKS
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
-from healcore.runtime.cost import Cost
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.microbatches.window import Gradients
 from healcore.runtime.store.protocol import CheckpointStore
@@ -217,10 +216,6 @@ class Driver(Protocol):
 
     def optimizer_reports(self) -> dict[str, object]:
         """Optimizer name -> dataclass whose `str()` says how it is healed. Empty in JAX."""
-        ...
-
-    def step_cost(self) -> Cost:
-        """What healing costs within optimizer steps: times, host syncs and bytes of host memory."""
         ...
 
     def hyperparameters(self) -> dict[str, Any]:

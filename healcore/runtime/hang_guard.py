@@ -77,25 +77,23 @@ class HangGuard:
 
     # -- called by the training thread ----------------------------------------------------------
 
-    def watch(self) -> float:
-        """Starts to count the time from 0. Returns the time, see `time.monotonic`."""
+    def watch(self) -> None:
+        """Starts to count the time from 0."""
         now = time.monotonic()
         if self._counting_since:
             self._longest_s = max(self._longest_s, now - self._counting_since)
         self._counting_since = now
-        return now
 
     def resume(self) -> None:
         """Starts to count the time, unless it counts already."""
         if not self._counting_since:
             self._counting_since = time.monotonic()
 
-    def pause(self) -> float:
-        """Stops counting, unless the policy counts the time between steps. Returns the time."""
-        now = self.watch()
+    def pause(self) -> None:
+        """Stops counting, unless the policy counts the time between steps."""
+        self.watch()
         if not self._between_steps:
             self._counting_since = 0.0
-        return now
 
     def on_step(self) -> None:
         """Called by the driver after an optimizer step."""

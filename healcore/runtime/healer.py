@@ -28,7 +28,6 @@ from healcore.events.log import Log
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import check_keywords
-from healcore.runtime.cost import Cost
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit
@@ -124,10 +123,9 @@ class Healer(Generic[State]):
             SignalError if the first call raises or does not return one number.
         checkpoints: when to save checkpoints and how many to keep, see `healcore.Checkpoints`.
         logging: files for events and metrics, and console lines, see `healcore.Logging`.
-        trackers: receive metrics and events: "wandb", "trackio", "mlflow", "tensorboard" or
-            "stdout", with a project, experiment or directory as "wandb:project"; a live wandb,
-            trackio or mlflow run or a SummaryWriter, which stays open; or `healcore.Tracker`
-            objects. A tracker that fails or hangs does not stop the run. See docs/reports.md.
+        trackers: receive metrics and events: "wandb", "trackio", "mlflow" or "tensorboard", with a
+            project, experiment or directory as "wandb:project"; or `healcore.Tracker` objects. A
+            tracker that fails or hangs does not stop the run. See docs/reports.md.
         hooks: functions to call at incidents, saves and rollbacks, see `healcore.Hooks`.
         resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
             completed. True resumes both. False raises StoreNotEmpty if the store holds checkpoints.
@@ -141,7 +139,6 @@ class Healer(Generic[State]):
 
     Args:
         attach: options of `healcore.torch.attach`.
-        lag: steps after which the host reads a decision; the same on every rank.
         stop_file: path of a file that asks the run to end, or None for no such file. Every rank
             looks for the file once a second. All ranks end at the same step, with the last state
             saved and exit status 0. The file is not removed, and no run starts while it exists.
@@ -169,7 +166,6 @@ class Healer(Generic[State]):
         hooks: Hooks = NO_HOOKS,
         resume: bool | Literal["auto"] = "auto",
         attach: Mapping[str, Any] | None = None,
-        lag: int = 1,
         stop_file: str | os.PathLike[str] | None = None,
         ranks: Ranks | None = None,
         driver: Driver | Literal["torch", "jax"] | None = None,
@@ -188,7 +184,6 @@ class Healer(Generic[State]):
             hooks=hooks,
             resume=resume,
             attach=dict(attach or {}),
-            lag=lag,
             stop_file=stop_file,
             ranks=ranks,
             driver=driver,
@@ -533,15 +528,6 @@ class Healer(Generic[State]):
         """
         return self._loop.recovery.monitor.metrics.values()
 
-    def stats(self) -> Cost:
-        """What healing has cost this process so far, or in total after the block. No device sync.
-
-            print(healer.stats())
-
-        The same numbers are in the event `end`, in the report and, as `heal/cost/...`, in trackers.
-        """
-        return self._loop.cost()
-
     @property
     def events(self) -> Log:
         """Writer of the events file."""
@@ -561,7 +547,6 @@ class Healer(Generic[State]):
             driver=loop.driver,
             counts={"shrinks": loop.memory.sizes.used},
             postmortem=postmortem if is_written else None,
-            cost=loop.cost(),
             error=self._error,
         )
 

@@ -11,7 +11,6 @@ from typing import Any
 from healcore.core.verdict import Cause, names
 from healcore.events import json_lines
 from healcore.events.models import Ending
-from healcore.runtime.cost import Cost
 from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.incidents.rollback import Rollback
@@ -57,8 +56,6 @@ class HealingReport:
     """Path of this process's postmortem, or None without such a file."""
     diagnosis: str
     """Diagnosis of the stop, or an empty string if the policy did not stop the run."""
-    cost: Cost
-    """What healing has cost this process."""
     optimizers: Mapping[str, object]
     """Name -> `healcore.torch.Report`: how the optimizer is healed. Empty in JAX."""
 
@@ -109,7 +106,6 @@ class HealingReport:
             | {
                 "history": [vars(incident) for incident in self.history],
                 "rollbacks": [vars(rollback) for rollback in self.rollbacks],
-                "cost": self.cost._asdict(),
                 "optimizers": {name: vars(report) for name, report in self.optimizers.items()},
             }
         )
@@ -128,7 +124,6 @@ class HealingReport:
             f"rollbacks   {self.attempts}; learning rate × {self.lr_scale:g}",
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
-            f"cost        {self.cost}",
         ]
         if self.quarantined:
             lines.append(f"quarantined {', '.join(map(str, self.quarantined))}")

@@ -13,7 +13,6 @@ from healcore.core.step_record import Readings
 from healcore.core.verdict import Action, Cause
 from healcore.events import schema
 from healcore.events.models import EventModel
-from healcore.runtime.cost import Cost
 
 READINGS = Readings(2.31, 14.2, 1.27, 55.0, math.inf)
 EVIDENCE = (Evidence("layers.3.weight", math.nan), Evidence("layers.1.weight", 12.5))
@@ -27,7 +26,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "store": "checkpoints",
         "rank": 0,
         "world": 1,
-        "lag": 1,
         "save_every": 100,
         "resumes": False,
     },
@@ -118,7 +116,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "incidents": 3,
         "rollbacks": 2,
         "last_good": 300,
-        "cost": Cost(seconds=300.0, steps=420, saves_s=1.5, forward_passes=24).known(),
     },
 }
 

@@ -87,7 +87,7 @@ def test_output(command, output, tmp_path):
     printed = run(command, tmp_path)
     check(output, printed)
     if command.endswith("healer"):
-        assert masked(printed)[-1] in masked(output), "the block lacks the last line, the cost"
+        assert masked(printed)[-1] in masked(output), "the block lacks the last line"
 
 
 def test_a_killed_run_resumes_and_a_completed_one_ends_at_once(tmp_path):

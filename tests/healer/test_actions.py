@@ -1,4 +1,4 @@
-"""Which actions are carried out, and when: observing policies, hooks, lag, repeated rollbacks."""
+"""Which actions are carried out, and when: observing policies, hooks, repeated rollbacks."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ def test_observe_changes_nothing_and_logs_the_same(framework, tmp_path):
 
 
 @BOTH
-@pytest.mark.parametrize("lag", [0, 1, 3])
-def test_the_same_with_any_lag(framework, lag, tmp_path):
+def test_the_host_reads_a_step_one_step_later(framework, tmp_path):
     loop = loop_of(framework, Faults(always=[23]), rules())
-    facts = train(loop, rules(), range(40), store=tmp_path, lag=lag)
+    facts = train(loop, rules(), range(40), store=tmp_path)
     (rollback,) = events(tmp_path, "rollback")
-    assert rollback["step"] == min(24 + lag, 25)  # a save reads what is on its way
+    assert rollback["step"] == 25
     assert rollback["onset"] == 23
     assert rollback["batches"] == [[0, 23]]
     assert facts["step"] == 39
@@ -133,8 +132,6 @@ def test_used_where_it_cannot_be():
     assert healer.step == 0
     with pytest.raises(RuntimeError, match="opened once"), healer:
         pass
-    with pytest.raises(ValueError, match="lag"):
-        Healer(rules(), state=loop.state, lag=-1)
     with pytest.raises(ValueError, match="every is a whole number"):
         Healer(rules(), state=loop.state, checkpoints=Checkpoints(every=0))
     with pytest.raises((TypeError, ValueError), match=r"nothing of torch|no healing state"):

@@ -124,8 +124,8 @@ def test_both_go_back_to_the_newest_common_step(scenario, target, pair):
 
 def test_other_options_on_the_ranks_are_refused_on_each(pair):
     assert [each.partition(":")[0] for each in pair.refusals] == [
-        "rank 1 has another policy, lag than rank 0",
-        "rank 0 has another policy, lag than rank 1",
+        "rank 1 has another policy, save_every than rank 0",
+        "rank 0 has another policy, save_every than rank 1",
     ]
 
 

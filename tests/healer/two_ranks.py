@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from healcore import Checkpoints
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop import rank_group, termination
@@ -213,12 +214,16 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
 
 
 def refusal(root: Path) -> str:
-    """What a Healer says whose policy and lag are others on rank 1."""
+    """What a Healer says whose policy and distance of saves are others on rank 1."""
     net = torch.nn.Linear(4, 1)
     state = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
     rank = dist.get_rank()
     try:
-        with Healer(rules(recoveries=3 + rank), state=state, store=root / "other", lag=1 + rank):
+        other: dict[str, Any] = {
+            "store": root / "other",
+            "checkpoints": Checkpoints(every=5 + rank),
+        }
+        with Healer(rules(recoveries=3 + rank), state=state, **other):
             return ""
     except ValueError as error:
         return str(error)

@@ -18,7 +18,6 @@ SURFACE = {
         "Cause",
         "CheckpointStore",
         "Checkpoints",
-        "Cost",
         "Cursor",
         "DataError",
         "Decision",

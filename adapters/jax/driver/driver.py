@@ -25,7 +25,6 @@ from healcore.jax.optax_states import (
     reset_moments,
 )
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.cost import Cost
 from healcore.runtime.driver import SAMPLE, WeightsChanged, json_setting
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.store.protocol import CheckpointStore
@@ -305,10 +304,6 @@ class JaxDriver:
     def optimizer_reports(self) -> dict[str, object]:
         """Returns an empty dictionary."""
         return {}
-
-    def step_cost(self) -> Cost:
-        """Returns 0 host syncs: the compiled step contains the healing, so its time is unknown."""
-        return Cost(host_syncs=0)
 
     def hyperparameters(self) -> dict[str, Any]:
         """Returns the hyperparameters of optax.inject_hyperparams. One sync."""

@@ -51,8 +51,6 @@ class OrbaxStore(DirectoryStore):
         root: directory for only this run's checkpoints, the same for all processes. Created if it
             does not exist.
         nonfinite_ok: patterns of array names (`params.*.mask`) in which NaN and Inf are allowed.
-        compress: whether to compress with zstd, as Orbax does by default. Trained weights shrink by
-            about 8 %, and a save takes two to three times as long.
 
     Raises:
         StoreError: the directory cannot be used.
@@ -60,16 +58,9 @@ class OrbaxStore(DirectoryStore):
 
     format = "orbax"
 
-    def __init__(
-        self,
-        root: str | os.PathLike[str],
-        *,
-        nonfinite_ok: Collection[str] = (),
-        compress: bool = True,
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, nonfinite_ok: Collection[str] = ()) -> None:
         processes = CoordinatedRanks() if jax.process_count() > 1 else None
         super().__init__(root, JaxCopier(), nonfinite_ok=nonfinite_ok, ranks=processes)
-        self.compress = compress
 
     def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> dict[str, Digest]:
         # Orbax does not save empty arrays.
@@ -77,8 +68,7 @@ class OrbaxStore(DirectoryStore):
         if self.processes.world > 1:
             self._check_equal(saved)
         if saved:
-            rank = self.processes.rank
-            _write_shards(saved, folder, process=rank, compress=self.compress)
+            _write_shards(saved, folder, process=self.processes.rank)
         return {}
 
     def _complete_arrays(self, folder: Path) -> None:
@@ -154,7 +144,7 @@ def _escaped(name: str) -> str:
 # -- files of Orbax -----------------------------------------------------------------------------
 
 
-def _write_shards(arrays: Mapping[str, Any], folder: Path, *, process: int, compress: bool) -> None:
+def _write_shards(arrays: Mapping[str, Any], folder: Path, *, process: int) -> None:
     """Writes this process's shards of arrays that are not empty.
 
     The first process that holds a shard writes it. Process 0 writes arrays that do not span
@@ -165,7 +155,7 @@ def _write_shards(arrays: Mapping[str, Any], folder: Path, *, process: int, comp
     for name, array in arrays.items():
         owned = [shard for shard in shards_of(array) if _writer(array, shard[0]) == process]
         if owned:
-            spec = _array_spec(array, owned[0][1].shape, compress)
+            spec = _array_spec(array, owned[0][1].shape)
             spec["kvstore"] = {**index, "path": f"{name}/"}
             opened.append((ts.open(spec, context=context), owned))
     writes = []
@@ -275,11 +265,12 @@ def _index_spec(directory: Path) -> dict[str, Any]:
     }
 
 
-def _array_spec(array: Any, shard: tuple[int, ...], compress: bool) -> dict[str, Any]:
-    """TensorStore's spec for a new array whose shards have the shape `shard`."""
-    codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
-    if compress:
-        codecs.append({"name": "zstd", "configuration": {"level": 3}})
+def _array_spec(array: Any, shard: tuple[int, ...]) -> dict[str, Any]:
+    """TensorStore's spec for a new array whose shards have the shape `shard`.
+
+    Not compressed: trained weights would shrink by about 8 %, and a save would take two to three
+    times as long.
+    """
     chunk = _chunk(shard, array.dtype.itemsize)
     return {
         "driver": "zarr3",
@@ -287,7 +278,7 @@ def _array_spec(array: Any, shard: tuple[int, ...], compress: bool) -> dict[str,
         "metadata": {
             "shape": list(array.shape),
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "codecs": codecs,
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         },
         "create": True,
         "open": True,

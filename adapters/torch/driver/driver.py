@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.cost import Cost
 from healcore.runtime.driver import check_engines
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.store.protocol import CheckpointStore
@@ -68,7 +67,6 @@ class TorchDriver:
         except BaseException:
             self._detach()
             raise
-        self._earlier_costs = [healing.stats() for healing in self.healings.values()]
         names = partial(parameter_names, self._state)
         self._pending = PendingEntries()
         self.warnings: list[str] = []
@@ -300,16 +298,6 @@ class TorchDriver:
         """See `Driver.try_loss_fn`."""
         return self._evaluation.try_loss_fn(loss_fn, batch)
 
-    def step_cost(self) -> Cost:
-        """The sum over all optimizers, without earlier steps of an `attach`."""
-        each = [healing.stats() for healing in self.healings.values()]
-        earlier = self._earlier_costs
-        return Cost(
-            in_steps_s=_sum("in_steps_s", each) - _sum("in_steps_s", earlier),
-            host_syncs=int(_sum("host_syncs", each) - _sum("host_syncs", earlier)),
-            host_bytes=int(_sum("host_bytes", each)),
-        )
-
     def state_bytes(self) -> int:
         """Bytes of the arrays in the state. Assumes two moments for an optimizer without state."""
         leaves = flatten(self.items(), trust=True).leaves.values()
@@ -454,7 +442,3 @@ class TorchDriver:
             f"there is no optimizer {optimizer!r:.60} in the state: pass one of "
             f"{', '.join(self.healings)}, by name or as the object"
         )
-
-
-def _sum(field: str, costs: Iterable[Cost]) -> float:
-    return sum(getattr(cost, field) or 0 for cost in costs)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from healcore.core.signals import SignalError, check_scalar
 from healcore.core.verdict import Cause
-from healcore.runtime.cost import Meter
 from healcore.runtime.dominance.anchor import (
     MAJORITY,
     SAMPLE,
@@ -117,8 +116,6 @@ class Dominance:
     """The learning rate in force, or None if it is unknown."""
     numbers: Callable[[], Mapping[str, float]] = dict
     """Other numbers of the optimizers in force, by name."""
-    meter: Meter = field(default_factory=Meter)
-    """Measures the time of comparisons, and counts calls of `loss_fn`."""
     anchors: list[Anchor] = field(default_factory=list, init=False)
     """At most `MAX_ANCHORS`, oldest first: the weights with the lowest mean loss when they were
     copied, and those at the last two checkpoints. The first weights of a process have no mean: they
@@ -178,13 +175,6 @@ class Dominance:
         strong = self.threshold**RESTART_POWER
         in_debt = self._credit <= -MAX_DEBT
         return self.suspects and (not in_debt or any(e.evidence >= strong for e in self.anchors))
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the anchors' weights in host memory."""
-        weights = (each.weights for each in self.anchors)
-        parts = (each.values() if isinstance(each, Mapping) else each for each in weights)
-        return sum(getattr(part, "nbytes", 0) for each in parts for part in each)
 
     def check_loss_fn(self, batch: Any) -> None:
         """Calls `loss_fn` on the first batch.
@@ -401,11 +391,12 @@ class Dominance:
             SignalError: `loss_fn` changes the batch. If trained: it raises, or does not return one
                 number. An exception about memory, data or the network is only a warning.
         """
+        assert self.loss_fn is not None
         losses, mistake, problem, failure, state = [], None, None, None, None
         try:
             attempt = undone()(self.driver.try_loss_fn)
-            with self.meter.part("comparisons"), undone(self.loss_fn):
-                losses = [attempt(self._counted_loss, batch) for _ in range(2)]
+            with undone(self.loss_fn):
+                losses = [attempt(self.loss_fn, batch) for _ in range(2)]
             first, second = (float(check_scalar("loss_fn(batch)", loss)) for loss in losses)
             self._expected = first
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
@@ -651,14 +642,10 @@ class Dominance:
         return now, then
 
     def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
-        with self.meter.part("comparisons"), undone():
-            losses = self.driver.losses_of(self._counted_loss, batches, weights)
-        return [float(check_scalar("loss_fn(batch)", loss)) for loss in losses]
-
-    def _counted_loss(self, *arguments: Any) -> Any:
         assert self.loss_fn is not None
-        self.meter.forward_passes += 1
-        return self.loss_fn(*arguments)
+        with undone():
+            losses = self.driver.losses_of(self.loss_fn, batches, weights)
+        return [float(check_scalar("loss_fn(batch)", loss)) for loss in losses]
 
     # -- the budget -----------------------------------------------------------------------------
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import errno
 import re
-import time
 import traceback
 from collections.abc import Callable
-from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
@@ -23,9 +21,6 @@ _MAX_CHAIN = 100
 _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, AssertionError)
 """Bugs in an error handler. The error that was being handled is not their cause."""
 
-_WORST_FIRST = (Cause.OOM, Cause.WORKER, Cause.HANG, Cause.DATA, Cause.UNKNOWN, Cause.NETWORK)
-"""The first of these causes decides in an ExceptionGroup."""
-
 
 class _Kind(NamedTuple):
     cause: Cause
@@ -35,8 +30,6 @@ class _Kind(NamedTuple):
 _OOM, _DATA, _HANG = _Kind(Cause.OOM), _Kind(Cause.DATA), _Kind(Cause.HANG)
 _WORKER = _Kind(Cause.WORKER)
 _TRANSIENT, _PERMANENT = _Kind(Cause.NETWORK, transient=True), _Kind(Cause.NETWORK)
-
-_CERTIFICATE = "ssl.SSLCertVerificationError"
 
 _TYPES: dict[str, _Kind] = {
     "builtins.MemoryError": _OOM,  # also base class of NumPy's error
@@ -48,7 +41,7 @@ _TYPES: dict[str, _Kind] = {
     "builtins.ConnectionError": _TRANSIENT,
     "builtins.TimeoutError": _TRANSIENT,
     "socket.gaierror": _TRANSIENT,
-    _CERTIFICATE: _PERMANENT,
+    "ssl.SSLCertVerificationError": _PERMANENT,
     "ssl.SSLError": _TRANSIENT,
     "http.client.IncompleteRead": _TRANSIENT,
     "http.client.BadStatusLine": _TRANSIENT,
@@ -79,22 +72,12 @@ _TYPES: dict[str, _Kind] = {
     "pyarrow.lib.ArrowInvalid": _DATA,
     "datasets.exceptions.DatasetsError": _DATA,
 }
-_CLIENTS: set[str] = {
-    "requests.exceptions.RequestException",
-    "urllib.error.URLError",
-    "urllib3.exceptions.HTTPError",
-    "http.client.HTTPException",
-    "aiohttp.client_exceptions.ClientError",
-}
-"""Base classes of the errors of a network client, such as a wrong URL or too many redirects."""
-
 for _httpx in ("httpx", "httpx2"):  # huggingface_hub 2 has httpx2
     _TYPES |= {
         f"{_httpx}.UnsupportedProtocol": _PERMANENT,
         f"{_httpx}.LocalProtocolError": _PERMANENT,
         f"{_httpx}.TransportError": _TRANSIENT,
     }
-    _CLIENTS |= {f"{_httpx}.HTTPError", f"{_httpx}.InvalidURL"}
 
 _ERRNO: dict[int, _Kind] = {
     getattr(errno, name): kind
@@ -117,9 +100,6 @@ _XLA: dict[str, _Kind] = {
 
 _XLA_ON_HOST = re.compile(r"INTERNAL: (Error dispatching computation: )+Out of memory allocating")
 """A CPU allocation that failed after the call had returned (JAX 0.10)."""
-
-_GRPC_TRANSIENT = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED"})
-"""All other gRPC codes are permanent, such as wrong credentials or arguments."""
 
 _TORCH: tuple[tuple[re.Pattern[str], str, _Kind], ...] = tuple(
     (re.compile(pattern), sign, kind)
@@ -145,16 +125,12 @@ _HTTP_TRANSIENT = frozenset({408, 425, 429})
 _HTTP_PERMANENT = frozenset({501, 505})
 """Permanent statuses 5xx; all other 5xx are transient."""
 
-# draft-ietf-httpapi-ratelimit-headers, as the Hugging Face Hub sends it: "api";r=0;t=55
-_RATELIMIT = re.compile(r"r=(?P<left>\d{1,9})\s*;\s*t=(?P<seconds>\d{1,9})")
-
 
 def classify(error: BaseException) -> Fault:
     """Classifies an exception.
 
-    The type decides first, then codes: HTTP status, errno, the status codes of XLA and gRPC, and
-    torch's fixed beginnings of a message. If these say nothing, the exception that caused it is
-    classified. In an ExceptionGroup the worst member decides.
+    The type decides first, then codes: HTTP status, errno, the status codes of XLA, and torch's
+    fixed beginnings of a message. If these say nothing, the exception that caused it is classified.
 
     Args:
         error: any exception.
@@ -162,28 +138,14 @@ def classify(error: BaseException) -> Fault:
     Returns:
         The fault. Its cause is `Cause.UNKNOWN` for an exception that healcore does not know.
     """
-    return _classify(error, set()) or _unknown(error)
-
-
-def _classify(error: BaseException, seen: set[int]) -> Fault | None:
-    """The fault, or None if unknown. `seen` has the ids of the exceptions that were read."""
-    fault = fallback = None
-    certificate = False
     at: BaseException | None = error
-    while at is not None and id(at) not in seen and len(seen) < _MAX_CHAIN:
-        if not isinstance(at, Exception | BaseExceptionGroup):
+    for _ in range(_MAX_CHAIN):
+        if not isinstance(at, Exception):
             break  # KeyboardInterrupt, SystemExit
-        seen.add(id(at))
-        certificate = certificate or _is_certificate(at)
-        if fault is None:
-            fault = _worst(at, seen) if isinstance(at, BaseExceptionGroup) else _own_fault(at)
-            fallback = fallback or _client_fault(at)
+        if fault := _own_fault(at):
+            return fault
         at = _cause_of(at)
-    fault = fault or fallback
-    if fault is not None and fault.transient and certificate:
-        # Clients report a rejected certificate as an ordinary failure to connect.
-        return Fault(Cause.NETWORK, _CERTIFICATE)
-    return fault
+    return Fault(Cause.UNKNOWN, _name(type(error)).removeprefix("builtins."))
 
 
 def _own_fault(error: BaseException) -> Fault | None:
@@ -200,15 +162,6 @@ def _is_from_worker(error: BaseException) -> bool:
     """Whether a killed worker has broken the connection by which it passes its tensors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(f.f_globals.get("__name__") == "multiprocessing.resource_sharer" for f in frames)
-
-
-def _worst(group: BaseExceptionGroup[BaseException], seen: set[int]) -> Fault | None:
-    members = [_classify(member, seen) or _unknown(member) for member in group.exceptions]
-    return min(members, key=lambda fault: (_WORST_FIRST.index(fault.cause), fault.transient))
-
-
-def _unknown(error: BaseException) -> Fault:
-    return Fault(Cause.UNKNOWN, _name(type(error)).removeprefix("builtins."))
 
 
 def _cause_of(error: BaseException) -> BaseException | None:
@@ -243,17 +196,9 @@ def _http_fault(error: BaseException) -> Fault | None:
 
 
 def _retry_after(headers: Any) -> float | None:
-    """Seconds to wait by `Retry-After` (number or date, RFC 9110) or an exhausted `RateLimit`."""
+    """Seconds to wait by a number in `Retry-After` (RFC 9110)."""
     text = str(headers.get("Retry-After") or "").strip()
-    if re.fullmatch(r"\d{1,9}", text, re.ASCII):
-        return float(text)
-    if text:
-        try:
-            return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-        except (ValueError, TypeError, OverflowError):
-            return None
-    limit = _RATELIMIT.search(str(headers.get("RateLimit") or ""))
-    return float(limit["seconds"]) if limit and limit["left"] == "0" else None
+    return float(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
 
 
 def _torch(error: BaseException) -> Fault | None:
@@ -278,11 +223,6 @@ def _xla(error: BaseException) -> Fault | None:
     return None if code is None or kind is None else _fault(kind, f"XLA {code[1]}")
 
 
-def _grpc(error: Any) -> Fault:
-    name = str(getattr(error.code(), "name", "UNKNOWN"))
-    return _fault(_TRANSIENT if name in _GRPC_TRANSIENT else _PERMANENT, f"gRPC {name}")
-
-
 def _errno(error: Any) -> Fault | None:
     kind = _ERRNO.get(error.errno)
     return None if kind is None else _fault(kind, f"errno {errno.errorcode[error.errno]}")
@@ -294,7 +234,6 @@ _BY_CODE: dict[str, Callable[[Any], Fault | None]] = {
     "jaxlib._jax.XlaRuntimeError": _xla,
     "torch.distributed.DistBackendError": _nccl,
     "builtins.RuntimeError": _torch,
-    "grpc.RpcError": _grpc,
     "builtins.OSError": _errno,
 }
 
@@ -311,22 +250,11 @@ def _known_fault(error: BaseException) -> Fault | None:
     return None
 
 
-def _client_fault(error: BaseException) -> Fault | None:
-    """The fault of a network client's error of no more specific type, or None."""
-    name = next((name for name in map(_name, type(error).__mro__) if name in _CLIENTS), None)
-    return None if name is None else Fault(Cause.NETWORK, name)
-
-
 def is_broken_connection(error: BaseException | None) -> bool:
     """Whether gloo raised the error because the connection to another rank is broken."""
     if not isinstance(error, RuntimeError | ValueError):  # a ValueError in JAX
         return False
     return any(text in str(error) for text in _BROKEN)
-
-
-def _is_certificate(error: BaseException) -> bool:
-    """Whether the server's certificate was rejected, which is permanent."""
-    return any(_name(cls) == _CERTIFICATE for cls in type(error).__mro__)
 
 
 def _name(cls: type) -> str:

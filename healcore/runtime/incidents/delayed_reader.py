@@ -13,6 +13,9 @@ from healcore.core.step_record import StepRecord
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import PendingDispatch
 
+LAG = 1
+"""Number of dispatches after which the host reads a decision, so that reading does not wait."""
+
 
 class StepResult(NamedTuple):
     """One step whose records have been read."""
@@ -30,15 +33,9 @@ class StepResult(NamedTuple):
 
 
 class DelayedReader:
-    """Queue of `lag` dispatches. Raises ValueError unless `lag` is an integer from 0 to 100."""
+    """Queue of `LAG` dispatches."""
 
-    def __init__(self, lag: int) -> None:
-        if isinstance(lag, bool) or not isinstance(lag, int) or not 0 <= lag <= 100:
-            raise ValueError(
-                f"lag is a whole number from 0 to 100, the steps after which a decision is read, "
-                f"not {lag!r}"
-            )
-        self.lag = lag
+    def __init__(self) -> None:
         self._queue: deque[tuple[PendingDispatch, StepResult]] = deque()
         """Dispatches, each with the index of its first step and its batches."""
         self._read_steps: deque[StepResult] = deque()
@@ -55,7 +52,7 @@ class DelayedReader:
         while True:
             while self._read_steps:
                 yield self._read_steps.popleft()
-            if len(self._queue) <= (0 if all else self.lag):
+            if len(self._queue) <= (0 if all else LAG):
                 return
             self._read_steps.extend(self._read(*self._queue.popleft()))
 

@@ -41,7 +41,7 @@ class IncidentContext(NamedTuple):
     number: int
     """Number of the incident, from 1 over the whole run, or 0 outside of an incident."""
     step: int
-    """Index of the judged step, from 0. The loop has done `lag` more steps."""
+    """Index of the judged step, from 0. The loop has done one more step."""
     onset: int
     """Step of the incident's first alarm."""
     cause: Cause

@@ -21,7 +21,7 @@ METRICS = (*_LAST, "incidents", *COUNTS)
 
 
 class RunMetrics:
-    """Metrics from the records that the host reads `lag` steps later, without a further sync.
+    """Metrics from the records that the host reads `LAG` steps later, without a further sync.
 
     The counts come from the engines' states at the start of a run and after a rollback, when these
     are on the host. Each record then adds to the counts.
@@ -79,7 +79,7 @@ class RunMetrics:
 class ChangedMetrics:
     """Metrics for the rows of a trainer's own log: only values that changed since the last row.
 
-    Metrics of single steps are omitted: they are `lag` steps older than the row, which has the loss
+    Metrics of single steps are omitted: they are `LAG` steps older than the row, which has the loss
     itself. A healthy row has no metrics.
     """
 

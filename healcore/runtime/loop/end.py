@@ -21,7 +21,6 @@ from healcore.core.verdict import Cause, names
 from healcore.events.models import Ending
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.classify import is_broken_connection
-from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.loop import rank_group
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_settings import record_end
@@ -141,8 +140,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
         # Not after an exception within a step, which leaves the state partly changed.
         save = partial(saver.save_last, completed=completed)
         saved = attempt("the last state could not be saved", save)
-    with loop.meter.part("saves"):
-        attempt("checkpoints being written", saver.checkpoints.wait)
+    attempt("checkpoints being written", saver.checkpoints.wait)
     if completed and (not together or _is_lost_on_any_rank(loop, saved, problems)):
         # The journal must not have "completed", so that the next start resumes and saves the run.
         error = replacement = LastStateNotSaved(_unsaved_state_text(loop, problems))
@@ -154,17 +152,14 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
             ending = Ending.REQUESTED
     if together:
         ledger = loop.recovery.ledger
-        with loop.meter.part("saves"):
-            finish = partial(saver.checkpoints.finish, ledger, data.step)
-            attempt("checkpoints on probation", finish)
-            attempt("the last saves", saver.checkpoints.nonfinite_checkpoints)
+        finish = partial(saver.checkpoints.finish, ledger, data.step)
+        attempt("checkpoints on probation", finish)
+        attempt("the last saves", saver.checkpoints.nonfinite_checkpoints)
         if ranks.votes:
             attempt("reports of other ranks", partial(ranks.vote, data.step, loop.log))
     attempt("the journal", lambda: _write_ending(loop, ending))
-    attempt("the cost of healing", loop.end_cost)
     for problem in problems:
         loop.warn(problem)
-    attempt("trackers", loop.log.trackers.drain)
     loop.log.report_trackers(data.step)
     if isinstance(error, RunStopped) and ranks.rank:
         error.code = f"healcore stopped the run: {error.why} (rank 0 has the diagnosis)"
@@ -407,8 +402,7 @@ def _write_end(
         exception, trace = f"rank {notes[0].rank}: {notes[0].why}", traces(notes) or None
     elif ending == Ending.EXCEPTION and error is not None:
         exception, trace = described(error)
-    hint = shape_diagnosis(error) if ending == Ending.EXCEPTION else ""
-    end = loop.recovery.run_end(ending, why, exception=exception, fault=fault, hint=hint)
+    end = loop.recovery.run_end(ending, why, exception=exception, fault=fault)
     if not loop.ranks.rank:
         write_postmortem(loop, end, trace)
     log_end(loop, end, notes)
@@ -422,8 +416,6 @@ def _write_end(
     else:
         line = end_line(end, rollbacks=journal.state.rollbacks, newest=newest)
         loop.log.info(line)
-        if loop.final_cost is not None:
-            loop.log.info(str(loop.final_cost))
 
 
 def write_postmortem(loop: Loop[Any], end: RunEnd, trace: str | None) -> Path | None:
@@ -453,7 +445,6 @@ def log_end(loop: Loop[Any], end: RunEnd, notes: list[RankNote]) -> None:
         last_good=end.last_good,
         unreported_alarms=loop.recovery.monitor.unreported_alarms or None,
         of_ranks=of_ranks(notes) or None,
-        cost=None if loop.final_cost is None else loop.final_cost.known(),
     )
 
 

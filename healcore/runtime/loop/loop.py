@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, NoReturn, TypeVar
 
 from healcore.core.verdict import Action, names
-from healcore.runtime.cost import Cost
 from healcore.runtime.driver import Driver
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.host_policy import HostPolicy
@@ -76,9 +75,6 @@ class Loop(Generic[AnySaver]):
             log=log,
         )
         self.began = time.monotonic()
-        self.meter = recovery.meter
-        self.final_cost: Cost | None = None
-        """The cost at the end of the run, or None before it."""
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""
         self.reached_end = False
@@ -155,8 +151,7 @@ class Loop(Generic[AnySaver]):
 
     def update(self, take_state: Callable[[], None]) -> None:
         """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
-        with self.meter.part("between_steps"):
-            take_state()
+        take_state()
         number = self.data.loaders.current
         rolled_back = self._between_steps()
         if not rolled_back and self.data.at_last_batch(number):
@@ -164,14 +159,8 @@ class Loop(Generic[AnySaver]):
         self._update_rolled_back |= rolled_back
 
     def _between_steps(self, *, last: bool = False) -> bool:
-        outer = self.meter.switch("between_steps", self.guard.pause())
-        try:
-            return self._work(last=last)
-        finally:
-            self.meter.switch(outer, time.monotonic())
-
-    def _work(self, *, last: bool) -> bool:
         """The work between two steps. Returns whether the run was rolled back."""
+        self.guard.pause()
         if not self.polled and self.data.resumed_here and not self.data.passes:
             self.log.info(
                 "the program's own batches, generators, replay buffers and environments begin anew "
@@ -238,13 +227,13 @@ class Loop(Generic[AnySaver]):
 
     def _steps(self, *, all: bool) -> Iterator[tuple[StepResult, Rollback | None]]:
         """Yields the steps that are due with their orders, which the caller carries out."""
-        began = self.guard.watch()  # reading waits for the device
+        self.guard.watch()  # reading waits for the device
         for step in self.recovery.reader.due(all=all):
-            self.meter.exclude(self.guard.pause() - began)
+            self.guard.pause()
             order = self.recovery.process(step)
             self.ranks.read(step)
             yield step, order
-            began = self.guard.watch()
+            self.guard.watch()
         self.guard.pause()
 
     def _rewind_if_applied(self, order: Rollback) -> bool:
@@ -270,8 +259,6 @@ class Loop(Generic[AnySaver]):
             if why == "regular" and self._roll_back_if_nonfinite():
                 return True
             self.saver.save(why)
-            if len(self.log.trackers):
-                self.log.trackers.cost(self.cost())
         return False
 
     def _roll_back_if_nonfinite(self, *, at_end: bool = False) -> bool:
@@ -348,23 +335,6 @@ class Loop(Generic[AnySaver]):
         return "" if self.has_trainer else self.data.loaders.left_at()
 
     # -- reports --------------------------------------------------------------------------------
-
-    def cost(self) -> Cost:
-        """See `Healer.stats`."""
-        if self.final_cost is not None:
-            return self.final_cost
-        cost = self.meter.add_to(self.driver.step_cost())
-        in_memory, written = self.saver.copy_bytes()
-        if in_memory is not None:
-            in_memory += self.recovery.dominance.host_bytes + (cost.host_bytes or 0)
-        return cost._replace(
-            steps=self.data.steps_taken, host_bytes=in_memory, written_bytes=written
-        )
-
-    def end_cost(self) -> None:
-        """Sets `final_cost`, and sends it to the trackers."""
-        self.final_cost = self.cost()
-        self.log.trackers.cost(self.final_cost)
 
     def warn(self, problem: str) -> None:
         """Reports a problem of the current step."""

@@ -6,7 +6,7 @@ the others would wait for it in their next collective. Instead it makes a propos
     loop.ranks.propose(Proposal("signal 15", ends=True, signal=15))
 
 The driver marks the steps from then on (`Driver.request_vote`; in torch a bit of the step's own
-all_reduce), and every rank reads the mark with the step's record, `lag` steps later. Then the ranks
+all_reduce), and every rank reads the mark with the step's record, `LAG` steps later. Then the ranks
 exchange their proposals once. If one rank proposes to end, all ranks end.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from healcore import console
 from healcore.runtime.driver import Driver
-from healcore.runtime.incidents.delayed_reader import StepResult
+from healcore.runtime.incidents.delayed_reader import LAG, StepResult
 from healcore.runtime.loop.termination import EndRequested, StopFile, TerminationWatch, exit_for
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import StoreError
@@ -59,7 +59,7 @@ class Proposal(NamedTuple):
 class RankGroup:
     """The ranks of one run, and the requests to end it: signals and the stop file.
 
-    The driver marks steps, and `lag` steps later the marks are read.
+    The driver marks steps, and `LAG` steps later the marks are read.
 
     Attributes:
         processes: The framework's ranks.
@@ -72,7 +72,6 @@ class RankGroup:
         self,
         ranks: Ranks,
         driver: Driver,
-        lag: int,
         stop_file: str | os.PathLike[str] | None = None,
         *,
         votes: bool = True,
@@ -84,7 +83,6 @@ class RankGroup:
         self.stop_file = StopFile(stop_file)
         self.termination = TerminationWatch(self._propose_end if self.votes else None)
         self._driver = driver
-        self._lag = lag
         self._pending_proposals: list[Proposal] = []
         self._reported: set[str] = set()
         """Lines that this rank has written or reported."""
@@ -94,9 +92,8 @@ class RankGroup:
         """Whether this rank has proposed to end because of the stop file."""
 
     def close(self) -> None:
-        """Stops watching for signals and the stop file."""
+        """Stops watching for signals."""
         self.termination.stop()
-        self.stop_file.close()
 
     def raise_if_asked(self, *, may_end: bool) -> None:
         """Raises the exception that ends the run if it was requested; with votes proposes the end.
@@ -134,7 +131,7 @@ class RankGroup:
     def read(self, step: StepResult) -> None:
         """Schedules a vote if a step is marked. Marks from before the last vote are outdated."""
         if step.vote_requested and self._due_at is None and step.index >= self._voted_at:
-            self._due_at = step.index + 1 + self._lag
+            self._due_at = step.index + 1 + LAG
 
     def due(self, step: int) -> bool:
         """Whether all ranks vote now, after `step` steps.

@@ -10,7 +10,6 @@ from healcore.console import counted
 from healcore.core.verdict import Action, Cause, names
 from healcore.events.models import Ending, RollbackOutcome
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.cost import Meter
 from healcore.runtime.data.loader_registry import RewindResult
 from healcore.runtime.dominance.anchor import TrainedStep
 from healcore.runtime.dominance.dominance import Dominance, Verdict
@@ -57,7 +56,6 @@ class Recovery:
         log: RunLog,
         ledger: Ledger,
         hooks: Hooks,
-        lag: int,
         restorer: Restorer | None = None,
         instead: Callable[[Rollback], object] = lambda order: None,
         newest_good: Callable[[], tuple[int | None, str | None]] = lambda: (None, None),
@@ -72,8 +70,7 @@ class Recovery:
         self._instead = instead
         self._newest_good = newest_good
         self.ledger = ledger
-        self.reader = DelayedReader(lag)
-        self.meter = Meter()
+        self.reader = DelayedReader()
         every = 0 if self._checkpoints is None else self._checkpoints.every
         self.monitor = IncidentMonitor(
             policy=policy,
@@ -95,7 +92,6 @@ class Recovery:
             log=log,
             learning_rate=self._rate_in_force,
             numbers=self._numbers_in_force,
-            meter=self.meter,
         )
         if restorer is not None:
             restorer.dominance = self.dominance
@@ -365,8 +361,7 @@ class Recovery:
             order.batches += self.monitor.batches_of_alarms(unread)
         step = self._data.step
         try:
-            with self.meter.part("restores"):
-                moved = self.restorer.apply(order, step)
+            moved = self.restorer.apply(order, step)
         except StoreError as error:
             if order.better is None or not isinstance(error, NoGoodCheckpoint):
                 self.stop(str(error))

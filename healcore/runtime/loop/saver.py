@@ -49,10 +49,6 @@ class Saver:
     def poll(self) -> None:
         """Called once per dispatch, after its steps were read."""
 
-    def copy_bytes(self) -> tuple[int | None, int | None]:
-        """Bytes of the copies in host memory, and bytes written to disk; None if unknown."""
-        return 0, 0
-
     def on_rollback(self, target: int) -> None:
         """Called when the run was rolled back to the checkpoint of step `target`."""
 
@@ -77,7 +73,6 @@ class CheckpointSaver(Saver):
         self._ledger = recovery.ledger
         self._monitor = recovery.monitor
         self._dominance = recovery.dominance
-        self._meter = recovery.meter
         # Whether a run can resume exactly from a save at an exception.
         self._can_resume_exactly = (
             self.checkpoints.store.disk is not None and restorer.ranks.world == 1
@@ -171,10 +166,6 @@ class CheckpointSaver(Saver):
 
     def save(self, why: str) -> None:
         """Saves a checkpoint of this step; a restart point if `why` is `restart`."""
-        with self._meter.part("saves"):
-            self._save(why)
-
-    def _save(self, why: str) -> None:
         step = self._data.step
         self._newest = step  # also delays the next restart point
         self._next_warning = _UNSAVED_INTERVALS * self.checkpoints.every
@@ -197,11 +188,6 @@ class CheckpointSaver(Saver):
     def poll(self) -> None:
         """Reports background work, and queues checkpoints for verification."""
         self.checkpoints.poll(self._ledger)
-
-    def copy_bytes(self) -> tuple[int | None, int | None]:
-        """See `Saver.copy_bytes`."""
-        store = self.checkpoints.store
-        return store.host_bytes, store.written_bytes
 
     # -- the last state -------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.loop import rank_group
@@ -79,14 +78,12 @@ class Options(NamedTuple):
     hooks: Hooks
     resume: Any
     attach: dict[str, Any]
-    lag: int
     stop_file: str | os.PathLike[str] | None
     ranks: Ranks | None
     driver: Driver | str | None
 
     def checked(self) -> Options:
         """Returns itself; raises ValueError if a number or a choice is out of range."""
-        DelayedReader(self.lag)
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ValueError(
                 f"loss_fn is a function that gives the loss of a batch, or None, not "
@@ -143,7 +140,6 @@ def _shared_options(options: Options) -> dict[str, Any]:
     policy = options.policy
     return {
         "policy": policy.text or policy.fingerprint or policy.name,
-        "lag": options.lag,
         "save_every": options.checkpoints.every,
         "restart_every": options.checkpoints.restart_every,
         "store": options.store is not None,
@@ -202,7 +198,6 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
         policy,
         driver,
         ranks,
-        lag=options.lag,
         save_every=every,
         store=store.describe(),
         resumes=bool(saves),
@@ -238,7 +233,6 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
             notes=loop.notes,
         )
     driver.on_step(loop.guard.on_step)
-    ranks.stop_file.start()
 
 
 def _construct(
@@ -247,7 +241,7 @@ def _construct(
     policy = options.policy
     store = _store(options, driver, ranks)
     folder = store.root
-    group = RankGroup(ranks, driver, options.lag, options.stop_file)
+    group = RankGroup(ranks, driver, options.stop_file)
     # A rank whose reports reach rank 0 needs no events file of its own.
     silent = ranks.rank > 0 and group.votes
     events = Log(None) if silent else _events(options.logging.events, folder, ranks)
@@ -309,7 +303,6 @@ def _construct(
         log=log,
         ledger=ledger,
         hooks=options.hooks,
-        lag=options.lag,
         restorer=restorer,
         loss_fn=loss_fn,
     )
@@ -405,7 +398,7 @@ def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
 
 def _refuse_to_start(stop_file: StopFile, ranks: Ranks, log: RunLog) -> None:
     """Raises EndRequested on all ranks if one of them finds the stop file."""
-    if not any(ranks.gather(stop_file.file_exists())):
+    if not any(ranks.gather(stop_file.found)):
         return
     log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
     raise EndRequested(stop_file.why)

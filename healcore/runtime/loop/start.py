@@ -31,9 +31,7 @@ from healcore.runtime.store import NoGoodCheckpoint, Saved
 from healcore.runtime.store.ranks import Ranks, agreed
 
 
-def log_start(
-    log: RunLog, policy: HostPolicy, driver: Driver, ranks: Ranks, *, lag: int, **fields: Any
-) -> None:
+def log_start(log: RunLog, policy: HostPolicy, driver: Driver, ranks: Ranks, **fields: Any) -> None:
     """Writes the event of a start."""
     log.event(
         "start",
@@ -45,7 +43,6 @@ def log_start(
         framework=driver.framework,
         rank=ranks.rank,
         world=ranks.world,
-        lag=lag,
         **fields,
     )
 
@@ -186,8 +183,7 @@ def _resume(loop: Loop[CheckpointSaver]) -> None:
         order = sorted(newest_first, key=unknown.__contains__)
         if journal.state.first_step is None:  # the journal was deleted
             journal.state.first_step = min(usable)
-        with loop.meter.part("restores"):
-            step, generators = restorer.resume(order)
+        step, generators = restorer.resume(order)
     except NoGoodCheckpoint as error:
         raise no_usable_checkpoint(journal, saves, restorer.damage) from error
     loop.data.restore(step, generators)
@@ -234,8 +230,7 @@ def finish_rollback(loop: Loop[CheckpointSaver], plan: Rollback) -> None:
     """Finishes a rollback during which the previous process was killed."""
     restorer = loop.saver.restorer
     try:
-        with loop.meter.part("restores"):
-            generators = restorer.finish(plan)
+        generators = restorer.finish(plan)
     except NoGoodCheckpoint as error:
         raise no_usable_checkpoint(restorer.journal, restorer.saves(), restorer.damage) from error
     loop.data.restore(plan.target, generators)

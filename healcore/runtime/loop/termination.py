@@ -6,8 +6,9 @@ not catch them. They end the program without a traceback.
 After SIGTERM and Ctrl-C the run finishes the current step and saves. One handler serves all Healers
 of a process. It calls the previous handler, and removes itself at the first signal: a second
 SIGTERM has its usual effect. A second Ctrl-C ends the process at once, like a kill, because a
-KeyboardInterrupt would still wait for pending checkpoints. Only the main thread installs handlers,
-because Python handles signals only there.
+KeyboardInterrupt would still wait for pending checkpoints. In an interactive session, which must
+survive, it is a KeyboardInterrupt. Only the main thread installs handlers, because Python handles
+signals only there.
 """
 
 from __future__ import annotations
@@ -187,40 +188,27 @@ def exit_for(number: int) -> BaseException:
 class StopFile:
     """A file by which a person or a scheduler asks a run to end, with its last state saved.
 
-    A thread looks for the file once a second, because a network disk may be slow or hang. The file
-    is not removed, so that it ends all programs of a queue. Without a path the class does nothing.
+    The file is not removed, so that it ends all programs of a queue. Without a path the class does
+    nothing.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         # Absolute: the program may change its working directory.
         self.path = None if path is None else Path(path).absolute()
-        self.found = False
-        """Whether the thread has found the file."""
-        self._closed = threading.Event()
+        self._found, self._next_look = False, 0.0
 
     @property
     def why(self) -> str:
         """Name of the file, as a clause."""
         return f"the stop file {self.path}"
 
-    def file_exists(self) -> bool:
-        """Whether the file exists now."""
-        return self.path is not None and os.path.lexists(self.path)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        if self.path is not None:
-            threading.Thread(target=self._look, name="healcore-stop-file", daemon=True).start()
-
-    def close(self) -> None:
-        """Ends the thread, without waiting for a look under way."""
-        self._closed.set()
-
-    def _look(self) -> None:
-        while not self._closed.wait(POLL_INTERVAL_S):
-            if self.file_exists():
-                self.found = True
-                return
+    @property
+    def found(self) -> bool:
+        """Whether the file exists, or has existed in this run. Looks at most once a second."""
+        now = time.monotonic()
+        if self.path is not None and not self._found and now >= self._next_look:
+            self._found, self._next_look = os.path.lexists(self.path), now + POLL_INTERVAL_S
+        return self._found
 
 
 class _Handler:
@@ -284,26 +272,13 @@ class _Handler:
         # A list: every run is notified, even if the first one can end at once.
         end_now = [run for run in list(self._runs) if run.on_signal(number)]
         if number == signal.SIGINT:
-            self._interrupts = signal.signal(number, self._exit_at_once)
+            self._interrupts = previous
+            signal.signal(number, previous if hasattr(sys, "ps1") else signal.SIG_DFL)
             os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
         elif callable(previous):
             previous(number, frame)
         if end_now:
             raise exit_for(number)
-
-    def _exit_at_once(self, number: int, frame: FrameType | None) -> None:
-        """A second Ctrl-C. Checkpoints on disk are complete, as after a kill."""
-        previous, self._interrupts = self._interrupts, None
-        if os.getpid() != self._pid or not self._runs or hasattr(sys, "ps1"):
-            # A forked child, a process without runs, or an interactive session, which must survive.
-            signal.signal(number, previous)
-            os.kill(os.getpid(), number)
-            return
-        os.write(2, b"\nhealcore: stopped at once; the checkpoints on disk are complete\n")
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        os._exit(128 + number)
 
 
 _handler = _Handler()

@@ -96,8 +96,6 @@ class RunEnd(NamedTuple):
     exception: str | None = None
     fault: Cause = Cause(0)
     """Cause of the exception, or 0 without an exception."""
-    hint: str = ""
-    """Advice about the exception beyond that of its cause, or an empty string."""
     declined: int = 0
     """Number of orders that were declined for lack of evidence that the model was worse."""
     answered: Mapping[str, int] = MappingProxyType({})
@@ -232,8 +230,6 @@ def _advice_section(end: RunEnd) -> Iterator[str]:
         skipped=any(rollback.skipped for rollback in end.rollbacks),
         lr_lowered=end.lr_scale < 1 or any(rollback.lowers_lr for rollback in end.rollbacks),
     )
-    if end.hint:  # replaces the advice about an unknown cause
-        hints = [end.hint, *(hint for hint in hints if hint != FAILURES[Cause.UNKNOWN].diagnosis)]
     if hints:
         yield "Look at:"
     for hint in hints:

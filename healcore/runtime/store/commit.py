@@ -50,12 +50,12 @@ def commit(
     format: str,
     write: Callable[[Path], RankPart],
     join: Callable[[Path], None],
-) -> tuple[tuple[str, ...], int]:
+) -> tuple[str, ...]:
     """Writes a checkpoint atomically. Every rank calls it.
 
     Every rank calls `write` with the directory to write state and data. Then rank 0 calls `join`
-    with the directory. Returns the names of the arrays with NaN or Inf, allowed or not, and the
-    bytes of the checkpoint of all ranks. If one rank fails, all ranks raise SaveFailed.
+    with the directory. Returns the names of the arrays with NaN or Inf, allowed or not. If one
+    rank fails, all ranks raise SaveFailed.
     """
     # All exchanges of the ranks go through `ranks.gather`, in the same order.
     name = agreed(ranks, files.new_temporary() if ranks.rank == 0 else None)
@@ -63,10 +63,8 @@ def commit(
     try:
         on_first(ranks, lambda: folder.mkdir())
         parts = together(ranks, lambda: write(folder))
-        _, nbytes = on_first(
-            ranks, lambda: (join(folder), _complete(root, folder, copy, format, parts))
-        )
-        return union_of_names(part.nonfinite for part in parts), nbytes
+        on_first(ranks, lambda: (join(folder), _complete(root, folder, copy, format, parts)))
+        return union_of_names(part.nonfinite for part in parts)
     except Exception as error:
         raise SaveFailed(copy.step, f"while writing to {root}", error, _hint(error)) from error
     finally:
@@ -152,11 +150,8 @@ def _hint(error: BaseException) -> str:
 
 def _complete(
     root: Path, folder: Path, copy: StateCopy, format: str, parts: Sequence[RankPart]
-) -> int:
-    """Completes a save: adds the missing digests, writes the manifest, sets the final name.
-
-    Returns the bytes of all files.
-    """
+) -> None:
+    """Completes a save: adds the missing digests, writes the manifest, sets the final name."""
     if copy.healing is not None:
         files.write_new(folder / manifest.HEALING, copy.healing)
     paths = files.list_below(folder)
@@ -179,12 +174,11 @@ def _complete(
     resized = manifest.missing_or_resized(folder, record)
     if resized is not None:
         raise OSError(errno.EIO, f"{resized.file} {resized.difference}")
-    nbytes = sum(each.bytes for each in record.files.values()) + manifest.write(folder, record)
+    manifest.write(folder, record)
     files.sync_directory(folder)
     # The last step: a directory with this name is a complete checkpoint.
     files.rename(folder, root / manifest.step_directory(copy.step))
     clear_superseded(root)
-    return nbytes
 
 
 def _sync_and_digest(folder: Path, paths: Sequence[str]) -> dict[str, Digest]:

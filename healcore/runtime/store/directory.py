@@ -223,7 +223,7 @@ class DirectoryStore(Tier):
             ranks.on_each(self.processes, copy.settle)
             # The manifest has the clock time of rank 0.
             copy.created = ranks.agreed(self.processes, copy.created)
-            nonfinite, written = commit.commit(
+            nonfinite = commit.commit(
                 self.root,
                 self.processes,
                 copy,
@@ -231,7 +231,6 @@ class DirectoryStore(Tier):
                 lambda folder: self._write(copy, folder),
                 lambda folder: self._complete_arrays(folder / manifest.DATA),
             )
-            self._written_bytes += written
             nonfinite = inspection.disallowed(nonfinite, self.nonfinite_ok)
             if nonfinite and copy.inspected is None:  # the memory tier reports inspected copies
                 self._nonfinite.append((copy.step, nonfinite))

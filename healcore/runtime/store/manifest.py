@@ -92,13 +92,11 @@ class StoredCheckpoint(NamedTuple):
         return CheckpointDamaged(step, str(self.folder), file, difference, malformed)
 
 
-def write(folder: Path, manifest: Manifest) -> int:
-    """Completes a checkpoint. All other files of `folder` must be on disk. Returns the bytes."""
+def write(folder: Path, manifest: Manifest) -> None:
+    """Completes a checkpoint. All other files of `folder` must be on disk."""
     listed = {name: digest._asdict() for name, digest in manifest.files.items()}
     content = {"schema": SCHEMA, **manifest._asdict(), "files": listed}
-    data = checksummed_json.dumps(content)
-    files.write_new(folder / MANIFEST, data)
-    return len(data)
+    files.write_new(folder / MANIFEST, checksummed_json.dumps(content))
 
 
 def read(folder: Path) -> Manifest:

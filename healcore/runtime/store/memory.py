@@ -125,7 +125,7 @@ class SnapshotStore(Tier):
     def nbytes(self) -> int:
         """Bytes of host memory held after all saves, including the memory for the next copy."""
         self.join()
-        return self.host_bytes
+        return self.copier.nbytes
 
     def hold(
         self,

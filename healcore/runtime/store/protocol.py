@@ -189,20 +189,6 @@ class CheckpointStore(ABC):
         """Whether a save is still being written, so that the next save would wait."""
         return False
 
-    @property
-    def host_bytes(self) -> int | None:
-        """Bytes of host memory that copies use now, or None if unknown. Does not wait."""
-        return None
-
-    @property
-    def written_bytes(self) -> int | None:
-        """Bytes of the checkpoints that this object has written to disk, or None if unknown.
-
-        Includes deleted checkpoints and the parts of other ranks. Does not wait for saves in
-        progress.
-        """
-        return None
-
     def take_out(self, step: int, *, copied: bool = False) -> None:
         """Excludes a damaged checkpoint from later restores. Ignores errors of the store.
 

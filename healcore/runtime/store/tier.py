@@ -25,19 +25,8 @@ class Tier(CheckpointStore):
         self.copier = copier
         """Copies states. Several tiers may share it."""
         self.nonfinite_ok = tuple(nonfinite_ok)
-        self._written_bytes = 0
         self._saves = Background(f"healcore-{name}")
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that copies use now, including spare memory. Does not wait."""
-        return self.copier.nbytes
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of the checkpoints that all ranks together have written to disk. Does not wait."""
-        return self._written_bytes
 
     @abstractmethod
     def _find_saved(self, step: int) -> tuple[Any, Saved]:

@@ -24,25 +24,20 @@ T = TypeVar("T")
 class TieredStore(CheckpointStore):
     """Saves to memory first, then to disk.
 
-    Every save takes one copy of the state, in memory. A save that also goes to disk is written from
-    that copy in the background. A checkpoint in both tiers is restored from memory, or from disk if
+    Every save takes one copy of the state, in memory, and is written to disk from that copy in the
+    background. A checkpoint in both tiers is restored from memory, or from disk if
     the copy in memory is damaged. A damaged copy is dropped from memory or quarantined on disk, and
     the other copy stays in use.
 
     Args:
         memory: the fast store. It uses the copier of `disk` from now on.
         disk: the store that outlives the process.
-        disk_every: number of saves per write to disk; the first save is written.
     """
 
-    def __init__(self, memory: SnapshotStore, disk: DirectoryStore, *, disk_every: int = 1) -> None:
-        if isinstance(disk_every, bool) or not isinstance(disk_every, int) or disk_every < 1:
-            raise StoreError(f"disk_every is a whole number >= 1, not {disk_every!r}")
+    def __init__(self, memory: SnapshotStore, disk: DirectoryStore) -> None:
         self._memory = memory
         self._disk = disk
         self.root, self.processes = disk.root, disk.processes
-        self.disk_every = disk_every
-        self._saves = 0
         self._trouble: list[StoreError] = []
         self.nonfinite_ok = tuple(dict.fromkeys((*memory.nonfinite_ok, *disk.nonfinite_ok)))
         memory.copier = disk.copier  # shares the spare memory and `trust`
@@ -83,12 +78,8 @@ class TieredStore(CheckpointStore):
     def save(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
-        """Copies to memory; every `disk_every`-th save is written to disk from there."""
-        self._saves += 1
-        if (self._saves - 1) % self.disk_every:
-            self.memory.save(step, state, healing=healing)
-        else:
-            self._write_to_disk(step, state, healing, in_ring=True)
+        """Copies to memory, and writes to disk from there in the background."""
+        self._write_to_disk(step, state, healing, in_ring=True)
 
     def save_on_disk(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
@@ -151,16 +142,6 @@ class TieredStore(CheckpointStore):
             self.memory.drop(step)
         if self.disk in tiers and not last_on_disk:
             self.disk.drop(step)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that copies use now. Both tiers share the copies."""
-        return self.memory.host_bytes
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of the checkpoints that this object has written to disk."""
-        return self.disk.written_bytes
 
     def wait(self) -> None:
         """Waits until every save is in memory and on disk."""

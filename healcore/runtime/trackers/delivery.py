@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from healcore.core.step_record import StepRecord
-from healcore.events import fork_safety
 from healcore.events.log import now
-from healcore.runtime.cost import Cost
 from healcore.runtime.trackers.selection import Selection
 from healcore.runtime.trackers.tracker import TrackedRun, Tracker
 
@@ -28,23 +26,12 @@ _FIELDS = ("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_sc
 
 
 class Trackers:
-    """All trackers of a run. No method raises. Only `drain` and `close` wait for the trackers."""
+    """All trackers of a run. No method raises. Only `close` waits for the trackers."""
 
     def __init__(self, selected: Iterable[Selection] = (), *, run: str = "") -> None:
         self._run = run
-        self._deliveries: list[_Delivery] = []
-        self._problems: list[str] = []
         self._config: dict[str, Any] = {}
-        self._last: tuple[int, dict[str, float]] | None = None
-        """The last step and its numbers. They wait for the next step, or for the final cost."""
-        self._deadline: float | None = None
-        """Value of `time.monotonic` at which waiting ends, or None before the first wait."""
-        for selection in selected:
-            try:
-                self._deliveries.append(_Delivery(selection.name, selection.open()))
-            except (Exception, SystemExit) as error:  # from the import or from the client
-                self._problems.append(_failure(selection.name, error))
-        fork_safety.watch(self)
+        self._deliveries = [_Delivery(selection) for selection in selected]
 
     def __len__(self) -> int:
         return len(self._deliveries)
@@ -62,76 +49,43 @@ class Trackers:
         values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
-        self._send_last()
-        self._last = step, values
-
-    def cost(self, cost: Cost) -> None:
-        """Adds the cost of healing to the numbers of the last step."""
-        if self._last is not None:
-            found = {f"heal/cost/{name}": float(each) for name, each in cost.known().items()}
-            self._last[1].update(found)
-
-    def _send_last(self) -> None:
-        last, self._last = self._last, None
-        if last is None:
-            return
-        step, values = last
         for delivery in self._deliveries:
-            delivery.put(lambda tracker: tracker.metrics(step, dict(values)), MAX_PENDING)
+            delivery.put(MAX_PENDING, "metrics", step, dict(values))
 
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
         """Sends an event."""
-        if not self._deliveries:
-            return
         present = {name: value for name, value in fields.items() if value is not None}
         event = {"kind": kind, "step": step, "run": self._run, "time": now(), **present}
         if kind == "start":
             self._config = present
         for delivery in self._deliveries:
-            delivery.put(lambda tracker: tracker.event(dict(event)), MAX_PENDING + _MORE_EVENTS)
+            delivery.put(MAX_PENDING + _MORE_EVENTS, "event", dict(event))
 
     def problems(self) -> list[str]:
         """Returns the failures since the last call. A tracker reports only its first failure."""
-        problems, self._problems = self._problems, []
-        for delivery in self._deliveries:
-            problems += delivery.take_problems()
-        return problems
-
-    def drain(self) -> None:
-        """Waits until all records sent so far are delivered, for at most `MAX_WAIT` seconds."""
-        self._send_last()
-        markers = [delivery.add_marker() for delivery in self._deliveries]
-        for marker in markers:
-            marker.wait(self._seconds_left())
+        return [each for delivery in self._deliveries for each in delivery.take_problems()]
 
     def leave(self) -> None:
         """Asks the threads to deliver the pending records and to end. Does not wait for them."""
-        self._send_last()
         for delivery in self._deliveries:
-            delivery.end()
+            delivery.ended.set()
 
     def close(self) -> list[str]:
-        """Delivers the pending records, ends the trackers and returns a sentence about each loss.
+        """Delivers the pending records, for at most `MAX_WAIT` seconds.
 
-        `drain` and `close` together wait for at most `MAX_WAIT` seconds.
+        Returns:
+            The failures since the last call of `problems`, and a sentence about each loss.
         """
         self.leave()
-        problems = self.problems()
-        for delivery in self._deliveries:
-            delivery.join(self._seconds_left())
-            problems += [*delivery.take_problems(), *delivery.losses()]
+        deadline = time.monotonic() + MAX_WAIT
+        losses = [
+            sentence
+            for delivery in self._deliveries
+            for sentence in delivery.join(max(0.0, deadline - time.monotonic()))
+        ]
+        problems = [*self.problems(), *losses]
         self._deliveries = []
         return problems
-
-    def _seconds_left(self) -> float:
-        """Returns the rest of `MAX_WAIT` seconds since the first call."""
-        if self._deadline is None:
-            self._deadline = time.monotonic() + MAX_WAIT
-        return max(0.0, self._deadline - time.monotonic())
-
-    def forked(self) -> None:
-        """Drops the trackers in a forked child, because threads and run belong to the parent."""
-        self._deliveries = []
 
 
 class _Delivery:
@@ -140,18 +94,21 @@ class _Delivery:
     `store.background.Background` is unsuitable: it waits for its last job, and a tracker may hang.
     """
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self._name, self._tracker = name, tracker
-        self._queue: deque[Callable[[Tracker], None] | threading.Event] = deque()
-        self._wake = threading.Event()
+    def __init__(self, selection: Selection) -> None:
+        self.ended = threading.Event()
+        self._name = selection.name
+        self._queue: deque[tuple[str, tuple[Any, ...]]] = deque()
+        """Names of methods of the tracker, and their arguments."""
         self._thread: threading.Thread | None = None
-        self._ended = False
-        self._broken = False
-        """Whether the start of the tracker failed, so that it gets no records."""
-        self._failed = self._dropped = 0
-        """Records for which the tracker raised an error, and records above the queue's limit."""
+        self._lost = 0
         self._reported = False
         self._problems: deque[str] = deque()
+        self._tracker: Tracker | None = None
+        """The tracker, or None if it cannot be opened or started: it then gets no records."""
+        try:
+            self._tracker = selection.open()
+        except (Exception, SystemExit) as error:  # from the import or from the client
+            self._fails(error)
 
     def start(self, run: TrackedRun) -> None:
         # A daemon, so that a hanging tracker does not keep the program alive.
@@ -160,93 +117,59 @@ class _Delivery:
         )
         self._thread.start()
 
-    def put(self, send: Callable[[Tracker], None], limit: int) -> None:
-        if self._broken:
-            self._failed += 1
-        elif len(self._queue) < limit:
-            self._queue.append(send)
+    def put(self, limit: int, method: str, *args: Any) -> None:
+        if len(self._queue) < limit:
+            self._queue.append((method, args))
         else:
-            self._dropped += 1
-            if self._dropped == 1:
-                self._problems.append(
-                    f"tracker {self._name} is slower than the run: records for it are dropped, "
-                    "training continues"
-                )
-
-    def add_marker(self) -> threading.Event:
-        """Returns an event that is set when all records sent so far are delivered."""
-        done = threading.Event()
-        if self._thread is None or not self._thread.is_alive():
-            done.set()
-        self._queue.append(done)
-        self._wake.set()
-        return done
-
-    def end(self) -> None:
-        self._ended = True
-        self._wake.set()
-
-    def join(self, seconds: float) -> None:
-        if self._thread is not None:
-            self._thread.join(seconds)
+            self._lost += 1
+            self._report("is slower than the run: records are dropped, training continues")
 
     def take_problems(self) -> list[str]:
         return [self._problems.popleft() for _ in range(len(self._problems))]
 
-    def losses(self) -> list[str]:
-        """Returns sentences about records that were not delivered."""
-        running = self._thread is not None and self._thread.is_alive()
-        lost = self._failed + self._dropped + (len(self._queue) if running else 0)
+    def join(self, seconds: float) -> list[str]:
+        """Waits for the thread, and returns sentences about records that were not delivered."""
+        if self._thread is None:
+            return []
+        self._thread.join(seconds)
+        lost = self._lost + len(self._queue)
         sentences = [f"tracker {self._name}: {lost} records were not delivered"] if lost else []
-        if running:
+        if self._thread.is_alive():
             sentences.append(f"tracker {self._name} has not finished within {MAX_WAIT:g} s")
         return sentences
 
     # -- in the tracker's thread -----------------------------------------------------------------
 
     def _work(self, run: TrackedRun) -> None:
-        self._broken = not self._call("start", run)
-        while True:
-            ended = self._ended
+        if not self._call("start", run):
+            self._tracker = None
+        ended = False
+        while not ended:
+            ended = self.ended.wait(_INTERVAL)
             for _ in range(len(self._queue)):
-                self._deliver(self._queue.popleft())
+                method, args = self._queue[0]
+                self._lost += not self._call(method, *args)
+                self._queue.popleft()
             self._call("flush")
-            if ended:
-                break
-            self._wake.wait(_INTERVAL)
-            self._wake.clear()
         self._call("close")
 
-    def _deliver(self, item: Callable[[Tracker], None] | threading.Event) -> None:
-        if isinstance(item, threading.Event):
-            item.set()
-            return
+    def _call(self, method: str, *args: Any) -> bool:
+        """Calls a method, if the tracker has it. Returns False without a tracker or on failure."""
+        if self._tracker is None:
+            return False
         try:
-            if self._broken:
-                self._failed += 1
-            else:
-                item(self._tracker)
+            if (call := getattr(self._tracker, method, None)) is not None:
+                call(*args)
         except BaseException as error:  # some clients raise SystemExit
-            self._failed += 1
-            self._report(error)
-
-    def _call(self, name: str, *args: Any) -> bool:
-        """Calls an optional method of the tracker. Returns False if the method raises."""
-        try:
-            method = None if self._broken else getattr(self._tracker, name, None)
-            if method is not None:
-                method(*args)
-        except BaseException as error:
-            self._report(error)
+            self._fails(error)
             return False
         return True
 
-    def _report(self, error: BaseException) -> None:
-        if self._reported:
-            return
-        self._reported = True
-        self._problems.append(_failure(self._name, error))
+    def _fails(self, error: BaseException) -> None:
+        self._report(f"fails, training continues: {type(error).__name__}: {error}")
 
-
-def _failure(name: str, error: BaseException) -> str:
-    return f"tracker {name} fails, training continues: {type(error).__name__}: {error}"[:1000]
+    def _report(self, problem: str) -> None:
+        """Reports the tracker's first problem."""
+        if not self._reported:
+            self._reported = True
+            self._problems.append(f"tracker {self._name} {problem}"[:1000])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlflow
-from mlflow.entities import Metric, RunStatus
+from mlflow.entities import Metric
 
 from healcore.runtime.trackers.tracker import TrackedRun, event_text
 
@@ -18,22 +18,22 @@ _MAX_METRICS = 1000
 
 
 class Client:
-    """Logs to the user's run, the active run or a new run, which a restarted program continues."""
+    """Logs to the active run or a new run, which a restarted program continues."""
 
-    def __init__(self, where: str | None, user_run: Any) -> None:
-        run = user_run or (mlflow.active_run() if where is None else None)
+    def __init__(self, experiment: str | None) -> None:
+        active = None if experiment else mlflow.active_run()
         self._client = mlflow.MlflowClient()
-        self._owned_by_user = run is not None
-        self._run_id: str = "" if run is None else run.info.run_id
-        self._experiment = where or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "healcore"
+        self._run_id: str = active.info.run_id if active else ""
+        self._is_new = active is None
+        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "healcore"
         self._metrics: list[Metric] = []
-        self._status = RunStatus.KILLED
+        self._status = "KILLED"
 
     def start(self, run: TrackedRun) -> None:
         """Creates or continues a run if needed, and tags the run."""
-        if not self._owned_by_user:
+        if self._is_new:
             self._run_id = self._find_or_create_run(run.id)
-            self._client.update_run(self._run_id, RunStatus.to_string(RunStatus.RUNNING))
+            self._client.update_run(self._run_id, "RUNNING")
         self._client.set_tag(self._run_id, _ID_TAG, run.id)
         for name, value in run.config.items():
             self._client.set_tag(self._run_id, f"healcore.{name}", str(value)[:5000])
@@ -47,8 +47,7 @@ class Client:
         """Sets the tag of the event's kind."""
         self._client.set_tag(self._run_id, f"healcore.event.{event['kind']}", event_text(event))
         if event["kind"] == "end":
-            completed = event["ending"] == "completed"
-            self._status = RunStatus.FINISHED if completed else RunStatus.FAILED
+            self._status = "FINISHED" if event["ending"] == "completed" else "FAILED"
 
     def flush(self) -> None:
         """Sends the buffered numbers."""
@@ -59,8 +58,8 @@ class Client:
 
     def close(self) -> None:
         """Ends the run, except a run of the user."""
-        if not self._owned_by_user:
-            self._client.set_terminated(self._run_id, RunStatus.to_string(self._status))
+        if self._is_new:
+            self._client.set_terminated(self._run_id, self._status)
 
     def _find_or_create_run(self, run: str) -> str:
         """Returns the id of the MLflow run that continues `run`, or of a new MLflow run."""

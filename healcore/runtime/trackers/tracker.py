@@ -1,4 +1,4 @@
-"""Defines the protocol `Tracker`, and how trackers show events as text and as a table."""
+"""Defines the protocol `Tracker`, and how trackers show events as text and as alerts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from healcore.runtime.postmortem.sentences import flag_names, sentence_and_field
 
 _NOT_IN_TEXT = frozenset(
     {"evidence", "batches", "readings", "policy_toml", "environment", "fingerprint"}
-    | {"host", "pid", "boot", "born", "cost"}
+    | {"host", "pid", "boot", "born"}
 )
-_MAX_ROWS = 1000
-"""Limit of the table of events. The events file has all events."""
 _MAX_CHARACTERS = 1000
 """Limit of the text of an event, because trackers have limits (mlflow: 5,000 in a tag)."""
 
@@ -39,7 +37,7 @@ class Tracker(Protocol):
     """
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Receives the numbers of one optimizer step, after a save and in the end with the cost.
+        """Receives the numbers of one optimizer step.
 
         Args:
             step: index of the step, from 0. Decreases after a rollback or a restart.
@@ -54,7 +52,7 @@ class Tracker(Protocol):
 
 def event_text(event: Mapping[str, Any]) -> str:
     """Returns one line about an event, without the fields in `_NOT_IN_TEXT`."""
-    sentence, fields = sentence_and_fields(to_json(event))
+    text, fields = sentence_and_fields(to_json(event))
     kind, step = event["kind"], event.get("step")
     shown = (
         f"{name} {', '.join(map(str, value)) if isinstance(value, list) else value}"
@@ -62,31 +60,24 @@ def event_text(event: Mapping[str, Any]) -> str:
         if name not in _NOT_IN_TEXT
     )
     head = kind if step is None else f"{kind} at step {step}"
-    text = "; ".join(filter(None, (sentence.removeprefix(f"{kind}: "), ", ".join(shown))))
+    text = "; ".join(filter(None, (text.removeprefix(f"{kind}: "), ", ".join(shown))))
     return f"{head}: {text}"[:_MAX_CHARACTERS] if text else head
 
 
-class EventTable:
-    """Base class of trackers that show events as rows of a table and as alerts.
+class Alert(NamedTuple):
+    """Text of a severe event, for trackers that send alerts."""
 
-    A full table has the first events of a process, because these show the cause of a long problem,
-    and the newest event as the last row.
-    """
+    title: str
+    text: str
+    is_error: bool
 
-    def __init__(self) -> None:
-        self.columns: Any = ["step", "kind", "time", "event"]
-        self._rows: Any = []
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Adds a row, and an alert for a severe event."""
-        text = event_text(event)
-        del self._rows[_MAX_ROWS - 1 :]
-        self._rows.append([event["step"], event["kind"], event["time"], text])
-        if event["kind"] in SEVERE:
-            causes = flag_names(event.get("cause", ()))
-            title = f"healcore: {event['kind']}{f': {causes}' if causes else ''}"
-            is_error = event["kind"] == "stop" or event.get("severity") == "error"
-            self._alert(title, text, event["step"], is_error=is_error)
-
-    def _alert(self, title: str, text: str, step: int | None, *, is_error: bool) -> None:
-        raise NotImplementedError
+def alert_of(event: Mapping[str, Any]) -> Alert | None:
+    """Returns the alert of an event, or None if the event is not severe."""
+    kind = event["kind"]
+    if kind not in SEVERE:
+        return None
+    causes = flag_names(event.get("cause", ()))
+    title = f"healcore: {kind}{f': {causes}' if causes else ''}"
+    is_error = kind == "stop" or event.get("severity") == "error"
+    return Alert(title, event_text(event), is_error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from healcore.history.incident import Counts, count_incidents
 from healcore.history.metrics import parse_metrics
 from healcore.history.process import RunState
 from healcore.policy import Policy
-from healcore.runtime.cost import Cost
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.sentences import STATES, sentence
 from healcore.tools.report.curves import first_lines, read_curves
@@ -227,11 +225,9 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         "Last event": _time_of(run.processes[-1].last if run.processes else None),
         "Duration": _duration(run),
         "Faults": _faults(run),
-        "Healing": _cost(ends),
         "Step at the end": ends[-1].step if ends else written.get("step"),
         "Last known-good": written.get("last_good") if run.last_good is None else run.last_good,
         "Saved every": None if start.save_every is None else f"{start.save_every} steps",
-        "Read after": None if start.lag is None else f"{start.lag} steps",
         "Checkpoints": start.store,
         "Host": start.host,
         "Processes": None if start.world == 1 else start.world,
@@ -239,15 +235,6 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         "Python": versions.get("python"),
     }
     return {label: str(value) for label, value in facts.items() if value not in (None, "")}
-
-
-def _cost(ends: Sequence[EventRecord]) -> str:
-    """Returns what healing has cost the last process that has written it."""
-    costs = [Cost(**end.cost.model_dump()) for end in ends if end.cost is not None]
-    if not costs:
-        return ""
-    last = " (the last process)" if len(ends) > 1 else ""
-    return f"{str(costs[-1]).removeprefix('healing ')}{last}"
 
 
 def _faults(run: Run) -> str:

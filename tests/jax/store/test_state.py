@@ -222,17 +222,3 @@ def test_the_arrays_of_a_checkpoint_are_orbax_s_own(tmp_path):
     folder = Path(store.steps()[0].path or "") / "data"
     found = ocp.load_checkpointables(str(folder))["state"]
     assert found["params.dense.kernel"].tolist() == [0, 1, 2]
-
-
-def test_uncompressed(tmp_path):
-    from healcore.jax.store import OrbaxStore
-
-    state = {"x": jnp.zeros(1 << 16)}
-    sizes = []
-    for compress in (True, False):
-        store = OrbaxStore(tmp_path / str(compress), compress=compress)
-        store.save(1, state)
-        store.wait()
-        sizes.append(store.steps()[0].bytes)
-        assert same(state, store.restore(1, state).state)
-    assert sizes[0] < 1 << 16 < 1 << 18 < sizes[1]

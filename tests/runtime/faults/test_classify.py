@@ -10,15 +10,11 @@ import importlib.util
 import io
 import json
 import socket
-import ssl
 import threading
-import time
 import urllib.request
 import zipfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from email.utils import formatdate
 from typing import Any
 
 import httpx
@@ -152,14 +148,7 @@ def test_a_timeout(client):
 @pytest.mark.parametrize("client", [requests.get, httpx.get])
 @pytest.mark.parametrize("url", ["no url", "http://[::1", "ftp://127.0.0.1"])
 def test_a_wrong_url_stays_wrong(client, url):
-    fault = classify(error_of(client, url))
-    assert (fault.cause, fault.transient) == (Cause.NETWORK, False)
-
-
-def test_redirects_without_end():
-    with serving(302, headers={"Location": "/"}) as server:
-        fault = classify(error_of(requests.get, server.url))
-    assert (fault.cause, fault.transient) == (Cause.NETWORK, False)
+    assert not classify(error_of(client, url)).transient
 
 
 @pytest.mark.parametrize("client", [by_requests, by_httpx, by_urllib, by_hub])
@@ -170,8 +159,6 @@ def test_redirects_without_end():
         ({"retry-after": "120"}, 120.0),
         ({"Retry-After": "soon"}, None),
         ({"Retry-After": "-3"}, None),
-        ({"RateLimit": '"api";r=0;t=55'}, 55.0),
-        ({"RateLimit": '"api";r=9;t=55'}, None),
     ],
 )
 def test_how_long_the_server_asks_to_wait(client, headers, seconds):
@@ -179,49 +166,11 @@ def test_how_long_the_server_asks_to_wait(client, headers, seconds):
         assert classify(error_of(client, server.url)).retry_after_s == seconds
 
 
-def test_a_date_to_wait_until():
-    headers = {"Retry-After": formatdate(time.time() + 100, usegmt=True)}
-    with serving(503, headers=headers) as server:
-        wait = classify(error_of(by_requests, server.url)).retry_after_s
-    assert wait is not None
-    assert 0 < wait <= 100
-
-
-def test_a_refused_certificate_does_not_pass():
-    inner = ssl.SSLCertVerificationError("self-signed certificate")
-    for outer in (requests.ConnectionError("x"), httpx.ConnectError("x"), ConnectionError("x")):
-        fault = classify(chained(outer, inner))
-        assert fault == (Cause.NETWORK, "ssl.SSLCertVerificationError", False, None)
-
-
 def test_the_hub_is_offline_on_purpose():
     error = huggingface_hub.errors.OfflineModeIsEnabled("x")
     assert classify(error) == (
         Cause.NETWORK, "huggingface_hub.errors.OfflineModeIsEnabled", False, None,
     )  # fmt: skip
-
-
-@needs("grpc")
-@pytest.mark.parametrize(
-    ("code", "transient"), [("UNAVAILABLE", True), ("PERMISSION_DENIED", False)]
-)
-def test_grpc(code, transient):
-    import grpc
-
-    def handler(request, context):
-        context.abort(getattr(grpc.StatusCode, code), "the capital")
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    method = grpc.unary_unary_rpc_method_handler(handler)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": method}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            fault = classify(error_of(channel.unary_unary("/s/m"), b""))
-    finally:
-        server.stop(None)
-    assert fault == (Cause.NETWORK, f"gRPC {code}", transient, None)
 
 
 # -- memory, data, hangs --------------------------------------------------------------------------
@@ -336,7 +285,7 @@ def test_an_empty_loader_of_our_own():
     assert classify(DataError("x")).cause is Cause.DATA
 
 
-# -- chains and groups ----------------------------------------------------------------------------
+# -- chains --------------------------------------------------------------------------------------
 
 
 class Wrapped(Exception):
@@ -362,20 +311,6 @@ def test_the_type_comes_before_what_it_was_raised_from():
     assert classify(chained(MemoryError(), ConnectionResetError("x"))).cause is Cause.OOM
 
 
-@pytest.mark.parametrize(
-    ("members", "cause", "transient"),
-    [
-        ([ConnectionResetError("x"), TimeoutError("y")], Cause.NETWORK, True),
-        ([ConnectionResetError("x"), ValueError("y")], Cause.UNKNOWN, False),
-        ([ConnectionResetError("x"), MemoryError()], Cause.OOM, False),
-        ([ExceptionGroup("in", [TimeoutError("x")])], Cause.NETWORK, True),
-    ],
-)
-def test_the_worst_of_a_group_decides(members, cause, transient):
-    fault = classify(ExceptionGroup("several", members))
-    assert (fault.cause, fault.transient) == (cause, transient)
-
-
 def test_what_is_no_error_is_no_fault_of_the_network():
     error = while_handling(ConnectionResetError("x"), KeyboardInterrupt())
     assert classify(error) == (Cause.UNKNOWN, "KeyboardInterrupt", False, None)
@@ -384,7 +319,7 @@ def test_what_is_no_error_is_no_fault_of_the_network():
 
 def test_chains_without_an_end():
     first, second = Wrapped("a"), Wrapped("b")
-    first.__cause__, second.__cause__ = second, ExceptionGroup("c", [first])
+    first.__cause__, second.__cause__ = second, first
     assert classify(first).cause is Cause.UNKNOWN
     error: Exception = ConnectionResetError("x")
     for _ in range(5000):

@@ -144,14 +144,14 @@ class StoreCase:
         return state
 
 
-def _torch_tiers(root: Path, keep: Keep = KEEP, disk_every: int = 1, **options: Any) -> Any:
+def _torch_tiers(root: Path, keep: Keep = KEEP, **options: Any) -> Any:
     memory, disk = torch_stores.MemoryStore(keep, **options), torch_stores.DCPStore(root, **options)
-    return torch_stores.TieredStore(memory, disk, disk_every=disk_every)
+    return torch_stores.TieredStore(memory, disk)
 
 
-def _jax_tiers(root: Path, keep: Keep = KEEP, disk_every: int = 1, **options: Any) -> Any:
+def _jax_tiers(root: Path, keep: Keep = KEEP, **options: Any) -> Any:
     memory, disk = jax_stores.MemoryStore(keep, **options), jax_stores.OrbaxStore(root, **options)
-    return jax_stores.TieredStore(memory, disk, disk_every=disk_every)
+    return jax_stores.TieredStore(memory, disk)
 
 
 DCP = StoreCase("dcp", torch_stores.DCPStore, torch_state, torch_spoil)

@@ -104,27 +104,6 @@ def test_save_does_not_wait_for_digests_and_checks(case, tmp_path, monkeypatch):
     store.verify(1)
 
 
-@over(*TIERS)
-def test_a_memory_tier_does_not_wait_for_a_slow_disk(case, tmp_path):
-    """Saves that stay in memory go on while one is being written."""
-    store, gate = case.make(tmp_path, disk_every=4), threading.Event()
-    write = store.disk._write
-
-    def late(captured, folder):
-        assert gate.wait(60)
-        return write(captured, folder)
-
-    store.disk._write = late
-    for step in range(4):
-        store.save(step, case.state(step))
-    assert store.busy
-    assert [saved.step for saved in store.steps()] == [0, 1, 2, 3]
-    assert store.disk.steps() == []
-    gate.set()
-    store.wait()
-    assert [saved.step for saved in store.disk.steps()] == [0]
-
-
 @over(*DISKS, *MEMORIES)
 def test_a_restore_takes_one_copy(case, tmp_path):
     store, state = case.make(tmp_path), large(case)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from healcore.runtime.store import CheckpointDamaged, Keep, StoreError
+from healcore.runtime.store import CheckpointDamaged, Keep
 from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import TIERS, damage_in_memory, over, same_states
 
@@ -54,30 +54,17 @@ def test_after_a_restart_the_disk_serves(case, tmp_path):
 
 
 @over(*TIERS)
-def test_every_few_saves_one_goes_to_disk(case, tmp_path):
-    store = case.make(tmp_path, disk_every=3)
-    for step in range(8):
-        store.save(step, case.state(step))
-    store.wait()
-    assert [saved.step for saved in store.disk.steps()] == [0, 3, 6]
-    assert [saved.step for saved in store.steps()] == list(range(8))
-    assert [saved.path is None for saved in store.steps()].count(False) == 3
-    with pytest.raises(StoreError, match=r"disk_every is a whole number >= 1"):
-        case.make(tmp_path, disk_every=0)
-
-
-@over(*TIERS)
 def test_memory_is_not_used_again_while_it_is_written_to_disk(case, tmp_path):
     """The small ring lets go of a snapshot long before the disk has it."""
     keep = Keep(good=1, candidates=2, quarantined=0)
-    store = case.make(tmp_path, keep=keep, disk_every=6)
+    store = case.make(tmp_path, keep=keep)
     for step in range(12):
         state = case.state(step)
         state["values"]["large"] = np.full(4 << 20, step, np.uint8)
         store.save(step, state)
         case.spoil(state)
     store.wait()
-    assert [saved.step for saved in store.disk.steps()] == [0, 6]
+    assert [saved.step for saved in store.disk.steps()] == list(range(12))
     for step in (0, 6):
         like = case.state(0)
         like["values"]["large"] = np.empty(4 << 20, np.uint8)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-NAMES = ("wandb", "trackio", "mlflow", "tensorboard", "stdout")
+NAMES = ("wandb", "trackio", "mlflow", "tensorboard")
 
 
 class Stored(NamedTuple):
@@ -26,19 +26,16 @@ class Stored(NamedTuple):
 
 def asked(name: str, folder: Path) -> str:
     """The argument `trackers`: each test has a project of its own, named as its folder."""
-    if name == "stdout":
-        return name
     return f"tensorboard:{folder / 'tb'}" if name == "tensorboard" else f"{name}:{folder.name}"
 
 
-def stored(name: str, folder: Path, out: str = "") -> Stored:
-    """What the tracker `name` has; `out` is what the program printed."""
+def stored(name: str, folder: Path) -> Stored:
+    """What the tracker `name` has."""
     return {
         "wandb": _wandb,
         "trackio": _trackio,
         "mlflow": _mlflow,
         "tensorboard": _tensorboard,
-        "stdout": lambda _: _stdout(out),
     }[name](folder)
 
 
@@ -56,14 +53,12 @@ def _wandb(folder: Path) -> Stored:
             continue
         ids.add(runs[0].run_id)
         texts += [each.alert.text for kind, each in records if kind == "alert"]
-        for table in path.parent.rglob("*.table.json"):
-            texts += [row[-1] for row in json.loads(table.read_text())["data"]]
         for kind, each in records:
             if kind == "history":
                 items = each.history.item
                 row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
                 step = row.pop("heal/step", None)
-                if "heal/grad_norm" in row or "heal/cost/seconds" in row:
+                if "heal/grad_norm" in row:
                     numbers = {k: float(v) for k, v in row.items() if _is_number(k, v)}
                     rows.append((step, numbers))
     return Stored(rows, texts, len(ids))
@@ -97,10 +92,8 @@ def _trackio(folder: Path) -> Stored:
     for run in runs:
         for row in SQLiteStorage.get_logs(folder.name, run):
             numbers = {k: float(v) for k, v in row.items() if _is_number(k, v)}
-            if "heal/grad_norm" in numbers or "heal/cost/seconds" in numbers:
+            if "heal/grad_norm" in numbers:
                 rows.append((row["step"], numbers))
-            table = row.get("heal/events")
-            texts += [each["event"] for each in table["_value"]] if table else []
         texts += [each["text"] for each in SQLiteStorage.get_alerts(folder.name, run)]
     return Stored(rows, texts, len(runs))
 
@@ -147,13 +140,3 @@ def _tensorboard(folder: Path) -> Stored:
                 if value.metadata.plugin_data.plugin_name == "text":
                     texts.append(value.tensor.string_val[0].decode())
     return Stored(rows, texts)
-
-
-def _stdout(out: str) -> Stored:
-    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    rows = [
-        (line["step"], {k: float(v) for k, v in line.items() if k.startswith("heal/")})
-        for line in lines
-        if line["kind"] == "metrics"
-    ]
-    return Stored(rows, [json.dumps(line) for line in lines if line["kind"] != "metrics"])

@@ -11,7 +11,6 @@ import mlflow
 import pytest
 import trackio
 import wandb
-from torch.utils.tensorboard import SummaryWriter
 
 from healcore.runtime.healer import Healer
 from healcore.runtime.trackers.selection import select
@@ -27,20 +26,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @EACH
-def test_what_is_stored(name, folder, capsys):
+def test_what_is_stored(name, folder):
     loop, metrics = loop_of("torch", Faults(once=[13])), folder / "run.metrics.jsonl"
     facts = train(
         loop, rules(), range(20), store=folder / "c", metrics=metrics, trackers=asked(name, folder)
     )
     assert facts["rollbacks"] == 1
     assert not [e for e in events(folder) if e["kind"] == "problem"]
-    found = stored(name, folder, capsys.readouterr().out)
+    found = stored(name, folder)
     expected = lines(metrics)
-    ended = next(e for e in events(folder) if e["kind"] == "end")
-    of_end = {f"heal/cost/{key}": value for key, value in ended["cost"].items()}
-    costs = [row for _, row in found.rows if "heal/cost/seconds" in row]
-    assert {key: costs[-1][key] for key in of_end} == pytest.approx(of_end)
-    assert len(costs) > 1, "with a step after each save"
     if name == "mlflow":  # its own reader sorts by time
         assert sorted(step for step, _ in found.rows) == sorted(e["step"] for e in expected)
     else:
@@ -49,7 +43,8 @@ def test_what_is_stored(name, folder, capsys):
             for of in ("loss", "grad_norm", "lr_scale", "skip"):
                 assert row[f"heal/{of}"] == pytest.approx(float(line[of]), nan_ok=True), (of, line)
     assert any("rollback" in text and "checkpoint" in text for text in found.texts), found.texts
-    assert any("completed" in text for text in found.texts), found.texts
+    if name in ("mlflow", "tensorboard"):  # the others have alerts
+        assert any("completed" in text for text in found.texts), found.texts
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -86,13 +81,14 @@ def test_a_restarted_run_is_the_same_run_there(name, folder):
     found = stored(name, folder)
     assert found.runs == 1
     assert {step for step, _ in found.rows} == set(range(16))
-    assert any("resume" in text for text in found.texts)
+    if name == "mlflow":
+        assert any("resume" in text for text in found.texts)
 
 
-def test_jax(folder, capsys):
+def test_jax(folder):
     loop = loop_of("jax", Faults(once=[7]), rules())
-    train(loop, rules(), range(12), trackers=["stdout"])
-    found = stored("stdout", folder, capsys.readouterr().out)
+    train(loop, rules(), range(12), trackers=[asked("tensorboard", folder)])
+    found = stored("tensorboard", folder)
     assert found.rows[0][1].keys() >= {"heal/loss", "heal/grad_norm", "heal/threshold"}
 
 
@@ -124,11 +120,10 @@ def test_own_objects_get_everything(folder):
     ("given", "message"),
     [
         ("wandbb", '"wandb" or "wandb:PROJECT"'),
-        ("stdout:x", "got 'stdout:x'"),
         ("wandb:", "got 'wandb:'"),
-        (3, "got int"),
-        (object, "got type"),
-        (["wandb", None], "got NoneType"),
+        (3, "got 3"),
+        (object, "got <class 'object'>"),
+        (["wandb", None], "got None"),
     ],
 )
 def test_what_is_no_tracker(given, message):
@@ -140,13 +135,10 @@ def test_none_is_none():
     assert select(None) == select(()) == select([]) == ()
 
 
-# -- objects of the user and active runs: they keep their steps and stay open ----------------------
-
-BY = pytest.mark.parametrize("by", ["object", "name"])
+# -- active runs of the user: they keep their steps and stay open ----------------------------------
 
 
-@BY
-def test_a_wandb_run_keeps_its_own_steps(by, folder):
+def test_a_wandb_run_keeps_its_own_steps(folder):
     run = wandb.init(project=folder.name, settings={"console": "off"})
 
     def log(healer, number):
@@ -158,7 +150,7 @@ def test_a_wandb_run_keeps_its_own_steps(by, folder):
         rules(),
         range(10),
         before=log,
-        trackers=run if by == "object" else "wandb",
+        trackers="wandb",
     )
     assert wandb.run is run, "it is still open"
     run.log({"heal/grad_norm": 7.0, "mine": 1.0}, step=5)
@@ -169,11 +161,10 @@ def test_a_wandb_run_keeps_its_own_steps(by, folder):
     assert run.config["healcore"]["policy"] == "test"
 
 
-@BY
-def test_an_mlflow_run(by, folder):
+def test_an_mlflow_run(folder):
     mlflow.set_experiment(folder.name)
     with mlflow.start_run() as run:
-        train(loop_of("torch"), rules(), range(10), trackers=run if by == "object" else "mlflow")
+        train(loop_of("torch"), rules(), range(10), trackers="mlflow")
         assert mlflow.MlflowClient().get_run(run.info.run_id).info.status == "RUNNING"
         mlflow.log_metric("mine", 1.0)
     found = stored("mlflow", folder)
@@ -181,10 +172,9 @@ def test_an_mlflow_run(by, folder):
     assert sorted(step for step, row in found.rows if "heal/loss" in row) == list(range(10))
 
 
-@BY
-def test_a_trackio_run(by, folder):
+def test_a_trackio_run(folder):
     run = trackio.init(folder.name)
-    train(loop_of("torch"), rules(), range(10), trackers=run if by == "object" else "trackio")
+    train(loop_of("torch"), rules(), range(10), trackers="trackio")
     run.log({"mine": 1.0})
     trackio.finish()
     found = stored("trackio", folder)
@@ -192,18 +182,8 @@ def test_a_trackio_run(by, folder):
     assert [step for step, row in found.rows if "heal/loss" in row] == list(range(10))
 
 
-def test_a_summary_writer(folder):
-    writer = SummaryWriter(str(folder / "tb"))
-    train(loop_of("torch"), rules(), range(10), trackers=writer)
-    writer.add_scalar("mine", 1.0, 3)
-    writer.close()
-    found = stored("tensorboard", folder)
-    assert [step for step, row in found.rows if "heal/loss" in row] == list(range(10))
-    assert found.rows[-1] == (3, {"mine": 1.0})
-
-
 def test_a_named_project_is_not_the_active_run(folder):
     run = wandb.init(project="another", settings={"console": "off"})
-    assert Client(None, None)._run is run
-    assert Client(folder.name, None)._run is None
+    assert Client(None)._run is run
+    assert Client(folder.name)._run is None
     run.finish()

@@ -74,13 +74,13 @@ def test_damaged_weights_are_rolled_back(tmp_path, damage, size, gives_loss, und
 
 
 def test_the_step_of_a_verdict_and_the_step_of_its_rollback(tmp_path, capsys):
-    """The host reads a step `lag` steps later, so these are two steps."""
+    """The host reads a step one step later, so these are two steps."""
     run = Run()
-    run.train(tmp_path, at=once(CHANGE, lambda: times(run, 50.0)), lag=3, steps=450)
+    run.train(tmp_path, at=once(CHANGE, lambda: times(run, 50.0)), steps=450)
     worse, found = events(tmp_path, "assessment")
     (back,) = events(tmp_path, "rollback")
     assert back["by"] == found["by"]
-    assert back["step"] == found["step"] + 1 + 3, "steps done, and index of the judged step"
+    assert back["step"] == found["step"] + 1 + 1, "steps done, and index of the judged step"
     lines = capsys.readouterr().err
     assert f"step {worse['step']}: the weights of step" in lines
     assert f"step {found['step']}: the weights of step" in lines

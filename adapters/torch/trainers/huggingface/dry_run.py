@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from healcore.core.verdict import NONFINITE, Cause
 from healcore.runtime.faults import classify
 from healcore.runtime.faults.failures import failures_of
-from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.live_state import RngState
@@ -84,11 +83,8 @@ def trainer_copy(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
 def add_hint(error: Exception) -> None:
     """Adds a diagnosis to the error of a dry run, if the error is of a known kind."""
     fault = classify(error)
-    hint = shape_diagnosis(error) or (
-        "" if fault.cause is Cause.UNKNOWN else fault.failure.diagnosis
-    )
-    if hint:
-        error.add_note(f"healcore: {hint}")
+    if fault.cause is not Cause.UNKNOWN:
+        error.add_note(f"healcore: {fault.failure.diagnosis}")
 
 
 def read_metrics(metrics: Path) -> DryRun:

@@ -168,9 +168,9 @@ class Progress:
             writer: Any = getattr(callback, "tb_writer", None)  # of report_to="tensorboard"
             # A writer of tensorboardX does not imply that TensorBoard is installed.
             if type(writer).__module__.startswith("torch.") and writer.file_writer is not None:
-                from healcore.runtime.trackers.tensorboard_files import hide_undone
+                from healcore.runtime.trackers.tensorboard_run import hide_undone
 
-                hide_undone(writer, self.trainer.state.global_step + 1)
+                hide_undone(writer.file_writer, self.trainer.state.global_step + 1)
 
     def _stateful_callbacks(self) -> list[Any]:
         """Callbacks with a state, such as EarlyStoppingCallback."""

@@ -17,7 +17,6 @@ from healcore.policy import Policy
 from healcore.policy.trainer_limit import can_apply_limit
 from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hooks
@@ -41,9 +40,6 @@ from healcore.torch.driver import TorchDriver
 from healcore.torch.errors import AttachError
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.checkpoints import FOLDER, TrainerCheckpoints
-
-LAG = 1
-"""Number of steps after which a decision is read on the host, so that reading does not wait."""
 
 _ALTERNATIVES = (
     "a callback cannot roll back within train(): use healcore.torch.heal_trainer(trainer, policy), "
@@ -133,7 +129,7 @@ class TrainingRun:
     def _new_loop(self, hooks: Hooks) -> Loop[TrainerSaver]:
         trainer, policy, driver = self._trainer, self.policy, self.driver
         step = trainer.state.global_step
-        group = RankGroup(self.ranks, driver, LAG, votes=False)
+        group = RankGroup(self.ranks, driver, votes=False)
         loaders, ledger = LoaderRegistry(), Ledger(next_step=step)
         writes = trainer.args.should_save and not policy.observes
         folder = _folder(trainer)
@@ -161,7 +157,6 @@ class TrainingRun:
             log=self.log,
             ledger=ledger,
             hooks=hooks,
-            lag=LAG,
             instead=self._cannot_roll_back,
             newest_good=newest_good,
         )
@@ -188,7 +183,7 @@ class TrainingRun:
         if self.log.events.path is not None:
             postmortem.of_killed(self.log.events.path)
         fields = {"store": where, "resumes": step > 0}
-        log_start(self.log, policy, self.driver, self.ranks, lag=LAG, **fields)
+        log_start(self.log, policy, self.driver, self.ranks, **fields)
         if step:
             self.log.event("resume", step=step, checkpoint=step)
             self._load(saved)
@@ -249,14 +244,11 @@ class TrainingRun:
             if error is None:
                 self._loop.saver.poll()
             why = error.why if isinstance(error, RunStopped) else ""
-            hint = shape_diagnosis(error)
-            end = self._recovery.run_end(ending, why, exception=raised, hint=hint)
+            end = self._recovery.run_end(ending, why, exception=raised)
             if error is not None or self.ledger.incident_count:
                 self.postmortem = write_postmortem(self._loop, end, trace)
-            self._loop.end_cost()
             log_end(self._loop, end, [])
             self.log.info(end_line(end, not_carried_out=self.not_carried_out))
-            self.log.info(str(self._loop.cost()))
         finally:
             self._loop.finalizer.detach()
             self._open.close()
@@ -356,7 +348,6 @@ class TrainingRun:
             counts={"not_carried_out": self.not_carried_out},
             quarantined=self.checkpoints.quarantined,
             postmortem=self.postmortem,
-            cost=self._loop.cost(),
             error=self._error,
         )
 

@@ -48,7 +48,6 @@ class FitOptions(Overrides, total=False):
     hooks: Hooks
     resume: bool | Literal["auto"]
     attach: Mapping[str, object] | None
-    lag: int
     stop_file: str | os.PathLike[str] | None
     ranks: Ranks | None
 
