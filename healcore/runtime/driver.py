@@ -203,8 +203,10 @@ class Driver(Protocol):
         """
         ...
 
-    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
+    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any, *, redraw: bool = False) -> Any:
         """Result of a loss function for a batch, on the host. The run's state is unchanged.
+
+        Draws the random numbers that `losses_of` draws, or with `redraw` others.
 
         Raises SignalError if the function changes its batch.
         """

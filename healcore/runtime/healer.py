@@ -116,10 +116,11 @@ class Healer(Generic[State]):
         store: a directory for checkpoints (with a faster tier in host memory), a
             `CheckpointStore`, or None for host memory only, which is lost with the process.
         loss_fn: returns the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
-            `loss_fn(state, batch)` if the state is a pytree. The Healer calls it without
-            gradients, with current and with earlier weights: better earlier weights are evidence
-            for a rollback (docs/how-it-decides.md). Every rank evaluates its own batches, and the
-            mean decides. Without `loss_fn`, "default" rolls back only if weights are not finite.
+            `loss_fn(state, batch)` if the state is a pytree. The Healer calls it with
+            current and with earlier weights, without gradients unless it computes some: better
+            earlier weights are evidence for a rollback (docs/how-it-decides.md). Every rank
+            evaluates its own batches, and the mean decides. Without `loss_fn`, "default" rolls
+            back only if weights are not finite.
             SignalError if the first call raises or does not return one number.
         checkpoints: when to save checkpoints and how many to keep, see `healcore.Checkpoints`.
         logging: files for events and metrics, and console lines, see `healcore.Logging`.

@@ -267,29 +267,31 @@ class JaxDriver:
 
         Replaces the parameters by `weights`, but keeps the current random keys of the state.
         """
-        return self._called(loss_fn, batches, weights or {}, float)
+        if weights and any(
+            getattr(weights.get(name), "shape", None) != leaf.shape
+            for name, leaf in self._trained().items()
+        ):
+            raise WeightsChanged
+        return self._called(loss_fn, batches, self._without_averages(weights or {}), float)
 
-    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
+    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any, *, redraw: bool = False) -> Any:
         """Calls `loss_fn(state, batch)`, or `loss_fn(batch)` for nnx objects."""
-        (found,) = self._called(loss_fn, [batch], {}, jax.device_get)
+        leaves = jax.tree_util.tree_leaves_with_path(self._live.read() if redraw else None)
+        keys = {jax.tree_util.keystr(path): _other_key(leaf) for path, leaf in leaves}
+        (found,) = self._called(loss_fn, [batch], keys, jax.device_get)
         return found
 
     def _called(
         self,
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
-        weights: Mapping[str, Any],
+        replaced: Mapping[str, Any],
         read: Callable[[Any], Any],
     ) -> list[Any]:
-        if weights and any(
-            getattr(weights.get(name), "shape", None) != leaf.shape
-            for name, leaf in self._trained().items()
-        ):
-            raise WeightsChanged
         live, in_place = self._live.read(), self._live.in_place
-        state = _with(live, self._without_averages(weights))
+        state = _with(live, replaced)
         try:
-            if in_place and weights:
+            if in_place and replaced:
                 self._live.write(state)
             arguments = () if in_place else (state,)
             return [read(loss_fn(*arguments, batch)) for batch in batches]
@@ -500,8 +502,17 @@ def _copy(leaf: Any) -> Any:
     return jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
 
 
+def _other_key(leaf: Any) -> Any:
+    """Another random key, or the leaf if it is no key. Raw keys and counts of keys are uint32."""
+    kind = getattr(leaf, "dtype", None)
+    if kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key):
+        data = _other_key(jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return leaf + 1 if kind == np.uint32 else leaf
+
+
 def _with(live: Any, weights: Mapping[str, Any]) -> Any:
-    """Replaces parameters of a state by `weights`."""
+    """Replaces leaves of a state by `weights`."""
 
     def one(path: Any, leaf: Any) -> Any:
         saved = weights.get(jax.tree_util.keystr(path), leaf)

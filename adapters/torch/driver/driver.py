@@ -294,9 +294,9 @@ class TorchDriver:
         """See `Driver.losses_of`."""
         return self._evaluation.losses_of(loss_fn, batches, weights)
 
-    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
+    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any, *, redraw: bool = False) -> Any:
         """See `Driver.try_loss_fn`."""
-        return self._evaluation.try_loss_fn(loss_fn, batch)
+        return self._evaluation.try_loss_fn(loss_fn, batch, redraw=redraw)
 
     def state_bytes(self) -> int:
         """Bytes of the arrays in the state. Assumes two moments for an optimizer without state."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -96,13 +98,18 @@ class LossEvaluation:
                 else:
                     self.reshard()
 
-    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
+    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any, *, redraw: bool = False) -> Any:
         """See `Driver.try_loss_fn`."""
         found: list[Any] = []
         given = copied(batch)
         before = dict(_marks(given))
 
         def call(_: Any) -> float:
+            if redraw:
+                for device in {part.device for part in self._trained().values()}:
+                    torch.rand((), device=device)
+                random.random()
+                np.random.rand()  # noqa: NPY002 -- users do
             loss = _whole(loss_fn(given))
             found.append(loss.tolist() if isinstance(loss, Tensor) else loss)
             return 0.0
@@ -167,7 +174,7 @@ class LossEvaluation:
             for module in modules
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         ]
-        random = RngState().state_dict()
+        generators = RngState().state_dict()
         marks = [(vars(each), dict(vars(each))) for each in self._accumulations]
         grads = [(p, p.grad) for params in self._parameters() for p in params]
         for p, _ in grads:
@@ -187,7 +194,7 @@ class LossEvaluation:
                 module._buffers[name] = buffer
             for module, values in zip(modules, attributes, strict=True):
                 vars(module).update(values)
-            RngState().load_state_dict(random)
+            RngState().load_state_dict(generators)
 
 
 def copied(batch: Any) -> Any:

@@ -126,6 +126,9 @@ class Dominance:
     """Whether the training loss is the result of `loss_fn`. Comparisons then do not evaluate the
     current weights again. True if the loop calls `Healer.loss`, or if the first training loss is
     equal to `loss_fn` of its batch."""
+    draws: bool = field(default=False, init=False)
+    """Whether `loss_fn` draws random numbers. The training loss had other numbers than a comparison
+    has, so both weights are evaluated."""
 
     def __post_init__(self) -> None:
         self._checked = False
@@ -385,20 +388,23 @@ class Dominance:
     # -- within ---------------------------------------------------------------------------------
 
     def _check(self, batch: Any, *, trained: bool) -> None:
-        """Calls `loss_fn` twice. `trained` says whether the loop has trained on the batch.
+        """Calls `loss_fn` twice with the same random numbers, and once with others.
+
+        `trained` says whether the loop has trained on the batch.
 
         Raises:
             SignalError: `loss_fn` changes the batch. If trained: it raises, or does not return one
                 number. An exception about memory, data or the network is only a warning.
         """
         assert self.loss_fn is not None
-        losses, mistake, problem, failure, state = [], None, None, None, None
+        losses, mistake, problem, failure, state, draws = [], None, None, None, None, False
         try:
             attempt = undone()(self.driver.try_loss_fn)
             with undone(self.loss_fn):
-                losses = [attempt(self.loss_fn, batch) for _ in range(2)]
-            first, second = (float(check_scalar("loss_fn(batch)", loss)) for loss in losses)
-            self._expected = first
+                for redraw in (False, False, True):
+                    losses.append(attempt(self.loss_fn, batch, redraw=redraw))
+            first, second, third = (float(check_scalar("loss_fn(batch)", each)) for each in losses)
+            self._expected, draws = first, first != third
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
                 state = (
                     f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, because "
@@ -420,8 +426,11 @@ class Dominance:
         if mistake and not trained:
             return
         self._checked = True
-        everyone = exchange(self.ranks, (mistake, problem, state), failure)
-        mistakes, problems, states = ([*filter(None, each)] for each in zip(*everyone, strict=True))
+        everyone = exchange(self.ranks, (mistake, problem, state, draws), failure)
+        mistakes, problems, states, drawing = (
+            [*filter(None, each)] for each in zip(*everyone, strict=True)
+        )
+        self.draws = bool(drawing)
         if mistakes:
             raise SignalError(mistakes[0]) from failure
         if problems or states:
@@ -495,7 +504,8 @@ class Dominance:
         began, evaluations = time.monotonic(), 0
         verdict = None
         for anchor in self._eligible_anchors(step.index, best):
-            known = [loss] if self.gives_loss and not math.isnan(loss) else None
+            gives_loss = self.gives_loss and not (self.draws or math.isnan(loss))
+            known = [loss] if gives_loss else None
             losses = self._losses_of([step], anchor, known)
             if losses is None:
                 return None

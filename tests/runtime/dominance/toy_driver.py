@@ -32,7 +32,7 @@ class ToyDriver:
     def copy_weights(self) -> float:
         return self.weight
 
-    def try_loss_fn(self, loss_fn: Loss, batch: Any) -> float:
+    def try_loss_fn(self, loss_fn: Loss, batch: Any, *, redraw: bool = False) -> float:
         return loss_fn(self.weight, batch)
 
     def losses_of(

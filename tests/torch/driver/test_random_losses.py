@@ -1,0 +1,64 @@
+"""Two sets of weights are compared with the same random numbers, and the run draws its own."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from healcore.runtime.dominance import dominance
+from tests.torch.driver.compared_run import Run
+
+
+@pytest.fixture(autouse=True)
+def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons take no time, so their distance does not depend on the load of the machine."""
+    monkeypatch.setattr(dominance, "time", SimpleNamespace(monotonic=lambda: 5.0))
+
+
+def torch_draw() -> float:
+    return float(torch.rand(()))
+
+
+def numpy_draw() -> float:
+    return float(np.random.rand())  # noqa: NPY002 -- users do
+
+
+@pytest.mark.parametrize("gives_loss", [False, True], ids=["observe", "loss"])
+@pytest.mark.parametrize("draw", [torch_draw, numpy_draw, random.random])
+def test_both_sides_draw_the_same_numbers(tmp_path, draw, gives_loss):
+    """A training loss had other draws than a comparison has, so it is evaluated again.
+
+    The calls on the first batch are not in `drawn`, because the Healer restores variables.
+    """
+    run, drawn = Run(), list[tuple[int, float]]()
+
+    def loss_fn(number: int) -> torch.Tensor:
+        number_drawn = draw()
+        if not torch.is_grad_enabled():
+            drawn.append((number, number_drawn))
+        return run.loss(number) * (0.5 + number_drawn)
+
+    healer = run.train(tmp_path, loss_fn=loss_fn, gives_loss=gives_loss, steps=310)
+    assert healer.rollbacks == 0
+    assert len(drawn) >= 6
+    assert drawn[::2] == drawn[1::2]
+
+
+def test_without_draws_the_training_loss_is_the_loss_of_the_current_weights(tmp_path):
+    run, calls = Run(), list[int]()
+
+    def loss_fn(number: int) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            calls.append(number)
+        return run.loss(number)
+
+    healer: Any = run.train(tmp_path, loss_fn=loss_fn, gives_loss=True, steps=310)
+    assert len(calls) >= 3
+    alone = [number for number in calls if calls.count(number) == 1]
+    assert alone, "the earlier weights alone, on the batch of a step"
+    assert not healer.run.recovery.dominance.draws
