@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PER_PAGE, IN_ALL = 2500, 32_000
-MEASURED = ("demo", "goodput", "gpu", "healbench", "numbers")
+MEASURED = ("demo", "goodput", "gpu", "healbench")
 """Pages with tables that a benchmark writes, without marks: no table counts."""
 GENERATED = re.compile(
     r"<!-- ?([\w-]+): begin.*?-->.*?<!-- ?\1: end ?-->|^<!--=[\w.-]+-->\n.*?<!--/-->", re.S | re.M
