@@ -3,8 +3,8 @@
     python -m benchmarks.healbench [--quick] [--tasks GLOB ...] [--arms NAME ...] [--seeds N]
 
 The command without a selection writes benchmarks/results/healbench.jsonl, one line for each run,
-and docs/healbench.md. A selection is only printed. --report writes the page again from the file.
-The exit status is 0 if the promise holds as far as it was checked, 1 if not.
+and docs/healbench.md. A selection is printed, and written to --results FILE. --report writes the
+page again from the file. The exit status is 0 if the promise holds as far as checked, else 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         jobs = _jobs(options, parser)
         results = _run(jobs, options)
-        if whole:
+        if whole or options.results != RESULTS:
             write_results(options.results, results)
     cells = comparing.compare(results, all_tasks())
     rules = comparing.rules(cells)
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--jobs", type=int, metavar="N", default=cores, help="processes (default: cores)")
     add("--limit", type=float, metavar="SECONDS", default=LIMIT_S, help="for one run (%(default)g)")
-    add("--results", type=Path, metavar="FILE", default=RESULTS, help=argparse.SUPPRESS)
+    add("--results", type=Path, metavar="FILE", default=RESULTS, help="of a selection, too")
     add("--page", type=Path, metavar="FILE", default=PAGE, help=argparse.SUPPRESS)
     return parser
 

@@ -54,7 +54,7 @@ class Training(Run):
     def step(self, state: State, batch: Any) -> State:
         """One iteration; the problem's damage comes before it, if this is when it does."""
         damage = self.problem.damage
-        if damage is not None and self.steps == damage.before:
+        if damage is not None and damage.due(self.steps):
             state = damage.change(state)
         state, record = self._step(state, batch)
         self._records.append(record)
