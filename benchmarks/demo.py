@@ -38,7 +38,7 @@ def main() -> None:
         print(f"written to {options.figure}")
     claims = [claim._asdict() for claim in result.claims]
     data = {"seconds": seconds, "steps": steps, "runs": runs, "claims": claims}
-    write_json(options.json, data, "demo")
+    write_json(options.json, data)
 
 
 def _as_data(run: DemoRun, scenario: Scenario) -> dict[str, Any]:

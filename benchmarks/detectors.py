@@ -241,7 +241,7 @@ def main() -> None:
     scores = all_scores(load(options.folder), options.policy or POLICIES)
     table = rows_of(scores)
     print(as_markdown(table) if options.markdown else as_text(table))
-    write_json(options.json, {"scores": as_data(scores)}, "detectors")
+    write_json(options.json, {"scores": as_data(scores)})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Writes the measured figures of README.md and docs/ from the results in benchmarks/results.
 
     python -m benchmarks.figures            # writes every marked figure
-    python -m benchmarks.figures --check    # writes nothing; status 1 if anything is stale
+    python -m benchmarks.figures --check    # writes nothing; status 1 if a page is stale
 
 A page marks a figure with two comments, `<!--=NAME-->1.43<!--/-->`; NAME is a key of `FIGURES`. A
 table stands between such comments on lines of their own, a sentence has them within a line.
-benchmarks/result_sources.py says which results are stale.
 """
 
 from __future__ import annotations
@@ -18,10 +17,20 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result_sources import COMMIT, RESULTS, ROOT, read_result, stale_results
 from healcore.runtime.dominance.dominance import STEP_COST
 
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+COMMIT = "81f07582"
+"""Commit whose code has made all results. Whoever makes a result again makes all of them again."""
+
 MARKED = re.compile(r"<!--=([\w.-]+)-->(.*?)<!--/-->", re.S)
+
+
+@functools.cache
+def read_result(name: str) -> dict[str, Any]:
+    """The content of a result file."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 # -- healbench -------------------------------------------------------------------------------------
@@ -31,31 +40,17 @@ ARMS = {
     "attach_default": "`attach` or `protect`",
     "healer": "`Healer`",
     "healer_ask": "`Healer` with a `loss_fn`",
-    "fixed_clip": "clip to 1.0",
-    "attach_clip": "`attach` with that clip",
-    "healer_clip": "`Healer` with that clip",
-    "healer_ask_clip": "`Healer` with a `loss_fn` and that clip",
 }
 """The arms of the promise, with the names that the pages use."""
 
 
 @functools.cache
 def _cells() -> list[Any]:
-    from benchmarks.healbench import comparing
-    from benchmarks.healbench.__main__ import RUNS, SEEDS
-    from benchmarks.healbench.running import Job, Store, suite
+    from benchmarks.healbench.__main__ import RESULTS, all_tasks
+    from benchmarks.healbench.comparing import compare
+    from benchmarks.healbench.running import read_results
 
-    store, results, tasks = Store(RUNS), [], {}
-    for framework, seeds in SEEDS.items():
-        tasks |= {(framework, name): task for name, task in suite(framework).tasks.items()}
-        jobs = [
-            Job(framework, name, arm, seed)
-            for name in suite(framework).tasks
-            for arm in ARMS
-            for seed in range(seeds)
-        ]
-        results += [found for job in jobs if (found := store.read(job)) is not None]
-    return comparing.compare(results, tasks)
+    return compare([run for run in read_results(RESULTS) if run.arm in ARMS], all_tasks())
 
 
 def _healthy(*arms: str) -> list[Any]:
@@ -63,9 +58,7 @@ def _healthy(*arms: str) -> list[Any]:
 
 
 def _on() -> tuple[str, ...]:
-    from benchmarks.healbench.comparing import OFF
-
-    return tuple(arm for arm in ARMS if arm in OFF)
+    return tuple(ARMS)[1:]
 
 
 def promise() -> str:
@@ -75,8 +68,7 @@ def promise() -> str:
 
     rows = [["", "healthy tasks kept", *FAMILIES.values()]]
     for arm, title in ARMS.items():
-        healthy = _healthy(arm)
-        kept = f"{sum(c.holds for c in healthy)} of {len(healthy)}" if arm in _on() else ""
+        kept = _kept(arm) if arm in _on() else ""
         cures = []
         for family in FAMILIES:
             some = [c for c in _cells() if c.arm == arm and c.task.family == family and c.ratios]
@@ -85,18 +77,12 @@ def promise() -> str:
     return _table(rows)
 
 
-def promise_short() -> str:
-    """The rows of `promise` up to the fixed clip."""
-    lines = promise().splitlines()
-    return "\n".join(lines[: 3 + list(ARMS).index("fixed_clip")])
-
-
 def rolled_back() -> str:
     """Healthy runs that were rolled back, with their metrics and those without healcore."""
-    off = {(c.name, c.arm): c for c in _healthy("nothing", "fixed_clip")}
+    off = {c.name: c for c in _healthy("nothing")}
     rows = [["task", "", "seed", "with healcore", "without"]]
     for cell, run in _rolled_back():
-        plain = off[cell.name, _off(cell.arm)].metrics[run.seed]
+        plain = off[cell.name].metrics[run.seed]
         rows.append(
             [f"`{cell.name}`", ARMS[cell.arm], str(run.seed), f"{run.value:.3g}", f"{plain:.3g}"]
         )
@@ -105,12 +91,6 @@ def rolled_back() -> str:
 
 def _rolled_back() -> list[tuple[Any, Any]]:
     return [(cell, run) for cell in _healthy(*_on()) for run in cell.runs if run.rollbacks]
-
-
-def _off(arm: str) -> str:
-    from benchmarks.healbench.comparing import OFF
-
-    return OFF[arm]
 
 
 def not_kept() -> str:
@@ -129,11 +109,11 @@ def _worse_sick(*arms: str) -> list[tuple[Any, list[int]]]:
     """Sick tasks with seeds whose metric is more than 2 % above the metric without healcore."""
     from benchmarks.healbench.comparing import MARGIN
 
-    plain = {(c.framework, c.task.name, c.arm): c.metrics for c in _cells()}
+    plain = {c.name: c.metrics for c in _cells() if c.arm == "nothing"}
     found = []
     for cell in _cells():
         if cell.task.kind == "sick" and cell.arm in arms:
-            off = plain[cell.framework, cell.task.name, _off(cell.arm)]
+            off = plain[cell.name]
             limit = 1 + MARGIN / 100
             seeds = [s for s in off if not cell.metrics.get(s, float("inf")) <= limit * off[s]]
             seeds = [s for s in seeds if off[s] == off[s]]
@@ -145,9 +125,9 @@ def _worse_sick(*arms: str) -> list[tuple[Any, list[int]]]:
 def worse_sick() -> str:
     """Sick tasks that end worse with a `loss_fn` than without healcore, with their seeds."""
     rows = [["task", "", "seeds", "largest: with healcore", "without"]]
-    plain = {(c.framework, c.task.name, c.arm): c.metrics for c in _cells()}
-    for cell, seeds in _worse_sick("healer_ask", "healer_ask_clip"):
-        off = plain[cell.framework, cell.task.name, _off(cell.arm)]
+    plain = {c.name: c.metrics for c in _cells() if c.arm == "nothing"}
+    for cell, seeds in _worse_sick("healer_ask"):
+        off = plain[cell.name]
         worst = max(seeds, key=lambda s: cell.metrics.get(s, float("inf")) / off[s])
         ours = f"{cell.metrics[worst]:.3g}" if worst in cell.metrics else "stopped, no result"
         many = f"{len(seeds)} of {len(cell.runs)}"
@@ -408,7 +388,7 @@ NEVER_ON_GPU = "**healcore has never been run on a GPU.**"
 def gpu(file: Path = RESULTS / "gpu.json") -> str:
     """What `make gpu` has found on which device, or that there is no result.
 
-    Only a GPU can renew the results, so they name their commit instead of a digest of the code.
+    Only a GPU can renew the results, so they name their commit.
     """
     if not file.exists():
         return NEVER_ON_GPU
@@ -459,11 +439,10 @@ def _machine(name: str) -> Callable[[], str]:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "promise": promise,
-    "promise.short": promise_short,
     "promise.not-kept": not_kept,
     "promise.rolled-back": rolled_back,
     "promise.worse-sick": worse_sick,
-    "promise.runs": lambda: f"{sum(len(c.runs) for c in _cells() if c.arm in ARMS):,}",
+    "promise.runs": lambda: f"{sum(len(c.runs) for c in _cells()):,}",
     "promise.healthy-runs": lambda: f"{sum(len(c.runs) for c in _healthy(*_on())):,}",
     "commit": lambda: f"`{COMMIT}`",
     "promise.rollbacks": lambda: str(len(_rolled_back())),
@@ -472,15 +451,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "promise.loss-fn": lambda: _kept("healer_ask"),
     "promise.lr": lambda: _cure("healer_ask", "learning rate"),
     "promise.lr-nothing": lambda: _cure("nothing", "learning rate"),
-    "promise.worse-runs": lambda: str(
-        sum(len(s) for _, s in _worse_sick("healer_ask", "healer_ask_clip"))
-    ),
+    "promise.worse-runs": lambda: str(sum(len(s) for _, s in _worse_sick("healer_ask"))),
     "promise.sick-runs": lambda: str(
-        sum(
-            len(c.runs)
-            for c in _cells()
-            if c.task.kind == "sick" and c.arm in ("healer_ask", "healer_ask_clip")
-        )
+        sum(len(c.runs) for c in _cells() if c.task.kind == "sick" and c.arm == "healer_ask")
     ),
     "peers": peers,
     "step.short": short_steps,
@@ -522,9 +495,9 @@ def _passes(part: str) -> float:
 
     `part` is "" for whole runs, or "later_" for the steps after the start.
     """
-    rows = read_result("recoveries")["healthy"]
-    passes = sum(row[f"{part}passes" if part else "forward_passes"] for row in rows)
-    return 1e3 * passes / sum(row[f"{part}steps"] for row in rows)
+    runs = [run for cell in _healthy("healer_ask") for run in cell.runs if run.evidence]
+    passes = sum(run.evidence[f"{part}passes"] for run in runs)
+    return 1e3 * passes / sum(run.evidence[f"{part}steps"] for run in runs)
 
 
 def _kept(arm: str) -> str:
@@ -573,7 +546,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             if not check:
                 page.write_text(new)
-    print("\n".join([*stale_results(), *problems]) or "every result is of the present code")
+    print("\n".join(problems) or "every page is of the results")
     return int(check and bool(problems))
 
 

@@ -250,7 +250,7 @@ def main() -> None:
                     )
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    write_json(options.json, result, "rollback")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

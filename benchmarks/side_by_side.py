@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,23 +97,15 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def write_json(path: Path | None, result: dict[str, Any], name: str = "") -> None:
+def write_json(path: Path | None, result: dict[str, Any]) -> None:
     """Writes the results with the machine's name and load, if a file was asked for.
 
     Args:
         path: the file, or None to write nothing.
         result: the results, strict JSON.
-        name: key of `benchmarks.result_sources.DEPENDS`; the digest of that code is written too.
     """
     if path is None:
         return
     made: dict[str, Any] = {"machine": machine(), "load": round(os.getloadavg()[0], 1)}
-    if name:
-        root = str(Path(__file__).resolve().parents[1])
-        if root not in sys.path:  # a benchmark that is run as a script
-            sys.path.append(root)
-        from benchmarks.result_sources import source
-
-        made["source"] = source(name)
     path.write_text(json.dumps(made | result, indent=2) + "\n")
     print(f"\nwritten to {path}")

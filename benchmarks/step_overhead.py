@@ -389,7 +389,7 @@ def main() -> None:
         result["jax"] = bench_jax(params, tensors, rounds, warmup)
         print(f"\n{TINY_PARAMS} parameters in {TINY_TENSORS} tensors")
         result["jax_tiny"] = bench_jax(TINY_PARAMS, TINY_TENSORS, rounds * 10, warmup)
-    write_json(options.json, result, "step_overhead")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

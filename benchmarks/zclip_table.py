@@ -9,9 +9,6 @@ weights and the same batches. Every arm runs the code that a user runs: `healcor
     python -m benchmarks.zclip_table --quick
     python -m benchmarks.zclip_table --scale large --device cuda --json FILE
 
-FILE is written after each run. Runs of the same code that FILE has are kept: the same command
-continues a stopped one.
-
 How the regime was chosen: only with the arms `none` and `fixed`, two seeds, in JAX. A decoder with
 normalization in its blocks had no spike that lasts at this size, at rates from 1e-3 to 1e-1, with
 Adam's beta2 of 0.95 or 0.999, with or without weight decay, or with random tokens in some batches.
@@ -25,7 +22,6 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-import json
 import math
 import multiprocessing
 import os
@@ -33,12 +29,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.side_by_side import arguments, machine
+from benchmarks.side_by_side import arguments, machine, write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -490,26 +485,8 @@ def show(rows: Sequence[Sequence[str]]) -> None:
 # -- command ---------------------------------------------------------------------------------------
 
 
-def _kept(file: Path | None, scale: str, digest: str) -> list[dict[str, Any]]:
-    """Finished runs of a file, if they are of this code and scale."""
-    if file is None or not file.exists():
-        return []
-    found = json.loads(file.read_text())
-    same = (found.get("source"), found.get("scale")) == (digest, scale)
-    return found["runs"] if same else []
-
-
-def _write(file: Path, result: dict[str, Any]) -> None:
-    """Replaces a file, so that a stopped command leaves a complete one."""
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=2) + "\n")
-    part.replace(file)
-
-
 def main() -> None:
-    """Runs what is missing, and prints the tables."""
-    from benchmarks.result_sources import source
-
+    """Runs everything, and prints the tables."""
     parser: argparse.ArgumentParser = arguments((__doc__ or "").partition("\n")[0])
     parser.add_argument("--scale", choices=SCALES, default="small")
     parser.add_argument(
@@ -533,28 +510,19 @@ def main() -> None:
         for arm in scale.arms
         for rate in scale.rates
     ]
-    digest = source("zclip_table")
-    runs = [
-        run for run in _kept(options.json, name, digest) if Run(*list(run.values())[:4]) in wanted
-    ]
-    done = {Run(*list(run.values())[:4]) for run in runs}
-    print(f"{machine()}; {len(wanted) - len(done)} of {len(wanted)} runs to do")
-    result = {"machine": machine(), "load": round(os.getloadavg()[0], 1), "source": digest}
-    result |= {"scale": name, **dataclasses.asdict(scale), "runs": runs}
+    print(f"{machine()}; {len(wanted)} runs to do")
+    runs = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        made = [pool.submit(run_one, r, scale, options.device) for r in wanted if r not in done]
+        made = [pool.submit(run_one, run, scale, options.device) for run in wanted]
         for future in as_completed(made):
             runs.append(future.result())
             print(*runs[-1].values(), flush=True)
-            if options.json:
-                _write(options.json, result)
     runs.sort(key=lambda run: wanted.index(Run(*list(run.values())[:4])))
     for framework in FRAMEWORKS:
         show(sweep_table(runs, framework))
     show(claim_table(runs))
-    if options.json:
-        _write(options.json, result)
+    write_json(options.json, {"scale": name, **dataclasses.asdict(scale), "runs": runs})
 
 
 if __name__ == "__main__":

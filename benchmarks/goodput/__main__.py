@@ -75,7 +75,7 @@ def main() -> None:
     for table in tables(result).values():
         print("\n".join("| " + " | ".join(row) + " |" for row in table) + "\n")
     print("A save keeps training waiting {:.2f} s, a restore {:.2f} s.".format(*pauses(result)))
-    write_json(options.json, result, "goodput")
+    write_json(options.json, result)
     if options.figure:
         draw(result, options.figure)
         print(f"written to {options.figure}")

@@ -1,24 +1,20 @@
 """What a policy does to damaged and to healthy runs: measured on the runs of healbench.
 
-The records (benchmarks/results/healbench/runs) have the rollbacks and the metric of each run. When
-the Healer rolls back and how many forward passes it makes is in benchmarks/results/recoveries.json.
+The records are in benchmarks/results/healbench.jsonl.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.healbench.__main__ import RUNS, SEEDS
+from benchmarks.healbench.__main__ import RESULTS, all_tasks
 from benchmarks.healbench.comparing import MARGIN, OFF
-from benchmarks.healbench.running import DONE, Job, Result, Store, suite
+from benchmarks.healbench.running import DONE, Job, Result, read_results
 
-RECOVERIES = Path(__file__).resolve().parents[1] / "results" / "recoveries.json"
 STATIONARY = ("stationary", "likelihoods")
 """Families whose data and objective stay the same, without heavy tails."""
 POLICIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -80,7 +76,7 @@ def measure(policy: str, families: Collection[str] = ("damage",)) -> Measured:
         families: families of healbench whose faults count as damage.
     """
     arm, calm = POLICIES[policy]
-    runs = list(_runs(Store(RUNS), arm))
+    runs = list(_runs(arm))
     everything = [(task, run, off) for task, run, off, _ in runs if task.kind == "healthy"]
     healthy = [run for task, run, _ in everything if not calm or task.family in calm]
     undone = [(run.steps - off.steps, run.rollbacks) for _, run, off in everything if run.rollbacks]
@@ -91,22 +87,21 @@ def measure(policy: str, families: Collection[str] = ("damage",)) -> Measured:
     ]
     needless = sum(run.rollbacks for run in healthy)
     steps = sum(run.steps for run in healthy)
-    watched = json.loads(RECOVERIES.read_text())
-    first = [row for row in watched["rollbacks"] if row["arm"] == arm]
-    tasks = suite("torch").tasks
-    asked = [
-        row
-        for row in watched["healthy"]
-        if row["arm"] == arm and (not calm or tasks[row["task"]].family in calm)
+    first = [
+        run.evidence
+        for task, run, *_ in runs
+        if task.family in families and "fault" in run.evidence
     ]
-    per_task = [(row["later_passes"], row["later_steps"]) for row in asked]
+    asked = [run.evidence for run in healthy if "later_passes" in run.evidence]
+    per_task = [(each["later_passes"], each["later_steps"]) for each in asked]
     return Measured(
         policy=policy,
         damaged_runs=len(damaged),
         rolled_back_runs=sum(run.rollbacks > 0 for run in damaged),
         rolled_back_interval=bootstrap(_by_task(damaged)),
         rollbacks=[
-            (row["rollback"] - row["fault"], row["rollback"] - row["target"]) for row in first
+            (round(row["rollback"] - row["fault"]), round(row["rollback"] - row["target"]))
+            for row in first
         ],
         healthy_runs=len(healthy),
         healthy_steps=steps,
@@ -115,21 +110,23 @@ def measure(policy: str, families: Collection[str] = ("damage",)) -> Measured:
         needless_steps=_ratio(undone),
         passes_per_step=_ratio(per_task),
         passes_interval=bootstrap(per_task),
-        passes_per_rollback=_ratio([(row["forward_passes"], 1) for row in first]),
+        passes_per_rollback=_ratio([(row["passes_to_rollback"], 1) for row in first]),
     )
 
 
-def _runs(store: Store, arm: str) -> Iterable[tuple[Any, Result, Result, Result | None]]:
+def _runs(arm: str) -> Iterable[tuple[Any, Result, Result, Result | None]]:
     """The task, the run, the run without healcore, and the undamaged run without healcore."""
-    off = OFF.get(arm, "nothing")
-    for framework, seeds in SEEDS.items():
-        for task in suite(framework).tasks.values():
-            for seed in range(seeds):
-                run = store.read(Job(framework, task.name, arm, seed))
-                plain = store.read(Job(framework, task.name, off, seed))
-                undamaged = store.read(Job(framework, task.reference, off, seed))
-                if run is not None and plain is not None and run.status == DONE:
-                    yield task, run, plain, undamaged
+    records = {each.job: each for each in read_results(RESULTS)}
+    tasks: dict[tuple[str, str], Any] = all_tasks()
+    order = list(tasks)
+    for job in sorted(records, key=lambda job: (order.index((job.framework, job.task)), job.seed)):
+        task = tasks[job.framework, job.task]
+        off, undamaged = (
+            records.get(Job(job.framework, name, OFF, job.seed))
+            for name in (job.task, task.reference)
+        )
+        if job.arm == arm and records[job].status == DONE and off is not None:
+            yield task, records[job], off, undamaged
 
 
 def _worse(off: Result, undamaged: Result) -> bool:

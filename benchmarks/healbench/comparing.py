@@ -11,7 +11,6 @@ A sick run is compared with the undamaged run of the arm that is off: the ratio 
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,17 +20,9 @@ import numpy as np
 
 from benchmarks.healbench.running import DONE, UNAVAILABLE, Result
 
-OFF = {
-    "attach_default": "nothing",
-    "healer": "nothing",
-    "healer_ask": "nothing",
-    "attach_clip": "fixed_clip",
-    "healer_clip": "fixed_clip",
-    "healer_ask_clip": "fixed_clip",
-}
-"""The arms of the promise, and the same run without healcore. All other arms: `nothing`."""
-HINDSIGHT = ("nothing", "fixed_clip")
-"""The better of these two is known only afterwards."""
+OURS = ("attach_default", "healer", "healer_ask")
+"""The arms of the promise. Their `off`, and that of all other arms, is `nothing`."""
+OFF = "nothing"
 NOISE, MARGIN = 1.0, 2.0
 """Percent: not worse by more than `NOISE` beyond two standard errors, nor by `MARGIN` at all."""
 ROLLBACK_SHARE = 1 / 200
@@ -102,6 +93,8 @@ class Cell:
     """From the arm that is off."""
     ratios: dict[int, float]
     """Metric over the undamaged one, of a sick task, by seed; at most `CAP`."""
+    same: dict[int, bool]
+    """Whether metric and weights end bit for bit as those of the arm that is off, by seed."""
 
     @property
     def name(self) -> str:
@@ -170,7 +163,6 @@ def compare(results: Iterable[Result], tasks: Mapping[tuple[str, str], Any]) -> 
         group = groups.get((framework, name), {})
         undamaged = groups.get((framework, task.reference), {}) if task.reference else {}
         for arm, runs in group.items():
-            off = OFF.get(arm, "nothing")
             metrics = metrics_of(runs)
             cells.append(
                 Cell(
@@ -179,8 +171,9 @@ def compare(results: Iterable[Result], tasks: Mapping[tuple[str, str], Any]) -> 
                     arm,
                     tuple(runs),
                     metrics,
-                    difference(metrics, metrics_of(group.get(off, []))),
-                    _ratios(metrics, metrics_of(undamaged.get(off, []))),
+                    difference(metrics, metrics_of(group.get(OFF, []))),
+                    _ratios(metrics, metrics_of(undamaged.get(OFF, []))),
+                    _same(runs, group.get(OFF, [])),
                 )
             )
     return cells
@@ -189,6 +182,13 @@ def compare(results: Iterable[Result], tasks: Mapping[tuple[str, str], Any]) -> 
 def metrics_of(results: Iterable[Result]) -> dict[int, float]:
     """Metrics by seed of the runs that have one."""
     return {result.seed: result.value for result in results if result.status == DONE}
+
+
+def _same(on: Iterable[Result], off: Iterable[Result]) -> dict[int, bool]:
+    """Of the seeds that both have, with known weights."""
+    plain = {run.seed: (run.weights, str(run.value)) for run in off if run.weights}
+    both = [run for run in on if run.seed in plain and (run.weights or run.status != DONE)]
+    return {run.seed: (run.weights, str(run.value)) == plain[run.seed] for run in both}
 
 
 def _ratios(metrics: Mapping[int, float], undamaged: Mapping[int, float]) -> dict[int, float]:
@@ -218,7 +218,7 @@ class Rule:
 def rules(cells: Iterable[Cell]) -> list[Rule]:
     """The promise for a healthy run with healcore on, checked on the cells of `compare`."""
     cells = list(cells)
-    ours = [cell for cell in cells if cell.arm in OFF and cell.available]
+    ours = [cell for cell in cells if cell.arm in OURS]
     healthy = [cell for cell in ours if cell.task.kind == "healthy"]
     runs = sum(len(cell.runs) for cell in healthy)
     back = {(c.name, c.arm): sum(r.rollbacks > 0 for r in c.runs) for c in healthy}
@@ -254,7 +254,7 @@ def _harmful_rollback(cells: Iterable[Cell]) -> Any:
     there = {(cell.name, cell.arm): cell for cell in cells}
 
     def wrong(cell: Cell) -> str:
-        off = there.get((cell.name, OFF[cell.arm]))
+        off = there.get((cell.name, OFF))
         seeds = [r.seed for r in cell.runs if r.rollbacks and r.status == DONE]
         if off is None or not off.metrics:
             return ""
@@ -295,8 +295,3 @@ def shown(against: Difference) -> str:
     error = min(against.error, 999.0)
     error = f"{error:.0f}" if error >= 10 else f"{error:.1f}"
     return f"{percent(against.percent).removesuffix(' %')} ± {error} %"
-
-
-def fits(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name is one of these, or fits one of these patterns."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,7 +1,6 @@
 """The table of peers in docs/evidence.md: `python -m benchmarks.healbench.peers` prints it.
 
-All rows are of torch and of one seed, because the peers have been run with one seed.
-The digests of the results are checked by `python -m benchmarks.healbench --report`.
+All rows are of torch and of one seed, because the peers are run with one seed.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import math
 from collections.abc import Iterator
 
 from benchmarks.healbench import comparing
-from benchmarks.healbench.__main__ import RUNS
-from benchmarks.healbench.running import Job, Store, suite
+from benchmarks.healbench.__main__ import RESULTS, all_tasks
+from benchmarks.healbench.running import read_results
 from benchmarks.healbench.table import markdown
 
 SEED = 0
@@ -21,10 +20,7 @@ ROWS = {
     "attach_default": "healcore, `attach`",
     "healer": "healcore, `Healer`",
     "healer_ask": "healcore, `Healer` with a `loss_fn`",
-    "attach_clip": "healcore, `attach`, clip to 1.0",
-    "healer_clip": "healcore, `Healer`, clip to 1.0",
-    "healer_ask_clip": "healcore, `Healer` with a `loss_fn`, clip to 1.0",
-    "attach_pretraining": "healcore, `attach`, `pretraining`",
+    "healer_pretraining": "healcore, `Healer`, `pretraining`",
     "zclip": "ZClip",
     "adagc": "AdaGC",
     "lightning_spike": "Lightning SpikeDetection",
@@ -39,29 +35,28 @@ FAMILIES = {
     "arithmetic": "NaN, Inf, overflow",
 }
 """Families of the sick tasks, with the names that the pages use."""
+KINDS = ("healthy", "sick")
 
 
 def figures() -> Iterator[list[str]]:
     """The heading, then one row for each arm."""
-    tasks = suite("torch").tasks
-    jobs = [Job("torch", task, arm, SEED) for task in tasks for arm in ROWS]
-    store = Store(RUNS)
-    results = [result for job in jobs if (result := store.read(job)) is not None]
-    cells = comparing.compare(results, {("torch", name): task for name, task in tasks.items()})
+    results = [r for r in read_results(RESULTS) if r.framework == "torch" and r.seed == SEED]
+    cells = comparing.compare(results, all_tasks())
     metrics = {(cell.task.name, cell.arm): cell.metrics for cell in cells}
+    counts = [sum(c.arm == comparing.OFF and c.task.kind == k for c in cells) for k in KINDS]
     yield [
         "",
-        "healthy of 75, against no protection",
-        "healthy of 75, against a clip to 1.0",
+        f"healthy of {counts[0]}, against no protection",
+        f"healthy of {counts[0]}, against a clip to 1.0",
         *FAMILIES.values(),
         "all sick tasks",
-        "lost of 42",
+        f"lost of {counts[1]}",
     ]
     for arm, title in ROWS.items():
         its = [cell for cell in cells if cell.arm == arm]
         healthy = [cell for cell in its if cell.task.kind == "healthy"]
         row = [title]
-        for off in comparing.HINDSIGHT:
+        for off in (comparing.OFF, "fixed_clip"):  # some peers clip by themselves
             against = [comparing.difference(c.metrics, metrics[c.task.name, off]) for c in healthy]
             row.append(str(sum(not d.percent > comparing.MARGIN for d in against)))
         sick = [cell for cell in its if cell.task.kind == "sick"]

@@ -55,6 +55,8 @@ class Problem:
     function of the batch (reinforcement learning, adversarial training)."""
     scaler: Any = None
     """A `torch.amp.GradScaler`, where the program trains with loss scaling."""
+    fault: int | None = None
+    """The iteration right after a damage that happens once, counted as executed; None without."""
 
 
 @dataclass(frozen=True)

@@ -8,58 +8,52 @@ from pathlib import Path
 
 from benchmarks.healbench.comparing import (
     CAP,
-    HINDSIGHT,
     MARGIN,
     NOISE,
     OFF,
+    OURS,
     Cell,
     Rule,
     geometric_mean,
     percent,
     shown,
 )
-from benchmarks.healbench.running import Job
 
 BEGIN = "<!-- {}: begin (written by python -m benchmarks.healbench) -->"
 END = "<!-- {}: end -->"
-MAIN = (*HINDSIGHT, *OFF, "attach_pretraining")
-"""The columns of the big tables; all other arms have tables of their own."""
-OTHER = ", other arms"
+MAIN = (OFF, *OURS)
+"""The columns of the big tables; the peers have tables of their own."""
+OTHER = ", peers"
 
 
-def headline(
-    cells: Sequence[Cell], rules: Sequence[Rule], asked: Iterable[Job], there: Iterable[Job]
-) -> str:
-    """What is missing, the promise, and one row for each family."""
-    parts = [extent(set(asked), set(there)), "### The promise\n\n" + _of_rules(rules)]
-    for kind, (title, about, text) in HEADLINES.items():
-        some = [cell for cell in cells if cell.task.kind == kind and cell.arm in MAIN]
-        if kind == "healthy":
-            some = [cell for cell in some if cell.arm not in HINDSIGHT]
+def headline(cells: Sequence[Cell], rules: Sequence[Rule]) -> str:
+    """The promise, and one row for each family."""
+    parts = ["### The promise\n\n" + _of_rules(rules)]
+    for kind, (title, about, family) in HEADLINES.items():
+        arms = (*OURS, "healer_pretraining") if kind == "healthy" else (*MAIN, "healer_pretraining")
+        some = [cell for cell in cells if cell.task.kind == kind and cell.arm in arms]
         if some:
-            parts.append(f"### {title}\n\n{about}\n\n" + markdown(_families(some, text)))
+            parts.append(f"### {title}\n\n{about}\n\n" + markdown(_families(some, family)))
     return "\n\n".join(parts)
 
 
-def as_markdown(
-    cells: Sequence[Cell], rules: Sequence[Rule], asked: Iterable[Job], there: Iterable[Job]
-) -> str:
+def as_markdown(cells: Sequence[Cell], rules: Sequence[Rule]) -> str:
     """The generated part of docs/healbench.md.
 
     Args:
         cells: of `compare`.
         rules: of `comparing.rules`.
-        asked: the runs that a whole table needs.
-        there: the runs among them that have a result.
     """
-    parts = [headline(cells, rules, asked, there)]
+    parts = [f"{sum(len(cell.runs) for cell in cells):,} runs.", headline(cells, rules)]
     for title, arms in (("", lambda arm: arm in MAIN), (OTHER, lambda a: a not in MAIN)):
         for kind, text in (("healthy", _healthy_text), ("sick", _sick_text)):
             some = [cell for cell in cells if cell.task.kind == kind and arms(cell.arm)]
             if some:
-                grid = _grid(some, text, hindsight=kind == "healthy" and not title)
+                rows = _grid(some, text)
+                if kind == "healthy" and not title:
+                    _add_same(rows, some)
                 parts.append(f"### {kind.capitalize()} tasks{title}\n\n{LEGENDS[kind, title]}")
-                parts.append(markdown(grid))
+                parts.append(markdown(rows))
     acting = [cell for cell in cells if interventions(cell) != "-"]
     if acting:
         parts.append("### What the arms did\n\n" + INTERVENTIONS)
@@ -73,17 +67,6 @@ def as_markdown(
     return "\n\n".join(parts) + "\n"
 
 
-def extent(asked: set[Job], there: set[Job]) -> str:
-    """How many runs have a result, and which arms lack how many."""
-    text = f"**{len(there):,} of {len(asked):,} runs have a result.**"
-    missing: dict[str, int] = {}
-    for job in sorted(asked - there, key=lambda job: (job.framework, job.arm)):
-        name = f"`{job.arm}`" + ("" if job.framework == "torch" else f" ({job.framework})")
-        missing[name] = missing.get(name, 0) + 1
-    lacking = ", ".join(f"{name} {count}" for name, count in missing.items())
-    return f"{text} Missing: {lacking}." if lacking else text
-
-
 def _of_rules(rules: Iterable[Rule]) -> str:
     lines = []
     for rule in rules:
@@ -95,7 +78,7 @@ def _of_rules(rules: Iterable[Rule]) -> str:
 
 def _families(cells: Sequence[Cell], text: Callable[[list[Cell]], str]) -> list[list[str]]:
     """One row for each family, one column for each arm, and a row for all families."""
-    arms = [arm for arm in MAIN if any(cell.arm == arm for cell in cells)]
+    arms = sorted({cell.arm for cell in cells}, key=_place)
     families = list(dict.fromkeys(cell.task.family for cell in cells))
     rows = [["family", *(f"`{arm}`" for arm in arms)]]
     for family in (*families, ""):
@@ -113,7 +96,9 @@ def _healthy_family(cells: list[Cell]) -> str:
     holding = sum(cell.holds for cell in compared)
     text = f"{holding} of {len(compared)}; worst {percent(worst.against.percent)}"
     text += f" ({worst.name})" if worst.against.percent > NOISE else ""
-    return text if holding == len(compared) else f"**{text}**"
+    text = text if holding == len(compared) else f"**{text}**"
+    same = [each for cell in compared for each in cell.same.values()]
+    return text + (f"; same bits {sum(same)} of {len(same)}" if same else "")
 
 
 def _sick_family(cells: list[Cell]) -> str:
@@ -132,7 +117,8 @@ HEADLINES: dict[str, tuple[str, str, Callable[[list[Cell]], str]]] = {
         "Number of tasks that hold, number of tasks in the family, and the largest mean "
         f"difference. A task does not hold if it is worse by more than {NOISE:g} % beyond two "
         f"standard errors or by more than {MARGIN:g} %. It does not hold either if a run fails or "
-        "ends at a reduced learning rate.",
+        "ends at a reduced learning rate. *Same bits*: runs whose metric and weights end bit for "
+        "bit as without healcore.",
         _healthy_family,
     ),
     "sick": (
@@ -142,18 +128,15 @@ HEADLINES: dict[str, tuple[str, str, Callable[[list[Cell]], str]]] = {
         _sick_family,
     ),
 }
-_OFF = "`fixed_clip` for the arms with a clip, `nothing` for the others"
 LEGENDS = {
-    ("healthy", ""): f"""\
-Mean held-out metric over the seeds (lower is better), and the difference from the same run \
-without healcore: {_OFF}. **Bold**: the task does not hold. The last column has the better \
-arm of `nothing` and `fixed_clip`, chosen with hindsight.""",
+    ("healthy", ""): """\
+Mean held-out metric over the seeds (lower is better), and the difference from `nothing`, the same \
+run without healcore. **Bold**: the task does not hold. The last column is the share of runs of \
+each arm whose metric and weights end bit for bit as without healcore.""",
     ("healthy", OTHER): """\
 Held-out metric (lower is better), and the difference from `nothing`. One seed: there is no \
 standard error.""",
-    ("sick", ""): f"""\
-Mean held-out metric over the seeds, and the ratio to the undamaged run without \
-healcore: {_OFF}.""",
+    ("sick", ""): "Mean held-out metric over the seeds, and the ratio to the undamaged run.",
     ("sick", OTHER): "Held-out metric, and the ratio to the undamaged run of `nothing`. One seed.",
 }
 """By kind of task, and the ending of the title."""
@@ -164,26 +147,27 @@ INTERVENTIONS = (
 )
 
 
-def _grid(
-    cells: Sequence[Cell], text: Callable[[Cell], str], hindsight: bool = False
-) -> list[list[str]]:
+def _grid(cells: Sequence[Cell], text: Callable[[Cell], str]) -> list[list[str]]:
     """Tasks as rows, arms as columns; empty where there is no result."""
-    arms = list(dict.fromkeys(cell.arm for cell in cells))
-    arms.sort(key=lambda arm: MAIN.index(arm) if arm in MAIN else len(MAIN))
+    arms = sorted(dict.fromkeys(cell.arm for cell in cells), key=_place)
     rows = [["task", *(f"`{arm}`" for arm in arms)]]
     for name in dict.fromkeys(cell.name for cell in cells):
         its = {cell.arm: cell for cell in cells if cell.name == name}
         rows.append([name, *(text(its[arm]) if arm in its else "" for arm in arms)])
-        if hindsight:
-            best = min((its[arm] for arm in HINDSIGHT if arm in its), key=_mean, default=None)
-            rows[-1].append(f"{_number(best.mean)} (`{best.arm}`)" if best else "")
-    if hindsight:
-        rows[0].append("better, with hindsight")
     return rows
 
 
-def _mean(cell: Cell) -> float:
-    return cell.mean
+def _place(arm: str) -> int:
+    return MAIN.index(arm) if arm in MAIN else len(MAIN)
+
+
+def _add_same(rows: list[list[str]], cells: Sequence[Cell]) -> None:
+    """Adds the column of runs that end bit for bit as without healcore."""
+    rows[0].append("ends bit for bit as without healcore: " + ", ".join(OURS))
+    for row in rows[1:]:
+        its = {cell.arm: cell.same for cell in cells if cell.name == row[0]}
+        same = [its[arm] for arm in OURS if its.get(arm)]
+        row.append(", ".join(f"{sum(each.values())}/{len(each)}" for each in same))
 
 
 def _number(value: float) -> str:
@@ -194,9 +178,9 @@ def _healthy_text(cell: Cell) -> str:
     if not cell.available:
         return "unavailable"
     text = _number(cell.mean)
-    if cell.arm not in HINDSIGHT and not math.isnan(cell.against.percent):
+    if cell.arm != OFF and not math.isnan(cell.against.percent):
         text += f" ({shown(cell.against)})"
-    return _with_failures(cell, text, cell.arm in OFF and not cell.holds)
+    return _with_failures(cell, text, cell.arm in OURS and not cell.holds)
 
 
 def _sick_text(cell: Cell) -> str:

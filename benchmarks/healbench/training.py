@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,6 +27,8 @@ class Counts:
     """Smallest LR multiplier at the end of the run; 1 for an arm without a multiplier."""
     stopped: str = ""
     """Why the arm ended the run before its data was used up; empty: it did not."""
+    evidence: dict[str, float] = field(default_factory=dict)
+    """Forward passes and the first rollback of a Healer, see `arms/healing.py:Healed`."""
 
 
 class Stopped(Exception):
@@ -69,6 +72,12 @@ class Training(Run):
         super().__init__(problem)
         self._accumulating: set[str] = set()
         """Optimizers with gradients of micro-batches whose step has not been taken."""
+
+    def weights(self) -> Iterator[bytes]:
+        """The present parameters and buffers of all modules."""
+        for _, module in sorted(self.problem.modules.items()):
+            for tensor in module.state_dict().values():
+                yield tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
 
     def train(self) -> None:
         """The loop, to the end of the data or until the arm stops it."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from benchmarks import figures, result_sources
+from benchmarks import figures
 from benchmarks.gpu_kit import __main__ as kit
 from benchmarks.gpu_kit.device import work_of
 
@@ -204,6 +204,6 @@ def test_one_page_says_that_no_gpu_has_run_it():
     says = re.compile(r"(?:never|not)(?: been| yet)* (?:run|measured|tested) on an? GPU", re.I)
     pages = [page for page in figures.pages() if page.parent.name != "decisions"]
     found = [page.name for page in pages for _ in says.finditer(page.read_text())]
-    there = (result_sources.RESULTS / "gpu.json").exists()
+    there = (figures.RESULTS / "gpu.json").exists()
     assert found == ([] if there else ["gpu.md"])
     assert says.search(figures.NEVER_ON_GPU)

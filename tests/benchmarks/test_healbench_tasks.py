@@ -10,9 +10,10 @@ from torch import Tensor
 
 from benchmarks.healbench.arms import ARMS
 from benchmarks.healbench.problem import MAIN, Problem
-from benchmarks.healbench.tasks import TASKS
+from benchmarks.healbench.tasks import TASKS, loops
 from benchmarks.healbench.tasks.middle_faults import STEPS
 from benchmarks.healbench.tasks.optimizers import Lion, ScheduleFreeSGD
+from benchmarks.healbench.training import Training
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -102,6 +103,57 @@ def test_schedule_free_averages_its_fast_iterates():
         mean = sum(iterates) / len(iterates)
         assert float(optimizer.state[weight]["x"]) == pytest.approx(mean)
         assert float(weight.detach()) == pytest.approx(0.1 * fast + 0.9 * mean)
+
+
+# -- the loops of users ----------------------------------------------------------------------------
+
+
+def test_a_term_after_the_loss_is_trained_and_not_observed():
+    seen: list[float] = []
+
+    class Listening(Training):
+        def before_backward(self, loss: Tensor, optimizer: str) -> None:
+            seen.append(float(loss.detach()))
+
+    problem = TASKS["orthogonal"].build(0)
+    problem.batches = problem.batches[:300]
+    assert problem.loss_fn is not None
+    first = float(problem.loss_fn(problem.batches[0]).detach())
+    Listening(problem).train()
+    assert seen[0] == first, "without the penalty, to the bit"
+    hidden = problem.modules["model"].get_parameter("2.weight").detach()
+    assert float((hidden @ hidden.T - torch.eye(64)).square().mean()) < 1e-3
+
+
+def test_the_hooks_of_a_loop_are_called_around_each_step():
+    called: list[Any] = []
+    clusters, model = loops.start(0)
+    weight = model.get_parameter("0.weight")
+    before = lambda i, batch: called.append(("before", i, float(weight.detach().sum())))  # noqa: E731
+    after = lambda i, batch: called.append(("after", i, torch.is_grad_enabled()))  # noqa: E731
+    problem = loops.classifier(clusters, model, before=before, after=after)
+    problem.batches = problem.batches[:2]
+    Training(problem).train()
+    assert [each[:2] for each in called] == [(w, i) for i in (0, 1) for w in ("before", "after")]
+    assert called[0][2] != called[2][2]
+    assert not called[1][2]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("head_reset", 300), ("clipped_weights", 300), ("consolidation", 300), ("born_again", 200)],
+)
+def test_a_program_that_edits_itself_raises_its_own_loss(name, change):
+    losses: list[float] = []
+
+    class Listening(Training):
+        def before_backward(self, loss: Tensor, optimizer: str) -> None:
+            losses.append(float(loss.detach()))
+
+    problem = TASKS[name].build(0)
+    problem.batches = problem.batches[: change + 4]
+    Listening(problem).train()
+    assert sum(losses[-3:]) > 5 * sum(losses[change - 20 : change]) / 20
 
 
 # -- edits and faults ------------------------------------------------------------------------------

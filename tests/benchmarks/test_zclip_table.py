@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,21 +100,3 @@ def test_differences_are_to_the_fixed_clip():
 def test_a_rate_is_usable_only_with_all_lower_rates():
     runs = made("fixed", [0.4, 0.5, 3.0], 0) + made("zclip", [3.0, 0.5, 0.5], 0)
     assert zclip_table.differences(runs, "jax", "zclip")[1] == [-2.0]
-
-
-@pytest.mark.slow
-def test_a_stopped_command_continues(tmp_path: Path):
-    file = tmp_path / "table.json"
-    command = [sys.executable, "-m", "benchmarks.zclip_table", "--quick", "--json", str(file)]
-
-    def call() -> str:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-        return done.stdout
-
-    assert "16 of 16 runs to do" in call()
-    result = json.loads(file.read_text())
-    lost = result["runs"].pop(3)
-    file.write_text(json.dumps(result))
-    assert "1 of 16 runs to do" in call()
-    again = json.loads(file.read_text())["runs"][3]
-    assert {**again, "seconds": 0} == {**lost, "seconds": 0}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import figures, result_sources
+from benchmarks import figures
 from benchmarks.healbench import __main__ as healbench
 from benchmarks.healbench import comparing, running, table
 
@@ -31,8 +31,6 @@ MEASURED = (
 REVIEWED: dict[str, tuple[str, ...]] = {
     "docs/evidence.md": ("A task is not kept if", "2 % worse"),  # rules
     "docs/data-and-resume.md": ("Saves wait for a slow disk for at most",),  # a limit
-    # tests/benchmarks/test_decision_numbers.py compares the table with the code.
-    "docs/numbers.md": (".",),
     # Its own test runs the scripts and compares their output.
     "docs/tutorial.md": (".",),
 }
@@ -62,7 +60,7 @@ def test_every_marked_figure_is_of_the_results(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_measurement_without_a_result(page):
-    name = str(page.relative_to(result_sources.ROOT))
+    name = str(page.relative_to(figures.ROOT))
     if page.parent.name == "decisions":
         pytest.skip("a decision has the figures of its day")
     assert [*unmarked(page.read_text(), REVIEWED.get(name, ()))] == []
@@ -77,54 +75,14 @@ def test_a_mark_never_begins_a_line_of_prose():
             assert not re.match(r"<!--=.*<!--/-->", line), f"{page.name}: {line}"
 
 
-def test_every_result_file_is_checked():
-    found = {path.stem for path in result_sources.RESULTS.glob("*.json")}
-    assert found - {"gpu"} == {*result_sources.DEPENDS}
-
-
-def test_the_page_of_healbench_is_of_the_kept_results():
-    store, parser = running.Store(healbench.RUNS), healbench._parser()
-    options = parser.parse_args(["--report"])
-    asked = healbench._jobs(options, parser)
-    options.arms = ["*"]
-    kept = store.read_all(dict.fromkeys(healbench._jobs(options, parser)))
-    there = {result.job for result in kept}
-    assert set(asked) <= there, "run: python -m benchmarks.healbench"
-    cells = comparing.compare(kept, healbench._tasks(options.framework))
-    text = table.as_markdown(cells, comparing.rules(cells), asked, there & set(asked))
+def test_the_page_of_healbench_is_of_the_results():
+    cells = comparing.compare(running.read_results(healbench.RESULTS), healbench.all_tasks())
+    text = table.as_markdown(cells, comparing.rules(cells))
     assert text in healbench.PAGE.read_text(), "run: python -m benchmarks.healbench --report"
 
 
-def test_a_changed_rule_makes_results_stale(tmp_path):
-    """Other code or another policy changes the digest; comments and new names do not."""
-    root = tmp_path / "checkout"
-    for part in ("healcore/core", "healcore/policy"):
-        (root / part).mkdir(parents=True)
-    for folder in ("benchmarks", "policies"):
-        (root / folder).mkdir()
-    for name in ("detectors", "labelled_runs", "published_rules"):
-        (root / f"benchmarks/{name}.py").write_text("x = 1\n")
-    for name in result_sources.DEPENDS["detectors"][2]:
-        (root / f"policies/{name}.toml").write_text('description = "a"\n[clip]\nratio = 20.0\n')
-    rule = root / "healcore/core/rule.py"
-
-    def digest(code: str) -> str:
-        rule.write_text(code)
-        return result_sources.source("detectors", root)
-
-    before = digest("def skip(norm):\n    return norm > 3\n")
-    assert digest('def skip(size):\n    """Whether."""\n    return size > 3  # three\n') == before
-    assert digest("def skip(norm):\n    return norm > 4\n") != before
-    assert digest("def skip(norm):\n    return norm > 3\n") == before
-    policy = root / "policies/default.toml"
-    policy.write_text('description = "b" # other words\n[clip]\nratio = 20.0\n')
-    assert result_sources.source("detectors", root) == before
-    policy.write_text('description = "b"\n[clip]\nratio = 10.0\n')
-    assert result_sources.source("detectors", root) != before
-
-
 def test_a_changed_figure_is_noticed():
-    text = (result_sources.ROOT / "docs" / "evidence.md").read_text()
+    text = (figures.ROOT / "docs" / "evidence.md").read_text()
     (found, *_) = (m for m in figures.MARKED.finditer(text) if m[1] == "promise.rollbacks")
     changed = text.replace(found[0], found[0].replace(found[2], found[2] + "1"))
     assert figures.rendered(changed) == text

@@ -1,4 +1,4 @@
-"""Gradient clipping: none, fixed, fixed with non-finite steps left out, ZClip and AdaGC."""
+"""Gradient clipping: none, fixed, ZClip and AdaGC."""
 
 from __future__ import annotations
 
@@ -36,21 +36,6 @@ class FixedClip(Training):
         norm = float(nn.utils.clip_grad_norm_(parameters(optimizer), self.max_norm))
         self.counts.clips += self.max_norm < norm < math.inf
         return norm
-
-
-class ClipSkipNan(FixedClip):
-    """The same, and a step whose loss or gradient norm is not finite is left out.
-
-    What a GradScaler leaves out by itself, in every arm, is not counted.
-    """
-
-    def admit(self, optimizer: Optimizer, loss: Tensor) -> bool:
-        """False where the loss or the norm is not finite."""
-        norm = self.clip(optimizer)
-        if math.isfinite(norm) and math.isfinite(float(loss.detach())):
-            return True
-        self.counts.nonfinite_skips += not scaler_skips(self.problem, optimizer, norm)
-        return False
 
 
 class _Parameters(nn.Module):

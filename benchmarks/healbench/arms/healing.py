@@ -101,12 +101,16 @@ class Healed(_Counting):
     """The loop of the README, with everything in `state` that the program has.
 
     Checkpoints stay in host memory (`store=None`), where they are gone back to first anyway.
+    `counts.evidence` is in optimizer steps and in forward passes over the batch of a step.
 
     Args:
         problem: the program.
         policy: a preset's name, or whatever else `Healer` takes.
         ask: pass the program's `loss_fn` on, where it has one.
     """
+
+    start = 500
+    """Steps in which a run may spend the evaluations that it starts with."""
 
     def __init__(self, problem: Problem, policy: Any = "default", *, ask: bool = False) -> None:
         super().__init__(problem)
@@ -121,7 +125,10 @@ class Healed(_Counting):
         self._batch: Any = None
         """The current batch, for a program whose loss is that of its `loss_fn`."""
         self._asks = ask and problem.loss_fn is not None
-        options: dict[str, Any] = {"loss_fn": problem.loss_fn} if self._asks else {}
+        self._passes, self._passes_before = 0, list[int]()
+        """Calls of the `loss_fn` so far, and before each update."""
+        self._stepped = 0
+        options: dict[str, Any] = {"loss_fn": self._counted_loss} if self._asks else {}
         self._healer = healcore.Healer(policy, state=state, store=None, **options)
         self._ended: healcore.RunStopped | None = None
         self._silence = contextlib.ExitStack()
@@ -153,6 +160,36 @@ class Healed(_Counting):
             self._silence.close()
         self.count()
         self.counts.rollbacks = self._healer.rollbacks
+        self.counts.evidence = self._evidence()
+
+    def _counted_loss(self, batch: Any) -> Tensor:
+        self._passes += 1
+        assert self.problem.loss_fn is not None
+        return self.problem.loss_fn(batch)
+
+    def _evidence(self) -> dict[str, float]:
+        size = len(self._passes_before) / max(1, self._stepped)  # micro-batches of a step
+        passes = [*self._passes_before, self._passes]
+
+        def at(step: float) -> float:
+            return passes[min(round(step * size), len(passes) - 1)] / size
+
+        steps = self.steps / size
+        found = {"steps": steps, "passes": self._passes / size}
+        found |= {"later_steps": max(0.0, steps - self.start)}
+        found |= {"later_passes": found["passes"] - at(self.start)}
+        if self.problem.fault is not None and self.counts.rollbacks:
+            back, fault = self._healer.report().rollbacks[0], self.problem.fault / size
+            found |= {"fault": int(fault), "rollback": back.step, "target": back.target}
+            found["passes_to_rollback"] = at(back.step) - at(fault)
+        return found
+
+    def update(
+        self, loss: Tensor, optimizer: str = MAIN, *, step: bool = True, share: float = 1.0
+    ) -> None:
+        """Counts the optimizer steps."""
+        super().update(loss, optimizer, step=step, share=share)
+        self._stepped += step
 
     def batches(self) -> Iterator[Any]:
         """Through the Healer, which goes back in them."""
@@ -166,4 +203,5 @@ class Healed(_Counting):
 
     def before_backward(self, loss: Tensor, optimizer: str) -> None:
         """Reports the loss, as `healer.loss(batch)` does."""
+        self._passes_before.append(self._passes)
         self._healer.observe(loss, f"optimizer_{optimizer}", batch=self._batch)

@@ -7,15 +7,14 @@ leaves each step as a small output and is read at the end, so that no step waits
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 
 import healcore
-from benchmarks.healbench.arms import CLIPPED, PRESETS
 from benchmarks.healbench.arms.common import silent
 from benchmarks.healbench.jax_tasks.models import Arrays
 from benchmarks.healbench.jax_tasks.problem import Problem, State, running
@@ -24,7 +23,6 @@ from healcore.core.verdict import Cause
 from healcore.jax import commit, last_decision, metrics, protect
 
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
-_FOR_EVER = 2**31 - 1
 
 
 class Training(Run):
@@ -47,10 +45,16 @@ class Training(Run):
         self.problem.final = state = self.loop(self.problem.start(self.tx))
         self.count(jax.device_get(self._records), state.opt_state)
 
+    def weights(self) -> Iterator[bytes]:
+        """The parameters and BatchNorm statistics at the end."""
+        assert self.problem.final is not None
+        for leaf in jax.tree.leaves((self.problem.final.params, self.problem.final.stats)):
+            yield np.asarray(leaf).tobytes()
+
     def step(self, state: State, batch: Any) -> State:
         """One iteration; the problem's damage comes before it, if this is when it does."""
         damage = self.problem.damage
-        if damage is not None and self.steps == damage.before:
+        if damage is not None and damage.due(self.steps):
             state = damage.change(state)
         state, record = self._step(state, batch)
         self._records.append(record)
@@ -94,52 +98,6 @@ class Training(Run):
             records: of each step, what `record` has returned.
             opt_state: at the end.
         """
-
-
-class FixedClip(Training):
-    """`optax.clip_by_global_norm(1.0)` before the optimizer."""
-
-    max_norm = 1.0
-
-    def wrap(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Clips; takes every step."""
-        return optax.chain(optax.clip_by_global_norm(self.max_norm), optimizer)
-
-    def record(self, grads: Arrays, opt_state: Any) -> Any:
-        """Whether this step was clipped."""
-        norm = optax.tree.norm(grads)
-        return (norm > self.max_norm) & (norm < jnp.inf)
-
-    def count(self, records: list[Any], opt_state: Any) -> None:
-        """Clipped steps."""
-        self.counts.clips = sum(map(int, records))
-
-
-class ClipSkipNan(FixedClip):
-    """The same within `optax.apply_if_finite`, which is shown the loss and the norm as well."""
-
-    def wrap(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Leaves out a step whose loss or gradient norm is not finite."""
-        clipped = optax.apply_if_finite(super().wrap(optimizer), _FOR_EVER)
-        return optax.chain(_nan_unless_finite(), clipped)
-
-    def count(self, records: list[Any], opt_state: Any) -> None:
-        """Clipped steps, and those left out."""
-        super().count(records, opt_state)
-        self.counts.nonfinite_skips = int(optax.tree.get(opt_state, "total_notfinite"))
-
-
-def _nan_unless_finite() -> optax.GradientTransformationExtraArgs:
-    """Gradients of NaN where the loss or their norm is not finite.
-
-    `optax.apply_if_finite` looks at the gradients alone, number by number.
-    """
-
-    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
-        finite = jnp.isfinite(given["value"]) & jnp.isfinite(optax.tree.norm(updates))
-        return jax.tree.map(lambda each: jnp.where(finite, each, jnp.nan), updates), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 class Attached(Training):
@@ -209,13 +167,8 @@ class Healed(Attached):
 
 ARMS: dict[str, Callable[[Problem], Training]] = {
     "nothing": Training,
-    "fixed_clip": FixedClip,
-    "clip_skip_nan": ClipSkipNan,
-    **{f"attach_{name}": functools.partial(Attached, policy=name) for name in PRESETS},
+    "attach_default": functools.partial(Attached, policy="default"),
     "healer": Healed,
     "healer_ask": functools.partial(Healed, ask=True),
-    "attach_clip": functools.partial(Attached, policy=CLIPPED),
-    "healer_clip": functools.partial(Healed, policy=CLIPPED),
-    "healer_ask_clip": functools.partial(Healed, policy=CLIPPED, ask=True),
 }
 """An arm of a problem, by the names of the torch side, in the order of the table."""

@@ -40,11 +40,18 @@ class State(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """A fault that changes the state once, between two steps."""
+    """A fault, or the program's own edit, that changes the state between two steps."""
 
     before: int
     """Which iteration of the loop comes right after it, counted as executed."""
     change: Callable[[State], State]
+    every: int = 0
+    """Iterations until it comes again; 0: it does not."""
+
+    def due(self, step: int) -> bool:
+        """Whether it comes before this iteration."""
+        late = step - self.before
+        return late == 0 or (late > 0 and self.every > 0 and late % self.every == 0)
 
 
 @dataclass

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from benchmarks.healbench.problem import MAIN, Problem, Task, Update
+from benchmarks.healbench.problem import Problem, Task
+from benchmarks.healbench.tasks.loops import Value, program
 from benchmarks.healbench.tasks.mixed_data import (
     HELD_OUT,
     INPUTS,
@@ -27,24 +28,11 @@ from benchmarks.healbench.tasks.models import mlp, warmup_cosine
 _CHANGE = 300
 
 
-class _Objective:
-    """What the loss depends on besides weights and batch: a number that the loop sets."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
 def _program(
     model: nn.Module,
     optimizer: Optimizer,
     data: Sequence[Any],
-    objective: _Objective,
+    objective: Value,
     at_step: Callable[[int], float],
     loss_fn: Callable[[Any], Tensor],
     evaluate: Callable[[], float],
@@ -52,22 +40,18 @@ def _program(
 ) -> Problem:
     """The loop that sets the objective to `at_step` of the batch's number, then updates."""
 
-    def step(batch: tuple[int, Any], update: Update) -> None:
-        objective.value = at_step(batch[0])
-        update(loss_fn(batch[1]))
+    def before(i: int, _: Any) -> None:
+        objective.value = at_step(i)
 
-    def loss_of(batch: tuple[int, Any]) -> Tensor:
-        return loss_fn(batch[1])
-
-    return Problem(
-        modules={"model": model},
-        optimizers={MAIN: optimizer},
-        batches=list(enumerate(data)),
-        step=step,
-        evaluate=evaluate,
-        schedulers={MAIN: warmup_cosine(optimizer, len(data), floor=floor)},
+    return program(
+        model,
+        optimizer,
+        data,
+        loss_fn,
+        evaluate,
+        before=before,
+        scheduler=warmup_cosine(optimizer, len(data), floor=floor),
         state={"objective": objective},
-        loss_fn=loss_of,
     )
 
 
@@ -80,7 +64,7 @@ def _second_term(seed: int, ramp: int) -> Problem:
     held_out, held_out_labels = clusters.sample(HELD_OUT)
     model = mlp(INPUTS, 64, 64, classes + 1)
     optimizer = Adam(model.parameters(), lr=3e-3)
-    weight = _Objective()
+    weight = Value()
 
     def parts(x: Tensor, labels: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         out = model(x)
@@ -90,7 +74,6 @@ def _second_term(seed: int, ramp: int) -> Problem:
         first, second = parts(batch[0], batch[1][:, 0].long(), batch[1][:, 1])
         return first + weight.value * second
 
-    @torch.no_grad()
     def evaluate() -> float:
         first, second = parts(held_out, held_out_labels, 12 + 6 * teacher(held_out)[:, 0])
         return float(first + second.sqrt())
@@ -106,7 +89,7 @@ def _physics(seed: int) -> Problem:
     generator, steps = seeded(seed), 1200
     model = mlp(1, 32, 32, 1, activation=nn.Tanh)
     optimizer = Adam(model.parameters(), lr=4e-3)
-    weight = _Objective()
+    weight = Value()
 
     def solution(x: Tensor) -> Tensor:
         return torch.sin(6 * x) + 0.3 * torch.cos(9 * x)
@@ -133,7 +116,6 @@ def _physics(seed: int) -> Problem:
     def at_step(i: int) -> float:
         return min(1.0, max(0, i - _CHANGE) / 30)
 
-    @torch.no_grad()
     def evaluate() -> float:
         return math.sqrt(F.mse_loss(model(grid), solution(grid)))
 
@@ -145,7 +127,7 @@ def _growing_rollout(seed: int) -> Problem:
     generator, steps, longest = seeded(seed), 500, 24
     model = mlp(3, 48, 3, activation=nn.Tanh)
     optimizer = AdamW(model.parameters(), lr=3e-3)
-    length = _Objective()
+    length = Value()
 
     def simulated(rows: int) -> Tensor:
         """Positions (rows, longest + 1, 3), a tenth of the usual scale, centred."""
@@ -174,7 +156,6 @@ def _growing_rollout(seed: int) -> Problem:
     def at_step(i: int) -> float:
         return min(longest, 1 + max(0, i - 150) // 8)
 
-    @torch.no_grad()
     def evaluate() -> float:
         return float(rolled_out(held_out, 8)) / 8
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.healbench.problem import MAIN, Problem, Task, Update
 from benchmarks.healbench.tasks.models import ByteModel, warmup_cosine
 from benchmarks.healbench.tasks.sick_data import with_bad_batches
+from benchmarks.healbench.tasks.sick_state import damaged_once
 
 STEPS = 500
 _MIDDLE = STEPS // 2
@@ -100,25 +100,15 @@ Damage = Callable[[nn.Module, AdamW], None]
 
 
 def _damaged(seed: int, damage: Damage, steps: int = 1) -> Problem:
-    """`damage` is done between iterations, from the middle on, as often as `steps`.
+    """`damage` is done between iterations, from the middle on, as often as `steps`."""
 
-    Iterations are counted as executed, so that a rollback does not bring the damage back.
-    """
-    problem = small_transformer(seed)
-    model, optimizer = problem.modules["model"], problem.optimizers[MAIN]
-    assert isinstance(optimizer, AdamW)
-    healthy_step, executed = problem.step, 0
+    @torch.no_grad()
+    def change(problem: Problem) -> None:
+        optimizer = problem.optimizers[MAIN]
+        assert isinstance(optimizer, AdamW)
+        damage(problem.modules["model"], optimizer)
 
-    def step(batch: Any, update: Update) -> None:
-        nonlocal executed
-        if _MIDDLE <= executed < _MIDDLE + steps:
-            with torch.no_grad():
-                damage(model, optimizer)
-        executed += 1
-        healthy_step(batch, update)
-
-    problem.step = step
-    return problem
+    return damaged_once(small_transformer(seed), _MIDDLE, change, steps)
 
 
 def _weight(model: nn.Module) -> nn.Parameter:

@@ -20,7 +20,9 @@ _TOP_EXPONENT_BIT = 2.0**16
 """By how much a float16 below 2 grows when the top bit of its exponent flips."""
 
 
-def damaged_once(problem: Problem, before: int, damage: Callable[[Problem], None]) -> Problem:
+def damaged_once(
+    problem: Problem, before: int, damage: Callable[[Problem], None], steps: int = 1
+) -> Problem:
     """The same problem, with `damage` done once to its objects.
 
     The count is no part of any checkpoint: going back does not bring the fault back.
@@ -29,18 +31,19 @@ def damaged_once(problem: Problem, before: int, damage: Callable[[Problem], None
         problem: the healthy run.
         before: which iteration of the loop comes right after the damage, counted as executed.
         damage: changes weights or optimizer state in place.
+        steps: iterations that the damage comes before.
     """
     healthy_step = problem.step
     executed = 0
 
     def step(batch: Any, update: Update) -> None:
         nonlocal executed
-        if executed == before:
+        if before <= executed < before + steps:
             damage(problem)
         executed += 1
         healthy_step(batch, update)
 
-    problem.step = step
+    problem.step, problem.fault = step, before
     return problem
 
 

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from benchmarks.healbench.problem import Problem, Task, Update
+from benchmarks.healbench.problem import Problem, Task
+from benchmarks.healbench.tasks.loops import classifier
 from benchmarks.healbench.tasks.mixed_data import (
     HELD_OUT,
     INPUTS,
     ROWS,
-    Batch,
     Clusters,
     batches,
     seeded,
@@ -126,25 +126,16 @@ def _average_swap(seed: int) -> Problem:
     clusters = Clusters(_CLASSES, seeded(seed), 1.5)
     model = mlp(INPUTS, 64, 64, _CLASSES)
     mean = deepcopy(model).requires_grad_(False)
-    problem = _classifier(model, AdamW(model.parameters(), lr=2e-2), clusters)
-    problem.modules["mean"] = mean
-    problem.batches = list(enumerate(problem.batches, start=1))
-    loss_fn = problem.loss_fn
-    assert loss_fn is not None
 
-    def loss_of(batch: tuple[int, Batch]) -> Tensor:
-        return loss_fn(batch[1])
+    def after(i: int, _: Any) -> None:
+        for slow, fast in zip(mean.parameters(), model.parameters(), strict=True):
+            slow.lerp_(fast, 0.02)
+            if i % 100 == 99:
+                fast.copy_(slow)
 
-    def step(batch: tuple[int, Batch], update: Update) -> None:
-        update(loss_of(batch))
-        with torch.no_grad():
-            for slow, fast in zip(mean.parameters(), model.parameters(), strict=True):
-                slow.lerp_(fast, 0.02)
-                if batch[0] % 100 == 0:
-                    fast.copy_(slow)
-
-    problem.step, problem.loss_fn = step, loss_of
-    return problem
+    data = batches(clusters.sample(_STEPS * ROWS))
+    optimizer = AdamW(model.parameters(), lr=2e-2)
+    return classifier(clusters, model, optimizer, data=data, after=after, modules={"mean": mean})
 
 
 TASKS: tuple[Task, ...] = (

@@ -1,0 +1,43 @@
+"""docs/numbers.md lists the numbers that influence a decision, with the values of the code."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from healcore.policy import load, to_dict
+
+PAGE = (Path(__file__).parents[2] / "docs" / "numbers.md").read_text()
+ROWS = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `([^`]+)`[^|]* \| ([^|]+) \|", PAGE, re.MULTILINE)
+
+
+def in_code(place: str) -> Any:
+    """The value at `module:NAME` or `module:Class.field`, or at a key of the policy `default`."""
+    if ":" in place:
+        module, _, path = place.partition(":")
+        found: Any = importlib.import_module(module)
+        for name in path.split("."):
+            defaults = getattr(found, "_field_defaults", {})
+            found = defaults[name] if name in defaults else getattr(found, name)
+        return found
+    found = to_dict(load("default"))
+    for key in place.split("."):
+        found = found[int(key)] if isinstance(found, list) else found[key]
+    return found
+
+
+@pytest.mark.parametrize(("name", "value", "place"), [row[:3] for row in ROWS])
+def test_value(name: str, value: str, place: str):
+    assert float(Fraction(value)) == pytest.approx(float(in_code(place)), rel=1e-9), name
+
+
+def test_counts():
+    assert f"{len(ROWS)} numbers influence a decision" in PAGE
+    for kind, count in Counter(row[3].split(":")[0].split()[0] for row in ROWS).items():
+        assert f"| {kind} | {count} |" in PAGE
