@@ -34,7 +34,6 @@ def attach(
     *,
     scaler: torch.amp.GradScaler | None = None,
     engine: Literal["auto", "host", "device"] = "auto",
-    fused: bool | Literal["auto"] = "auto",
     compile: bool | Literal["auto"] = "auto",
     process_group: ProcessGroup | DeviceMesh | Literal["auto"] | None = "auto",
     pp_mesh: DeviceMesh | None = None,
@@ -62,9 +61,6 @@ def attach(
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
             make the same decisions.
-        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto": only in torch's own
-            fused optimizers; True: also in this subclass, which only wraps `super().step()`; False:
-            never.
         compile: whether torch.compile compiles the device engine; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
             and the global norm, which costs one all_reduce of 64 bytes per step. "auto": the ranks
@@ -99,7 +95,6 @@ def attach(
         lambda: engine_of(policy, overrides),
         scaler=scaler,
         engine=engine,
-        fused=fused,
         compile=compile,
         process_group=process_group,
         pp_mesh=pp_mesh,
@@ -114,7 +109,6 @@ def heal_optimizer(
     *,
     scaler: torch.amp.GradScaler | None = None,
     engine: str = "auto",
-    fused: bool | Literal["auto"] = "auto",
     compile: bool | Literal["auto"] = "auto",
     process_group: Any = "auto",
     pp_mesh: Any = None,
@@ -157,7 +151,7 @@ def heal_optimizer(
             "the policy clips each parameter by its own history, and pipeline stages have "
             "different parameters: use a policy with one limit for all, clip={'kind': 'zclip'}"
         )
-    obstacle = _fused_obstacle(optimizer, fused)
+    obstacle = _fused_obstacle(optimizer)
     where, reason = _choose_engine(engine, obstacle, home, type(optimizer).__name__)
     if where == "device":
         compiled = home.type != "cpu" if compile == "auto" else compile
@@ -174,35 +168,22 @@ def heal_optimizer(
     return Healing(step_hooks, engine_reason=reason, obstacle=obstacle)
 
 
-def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None:
+def _fused_obstacle(optimizer: Optimizer) -> str | None:
     """Reason why an optimizer cannot clip and skip inside its fused kernel, or None.
 
     For GradScaler, fused Adam, AdamW, SGD and Adagrad divide the gradients by
     `optimizer.grad_scale`, and change nothing if `optimizer.found_inf` is 1. torch marks them by
-    `_step_supports_amp_scaling`. `wanted` is the option `fused` of `attach`.
+    `_step_supports_amp_scaling`.
     """
-    if wanted not in (True, False, "auto"):
-        raise AttachError(f"fused must be True, False or 'auto', got {wanted!r}")
-    if not wanted:
-        return "set by fused=False"
     name = type(optimizer).__name__
-    reason = None
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        reason = f"{name} was not built with fused=True"
-    elif not all_fused(optimizer):
-        reason = f"a parameter group of this {name} has fused off"
-    if reason is not None and wanted is True:
-        raise AttachError(
-            f"fused=True needs the fused kernels, but {reason}: "
-            "build the optimizer with fused=True, or leave it to 'auto'"
-        )
-    if reason is None and wanted == "auto" and is_third_party(optimizer):
+        return f"{name} was not built with fused=True"
+    if not all_fused(optimizer):
+        return f"a parameter group of this {name} has fused off"
+    if is_third_party(optimizer):
         # Its step() may compute the update itself, or change the update of super().step().
-        reason = (
-            f"{name} has a step() of its own, which may not honour found_inf "
-            "(if it only wraps super().step(), attach with fused=True)"
-        )
-    return reason
+        return f"{name} has a step() of its own, which may not honour found_inf"
+    return None
 
 
 def _choose_engine(

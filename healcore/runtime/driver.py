@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from healcore import adapter_registry
-from healcore.adapter_registry import FRAMEWORKS
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
@@ -312,19 +311,13 @@ def framework_of(state: Any) -> str:
     )
 
 
-def driver_for(
-    state: Any, engine: Engine, framework: str | None, attach: Mapping[str, Any]
-) -> Driver:
+def driver_for(state: Any, engine: Engine, attach: Mapping[str, Any]) -> Driver:
     """Creates the driver of a state, and imports only its framework.
 
-    `framework` is detected from the state if it is None; `attach` holds options of
-    `healcore.torch.attach`. Raises UnknownState if no driver supports the state.
+    `attach` holds options of `healcore.torch.attach`. Raises UnknownState if no driver supports the
+    state.
     """
-    name = framework_of(state) if framework is None else framework
-    if name not in FRAMEWORKS:
-        raise UnknownState(
-            f"driver is one of {', '.join(FRAMEWORKS)}, a driver or None, not {name!r}"
-        )
+    name = framework_of(state)
     if attach and name != "torch":
         raise UnknownState(f"attach holds options of healcore.torch.attach; this is {name}")
     options = {"attach": attach} if attach else {}  # torch only

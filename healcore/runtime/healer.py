@@ -51,7 +51,6 @@ from healcore.runtime.run_options import (
     reject_grouped_options,
 )
 from healcore.runtime.store import CheckpointStore
-from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.trackers import select
 
 if TYPE_CHECKING:
@@ -143,9 +142,6 @@ class Healer(Generic[State]):
         stop_file: path of a file that asks the run to end, or None for no such file. Every rank
             looks for the file once a second. All ranks end at the same step, with the last state
             saved and exit status 0. The file is not removed, and no run starts while it exists.
-        ranks: processes of this run, or None for the framework's processes.
-        driver: "torch" or "jax", an object that replaces the framework's driver, or None to detect
-            the framework from the state.
 
     Raises:
         healcore.policy.PolicyError: the policy does not exist or is invalid.
@@ -168,8 +164,6 @@ class Healer(Generic[State]):
         resume: bool | Literal["auto"] = "auto",
         attach: Mapping[str, Any] | None = None,
         stop_file: str | os.PathLike[str] | None = None,
-        ranks: Ranks | None = None,
-        driver: Driver | Literal["torch", "jax"] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:
         reject_grouped_options(overrides)
@@ -186,8 +180,6 @@ class Healer(Generic[State]):
             resume=resume,
             attach=dict(attach or {}),
             stop_file=stop_file,
-            ranks=ranks,
-            driver=driver,
         ).checked()
         self._run: Loop[CheckpointSaver] | None = None
         self._ending: Ending | None = None

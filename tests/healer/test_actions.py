@@ -143,9 +143,7 @@ def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_pa
     replaced = {"rollback": {"probation": 3}, "max_skips": 2}
     policy = policies.load(SKIPS, **replaced)
     loop = loop_of(framework, policy=policy)
-    with Healer(
-        SKIPS, state=loop.state, store=tmp_path, driver=framework, **grouped(replaced)
-    ) as healer:
+    with Healer(SKIPS, state=loop.state, store=tmp_path, **grouped(replaced)) as healer:
         for number in healer.batches(range(4)):
             loop.step(healer, number)
     (start,) = events(tmp_path, "start")

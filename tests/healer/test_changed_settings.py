@@ -44,7 +44,7 @@ def fit(
     state = {"model": model, "optimizer": optimizer}
     if scheduled:
         state["scheduler"] = schedule(optimizer, 5)
-    with Healer(policy, state=state, store=folder, driver="torch", **grouped(options)) as healer:
+    with Healer(policy, state=state, store=folder, **grouped(options)) as healer:
         for rows in healer.batches(DataLoader(ROWS, batch_size=batch)):  # type: ignore[arg-type]
             loss = model(rows).square().mean()
             healer.observe(loss)

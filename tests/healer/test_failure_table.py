@@ -326,7 +326,7 @@ def test_orders_declined_again_and_again_have_few_lines(tmp_path, capsys):
     rule = {"to": ["loss_spike"], "do": ["rollback"], "when": {"sustained": True}}
     Run(tmp_path, respond=[rule], incident={"patience": 1})([*healthy(80), *high])
     declined = [e for e in events(tmp_path) if e["kind"] == "assessment"]
-    *printed, end, _cost = capsys.readouterr().err.splitlines()
+    *printed, end = capsys.readouterr().err.splitlines()
     assert f"declined {len(declined)} orders" in end
     lines = [e for e in printed if "therefore no rollback" in e]
     assert len(declined) > 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from healcore import Checkpoints
+from healcore import Checkpoints, adapter_registry
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
@@ -84,12 +84,14 @@ class TwoAlike:
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_several_ranks_try_the_loss_fn_at_the_first_step(framework):
+def test_several_ranks_try_the_loss_fn_at_the_first_step(framework, monkeypatch):
     loop, calls = loop_of(framework, policy=rules()), []
 
     def loss_fn(*arguments):
         calls.append(arguments)
         return 1.0
 
-    train(loop, rules(), range(3), loss_fn=loss_fn, ranks=TwoAlike())
+    driver = adapter_registry.find(framework, "driver")
+    monkeypatch.setattr(driver, "ranks", lambda self: TwoAlike())
+    train(loop, rules(), range(3), loss_fn=loss_fn)
     assert 1 <= len(calls) <= 2, "once, and once with the weights before the first step"

@@ -42,7 +42,7 @@ def test_a_function_in_the_state_is_named():
     found = r"state\['model'\]\.activation is a \w+, not .*eqx\.partition\(model, eqx\."
     with (
         pytest.raises(HealStateError, match=found),
-        healcore.Healer("zclip", state=state, driver="jax"),
+        healcore.Healer("zclip", state=state),
     ):
         pass
 

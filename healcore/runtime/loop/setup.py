@@ -79,8 +79,6 @@ class Options(NamedTuple):
     resume: Any
     attach: dict[str, Any]
     stop_file: str | os.PathLike[str] | None
-    ranks: Ranks | None
-    driver: Driver | str | None
 
     def checked(self) -> Options:
         """Returns itself; raises ValueError if a number or a choice is out of range."""
@@ -98,16 +96,14 @@ def open_run(options: Options) -> Loop[CheckpointSaver]:
     """Attaches, opens the store, resumes or saves a first snapshot. Errors: `Healer.__enter__`."""
     if any(loop.finalizer.alive for loop in _loops):
         gc.collect()  # runs the finalizers of unreferenced Healers, which may hold the store
-    driver = options.driver
-    if driver is None or isinstance(driver, str):
-        driver = driver_for(options.state, options.policy.engine, driver, options.attach)
+    driver = driver_for(options.state, options.policy.engine, options.attach)
     own_claim: Claim | None = None
     loop: Loop[CheckpointSaver] | None = None
     try:
         _check_moments(options.policy, driver)
         advice = "every rank makes one, with the same arguments (docs/ranks.md)"
         with rank_group.warning_if_late("the Healer of this rank", advice):
-            ranks = options.ranks or driver.ranks()
+            ranks = driver.ranks()
             rank_group.check_same(_shared_options(options), ranks)
         own_claim, warning = _claim(options.store, ranks)
         rank_group.check_one_directory(_given_folder(options.store), ranks)

@@ -21,7 +21,6 @@ from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.runtime.run_options import LOGGING, Checkpoints, Logging, reject_grouped_options
 from healcore.runtime.store import CheckpointStore
-from healcore.runtime.store.ranks import Ranks
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.trainers.lightning.runs import InStep, WholeRun
@@ -49,7 +48,6 @@ class FitOptions(Overrides, total=False):
     resume: bool | Literal["auto"]
     attach: Mapping[str, object] | None
     stop_file: str | os.PathLike[str] | None
-    ranks: Ranks | None
 
 
 class LightningHealingCallback(Callback):
