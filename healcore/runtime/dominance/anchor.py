@@ -1,15 +1,17 @@
 """`Anchor`: a copy of earlier weights, and the evidence that they are better than the current.
 
-The evidence is an e-detector (Shin, Ramdas and Rinaldo 2022, arXiv:2203.03532). At each comparison
-`won` says whether the earlier weights were better. While the model is healthy, `won` is true with
-probability 1/2 at most, after any history. Then the mean number of comparisons until the
-evidence reaches a threshold c is at least c.
+The evidence is an e-detector (Shin, Ramdas and Rinaldo 2022, arXiv:2203.03532). Each comparison
+bets on the rise of the loss, in units of the rises before it and within [-1, 1]. While the model is
+healthy, the mean of this number is 0 at most, after any history. Then the mean number of
+comparisons until the evidence reaches a threshold c is at least c.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,11 +20,11 @@ from healcore.runtime.healthy_range import HealthyRange
 
 STAKE = 0.6
 """Share of the evidence that each comparison stakes (lambda), in (0, 1). With 0.6 the evidence is
-multiplied by 1.6 if `won`, else by 0.4, and 20 wins in a row reach 1e4. Any value is valid."""
+multiplied by 0.4 to 1.6, and 20 full wins in a row reach 1e4. Any value is valid."""
+RECENT = 20
+"""Comparisons whose rises are the unit of a bet; losses in a mean."""
 SAMPLE = 8
 """Steps whose batches each anchor keeps: a uniform sample of the steps trained since the anchor."""
-MAJORITY = 0.5
-"""Share of the sample on which better weights win at the end of the data."""
 ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
 
@@ -55,6 +57,8 @@ class Anchor:
     """Evidence that these weights are better than the current ones; 1 means no evidence."""
     onset: int | None = None
     """Step of the comparison at which the current evidence began, or None without evidence."""
+    rises: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Finite rises of the last comparisons since the evidence began."""
     sample: list[TrainedStep] = field(default_factory=list)
     trained: int = 0
     """Steps that the model has trained on since the anchor."""
@@ -79,6 +83,7 @@ class Anchor:
             level,
             self.spread,
             self.numbers,
+            [*self.rises],
         )
 
     @classmethod
@@ -93,6 +98,7 @@ class Anchor:
             saved.onset,
             level=level,
             spread=saved.spread,
+            rises=deque(saved.rises, RECENT),
             numbers=saved.numbers,
         )
 
@@ -108,11 +114,20 @@ class Anchor:
         """Draws one of the sampled steps, or returns None without a sample."""
         return self._random.choice(self.sample) if self.sample else None
 
-    def learn(self, index: int, *, won: bool) -> None:
-        """Updates the evidence with the comparison at step `index`."""
+    def learn(self, index: int, rise: float) -> None:
+        """Updates the evidence with the comparison at step `index`.
+
+        The unit of a rise is the median of the recent positive ones. Without one only its sign
+        counts.
+        """
         if self.evidence <= 1:
             self.onset = index
-        self.evidence = max(1.0, self.evidence) * (1 + STAKE if won else 1 - STAKE)
+            self.rises.clear()
+        unit = statistics.median([e for e in self.rises if e > 0] or [0.0])
+        bet = rise / unit if unit else math.inf if rise > 0 else -math.inf
+        self.evidence = max(1.0, self.evidence) * (1 + STAKE * max(-1.0, min(1.0, bet)))
+        if math.isfinite(rise):
+            self.rises.append(rise)
         if self.evidence <= 1:
             self.onset = None
 
@@ -121,9 +136,11 @@ class Anchor:
         self.evidence, self.onset = 1.0, None
 
 
-def better(now: float, then: float) -> bool:
-    """Whether the earlier weights' loss `then` is below `now`; NaN and Inf count as highest."""
-    return math.isfinite(then) and not now <= then
+def rise_of(now: float, then: float) -> float:
+    """The current loss minus that of the earlier weights; NaN and Inf count as highest."""
+    if math.isfinite(then):
+        return now - then if math.isfinite(now) else math.inf
+    return -math.inf
 
 
 def same_data(first: float, second: float) -> bool:

@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 from healcore.core.signals import SignalError, check_scalar
 from healcore.core.verdict import Cause
 from healcore.runtime.dominance.anchor import (
-    MAJORITY,
     SAMPLE,
     Anchor,
     TrainedStep,
-    better,
+    rise_of,
     same_data,
 )
 from healcore.runtime.dominance.exchange import exchange
@@ -53,6 +52,8 @@ MAX_CREDIT = 30.0
 learning rate that is too high shows in the first steps."""
 MAX_DEBT = 40.0
 """Max debt of evaluations: ten comparisons in a row, half of those that a verdict needs."""
+COMPARISON = 4
+"""Evaluations of one comparison: current and earlier weights, on two batches."""
 PRICED = 3
 """Last comparisons, of which the cheapest sets the price: the first ones compile."""
 SAME_LOSS = 1e-3
@@ -176,7 +177,7 @@ class Dominance:
         run, and damage is still found in time.
         """
         strong = self.threshold**RESTART_POWER
-        in_debt = self._credit <= -MAX_DEBT
+        in_debt = self._credit - COMPARISON < -MAX_DEBT
         return self.suspects and (not in_debt or any(e.evidence >= strong for e in self.anchors))
 
     def check_loss_fn(self, batch: Any) -> None:
@@ -284,14 +285,13 @@ class Dominance:
         """Decides about a pending verdict at the end of the run, after which no step can recover.
 
         Returns:
-            The verdict with `index`, if the anchor is better on most of its sampled batches.
+            The verdict with `index`, if the anchor's mean loss on its sampled batches is lower.
         """
         if self._pending_verdict is None or not self.is_enabled:
             return None
         [anchor] = self._eligible_anchors(index)
         losses = self._losses_of(anchor.sample, anchor)
-        won = [better(*pair) for pair in zip(*losses, strict=True)] if losses else []
-        is_better = sum(won) > MAJORITY * len(won)
+        is_better = losses is not None and rise_of(*map(sum, losses)) > 0
         return self._pending_verdict._replace(index=index) if is_better else None
 
     def on_rollback(self, target: int) -> None:
@@ -513,8 +513,8 @@ class Dominance:
             evaluations += 1 + (known is None)
             if not math.isfinite(now) and not math.isfinite(then):
                 continue  # a bad batch is no evidence
-            won, remembered = better(now, then), math.nan
-            past = anchor.draw() if won and math.isfinite(now) else None
+            rise, remembered = rise_of(now, then), math.nan
+            past = anchor.draw() if 0 < rise < math.inf else None
             if past is not None:
                 losses = self._losses_of([past], anchor)
                 if losses is None:
@@ -525,10 +525,10 @@ class Dominance:
                     continue  # a bad batch is no evidence
                 if same_data(then, then_past):
                     continue  # on equal batches an oscillation of the loss looks like damage
-                won, remembered = better(now_past, then_past), now_past - then_past
-            elif won and math.isfinite(now):
+                rise, remembered = min(rise, rise_of(now_past, then_past)), now_past - then_past
+            elif 0 < rise < math.inf:
                 continue  # no batch was trained on since the anchor
-            anchor.learn(step.index, won=won)
+            anchor.learn(step.index, rise)
             if anchor.evidence >= self.threshold:
                 newest = self._newest_better(anchor)
                 verdict = self._verdict(step.index, newest, now - then, remembered)

@@ -8,10 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from healcore.runtime.dominance.anchor import TrainedStep
+from healcore.runtime.dominance.anchor import RECENT, TrainedStep
 
-RECENT = 20
-"""Losses in a mean, which is compared with the mean at the best copy."""
 HEARTBEAT = 100
 """Steps between two regular comparisons, more if a comparison is slow; and the last losses that a
 loss has to exceed to be a sign of trouble."""

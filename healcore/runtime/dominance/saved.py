@@ -24,6 +24,7 @@ class SavedCopy:
     """Mean loss, or None if unknown."""
     spread: float
     numbers: dict[str, HealthyRange] = field(default_factory=dict)
+    rises: list[float] = field(default_factory=list)
 
 
 @dataclass

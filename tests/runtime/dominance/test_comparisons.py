@@ -11,7 +11,7 @@ import pytest
 
 from healcore.errors import SignalError
 from healcore.runtime.dominance import dominance as module
-from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
+from healcore.runtime.dominance.anchor import RECENT, ObservedBatch, TrainedStep
 from healcore.runtime.dominance.dominance import MAX_CREDIT, MAX_DEBT
 from healcore.runtime.dominance.saved import read
 from tests.runtime.dominance.toy_driver import Run
@@ -318,7 +318,7 @@ def swing(run: Run, steps: int) -> None:
     assert run.dominance.suspects
     while run.dominance.suspects:
         assert run.take(run.step, weight=level * 0.9, alarm=True) is None
-    assert run.step - before < 3 * steps
+    assert run.step - before < 3 * steps + RECENT, "small wins end it once they are the usual"
 
 
 def test_a_false_suspicion_is_paid_for():
@@ -329,7 +329,7 @@ def test_a_false_suspicion_is_paid_for():
     before = run.driver.evaluations
     swing(run, 3)
     cost = run.driver.evaluations - before
-    assert 9 < cost < MAX_CREDIT
+    assert 9 < cost < MAX_CREDIT + MAX_DEBT
     while run.driver.evaluations == before + cost:
         healthy(run, 1, alarm=True)
     assert run.driver.evaluations <= MAX_CREDIT + PER_STEP * run.step + 4

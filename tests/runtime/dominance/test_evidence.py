@@ -6,19 +6,20 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.dominance.anchor import (
+    RECENT,
     SAMPLE,
     STAKE,
     Anchor,
     ObservedBatch,
     TrainedStep,
-    better,
+    rise_of,
     same_data,
 )
 
@@ -38,7 +39,7 @@ def test_the_evidence_is_the_largest_product_of_any_run_of_comparisons(wins):
     """The bet's product from the best starting point, as a CUSUM is of a log-likelihood."""
     a = anchor()
     for index, won in enumerate(wins):
-        a.learn(index, won=won)
+        a.learn(index, 1.0 if won else -1.0)
     assert a.evidence == pytest.approx(as_maximum(wins), rel=1e-9)
 
 
@@ -46,7 +47,7 @@ def test_the_evidence_is_the_largest_product_of_any_run_of_comparisons(wins):
 def test_the_onset_is_where_the_best_run_began(wins):
     a = anchor()
     for index, won in enumerate(wins):
-        a.learn(index, won=won)
+        a.learn(index, 1.0 if won else -1.0)
     if a.evidence <= 1:
         assert a.onset is None
         return
@@ -78,7 +79,7 @@ def comparisons_until(c: float, chance: Adversary, rng: random.Random) -> int:
     for index in itertools.count():
         won = chance(past, a.evidence, rng)
         past.append(won)
-        a.learn(index, won=won)
+        a.learn(index, 1.0 if won else -1.0)
         if a.evidence >= c:
             return index + 1
         if index > 20 * c:  # later is no smaller mean
@@ -101,20 +102,82 @@ def test_a_model_that_is_worse_is_found_after_a_logarithm_of_c():
     a = anchor()
     wins = 0
     while a.evidence < 1e4:
-        a.learn(wins, won=True)
+        a.learn(wins, 0.3)
         wins += 1
     assert wins == math.ceil(math.log(1e4) / math.log(1 + STAKE)) == 20
     assert a.onset == 0
 
 
+HEALTHY: dict[str, Callable[[random.Random], float]] = {
+    "heavy tails": lambda rng: math.tan(math.pi * (rng.random() - 0.5)),
+    "rare losses": lambda rng: rng.choice([1.0, -1.0]) * (50.0 if rng.random() < 0.05 else 1.0),
+    "worse of two": lambda rng: min(rng.gauss(0.5, 1), rng.gauss(0.5, 1)),
+    "not finite": lambda rng: rng.choice([math.inf, -math.inf, 0.1, -0.1]),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_rises_of_any_size_whose_bet_is_fair_reach_c_after_c_comparisons(name):
+    rng, c, found = random.Random(2), 50.0, []
+    for _ in range(300):
+        a, index = anchor(), 0
+        while a.evidence < c and index < 20 * c:
+            a.learn(index, HEALTHY[name](rng))
+            index += 1
+        found.append(index)
+    assert sum(found) / len(found) >= c
+
+
+def until_found(rises: Iterator[float], most: int = 10_000) -> int | None:
+    a = anchor()
+    for index, rise in enumerate(itertools.islice(rises, most)):
+        a.learn(index, rise)
+        if a.evidence >= 1e4:
+            return index + 1
+    return None
+
+
+def test_damage_that_leaves_most_batches_unharmed_is_found():
+    """The mean of the loss is much higher, although the current weights win on most batches."""
+    rng = random.Random(3)
+    found = until_found(3.0 if rng.random() < 0.4 else -0.01 for _ in itertools.count())
+    assert found is not None
+    assert found < 100
+    assert until_found(3.0 if rng.random() < 0.4 else -3.0 for _ in itertools.count()) is None
+
+
+def test_one_huge_rise_does_not_hide_the_others():
+    assert until_found(1e9 if index == 5 else 1.0 for index in itertools.count()) == 20
+
+
+def test_small_wins_end_a_suspicion_of_large_rises():
+    """So that a run that has recovered is not compared for ever."""
+    a = anchor()
+    for index in range(12):
+        a.learn(index, 100.0)
+    assert a.evidence > 100
+    for index in range(12, 12 + RECENT + 7):
+        a.learn(index, -1e-3)
+    assert a.evidence <= 1
+
+
+@given(st.lists(st.floats(allow_nan=False)))
+def test_a_bet_loses_or_wins_at_most_the_stake(rises):
+    a = anchor()
+    for index, rise in enumerate(rises):
+        before = max(1.0, a.evidence)
+        a.learn(index, rise)
+        factor = a.evidence / before
+        assert 1 - STAKE - 1e-9 <= factor <= 1 + STAKE + 1e-9
+        assert (factor > 1) <= (rise > 0)
+    assert Anchor.of(a.saved(), None).rises == a.rises
+
+
 def test_losses_that_are_not_finite():
-    assert better(2.0, 1.0)
-    assert not better(1.0, 1.0)
-    assert better(math.nan, 1.0)
-    assert better(math.inf, 1.0)
-    assert not better(1.0, math.nan)
-    assert not better(math.nan, math.nan)
-    assert not better(math.inf, math.inf)
+    assert rise_of(2.0, 1.5) == 0.5
+    assert rise_of(math.nan, 1.0) == rise_of(math.inf, 1.0) == math.inf
+    for now in (1.0, math.nan, math.inf):
+        assert rise_of(now, math.nan) == rise_of(now, math.inf) == -math.inf
 
 
 # -- the sample of batches ------------------------------------------------------------------------
