@@ -68,7 +68,7 @@ class Logging:
         events: path of the events file, or None for `healcore.events.jsonl` in the store's
             directory. No file without such a directory.
         metrics: path of a file with one line per step (loss, norm, threshold, decision), about 300
-            bytes, for `healcore replay`, `report` and `events show`. "auto" is a file next to the events
+            bytes, for `healcore replay`, `report` and `events`. "auto" is a file next to the events
             file, thinned in long runs. None is no file.
         console: whether to print lines to standard error. "auto" prints them if the program has
             set up no logging for the logger `healcore`. True prints them unless the program's

@@ -52,8 +52,6 @@ MAX_CREDIT = 30.0
 learning rate that is too high shows in the first steps."""
 MAX_DEBT = 40.0
 """Max debt of evaluations: ten comparisons in a row, half of those that a verdict needs."""
-COMPARISON = 4
-"""Evaluations of one comparison: current and earlier weights, on two batches."""
 PRICED = 3
 """Last comparisons, of which the cheapest sets the price: the first ones compile."""
 SAME_LOSS = 1e-3
@@ -168,18 +166,6 @@ class Dominance:
         """Whether an anchor has evidence, or a verdict is pending."""
         return self._pending_verdict is not None or any(each.evidence > 1 for each in self.anchors)
 
-    @property
-    def _pursues(self) -> bool:
-        """Whether a suspicion is compared at each step.
-
-        Beyond the max debt only with evidence of half of a verdict's wins, which a healthy run has
-        in one of `threshold**RESTART_POWER` comparisons: so the share of the time holds for each
-        run, and damage is still found in time.
-        """
-        strong = self.threshold**RESTART_POWER
-        in_debt = self._credit - COMPARISON < -MAX_DEBT
-        return self.suspects and (not in_debt or any(e.evidence >= strong for e in self.anchors))
-
     def check_loss_fn(self, batch: Any) -> None:
         """Calls `loss_fn` on the first batch.
 
@@ -272,7 +258,7 @@ class Dominance:
         if self._pending_verdict is not None:
             if step.index >= self._pending_verdict.due:
                 verdict = self._compare(step, loss)
-        elif step.index >= self.silent_until and (wanted or self._pursues):
+        elif step.index >= self.silent_until and (wanted or self.suspects):
             verdict = self._compare(step, loss, best)
             if best is not None and best.evidence <= 1:
                 self._mean_quiet_until = step.index + HEARTBEAT

@@ -332,7 +332,8 @@ def test_a_false_suspicion_is_paid_for():
     assert 9 < cost < MAX_CREDIT + MAX_DEBT
     while run.driver.evaluations == before + cost:
         healthy(run, 1, alarm=True)
-    assert run.driver.evaluations <= MAX_CREDIT + PER_STEP * run.step + 4
+    forgiven = max(0.0, cost - MAX_DEBT)
+    assert run.driver.evaluations <= MAX_CREDIT + PER_STEP * run.step + 4 + forgiven
 
 
 def test_the_debt_of_a_suspicion_is_bounded():
