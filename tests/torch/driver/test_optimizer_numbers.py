@@ -81,8 +81,8 @@ def test_an_unusual_weight_decay_is_held_at_the_last_healthy_one(tmp_path, until
     assert run.unseen_loss() <= 1.1 * undamaged(tmp_path / "undamaged", steps)
 
 
-def test_a_schedule_of_the_weight_decay_is_not_changed(tmp_path):
-    """Damage at each pass: all that applies is tried, and the schedule is no suspect."""
+def test_a_schedule_of_the_weight_decay_is_in_force_in_the_end(tmp_path):
+    """Damage at each pass: all that applies is tried, and undone."""
     run = Decayed(until=0)
 
     def at(healer: Healer) -> None:
@@ -93,9 +93,7 @@ def test_a_schedule_of_the_weight_decay_is_not_changed(tmp_path):
                 run.model[4].weight.mul_(50.0)  # type: ignore[operator]
 
     run.train(tmp_path, at=at, steps=600)
-    backs = events(tmp_path, "rollback")
-    assert backs
-    assert not any("why" in back for back in backs)
+    assert events(tmp_path, "rollback")
     assert run.in_force == {step: 0.01 + step / 10_000 for step in range(600)}
 
 

@@ -85,7 +85,7 @@ def test_a_momentum_encoder_is_compared_as_it_is(tmp_path):
         assert torch.equal(value, model.state_dict()[name]), name
     comparison: Any = healer.run.recovery.dominance
     trained = {id(p) for p in model.encoder.parameters()}
-    assert comparison.meter.forward_passes > 5
+    assert comparison._prices, "weights were compared"
     assert all(each.weights.keys() == trained for each in comparison.anchors)
 
 
