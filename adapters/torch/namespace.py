@@ -55,7 +55,7 @@ class Namespace:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._edges = torch.as_tensor(EDGES).to(device)
-        self._numbers: dict[tuple[Any, torch.dtype], Tensor] = {}
+        self._numbers: dict[tuple[Any, torch.dtype, torch.device], Tensor] = {}
 
     def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:
         """`torch.where`; a Python number becomes a tensor once, and not at every call."""
@@ -74,9 +74,9 @@ class Namespace:
             or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         ):
             return number
-        key = number, like.dtype
+        key = number, like.dtype, like.device
         if key not in self._numbers:
-            self._numbers[key] = torch.full((), number, dtype=like.dtype, device=self.device)
+            self._numbers[key] = torch.full((), number, dtype=like.dtype, device=like.device)
         return self._numbers[key]
 
     @staticmethod

@@ -91,6 +91,7 @@ def growths(rng: np.random.Generator, steps: int, lanes: int) -> Signals:
         norm = norm * (1 + rng.choice([1.0, 10.0, 50.0], lanes) * grown)
         rate = rate * np.where(k > -3, rng.choice([1.0, 1.01, 1.5, 10.0, 0.2], lanes), 1.0)
     restart = rng.random(shape) < 0.003
+    norm = np.where(norm > 1e15, np.inf, norm)  # so that growth ends in overflow
     return Signals(
         loss=_rounded(rng, loss.astype(np.float32)),
         grad_norm=_rounded(rng, norm.astype(np.float32)),
