@@ -31,8 +31,8 @@ def check(found: Any, one: Any, fault: str) -> None:
         chaotic = {"step": 0, "checkpoint": 0} if fault == "rate" else {}
         assert {**mine, **chaotic} == {**expected, **chaotic}
         # At 100 times the rate training is chaotic: the last bits decide the size of a bet.
-        assert abs(mine["step"] - expected["step"]) <= (2 if fault == "rate" else 0)
-    same_until = one["rollbacks"][0]["step"] - 2 if fault == "rate" else math.inf
+        assert abs(mine["step"] - expected["step"]) <= (20 if fault == "rate" else 0)
+    same_until = FAULT + 10 if fault == "rate" else math.inf
     assert found["lr_scale"] == one["lr_scale"]
     assert found["norm"] == pytest.approx(one["norm"], rel=1e-4)
     for mine, expected in zip(found["compared"], one["compared"], strict=fault in TOLERANCE):

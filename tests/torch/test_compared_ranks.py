@@ -67,11 +67,11 @@ def test_several_ranks_decide_as_one(
     for mine, expected in zip(found["rollbacks"], one["rollbacks"], strict=True):
         chaotic = {"step": 0, "checkpoint": 0} if fault == "rate" else {}
         assert {**mine, **chaotic} == {**expected, **chaotic}
-        assert abs(mine["step"] - expected["step"]) <= (2 if fault == "rate" else 0)
+        assert abs(mine["step"] - expected["step"]) <= (20 if fault == "rate" else 0)
     assert found["lr_scale"] == one["lr_scale"]
     assert found["norm"] == pytest.approx(one["norm"], rel=1e-4)
     pairs = zip(found["compared"], one["compared"], strict=fault in TOLERANCE)
-    same_until = one["rollbacks"][0]["step"] - 2 if fault == "rate" else math.inf
+    same_until = FAULT + 10 if fault == "rate" else math.inf
     for mine, expected in pairs:
         if expected["steps"][0] >= same_until:
             break
