@@ -38,7 +38,7 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 _KINDS = {float: (torch.float32,), int: (torch.float32, torch.int32)}
-"""Type of a Python number -> dtypes that it takes on beside a tensor."""
+"""Type of a Python number -> dtypes of a tensor with which the number has the same dtype."""
 
 
 class Namespace:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 Part = tuple[str, ...]
 """Paths of the tensors of a part of the state."""
 _CLEAR = 1e-3
-"""Smallest difference of two shares that tells an average from the parameters."""
+"""Smallest difference of two shares by which an average differs from the parameters."""
 
 
 class Rivals(NamedTuple):

@@ -137,7 +137,7 @@ class LossEvaluation:
         return list({id(module): module for item in named for module in item.modules()}.values())
 
     def _parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters of the optimizers, and those of the modules."""
+        """The parameters of the optimizers, and the parameters of the modules."""
         params = [p for h in self._healings.values() for p in gradients.parameters(h.optimizer)]
         return params, [p for module in self._modules() for p in module.parameters(recurse=False)]
 

@@ -137,7 +137,7 @@ class Anchor:
 
 
 def rise_of(now: float, then: float) -> float:
-    """The current loss minus that of the earlier weights; NaN and Inf count as highest."""
+    """The current loss minus the loss of the earlier weights; NaN and Inf count as highest."""
     if math.isfinite(then):
         return now - then if math.isfinite(now) else math.inf
     return -math.inf

@@ -51,7 +51,7 @@ MAX_CREDIT = 30.0
 """Max credit of evaluations: the cost of 1,000 steps. A run starts with this credit, because a
 learning rate that is too high shows in the first steps."""
 MAX_DEBT = 40.0
-"""Max debt of evaluations: ten comparisons in a row, half of those that a verdict needs."""
+"""Max debt of evaluations after a suspicion: ten comparisons, half of what a verdict needs."""
 PRICED = 3
 """Last comparisons, of which the cheapest sets the price: the first ones compile."""
 SAME_LOSS = 1e-3
