@@ -60,8 +60,9 @@ class DeviceOrder(NamedTuple):
     grad_scale: Tensor
     group_scale: Tensor | None
     """(n,) float32, or None."""
-    cut: Tensor
-    """1 if the policy cuts the learning rate at this step and does not skip it, else 0."""
+    cut: Tensor | None
+    """1 if the policy cuts the learning rate at this step and does not skip it, else 0; None if a
+    cut does not reset the moments."""
 
     def to_host(self) -> HostOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
@@ -320,16 +321,19 @@ class DeviceEngine(_StatefulEngine):
         skip = decision.skip
         if measured.found_inf is not None:
             skip = skip | (measured.found_inf > 0)
-        base = measured.grad_divisor
-        if base is None:
-            base = torch.ones_like(decision.grad_scale)
+        scale, base = decision.grad_scale, measured.grad_divisor
+        divisor, cut = scale if base is None else base, None  # a policy that does not clip has 1
+        if self.engine.config.clip is not None:
+            divisor = (torch.ones_like(scale) if base is None else base) / scale
+        if self.engine.resets_moments:
+            cut = (((decision.action & _CUT_LR) > 0) & ~skip).to(torch.float32)
         return DeviceOrder(
             found_inf=skip.to(torch.float32),
-            grad_divisor=base / decision.grad_scale,
+            grad_divisor=divisor,
             lr_scale=decision.lr_scale,
             grad_scale=decision.grad_scale,
             group_scale=decision.group_scale,
-            cut=(((decision.action & Action.CUT_LR) > 0) & ~skip).to(torch.float32),
+            cut=cut,
         ), decision
 
     def pending_record(self, name: str = "") -> PendingRecord:

@@ -260,7 +260,8 @@ class StepHooks:
             if isinstance(order, DeviceOrder) and not self.enforcer.needs_host(params):
                 self.enforcer.enforce_on_device(all_parameters, params, order)
                 self._skipped = order.found_inf
-                self._resets_next = self._resets_moments and self._cuts.add(order.cut)
+                cut = order.cut if self._resets_moments else None
+                self._resets_next = cut is not None and self._cuts.add(cut)
             else:
                 order = order.to_host() if isinstance(order, DeviceOrder) else order
                 order = self.limited(order, measured)

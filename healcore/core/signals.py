@@ -55,7 +55,7 @@ class Observed(NamedTuple):
     finite: Any  # bool: all signals are finite, so baselines may learn this step
     has_eval: Any  # bool or None: this step has an evaluation
     restart: Any  # bool: a change is expected, so baselines restart their warm-up
-    learning_rate: Any = None  # float32 or None: the schedule's rate; 0 if not finite
+    learning_rate: Any = None  # float32 or None: the schedule's rate; may be NaN or Inf
 
 
 def observe(signals: Signals, restart: Any, *, clips: bool, xp: Any) -> Observed:
@@ -91,9 +91,6 @@ def observe(signals: Signals, restart: Any, *, clips: bool, xp: Any) -> Observed
         is_valid = _is_norm(signals.update_norm, numerics.MAX)
         bad_update, finite = ~is_valid, finite & is_valid
         update_norm = numerics.bounded(signals.update_norm, is_valid, xp=xp)
-    rate = signals.learning_rate
-    if rate is not None:
-        rate = numerics.bounded(rate, xp.isfinite(rate), xp=xp)
     if signals.eval_loss is not None:
         has_eval = xp.isfinite(signals.eval_loss)
         eval_loss = numerics.bounded(signals.eval_loss, has_eval, xp=xp)
@@ -109,7 +106,7 @@ def observe(signals: Signals, restart: Any, *, clips: bool, xp: Any) -> Observed
         finite=finite,
         has_eval=has_eval,
         restart=restart,
-        learning_rate=rate,
+        learning_rate=signals.learning_rate,
     )
 
 

@@ -9,8 +9,8 @@ import tomli_w
 from pydantic import BeforeValidator, Field
 
 from healcore.core.detectors import CAUSES, DETECTORS
-from healcore.core.engine import Engine, EngineConfig
-from healcore.core.verdict import Cause
+from healcore.core.engine import Engine, EngineConfig, RuleConfig
+from healcore.core.verdict import NONFINITE, Action, Cause
 from healcore.policy.clip import Clip, NoClip
 from healcore.policy.detect import Detect
 from healcore.policy.errors import dotted
@@ -130,7 +130,7 @@ class Policy(Table):
             mode=self.mode,
             clip=self.clip.rule(),
             detectors=tuple((name, table.config()) for name, table in tables if table is not None),
-            rules=tuple(rule.config() for rule in self.respond if not rule.for_faults),
+            rules=tuple(rule for rule in self._rules() if rule.skip or rule.action),
             incident=self.incident.config(),
             rollback=self.rollback.config(),
             lr=self.lr.config(),
@@ -138,6 +138,27 @@ class Policy(Table):
             max_skips=self.max_skips,
             grace_steps=self.grace_steps,
         )
+
+    def _rules(self) -> Iterator[RuleConfig]:
+        """The rules of the engine, without the actions of `host_rules`."""
+        for rule in self.respond:
+            if not rule.for_faults:
+                config = rule.config()
+                of_host = int(Action.ROLLBACK) if self._is_of_host(config) else 0
+                yield config._replace(action=config.action & ~of_host)
+
+    def host_rules(self) -> tuple[RuleConfig, ...]:
+        """The rules that roll back for NaN or Inf if the weights have them, which a step hides."""
+        rules = (rule.config() for rule in self.respond if not rule.for_faults)
+        return tuple(
+            rule._replace(skip=False, action=int(Action.ROLLBACK))
+            for rule in rules
+            if self._is_of_host(rule)
+        )
+
+    def _is_of_host(self, rule: RuleConfig) -> bool:
+        only_nonfinite = not rule.causes & ~int(NONFINITE)
+        return self.rollback.confirm and only_nonfinite and bool(rule.action & Action.ROLLBACK)
 
     def fault_actions(self) -> dict[Cause, frozenset[str]]:
         """The actions for each fault that the rules name; the host performs them."""

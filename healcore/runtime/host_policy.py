@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from healcore.core.engine import Engine
+from healcore.core.engine import Engine, RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.policy import PolicyLike, dumps
 from healcore.policy.loader import resolve
@@ -39,6 +39,8 @@ class HostPolicy(NamedTuple):
     """Response to a save that finds NaN or Inf in the state: alert, rollback or stop."""
     reset_moments: bool = False
     """Whether a rollback resets the optimizers' moments."""
+    rules: tuple[RuleConfig, ...] = ()
+    """Rules that the host applies; see `Policy.host_rules`."""
     faults: Mapping[Cause, frozenset[str]] = MappingProxyType({})
     """Fault -> actions of its rule, such as "retry"; see `healcore.policy.respond`."""
     retry: Retry = Retry()
@@ -57,11 +59,11 @@ class HostPolicy(NamedTuple):
         """
         resolved = with_limit(resolve(policy, overrides), limit)
         if isinstance(resolved, Engine):
-            name, text, engine, host = "(engine)", None, resolved, Rollback()
+            name, text, engine, host, rules = "(engine)", None, resolved, Rollback(), ()
             faults, retry, skip_batch, hang, shrinks = {}, Retry(), SkipBatch(), Hang(), 0
         else:
             name, text = resolved.name, dumps(resolved)
-            engine, host = resolved.engine(), resolved.rollback
+            engine, host, rules = resolved.engine(), resolved.rollback, resolved.host_rules()
             faults, retry = resolved.fault_actions(), resolved.retry
             skip_batch, hang = resolved.skip_batch, resolved.hang
             shrinks = resolved.budget.shrinks
@@ -80,6 +82,7 @@ class HostPolicy(NamedTuple):
             evidence=host.evidence,
             nonfinite_state=host.nonfinite_state,
             reset_moments=host.reset_moments,
+            rules=rules,
             faults=MappingProxyType(faults),
             retry=retry,
             skip_batch=skip_batch,
@@ -91,7 +94,8 @@ class HostPolicy(NamedTuple):
         """Whether a rule rolls back for one of these causes, or for any cause if None."""
         if self.observes:
             return False
-        rules = [rule for rule in self.engine.config.rules if rule.action & Action.ROLLBACK]
+        all_rules = (*self.engine.config.rules, *self.rules)
+        rules = [rule for rule in all_rules if rule.action & Action.ROLLBACK]
         return any(causes is None or rule.causes & causes for rule in rules)
 
     def answers(self, fault: Cause) -> frozenset[str]:

@@ -143,7 +143,7 @@ def test_default_warns_of_a_loss_that_blows_up_and_changes_no_finite_step():
         (1.0, 1.0, False)
     }
     assert not load("default").engine().cuts_lr
-    assert load("default").engine().allows_lr_limit
+    assert load("default").engine().limits_lr
 
 
 def test_pretraining_comes_back_to_the_schedule_and_default_to_a_ceiling():

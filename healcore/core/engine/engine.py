@@ -85,11 +85,6 @@ class Engine:
         """Whether a rule can cut the learning rate."""
         return self._may_order(Action.CUT_LR)
 
-    @cached_property
-    def allows_lr_limit(self) -> bool:
-        """Whether the host may limit the learning rate at a rollback, see `limit_lr`."""
-        return self._may_order(Action.ROLLBACK) and self._has_ceiling
-
     @property
     def resets_moments(self) -> bool:
         """Whether a cut of the learning rate resets the optimizer's moments."""
@@ -98,21 +93,20 @@ class Engine:
     @property
     def scales_lr(self) -> bool:
         """Whether `Decision.lr_scale` can differ from 1."""
-        return self.cuts_lr or self.allows_lr_limit
+        return self.cuts_lr or self.limits_lr
 
     @cached_property
     def limits_lr(self) -> bool:
-        """Whether the rate may get an absolute limit, which needs `Signals.learning_rate`."""
-        return (self.cuts_lr and self._has_ceiling) or self.allows_lr_limit
+        """Whether the rate may get an absolute limit, which needs `Signals.learning_rate`.
+
+        After a cut, or at a rollback by the host, see `limit_lr`.
+        """
+        return lr.may_limit(self.config.lr)
 
     @property
     def per_tensor(self) -> bool:
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
         return self.config.clip is not None and self.config.clip[0] == "adagc"
-
-    @property
-    def _has_ceiling(self) -> bool:
-        return bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
 
     def _may_order(self, action: Action) -> bool:
         return any(rule.action & int(action) for rule in self.config.rules)
@@ -152,7 +146,7 @@ class Engine:
             )
         with _silent(xp):
             new, decision = judge(self.config, state, signals, xp=xp)
-            if self.mode == "observe":
+            if self.mode == "observe" and self._may_order(Action.ROLLBACK):
                 new = self.subtract_rollback(new, xp=xp)
             if signals.externally_skipped is not None:
                 skipped = signals.externally_skipped
@@ -229,9 +223,11 @@ class Engine:
                 of 1.
             xp: the array namespace.
         """
-        budget, tally = state.budget, state.tally
+        budget, tally, config = state.budget, state.tally, self.config.lr
+        if not self.cuts_lr:  # the limit itself is in force, without a hold and a ramp
+            config = config._replace(hold_steps=0, ramp_steps=0)
         limited = state._replace(
-            lr=lr.limited(self.config.lr, state.lr, limit, rate, xp=xp),
+            lr=lr.limited(config, state.lr, limit, rate, xp=xp),
             budget=budget._replace(lr_cuts=budget.lr_cuts - 1),
             tally=tally._replace(lr_cuts=tally.lr_cuts + 1),
         )
@@ -251,8 +247,13 @@ class Engine:
             rate: the schedule's learning rate, float32 array.
             xp: the array namespace.
         """
-        never = state.step < 0
-        rescaled = lr.update(self.config.lr, state.lr, never, ~never, never, never, rate, xp=xp)
+        never, config = state.step < 0, self.config.lr
+        if self.cuts_lr:
+            rescaled = lr.update(config, state.lr, never, ~never, never, never, rate, xp=xp)
+        elif self.limits_lr:
+            rescaled = lr.keep_limit(config, state.lr, never, rate, xp=xp)
+        else:
+            return state
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
     # -- metrics and saved form -------------------------------------------------------------------

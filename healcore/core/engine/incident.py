@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.engine import lr
 from healcore.core.engine.config import BudgetConfig, EngineConfig
 from healcore.core.verdict import NONFINITE, Action
 
@@ -51,15 +52,15 @@ class BudgetState(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """Orders of one step that the budget allows."""
+    """Orders of one step that the budget allows; None for an order that no rule can give."""
 
-    recover: Any  # bool: roll back
-    depth: Any  # int32: known-good checkpoint to restore, 1 = newest; 0 without a rollback
-    cut: Any  # bool: cut the learning rate; None if no rule cuts it
-    stop: Any  # bool: the rollbacks are exhausted, and the step is not finite
-    alert: Any  # bool: the rollbacks are exhausted, and the run continues
-    refund: Any  # bool: refund one rollback and one cut
     healthy: Any  # bool: no alarm, and no incident is open in which the model may get worse
+    refund: Any = None  # bool: refund one rollback and one cut
+    recover: Any = None  # bool: roll back
+    depth: Any = None  # int32: known-good checkpoint to restore, 1 = newest; 0 without a rollback
+    cut: Any = None  # bool: cut the learning rate
+    stop: Any = None  # bool: the rollbacks are exhausted, and the step is not finite
+    alert: Any = None  # bool: the rollbacks are exhausted, and the run continues
 
 
 def init() -> IncidentState:
@@ -101,6 +102,22 @@ def may_recover(config: EngineConfig) -> bool:
     return any(rule.action & int(Action.ROLLBACK | Action.CUT_LR) for rule in config.rules)
 
 
+def only_skips(config: EngineConfig) -> bool:
+    """Whether incidents are skipped non-finite steps only: one rule skips each, no rule does more.
+
+    Then no step of an incident changes the model, and there is nothing to order.
+    """
+    skips = any(
+        rule.skip
+        and rule.causes & _NONFINITE == _NONFINITE
+        and isinstance(rule.consecutive, int)
+        and rule.consecutive == 1
+        and not rule.within
+        for rule in config.rules
+    )
+    return skips and causes(config) == _NONFINITE and not may_recover(config)
+
+
 def update(
     config: EngineConfig,
     state: IncidentState,
@@ -126,6 +143,8 @@ def update(
         wants_cut: bool: a rule with CUT_LR fired; None if no rule cuts the rate.
         xp: the array namespace.
     """
+    if only_skips(config):
+        return _count_skips(config, state, budget, step, skip, xp=xp)
     incident_cause = cause & causes(config)
     alarm = incident_cause != 0
     # A step is harmless if it is skipped only because it is not finite. If such steps order a
@@ -156,9 +175,8 @@ def update(
     healthy = numerics.shared(~(is_open | alarm), xp=xp)
     number = state.number + opened
     if not may_recover(config):
-        never = healthy & ~healthy
         new = state._replace(open=is_open, skipped=skipped, number=number, onset=onset, quiet=quiet)
-        return new, budget, Orders(never, state.quiet * 0, None, never, never, never, healthy)
+        return (new, *_refund_limits(config, budget, healthy, is_open, xp=xp))
 
     patience = config.incident.patience
     recovered = xp.where(opened, -1, state.recovered)
@@ -198,6 +216,42 @@ def update(
         new_budget,
         orders,
     )
+
+
+def _count_skips(
+    config: EngineConfig,
+    state: IncidentState,
+    budget: BudgetState,
+    step: Any,
+    skip: Any,
+    *,
+    xp: Any,
+) -> tuple[IncidentState, BudgetState, Orders]:
+    """`update` for incidents of skipped steps alone; see `only_skips`."""
+    opened = skip & ~state.skipped
+    quiet = (state.quiet + 1) * (state.skipped & ~skip)
+    new = state._replace(
+        skipped=(state.skipped | skip) & (quiet < config.incident.quiet_steps),
+        number=state.number + opened,
+        onset=xp.where(opened, step, state.onset),
+        quiet=quiet,
+    )
+    return (new, *_refund_limits(config, budget, ~skip, None, xp=xp))
+
+
+def _refund_limits(
+    config: EngineConfig, budget: BudgetState, healthy: Any, in_incident: Any, *, xp: Any
+) -> tuple[BudgetState, Orders]:
+    """The budget of a policy without recovery: long health gives back limits of the rate."""
+    if not lr.may_limit(config.lr):
+        return budget, Orders(healthy=healthy)
+    count = budget.healthy + healthy
+    if in_incident is not None:
+        count = count * ~in_incident
+    refund = numerics.shared(count >= config.budget.refund_after, xp=xp)
+    lr_cuts = budget.lr_cuts + (refund & (budget.lr_cuts < config.budget.lr_cuts))
+    refunded = budget._replace(lr_cuts=lr_cuts, healthy=count * ~refund)
+    return refunded, Orders(healthy=healthy, refund=refund)
 
 
 def _count_alarm(since: Any, alarm: Any) -> Any:

@@ -58,7 +58,7 @@ def judge(
         xp=xp,
     )
     lr_state, action = state.lr, fresh_actions(fired, cause, xp=xp)
-    if incident.may_recover(config):
+    if orders.cut is not None:
         lr_state = lr.update(
             config.lr,
             state.lr,
@@ -69,14 +69,18 @@ def judge(
             seen.learning_rate,
             xp=xp,
         )
+        action = action | flag(orders.cut, Action.CUT_LR, xp=xp)
+    elif lr.may_limit(config.lr):
+        lr_state = lr.keep_limit(config.lr, state.lr, orders.refund, seen.learning_rate, xp=xp)
+    depth = state.last.decision.rollback_depth  # 0 if no rule rolls back
+    if orders.recover is not None:
+        depth = orders.depth
         action = (
             action
             | flag(orders.recover, Action.ROLLBACK, xp=xp)
             | flag(orders.stop, Action.STOP, xp=xp)
             | flag(orders.alert, Action.ALERT, xp=xp)
         )
-    if orders.cut is not None:
-        action = action | flag(orders.cut, Action.CUT_LR, xp=xp)
 
     one = state.last.decision.grad_scale  # always, if the policy does not clip
     if config.clip is not None:
@@ -88,7 +92,7 @@ def judge(
         lr_scale=lr_state.scale,
         action=action,
         cause=cause,
-        rollback_depth=orders.depth,
+        rollback_depth=depth,
         group_scale=group_scale,
     )
     tally = state.tally._replace(

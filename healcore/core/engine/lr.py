@@ -53,39 +53,25 @@ def update(
 
     A cut multiplies the multiplier in force. In an incident the multiplier stays, except that the
     ceiling lowers it if the schedule rises. `refund` (long health) raises the limit. `rate` is the
-    schedule's learning rate at this step, or None for a constant rate of 1. `cut` is None if no
-    rule cuts the rate.
+    schedule's learning rate at this step, or None for a constant rate of 1.
     """
-    if rate is None:
-        rate = state.scale - state.scale + 1.0
-    else:
-        rate = xp.where((rate > 0) & (rate < _MOST), rate, 1.0)
-    # After a window with a wrong, high rate, its low multiplier must not stay in force.
-    keeps_peak = (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
-    low, hold, ramp, cut_scale = state.low, state.hold, state.ramp, state.scale
-    broken = xp.where(refund, numerics.quotient(state.broken, config.factor, xp=xp), state.broken)
-    broken = numerics.smaller(broken, _MOST, xp=xp)
-    advances = healthy
-    if cut is not None:
-        keeps_peak, advances = keeps_peak & ~cut, healthy & ~cut
-        cut_scale = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
-        # A floor above the multiplier does not raise the multiplier.
-        cut_scale = numerics.smaller(cut_scale, state.scale, xp=xp)
-        low = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), low)
-        broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), broken)
-        hold = xp.where(cut, config.hold_steps, hold)
-        ramp = xp.where(cut, config.ramp_steps, ramp)
+    rate = _known(rate, state, xp=xp)
+    keeps_peak = _keeps_peak(state, rate) & ~cut
+    advances = healthy & ~cut
+    cut_scale = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
+    # A floor above the multiplier does not raise the multiplier.
+    cut_scale = numerics.smaller(cut_scale, state.scale, xp=xp)
+    low = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.low)
+    broken = _raised(config, state.broken, refund, xp=xp)
+    broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), broken)
+    hold = xp.where(cut, config.hold_steps, state.hold)
+    ramp = xp.where(cut, config.ramp_steps, state.ramp)
     peak = xp.where(keeps_peak, state.peak, rate)
 
     holding = hold > 0
     ramp = numerics.sub_one(ramp + (holding | ~advances), xp=xp)
     hold = xp.where(advances & holding, hold - 1, hold)
-    top: Any = 1.0
-    if not (isinstance(config.ceiling, int | float) and config.ceiling <= 0):
-        share = numerics.product(config.ceiling, broken, xp=xp)
-        top = numerics.quotient(share, peak, xp=xp)
-        # Without a cut `share` is 0; so it is where the ceilings of several policies are 0.
-        top = xp.where((share > 0) & (top < 1), top, 1.0)
+    top = _limit(config, broken, peak, xp=xp) if may_limit(config) else 1.0
     bottom = numerics.smaller(numerics.quotient(low, rate, xp=xp), top, xp=xp)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
@@ -94,9 +80,48 @@ def update(
     ramped = bottom + numerics.product(top - bottom, ramp_share, xp=xp)
     scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
     scale = xp.where(in_incident, numerics.smaller(state.scale, top, xp=xp), scale)
-    if cut is not None:
-        scale = xp.where(cut, cut_scale, scale)
+    scale = xp.where(cut, cut_scale, scale)
     return LrState(numerics.settle(scale, xp=xp), low, broken, peak, rate, hold, ramp)
+
+
+def keep_limit(config: LrConfig, state: LrState, refund: Any, rate: Any, *, xp: Any) -> LrState:
+    """`update` for a policy without a rule that cuts: the host alone limits the rate."""
+    rate = _known(rate, state, xp=xp)
+    broken = _raised(config, state.broken, refund, xp=xp)
+    peak = xp.where(_keeps_peak(state, rate), state.peak, rate)
+    scale = numerics.settle(_limit(config, broken, peak, xp=xp), xp=xp)
+    return state._replace(scale=scale, broken=broken, peak=peak, rate=rate)
+
+
+def may_limit(config: LrConfig) -> bool:
+    """Whether the rate can have an absolute limit."""
+    return bool(np.any(np.asarray(config.ceiling) > 0))
+
+
+def _known(rate: Any, state: LrState, *, xp: Any) -> Any:
+    """The schedule's rate, or 1 for a rate that is unknown or of no use."""
+    if rate is None:
+        return state.scale - state.scale + 1.0
+    return xp.where((rate > numerics.TINY) & (rate < _MOST), rate, 1.0)
+
+
+def _keeps_peak(state: LrState, rate: Any) -> Any:
+    """Whether `peak` stays. After a wrong, high rate its low multiplier must not stay in force."""
+    return (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
+
+
+def _raised(config: LrConfig, broken: Any, refund: Any, *, xp: Any) -> Any:
+    """`broken`, raised by the inverse factor of one cut after long health."""
+    raised = xp.where(refund, numerics.quotient(broken, config.factor, xp=xp), broken)
+    return numerics.smaller(raised, _MOST, xp=xp)
+
+
+def _limit(config: LrConfig, broken: Any, peak: Any, *, xp: Any) -> Any:
+    """The multiplier at which the schedule's highest rate is the ceiling's share of `broken`."""
+    share = numerics.product(config.ceiling, broken, xp=xp)
+    top = numerics.quotient(share, peak, xp=xp)
+    # Without a cut `share` is 0; so it is where the ceilings of several policies are 0.
+    return xp.where((share > 0) & (top < 1), top, 1.0)
 
 
 def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
@@ -105,7 +130,7 @@ def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any)
     `rate` is the schedule's current learning rate, or None for a constant rate of 1.
     """
     one = state.scale - state.scale + 1.0
-    rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)
+    rate = _known(rate, state, xp=xp)
     limit = xp.where(limit > 0, limit, rate)
     scale = numerics.smaller(numerics.quotient(limit, rate, xp=xp), state.scale, xp=xp)
     share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)

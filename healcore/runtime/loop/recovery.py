@@ -30,6 +30,7 @@ from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.recovery.engine_states import lr_states, with_lr_states
 from healcore.runtime.recovery.evidence import Evidence
+from healcore.runtime.recovery.host_rules import HostRules
 from healcore.runtime.recovery.monitor import IncidentMonitor
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.recovery.trials import MAX_ACCEPTED, Facts, Trial, decide
@@ -82,6 +83,10 @@ class Recovery:
             learning_rate=driver.learning_rate,
             interval=every,
         )
+        config = policy.engine.config
+        self._host_rules = HostRules(
+            policy.rules, depth=config.rollback.depth, quiet_steps=config.incident.quiet_steps
+        )
         self.dominance = Dominance(
             driver=driver,
             loss_fn=loss_fn,
@@ -114,6 +119,7 @@ class Recovery:
         """Processes a step that was read. Returns its order, or None."""
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         self._data.go_to(self._data.step + self.reader.count_correction())
+        step = step._replace(records=[self._host_rules.ordered(each) for each in step.records])
         self._log.records(step.index, step.records)
         return self.monitor.process(step)
 
@@ -347,7 +353,7 @@ class Recovery:
     @property
     def _may_limit_lr(self) -> bool:
         """Whether rollbacks limit the learning rate. Otherwise only rules of the policy cut it."""
-        return self._policy.confirm and self._policy.engine.allows_lr_limit
+        return self._policy.confirm and self._policy.engine.limits_lr
 
     def roll_back(self, order: Rollback) -> None:
         """Restores a checkpoint for an order, and reports the rollback."""
@@ -374,6 +380,7 @@ class Recovery:
     def on_rollback(self, target: int) -> None:
         """Forgets the steps from `target` on."""
         self.reader.clear()
+        self._host_rules.restart()
         self.dominance.on_rollback(target)
         self.read_engines()
 

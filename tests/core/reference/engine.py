@@ -139,7 +139,7 @@ class Multiplier:
         self, cut: bool, healthy: bool, incident: bool, refund: bool, schedule: float | None
     ) -> float:
         c = self.config
-        rate = schedule if schedule is not None and 0 < schedule < 1e12 else 1.0
+        rate = schedule if schedule is not None and 1e-12 < schedule < 1e12 else 1.0
         self.peak = rate if cut or rate < self.rate / 2 else max(rate, self.peak)
         self.rate = rate
         if refund:
@@ -165,7 +165,7 @@ class Multiplier:
 
     def limit(self, limit: float, schedule: float | None) -> None:
         """The host holds the rate at most at `limit`, as after a cut that has left this rate."""
-        rate = schedule if schedule is not None and 0 < schedule < 1e12 else 1.0
+        rate = schedule if schedule is not None and 1e-12 < schedule < 1e12 else 1.0
         self.scale = min(self.scale, limit / rate)
         self.low, self.broken = limit, min(limit / (self.config.ceiling or 1.0), 1e12)
         self.peak = self.rate = rate
