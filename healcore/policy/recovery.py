@@ -54,7 +54,8 @@ class Rollback(Table):
     """Batches that a rollback skips after the batches of the incident."""
     confirm: OnOff = False
     """A rollback needs evidence: weights that are not finite, or earlier weights that are
-    better. An order without evidence is declined and does not use the budget."""
+    better. An order without evidence is declined and does not use the budget. The `Healer` itself
+    applies the rules that roll back for NaN and Inf: only it can look at the weights."""
     evidence: Annotated[float, number(least=10)] = 1e4
     """With a `loss_fn`: lower bound of the mean number of comparisons per false rollback."""
     nonfinite_state: Annotated[_Answer, one_of(*get_args(_Answer))] = "rollback"
