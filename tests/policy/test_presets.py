@@ -60,22 +60,19 @@ def test_a_healthy_run_is_left_alone(name):
     assert all(d.lr_scale == 1 for d in decisions)
 
 
-@pytest.mark.parametrize(
-    ("name", "cuts"), [("default", 0), ("pretraining", 1), ("aggressive", 1), ("conservative", 1)]
-)
-def test_nans_that_go_on_are_a_rollback_and_a_cut_where_the_policy_cuts(name, cuts):
+@pytest.mark.parametrize("name", ["pretraining", "aggressive", "conservative"])
+def test_nans_that_go_on_are_a_rollback_and_a_cut(name):
     losses, norms = healthy(200)
     losses[100:120] = np.nan
     orders = actions(load(name), losses, norms)
     assert ordered(orders, Action.ROLLBACK) == 1
-    assert ordered(orders, Action.CUT_LR) == cuts
+    assert ordered(orders, Action.CUT_LR) == 1
 
 
-@pytest.mark.parametrize("name", ["default", "pretraining"])
-def test_every_other_step_nan_is_seen(name):
+def test_every_other_step_nan_is_seen():
     losses, norms = healthy(200)
     norms[100:200:2] = np.nan
-    assert ordered(actions(load(name), losses, norms), Action.ROLLBACK)
+    assert ordered(actions(load("pretraining"), losses, norms), Action.ROLLBACK)
 
 
 # -- what default does with finite numbers, and pretraining ---------------------------------------
@@ -153,14 +150,14 @@ def test_pretraining_comes_back_to_the_schedule_and_default_to_a_ceiling():
     assert load("default").engine().limits_lr
 
 
-def test_aggressive_acts_before_default_before_conservative():
+def test_aggressive_acts_before_pretraining_before_conservative():
     losses, norms = healthy(400)
     losses[200:] = np.nan
     first = {}
-    for name in ("aggressive", "default", "pretraining", "conservative"):
+    for name in ("aggressive", "pretraining", "conservative"):
         decisions = run(load(name), losses, norms)
         first[name] = next(i for i, d in enumerate(decisions) if int(d.action) & Action.ROLLBACK)
-    assert first["aggressive"] < first["default"] == first["pretraining"] < first["conservative"]
+    assert first["aggressive"] < first["pretraining"] < first["conservative"]
 
 
 def test_observe_is_default_in_another_mode():

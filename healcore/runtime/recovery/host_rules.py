@@ -22,7 +22,7 @@ class HostRules:
         Args:
             configs: see `Policy.host_rules`.
             depth: known-good checkpoint that an order restores; 1 is the newest.
-            quiet_steps: steps in which a rule does not fire, after which it may order again.
+            quiet_steps: steps in which no rule fires, after which a rule may order again.
         """
         self._configs = configs
         self._depth = depth
@@ -32,11 +32,11 @@ class HostRules:
     def restart(self) -> None:
         """Forgets all hits, after a rollback."""
         self._states: dict[tuple[str, int], rules.RuleState] = {}
-        self._fired: dict[tuple[str, int], int] = {}
+        self._fired: dict[str, int] = {}
 
     def ordered(self, record: StepRecord) -> StepRecord:
         """The record of a judged step, with a rollback if a rule orders one."""
-        orders = False
+        fired = False
         for number, config in enumerate(self._configs if record.judged else ()):
             key = record.engine, number
             state, hit = self._states.get(key), np.bool_(record.cause & config.causes)
@@ -45,10 +45,10 @@ class HostRules:
             state = rules.init(config) if state is None else state
             step = np.int32(record.step)
             self._states[key], firing = rules.update(config, state, hit, step, 0, xp=np)
-            if firing.fired:
-                before = self._fired.get(key)
-                orders |= before is None or record.step - before > self._quiet_steps
-                self._fired[key] = record.step
-        if not orders:
+            fired |= bool(firing.fired)
+        if not fired:
+            return record
+        before, self._fired[record.engine] = self._fired.get(record.engine), record.step
+        if before is not None and record.step - before <= self._quiet_steps:
             return record
         return record._replace(action=record.action | Action.ROLLBACK, rollback_depth=self._depth)
