@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from healcore.core.step_record import StepRecord, numbers, to_host
+from healcore.core.step_record import numbers, to_host
 from healcore.core.verdict import Action, Cause
 from healcore.policy import engine_of, load
 from healcore.runtime.host_policy import HostPolicy
