@@ -32,9 +32,6 @@ class Checkpoints:
             one probation, at most 8, the newest few of the other kinds, and one older known-good
             checkpoint at each doubling of the distance.
         nonfinite_ok: patterns of array names (`model.*.mask`) in which NaN and Inf are allowed.
-        trust: whether to pickle objects of the state and of loaders that have no plain form, and to
-            read pickles. A pickle can run any code when it is read: use it only for a directory
-            that nobody else can write to. Pass `trust` to a store of your own instead.
 
     Raises:
         ValueError: an option is out of range.
@@ -44,7 +41,6 @@ class Checkpoints:
     restart_every: int | None = None
     keep: Keep | None = None
     nonfinite_ok: Iterable[str] = ()
-    trust: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nonfinite_ok", tuple(self.nonfinite_ok))
@@ -54,8 +50,6 @@ class Checkpoints:
             steps = getattr(self, name)
             if steps is not None and (type(steps) is not int or steps < 1):
                 raise ValueError(f"{name} is a whole number of steps >= 1, or None, not {steps!r}")
-        if not isinstance(self.trust, bool):
-            raise ValueError(f"trust is True or False, not {self.trust!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

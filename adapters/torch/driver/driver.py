@@ -300,7 +300,7 @@ class TorchDriver:
 
     def state_bytes(self) -> int:
         """Bytes of the arrays in the state. Assumes two moments for an optimizer without state."""
-        leaves = flatten(self.items(), trust=True).leaves.values()
+        leaves = flatten(self.items(), live=True).leaves.values()
         trained = sum(
             parameter.nbytes
             for healing in self.healings.values()
@@ -310,16 +310,14 @@ class TorchDriver:
         )
         return sum(leaf.tensor.nbytes for leaf in leaves) + 2 * trained
 
-    def store(
-        self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
-    ) -> CheckpointStore:
+    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
         """A `MemoryStore`, and with `where` also a `DCPStore`. Every rank has to call it."""
-        memory = MemoryStore(nonfinite_ok=nonfinite_ok, trust=trust)
+        memory = MemoryStore(nonfinite_ok=nonfinite_ok)
         if where is None:
             return memory
         members = self._members if initialized() else []
         group = GlooRanks(members=members).group if members else None
-        disk = DCPStore(where, nonfinite_ok=nonfinite_ok, trust=trust, process_group=group)
+        disk = DCPStore(where, nonfinite_ok=nonfinite_ok, process_group=group)
         return TieredStore(memory, disk)
 
     def ranks(self) -> Ranks:

@@ -267,7 +267,7 @@ def _construct(
         restart_every=options.checkpoints.restart_every,
         restart_spread=options.checkpoints.every is None,
     )
-    ledger, loaders = Ledger(), LoaderRegistry(trust=options.checkpoints.trust)
+    ledger, loaders = Ledger(), LoaderRegistry()
     host = HostState(loaders.position, driver.generators())
     restorer = Restorer(
         policy=policy,
@@ -319,7 +319,7 @@ def _construct(
 def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     given, nonfinite_ok = options.store, tuple(options.checkpoints.nonfinite_ok)
     if given is None or isinstance(given, str | os.PathLike):
-        own = driver.store(given, nonfinite_ok, trust=options.checkpoints.trust)
+        own = driver.store(given, nonfinite_ok)
         return _store_that_fits(own, driver, ranks, options)
     if nonfinite_ok:
         given.nonfinite_ok = (*given.nonfinite_ok, *nonfinite_ok)

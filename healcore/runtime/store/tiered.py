@@ -40,7 +40,7 @@ class TieredStore(CheckpointStore):
         self.root, self.processes = disk.root, disk.processes
         self._trouble: list[StoreError] = []
         self.nonfinite_ok = tuple(dict.fromkeys((*memory.nonfinite_ok, *disk.nonfinite_ok)))
-        memory.copier = disk.copier  # shares the spare memory and `trust`
+        memory.copier = disk.copier  # shares the spare memory
 
     # -- the tiers ------------------------------------------------------------------------------
 

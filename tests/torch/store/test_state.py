@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import lr_scheduler
 
 from healcore.runtime.store import StateMismatch, UnsavableState
-from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
+from healcore.torch.store import MemoryStore, apply
 from tests.runtime.store.store_cases import DCP, TORCH_MEMORY, TORCH_TIERS, over, same
 
 CASES = (DCP, TORCH_MEMORY, TORCH_TIERS)
@@ -419,19 +419,3 @@ def test_a_fresh_optimizer_is_not_stepped_by_a_save(tmp_path):
     store.wait()
     apply({"optimizer": optimizer}, store.restore(0, {"optimizer": optimizer}).state)
     assert optimizer.state_dict()["state"] == {}
-
-
-@pytest.mark.parametrize("trusts", [False, True])
-def test_the_disk_of_a_tiered_store_says_whether_objects_are_pickled(tmp_path, trusts):
-    """Memory that trusts must not bring a pickle to a disk that does not."""
-    store = TieredStore(MemoryStore(trust=not trusts), DCPStore(tmp_path, trust=trusts))
-    state = {"odd": partial(max, 3)}
-    if not trusts:
-        with pytest.raises(UnsavableState, match="trust=True"):
-            store.save(1, state)
-        assert store.steps() == []
-        return
-    store.save(1, state)
-    store.wait()
-    store.memory.drop(1)
-    assert store.restore(1, state).state["odd"](2) == 3
