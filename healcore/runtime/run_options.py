@@ -21,13 +21,7 @@ class Checkpoints:
         Healer(..., checkpoints=Checkpoints(every=100))
 
     Args:
-        every: steps between two checkpoints, or None for the policy's `rollback.probation`. With
-            None the run also saves restart points. A restart point is the newest state on disk, for
-            the start after a kill; no rollback restores it. The distance between two restart points
-            is at least 10 steps and a quarter of the steps done. Saving them takes at most 2 % of
-            the time.
-        restart_every: max steps between two restart points, also with `every`, or None for no such
-            limit.
+        every: steps between two checkpoints, or None for the policy's `rollback.probation`.
         keep: how many checkpoints of each kind to keep. With None the run keeps the candidates of
             one probation, at most 8, the newest few of the other kinds, and one older known-good
             checkpoint at each doubling of the distance.
@@ -38,7 +32,6 @@ class Checkpoints:
     """
 
     every: int | None = None
-    restart_every: int | None = None
     keep: Keep | None = None
     nonfinite_ok: Iterable[str] = ()
 
@@ -46,10 +39,8 @@ class Checkpoints:
         object.__setattr__(self, "nonfinite_ok", tuple(self.nonfinite_ok))
         if self.keep is not None:
             self.keep.checked()
-        for name in ("every", "restart_every"):
-            steps = getattr(self, name)
-            if steps is not None and (type(steps) is not int or steps < 1):
-                raise ValueError(f"{name} is a whole number of steps >= 1, or None, not {steps!r}")
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
+            raise ValueError(f"every is a whole number of steps >= 1, or None, not {self.every!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks, rounded
 from healcore.runtime.store.inspection import map_in_threads
 from healcore.runtime.store.structure import Flat
 from healcore.torch.plain_values import value_of
-from healcore.torch.store import fitting
 from healcore.torch.store.state import Leaf, flatten, with_class, wrapper_tensor
 
 
@@ -100,9 +99,6 @@ class TorchCopier(Copier):
                 fresh = _dtensor(fresh.to(_live_device(live, leaf.name)), leaf.spec)
             arrays[leaf.name] = fresh
         return arrays
-
-    fitted = staticmethod(fitting.fitted)
-    missing_groups = staticmethod(fitting.missing_groups)
 
     def fetch(
         self, name: str, tag: str, content: Any, arrays: Mapping[str, Tensor], live: Flat | None

@@ -151,8 +151,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
         if error is None and loop.break_place:
             ending = Ending.REQUESTED
     if together:
-        ledger = loop.recovery.ledger
-        finish = partial(saver.checkpoints.finish, ledger, data.step)
+        finish = partial(saver.checkpoints.finish, loop.recovery.ledger)
         attempt("checkpoints on probation", finish)
         attempt("the last saves", saver.checkpoints.nonfinite_checkpoints)
         if ranks.votes:

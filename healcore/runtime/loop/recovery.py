@@ -34,7 +34,7 @@ from healcore.runtime.recovery.monitor import IncidentMonitor
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.recovery.trials import MAX_ACCEPTED, Facts, Trial, decide
 from healcore.runtime.run_log import RunLog
-from healcore.runtime.store import Saved, StoreError
+from healcore.runtime.store import Saved, StateMismatch, StoreError
 from healcore.runtime.store.errors import NoGoodCheckpoint
 from healcore.runtime.store.ranks import Ranks, agreed
 
@@ -363,7 +363,8 @@ class Recovery:
         try:
             moved = self.restorer.apply(order, step)
         except StoreError as error:
-            if order.better is None or not isinstance(error, NoGoodCheckpoint):
+            expected = isinstance(error, NoGoodCheckpoint | StateMismatch)
+            if order.better is None or not expected:
                 self.stop(str(error))
             problem = f"the weights of step {order.better} are better, but {error}"
             self._log.problem(step, f"{problem}; the run continues without a rollback")

@@ -17,7 +17,6 @@ from healcore.events.metrics import Metrics, path_next_to
 from healcore.events.models import Ending
 from healcore.policy import PolicyError
 from healcore.policy.errors import Problem
-from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
@@ -46,7 +45,7 @@ from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.run_options import Checkpoints, Logging
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
-from healcore.runtime.store.claim import LOCK, Claim, claim, open_to_others
+from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.commit import sweep
 from healcore.runtime.store.host_memory import fits
 from healcore.runtime.store.memory import SMALL
@@ -137,7 +136,6 @@ def _shared_options(options: Options) -> dict[str, Any]:
     return {
         "policy": policy.text or policy.fingerprint or policy.name,
         "save_every": options.checkpoints.every,
-        "restart_every": options.checkpoints.restart_every,
         "store": options.store is not None,
     }
 
@@ -157,8 +155,7 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
         nonlocal own_claim
         folder.mkdir(parents=True, exist_ok=True)
         own_claim = claim(folder)
-        if own_claim.locked:
-            sweep(folder, sole_since=(folder / LOCK).stat().st_mtime)
+        sweep(folder, alone=own_claim.warning is None)
         return own_claim.warning
 
     try:
@@ -198,13 +195,10 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
         store=store.describe(),
         resumes=bool(saves),
     )
-    folder = store.root
-    shared = open_to_others(folder) if folder is not None and ranks.rank == 0 else None
-    warnings = [each for each in (warning, shared) if each is not None]
-    for problem in [*warnings, *store.problems()]:
+    for problem in [*filter(None, [warning]), *store.problems()]:
         log.event("problem", step=None, problem=problem)
-    for each in warnings:
-        log.warning(each)
+    if warning is not None:
+        log.warning(warning)
     try:
         begin(loop, settings, change, resume=bool(saves), after_kill=after_kill)
     except BaseException as error:
@@ -261,11 +255,8 @@ def _construct(
         or Keep(candidates=min(-(-policy.probation // every) + 1, MAX_CANDIDATES), older=True),
         probation=policy.probation,
         region=policy.region,
-        verifier=BackgroundVerifier(in_background=ranks.world == 1),
         ranks=ranks,
         log=log,
-        restart_every=options.checkpoints.restart_every,
-        restart_spread=options.checkpoints.every is None,
     )
     ledger, loaders = Ledger(), LoaderRegistry()
     host = HostState(loaders.position, driver.generators())

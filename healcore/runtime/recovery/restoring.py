@@ -60,13 +60,10 @@ from healcore.runtime.store import (
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.memory import WHERE
-from healcore.runtime.store.protocol import Fitting
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
 from healcore.runtime.store.structure import attribute
 
 T = TypeVar("T")
-_SHOWN = 6
-"""Max names in the line about parts that a rollback does not restore."""
 HEALING_SCHEMA = 2
 """Version of healcore's part of a checkpoint, see `Restorer.contents`."""
 
@@ -102,8 +99,6 @@ class Restorer:
     """Errors of damaged checkpoints, as this process has found them."""
     dominance: Dominance | None = field(default=None, init=False)
     """The comparisons of weights, whose state is saved."""
-    kept: list[str] | None = field(default=None, init=False)
-    """Parts that the last rollback has not restored. None before: a start restores everything."""
     journal_outdated: bool = field(default=False, init=False)
     """Whether the last write of the journal failed; the next save tries again."""
     _executor: Background = field(
@@ -138,7 +133,7 @@ class Restorer:
         self.checkpoints.wait()
         self.checkpoints.verify_due(self.ledger, before=rollback.onset)
         self.find_damage()
-        last, self.kept = self.journal.state.rollback, []
+        last = self.journal.state.rollback
         try:
             self._make_plan(rollback, step)
             host = self._apply_plan(rollback, now=step)
@@ -152,10 +147,6 @@ class Restorer:
         if host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(host)
         self._record_applied(rollback)
-        if self.kept:
-            names = f"{', '.join(self.kept[:_SHOWN])}{', ...' if self.kept[_SHOWN:] else ''}"
-            problem = f"parts that checkpoint {rollback.target} lacks stay as they are: {names}"
-            self.log.problem(step, problem)
         return moved
 
     def _make_plan(self, rollback: Rollback, step: int) -> None:
@@ -243,7 +234,7 @@ class Restorer:
         for name, value in applied.items():
             setattr(plan, name, value)
         self.checkpoints.quarantine(_steps_after(self.saves(), plan.target), now=now)
-        self.checkpoints.retry_quarantine(plan.target)
+        self.checkpoints.abandon(plan.target)
         self.ledger.on_rollback(plan, saved.ledger)
         plan.status = Status.APPLIED
         return host
@@ -405,9 +396,6 @@ class Restorer:
     def _restore(self, order: Sequence[int]) -> RestoreResult:
         """Reads the first checkpoint that is intact on every rank; copies in memory may differ."""
         store, like = self.checkpoints.store, self._items()
-        if self.kept is not None:
-            self.kept = []
-            like = Fitting(like, self.kept)
         if self.ranks.world == 1:
             return restore_first_intact(store, order, like, self._log_damage)
         for step in order:

@@ -128,17 +128,12 @@ class SnapshotStore(Tier):
         return self.copier.nbytes
 
     def hold(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        healing: Mapping[str, Any] | None = None,
-        *,
-        in_ring: bool = True,
+        self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None = None
     ) -> StateCopy:
         """Saves; the copy stays readable until `release`, even if it leaves the ring."""
         self.join()  # a copy that leaves the ring then frees its memory for this copy
         copy = self.copier.copy(step, state, healing)
-        copy.holders, copy.dropped = 2, not in_ring  # holders: `_inspect_and_add` and the caller
+        copy.holders = 2  # `_inspect_and_add` and the caller
         copy.inspecting = self._saves.submit(
             copy.step, "while copying the state", lambda: self._inspect_and_add(copy)
         )
@@ -173,14 +168,13 @@ class SnapshotStore(Tier):
             nonfinite = self._as_saved(copy).nonfinite
             if nonfinite:
                 self._nonfinite.append((copy.step, nonfinite))
-            if not copy.dropped:
-                self._add(copy)
-                if copy.dropped:
-                    names = ", ".join(nonfinite[:3])
-                    self._problems.append(
-                        f"the copy of step {copy.step} in memory has NaN or Inf in {names} and "
-                        "was not kept"
-                    )
+            self._add(copy)
+            if copy.dropped:
+                names = ", ".join(nonfinite[:3])
+                self._problems.append(
+                    f"the copy of step {copy.step} in memory has NaN or Inf in {names} and "
+                    "was not kept"
+                )
         except BaseException:
             copy.dropped = True
             raise

@@ -19,7 +19,6 @@ from healcore.runtime.store import (
     inspection,
     manifest,
 )
-from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.protocol import Saved
 from healcore.tools.probe.formats import ArchiveCheck, check_archives, open_contents
@@ -203,8 +202,6 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     names = {Path(each.path).name for each in broken}
     notes = [problem for problem in problems if not any(name in problem for name in names)]
     notes += [f"step {each.saved.step} was deleted meanwhile" for each in probed if each.deleted]
-    if (root / LOCK).exists():
-        notes.append(f"{LOCK} exists: a run may be writing; nothing was changed")
     return ProbeResult("checkpoint", str(path), tuple(checks), facts, tuple(notes))
 
 
