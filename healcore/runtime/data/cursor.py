@@ -287,16 +287,6 @@ class Cursor:
         self._rewind_error = None
         return True
 
-    def reread(self) -> bool:
-        """Moves back to before the unreadable batch, so that `next` reads it again.
-
-        Returns:
-            False if the cursor could not move.
-        """
-        batch = self.unreadable
-        position = None if batch is None or not self.can_rewind else self.position_before(batch)
-        return position is not None and self.rewind(position)
-
     def fast_forward(self, position: Mapping[str, Any]) -> str:
         """Moves forward by reading and dropping batches, for loaders without a state.
 

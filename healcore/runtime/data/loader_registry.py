@@ -150,10 +150,6 @@ class LoaderRegistry:
         batches = {number: entry.cursor.unreadable for number, entry in self._entries.items()}
         return {number: batch for number, batch in batches.items() if batch is not None}
 
-    def reread(self, number: int) -> bool:
-        """See `Cursor.reread`."""
-        return self._entries[number].cursor.reread()
-
     def replaced(self, number: int) -> BatchId:
         """Returns the id of the unreadable batch, which counts as read from then on."""
         cursor = self._entries[number].cursor

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
-from healcore.core.verdict import Cause
 from healcore.events import read
 from healcore.events.models import Ending, RollbackOutcome
-from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Driver
-from healcore.runtime.faults import Fault
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.loop.loop import Loop
@@ -95,7 +91,6 @@ def begin(
         finish_rollback(loop, state.plan)
     elif resume:
         _resume(loop)
-    _skip_raising_batches(loop)
     recovery.read_engines()
     recovery.dominance.silent_until = recovery.ledger.accepted_until
     data.start(resumed=resume, completed_at=completed_at)
@@ -205,21 +200,6 @@ def _resume(loop: Loop[CheckpointSaver]) -> None:
     if newest > step:
         lost = f"{newest - step} steps up to checkpoint {newest}"
         loop.warn(f"the run resumes at step {step}: {lost} are lost, and trained again")
-
-
-def _skip_raising_batches(loop: Loop[CheckpointSaver]) -> None:
-    """Skips batches at which two starts have raised the same exception, at most a few per run."""
-    raised = loop.saver.restorer.journal.state.raised
-    twice = [batch for batch, n in Counter(each[:4] for each in raised).items() if n > 1]
-    last_steps = {each[:4]: each[4] for each in raised}
-    skips = "skip_batch" in loop.policy.answers(Cause.DATA)
-    for batch in twice[: loop.policy.skip_batch.consecutive] if skips else ():
-        loader, epoch, index, error = batch
-        loop.data.loaders.leave_out(loader, BatchId(epoch, index))
-        if last_steps[batch] >= loop.data.step:  # otherwise the run has passed the batch
-            problem = f"batch {index} of epoch {epoch} raised in two starts and is skipped: {error}"
-            fault, ids = Fault(Cause.DATA, error.partition(":")[0]), [[epoch, index]]
-            loop.log.fault(loop.data.step, fault, problem, answer="skip_batch", batches=ids)
 
 
 def _reason(saved: Saved) -> str:

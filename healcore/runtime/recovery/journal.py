@@ -106,8 +106,6 @@ class JournalState:
     """Learning rate, batch size, policy and other settings of the start, see `run_settings`."""
     settings_at_end: _SettingsDict | None = None
     """Hyperparameters at the end of the last process."""
-    raised: list[tuple[int, int, int, str, int]] = field(default_factory=list)
-    """Last batches in use at an exception: loader, epoch, index, exception, number of steps."""
     passes: int = 0
     """Most calls of `batches` in a process of the run."""
 
