@@ -105,7 +105,6 @@ def open_run(options: Options) -> Loop[CheckpointSaver]:
             ranks = driver.ranks()
             rank_group.check_same(_shared_options(options), ranks)
         own_claim, warning = _claim(options.store, ranks)
-        rank_group.check_one_directory(_given_folder(options.store), ranks)
         loop = _construct(options, driver, ranks, own_claim)
         _start(loop, options, warning)
     except BaseException:
