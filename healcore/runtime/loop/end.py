@@ -22,7 +22,6 @@ from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.classify import is_broken_connection
 from healcore.runtime.loop import rank_group
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.run_settings import record_end
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.termination import (
     EndRequested,
@@ -361,8 +360,6 @@ def _write_ending(loop: Loop[CheckpointSaver], ending: Ending) -> None:
     """Writes the ending to the journal, in which a killed process has no ending."""
     restorer = loop.saver.restorer
     restorer.journal.state.ending = ending
-    with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
-        record_end(restorer.journal, loop.driver)
     restorer.write_journal(loop.data.step)
 
 

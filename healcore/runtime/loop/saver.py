@@ -158,7 +158,6 @@ class CheckpointSaver(Saver):
         self.checkpoints.save(step, *self.restorer.contents(step), why)
         if self.restorer.journal_outdated:
             self.restorer.write_journal(step)
-        self.restorer.record_first_checkpoint(step)
         if why in ("first", "regular"):
             self.keep_anchor()
 

@@ -6,7 +6,7 @@ import gc
 import os
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +30,10 @@ from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.rank_group import RankGroup
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.run_settings import (
-    RunSettings,
-    SettingsChange,
-    change_since,
+    changes_since,
     has_trainer,
+    other_run,
+    settings_of,
 )
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.start import begin, log_start
@@ -176,11 +176,11 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
     _refuse_to_start(loop.ranks.stop_file, ranks, log)
     journal.read()
     saves = loop.saver.restorer.saves()
-    settings = RunSettings.of(driver, policy, options.state, ranks.world)
-    change = agreed(ranks, change_since(journal, settings) if saves else None)
+    settings = settings_of(driver, policy, options.state, ranks.world)
+    changes = agreed(ranks, changes_since(journal, settings) if saves else {})
     try:
         ending = agreed(ranks, journal.state.ending)
-        _check_resume(options, ending, saves, store, change)
+        _check_resume(options, ending, saves, store, changes)
     except AlreadyCompleted as completed:
         log.info(str(completed))
         raise
@@ -199,7 +199,7 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
     if warning is not None:
         log.warning(warning)
     try:
-        begin(loop, settings, change, resume=bool(saves), after_kill=after_kill)
+        begin(loop, settings, changes, resume=bool(saves), after_kill=after_kill)
     except BaseException as error:
         # With an end event, the next start does not take this process for killed.
         raised = "".join(traceback.format_exception_only(error)).strip()
@@ -395,7 +395,7 @@ def _check_resume(
     ending: str | None,
     saves: list[Saved],
     store: CheckpointStore,
-    change: SettingsChange | None,
+    changes: Mapping[str, str],
 ) -> None:
     resume = options.resume
     if not saves or resume is True:
@@ -411,7 +411,7 @@ def _check_resume(
         return
     own = store.root and _journals.get(store.root.resolve())
     completed_here = own and own.state.ending == Ending.COMPLETED
-    which = "that this process has completed" if completed_here else change and change.other_run
+    which = "that this process has completed" if completed_here else other_run(changes)
     if which:
         raise StoreNotEmpty(
             f"{where} holds a run {which}. Its last step is {newest}. Nothing was trained. Pass an "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from healcore.events import read
@@ -10,11 +11,7 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.run_settings import (
-    RunSettings,
-    SettingsChange,
-    record_start,
-)
+from healcore.runtime.loop.run_settings import batch_of, changes_text
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.recovery.journal import (
     JournalState,
@@ -64,15 +61,15 @@ def start_line(
 
 def begin(
     loop: Loop[CheckpointSaver],
-    settings: RunSettings,
-    change: SettingsChange | None,
+    settings: Mapping[str, Any],
+    changes: Mapping[str, str],
     *,
     resume: bool,
     after_kill: bool,
 ) -> None:
     """Resumes, or takes the first snapshot.
 
-    `change` is the difference of `settings` from the run's first start. `after_kill` says whether
+    `changes` are those of `settings` since the run's first start. `after_kill` says whether
     the previous process was killed and has a postmortem.
     """
     saver, data, recovery = loop.saver, loop.data, loop.recovery
@@ -95,7 +92,7 @@ def begin(
     recovery.dominance.silent_until = recovery.ledger.accepted_until
     data.start(resumed=resume, completed_at=completed_at)
     state.ending = None
-    record_start(restorer.journal, settings)
+    state.settings = state.settings or dict(settings)
     restorer.write_journal(data.step)
     saver.start(data.step)
     checkpoints.reload(data.step)
@@ -115,13 +112,14 @@ def begin(
         f"checkpoints {where}",
         resumed=resume,
         learning_rate=loop.driver.learning_rate(),
-        batch=settings.batch(loop.ranks.world),
+        batch=batch_of(settings),
     )
     loop.log.info(line)
-    if change is not None and str(change):
+    if changes_text(changes):
         loop.warn(
-            f"other settings than at the start of this run (saved -> given): {change}. To train "
-            "with new settings from the start, pass an empty directory"
+            "other settings than at the start of this run (saved -> given): "
+            f"{changes_text(changes)}. Hyperparameters of optimizers and schedules in the state "
+            "stay as saved. To train with new settings from the start, pass an empty directory"
         )
 
 

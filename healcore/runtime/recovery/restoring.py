@@ -57,7 +57,6 @@ from healcore.runtime.store import (
     StoreError,
     restore_first_intact,
 )
-from healcore.runtime.store.background import Background
 from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
@@ -101,9 +100,6 @@ class Restorer:
     """The comparisons of weights, whose state is saved."""
     journal_outdated: bool = field(default=False, init=False)
     """Whether the last write of the journal failed; the next save tries again."""
-    _executor: Background = field(
-        default_factory=lambda: Background("healcore-journal"), init=False
-    )
 
     def contents(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state to save after `step` steps, and healcore's part of the checkpoint."""
@@ -483,28 +479,6 @@ class Restorer:
             self.journal_outdated = True
         else:
             self.journal_outdated = False
-
-    def record_first_checkpoint(self, now: int) -> None:
-        """Notes the first checkpoint on disk in the journal, in the background.
-
-        Without this note, a start after a loss of all checkpoints would begin a new run.
-        """
-        journal = self.journal
-        if journal.path is None or journal.state.newest_on_disk is not None:
-            return
-        with suppress(OSError, StoreError):  # the next save tries again
-            update_from_disk(journal, self.checkpoints.store.steps())
-        if journal.state.newest_on_disk is None:
-            return
-        write = journal.prepared_write()
-
-        def job() -> None:
-            try:
-                write()
-            except OSError:
-                self.journal_outdated = True  # the next save writes and reports it
-
-        self._executor.submit(now, "while writing the journal", job)
 
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:
