@@ -413,7 +413,7 @@ class Recovery:
             batches=[list(each) for each in done.batches],
             repeated=done.repeated,
             initial=done.initial,
-            why=done.why_older or done.numbers_text or None,
+            why=done.numbers_text or None,
             moments_reset=True if self._policy.reset_moments else None,
         )
 
@@ -434,7 +434,7 @@ class Recovery:
         self._log.warning(
             f"step {done.index}: {cause}, since step {done.since}; "
             f"from step {done.step} back to the {kind} of step {done.target}"
-            f"{f' ({done.why_older})' if done.why_older else ''}; "
+            "; "
             f"{', '.join(filter(None, changed))}"
         )
 

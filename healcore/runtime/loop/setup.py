@@ -191,7 +191,7 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
         driver,
         ranks,
         save_every=every,
-        store=store.describe(),
+        store=str(store.root or type(store).__name__),
         resumes=bool(saves),
     )
     for problem in [*filter(None, [warning]), *store.problems()]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from healcore.events import read
 from healcore.events.models import Ending, RollbackOutcome
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
@@ -182,9 +181,6 @@ def _resume(loop: Loop[CheckpointSaver]) -> None:
     loop.data.restore(step, generators)
     # Otherwise the run would use such a checkpoint as its own after it has passed the step.
     checkpoints.quarantine([at for at in unknown if at > step], now=step)
-    last = journal.state.rollback
-    if last is not None and not _is_logged(loop, last.number):
-        loop.recovery.log_rollback(last, RollbackOutcome.AFTER_CRASH)
     loop.log.event("resume", step=step, checkpoint=step)
     damaged = {error.step: error for error in restorer.damage if error.step > step}
     skipped = [saved for saved in saves if saved.step > step and saved.step not in damaged]
@@ -214,17 +210,3 @@ def finish_rollback(loop: Loop[CheckpointSaver], plan: Rollback) -> None:
     loop.data.restore(plan.target, generators)
     loop.recovery.log_rollback(plan, RollbackOutcome.AFTER_CRASH)
     loop.log.warning(f"finished an interrupted rollback: back at step {plan.target}")
-
-
-def _is_logged(loop: Loop[CheckpointSaver], number: int) -> bool:
-    """Whether a rollback has its event, before which the process may have been killed."""
-    path = loop.log.events.path
-    if loop.saver.restorer.journal.state.ending is not None or path is None:
-        return True
-    try:
-        if not path.is_file():
-            return True
-        events = read(path).events
-    except OSError:
-        return True
-    return any(e["kind"] == "rollback" and e.get("number") == number for e in events)

@@ -25,7 +25,6 @@ from healcore.runtime.microbatches.sizes import MicrobatchSizes
 from healcore.runtime.store import (
     CheckpointDamaged,
     NoGoodCheckpoint,
-    RestoreResult,
     Saved,
     checksummed_json,
     files,
@@ -162,25 +161,8 @@ def _rename_command(path: Path) -> str:
     return f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.old')}"
 
 
-# -- which run the journal and the checkpoints of a directory belong to --------------------------
-# The journal of another run would bring a foreign learning-rate cut and skip the wrong batches. A
-# directory whose checkpoints are all damaged lists no checkpoint, like an empty directory: only the
-# journal and the damaged directories show that it holds a run.
-
-
-def check_lineage(journal: Journal, result: RestoreResult) -> None:
-    """Raises JournalError if journal and checkpoint are of different runs."""
-    of_journal = journal.state.lineage
-    of_checkpoint = (result.restored.healing or {}).get("lineage") or of_journal
-    if of_journal is None:  # the journal was deleted
-        journal.state.lineage = of_checkpoint
-    elif of_checkpoint != of_journal:
-        raise JournalError(
-            f"{journal.path} belongs to run {of_journal}, but the checkpoint of step {result.step} "
-            f"in the same directory belongs to run {of_checkpoint}. Pass another directory, or "
-            "delete the file: then the run resumes from this checkpoint, without the "
-            "learning-rate cut and the skipped batches in the file"
-        )
+# A directory whose checkpoints are all damaged lists no checkpoint, like an empty directory: only
+# the journal and the damaged directories show that it holds a run.
 
 
 def refuse_if_lost(journal: Journal, damaged: Sequence[CheckpointDamaged]) -> None:

@@ -30,7 +30,6 @@ from healcore.runtime.recovery.checkpoint_choice import (
     common_to_ranks,
     newest_until,
     saved_after,
-    why_older,
 )
 from healcore.runtime.recovery.engine_states import (
     after_rollback,
@@ -42,7 +41,6 @@ from healcore.runtime.recovery.engine_states import (
 from healcore.runtime.recovery.journal import (
     Journal,
     JournalError,
-    check_lineage,
     directories,
     update_from_disk,
 )
@@ -152,8 +150,6 @@ class Restorer:
             each.target for each in self.ledger.same_trouble(rollback.onset, self.policy.region)
         ]
         choice = self._choose(saves, rollback, tried)
-        if rollback.better is None:
-            rollback.why_older = why_older(saves, choice, onset=rollback.onset, tried=tried)
         rollback.initial, rollback.repeated = choice.initial, choice.repeated
         rollback.candidates = list(choice.order)
         newer = {*saved_after(saves, onset=rollback.onset), *_steps_after(saves, choice.order[0])}
@@ -406,7 +402,8 @@ class Restorer:
     def _checked_content(self, result: RestoreResult) -> _Content:
         """Checks healcore's part. Malformed values raise any exception."""
         healing, own = result.restored.healing or {}, result.restored.state.get(ITEM)
-        check_lineage(self.journal, result)
+        if self.journal.state.lineage is None:  # the journal was deleted
+            self.journal.state.lineage = healing.get("lineage")
         engines, problem = compatible(self.policy.engine, healing.get("engines"))
         host, ledger = self.host.read(own), None
         if healing.get("schema") == HEALING_SCHEMA:

@@ -12,7 +12,6 @@ from threading import RLock
 from typing import Any
 
 import numpy as np
-from rich.filesize import decimal
 
 from healcore.events import fork_safety
 from healcore.runtime.store import inspection, retention
@@ -111,13 +110,6 @@ class SnapshotStore(Tier):
         """Step and array names of each save since the last call with disallowed NaN or Inf."""
         self.join()
         return super().nonfinite_found()
-
-    def describe(self, state_bytes: int | None = None) -> str:
-        """The largest memory use: "at most 4 copies of the state in host memory (4 × 240 MB …"."""
-        most = self.keep.most + 1
-        nbytes = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
-        size = f" ({most} × {decimal(nbytes)} = {decimal(most * nbytes)})" if nbytes else ""
-        return f"at most {most} copies of the state in host memory{size}"
 
     # -- beyond the protocol --------------------------------------------------------------------
 

@@ -186,10 +186,6 @@ class CheckpointStore(ABC):
         with suppress(StoreError):
             self.mark(step, "quarantined")
 
-    def describe(self, state_bytes: int | None = None) -> str:
-        """Location and memory use of the checkpoints, as text for logs."""
-        return f"checkpoints in {type(self).__name__}"
-
     # -- problems, each reported once -----------------------------------------------------------
 
     def damaged(self) -> list[CheckpointDamaged]:

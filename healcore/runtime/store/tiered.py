@@ -171,10 +171,6 @@ class TieredStore(CheckpointStore):
         """Names of the arrays in a state that hold NaN or Inf on any rank; saves nothing."""
         return self.disk.nonfinite_in(state)
 
-    def describe(self, state_bytes: int | None = None) -> str:
-        """The largest use of host memory, as text for logs."""
-        return f"{self.memory.describe(state_bytes)}, and one more while it is written to disk"
-
     # -- within ---------------------------------------------------------------------------------
 
     def _on_disk(self) -> list[Saved]:

@@ -50,7 +50,6 @@ def test_a_store_of_your_own_needs_nine_methods():
     assert CheckpointStore.__abstractmethods__ == {*nine.split()}
     store = Listed()
     assert (store.tiers, store.disk, store.memory, store.root) == ((store,), store, None, None)
-    assert store.describe() == "checkpoints in Listed"
     assert store.nonfinite_in({}) == ()
     assert store.damaged() == store.trouble() == store.nonfinite_found() == []
     store.save(1, {}, healing={})
