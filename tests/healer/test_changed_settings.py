@@ -112,7 +112,7 @@ def test_a_completed_run_that_is_given_another_learning_rate_is_not_returned(tmp
         ({"kind": torch.optim.RMSprop, "lr": 0.5}, "optimizer: 'AdamW' -> 'RMSprop', "),
         (
             {"schedule": torch.optim.lr_scheduler.CosineAnnealingLR},
-            "scheduler: 'StepLR' -> 'CosineAnnealingLR' ",
+            "scheduler: 'StepLR' -> 'CosineAnnealingLR'",
         ),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -31,7 +30,7 @@ from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.live_state import optimizers, parameter_names
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
-from healcore.torch.store.gloo import GlooRanks, initialized, restart_obstacle
+from healcore.torch.store.gloo import GlooRanks, initialized
 from healcore.torch.store.state import flatten
 
 
@@ -327,8 +326,6 @@ class TorchDriver:
         """
         if self._ranks is None:
             self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
-            if self._ranks.world > 1 and (obstacle := restart_obstacle(os.environ)):
-                self.warnings.append(obstacle)
         return self._ranks
 
     def generators(self) -> live_state.RngState:
