@@ -44,7 +44,6 @@ from healcore.runtime.run_options import (
     NO_HOOKS,
     Checkpoints,
     Logging,
-    reject_grouped_options,
 )
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.trackers import select
@@ -160,7 +159,6 @@ class Healer(Generic[State]):
         stop_file: str | os.PathLike[str] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:
-        reject_grouped_options(overrides)
         check_keywords(Healer.__init__, overrides)
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,18 +71,6 @@ class Logging:
         for name, path in (("events", self.events), ("metrics", self.metrics)):
             if "\0" in str(path):
                 raise ValueError(f"{name} is a path without the NUL character, not {str(path)!r}")
-
-
-def reject_grouped_options(overrides: Mapping[str, object]) -> None:
-    """Raises TypeError for a keyword that is an option of a group."""
-    groups: dict[str, type] = {"checkpoints": Checkpoints, "logging": Logging, "hooks": Hooks}
-    for option, group in groups.items():
-        for name in inspect.signature(group).parameters:
-            if name in overrides:
-                raise TypeError(
-                    f"{name} is an option of {group.__name__}: write "
-                    f"{option}=healcore.{group.__name__}({name}=...)"
-                )
 
 
 CHECKPOINTS, LOGGING, NO_HOOKS = Checkpoints(), Logging(), Hooks()

@@ -40,7 +40,6 @@ class SnapshotStore(Tier):
         self.keep = keep.checked()
         self._ring: dict[int, StateCopy] = {}
         self._lock = RLock()
-        self._problems: list[str] = []
         fork_safety.watch(self)
 
     def forked(self) -> None:
@@ -101,10 +100,8 @@ class SnapshotStore(Tier):
                 self.drop(step)
 
     def problems(self) -> list[str]:
-        """Sentences about copies with NaN or Inf that were not kept, since the last call."""
-        self.join()
-        problems, self._problems = self._problems, []
-        return problems
+        """An empty list: memory holds checkpoints only."""
+        return []
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         """Step and array names of each save since the last call with disallowed NaN or Inf."""
@@ -161,12 +158,6 @@ class SnapshotStore(Tier):
             if nonfinite:
                 self._nonfinite.append((copy.step, nonfinite))
             self._add(copy)
-            if copy.dropped:
-                names = ", ".join(nonfinite[:3])
-                self._problems.append(
-                    f"the copy of step {copy.step} in memory has NaN or Inf in {names} and "
-                    "was not kept"
-                )
         except BaseException:
             copy.dropped = True
             raise

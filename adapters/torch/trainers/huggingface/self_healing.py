@@ -22,7 +22,6 @@ from healcore.runtime.run_options import (
     NO_HOOKS,
     Checkpoints,
     Logging,
-    reject_grouped_options,
 )
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import unwrapped
@@ -104,7 +103,6 @@ def heal_trainer(
         AttachError: `trainer` is not a Trainer, or its configuration cannot be healed.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
     """
-    reject_grouped_options(overrides)
     options: dict[str, Any] = {
         "checkpoints": checkpoints,
         "logging": logging,
