@@ -250,12 +250,10 @@ class Driver(Protocol):
         """Bytes of one copy of the state in this process, including moments not created yet."""
         ...
 
-    def store(
-        self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
-    ) -> CheckpointStore:
+    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
         """The default store: host memory, and a directory unless `where` is None.
 
-        `nonfinite_ok` and `trust` are options of `healcore.Checkpoints`.
+        `nonfinite_ok` is an option of `healcore.Checkpoints`.
         """
         ...
 

@@ -26,19 +26,11 @@ EXIT_STATUS = 62
 """Exit status of a process that the guard has ended. No shell, torchrun or sysexits.h uses it."""
 _GROWTH = 3.0
 """A step may take this many times the longest step so far."""
-_MAX_DELAY_S = 1.0
-"""Max delay of a poll that counts, in seconds. After a longer delay the process was suspended."""
 _STACKS_TIMEOUT_S = 5.0
 """Seconds for which rank 0 waits for the stacks of the other ranks."""
 _REPORT_TIMEOUT_S = 30.0
 """Seconds to wait for the report before the process ends: a failed disk can block the report."""
 _MAX_RANKS_SHOWN = 8
-_DEBUGGERS = (
-    f"{os.sep}bdb.py",
-    f"{os.sep}pdb.py",
-    f"{os.sep}pydevd.py",
-    f"{os.sep}debugpy{os.sep}",
-)
 
 
 class HangGuard:
@@ -108,15 +100,12 @@ class HangGuard:
 
     def _run(self) -> None:
         poll_s = min(max(self._rule.timeout_s / 20, 0.02), 1.0)
-        last_poll, start, waited, last_alarm = time.monotonic(), 0.0, 0.0, 0.0
+        start, waited, last_alarm = 0.0, 0.0, 0.0
         while not self._closed.wait(poll_s):
-            now = time.monotonic()
-            # Suspending the job (Ctrl-Z, a paused container) suspends this thread too.
-            passed, last_poll = min(now - last_poll, poll_s + _MAX_DELAY_S), now
             if self._counting_since != start:
                 start, waited, last_alarm = self._counting_since, 0.0, 0.0
-            elif start:
-                waited += passed
+            elif start:  # counted in polls: suspending the job suspends this thread too
+                waited += poll_s
             if waited > max(self._limit_s, 2 * last_alarm):
                 last_alarm = waited
                 self._alarm(waited)
@@ -129,19 +118,18 @@ class HangGuard:
     def _alarm(self, waited: float) -> None:
         """Reports this rank's stacks, and ends the process if the policy says so."""
         stacks = self._stacks()
-        ends = self._ends and not any(path in stacks for path in _DEBUGGERS)
         why = f"rank {self._rank} has been within one step for {waited:.0f} s"
         note = RankNote(rank=self._rank, step=self._step, why=why, trace=stacks, time=time.time())
-        ending = f"; it ends with exit status {EXIT_STATUS}" if ends else ""
+        ending = f"; it ends with exit status {EXIT_STATUS}" if self._ends else ""
         console.warning(f"{why}{ending}")
         report: Callable[[], None] = lambda: self._notes.leave(note)  # noqa: E731
         if self._rank == 0:
-            report = lambda: self._report(note, waited, ends=ends)  # noqa: E731
+            report = lambda: self._report(note, waited)  # noqa: E731
         # In another thread, because a failed disk can block forever.
         writer = threading.Thread(target=report, name="healcore-hang-report", daemon=True)
         writer.start()
         writer.join(_REPORT_TIMEOUT_S)
-        if ends:
+        if self._ends:
             self._wait_for_report(note)
             sys.stderr.flush()
             os._exit(EXIT_STATUS)
@@ -168,7 +156,7 @@ class HangGuard:
             for i in order
         )
 
-    def _report(self, own_note: RankNote, waited: float, *, ends: bool) -> None:
+    def _report(self, own_note: RankNote, waited: float) -> None:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
         until = time.monotonic() + _STACKS_TIMEOUT_S
         notes = [own_note, *self._notes.found(hangs=True)]
@@ -186,13 +174,13 @@ class HangGuard:
             cause=names(Cause.HANG),
             sign="no step within the time-out",
             problem=why,
-            answer=None if self._observes else "stop" if ends else "alert",
+            answer=None if self._observes else "stop" if self._ends else "alert",
             observed=True if self._observes else None,
             seconds=round(waited, 3),
             stacks=stacks,
         )
         events = self._log.events
-        if not ends or events.path is None:
+        if not self._ends or events.path is None:
             return
         hung = postmortem.of_hung(events.path, step=step, why=why, stacks=stacks)
         problem = postmortem.write(postmortem.path_for(events.path, events.run), hung)

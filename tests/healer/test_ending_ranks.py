@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from healcore.events import read
-from tests.healer.ending_ranks import AT, CASES, GRACE, RAISES, RESTART, TIMEOUT, WORLD
+from tests.healer.ending_ranks import AT, CASES, EVERY, GRACE, RAISES, TIMEOUT, WORLD
 from tests.healer.run_directory import postmortems
 
 ENDED = {1, -signal.SIGTERM, 128 + signal.SIGTERM}
@@ -68,10 +68,10 @@ def test_the_job_ends_and_the_next_run_is_as_if_nothing_had_happened(case: str, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_work_that_is_lost_is_at_most_the_distance_of_restart_points(case: str, ranks: Ranks):
+def test_the_work_that_is_lost_is_at_most_the_distance_of_two_checkpoints(case: str, ranks: Ranks):
     (resumed,) = {*ranks.of[case]["resumed"]}
     done = AT + (case == "between") + 2 * (case == "terminated")
-    assert 0 <= done - resumed <= RESTART
+    assert 0 <= done - resumed <= EVERY
     assert (resumed == done) == (case == "terminated"), "a signal is voted on, and saves"
 
 

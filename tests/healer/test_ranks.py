@@ -55,11 +55,6 @@ class Pair:
     @property
     def refusals(self) -> list[str]:
         """What each rank says to other options on the ranks."""
-        return [json.loads(out.splitlines()[-3]) for out, _ in self._ends]
-
-    @property
-    def stores(self) -> list[str]:
-        """What each rank says to a store that is another directory on each."""
         return [json.loads(out.splitlines()[-2]) for out, _ in self._ends]
 
     @property
@@ -70,7 +65,7 @@ class Pair:
     @property
     def exchanges(self) -> list[Any]:
         """What each rank finds after a signal whose handler raises within an exchange."""
-        return [json.loads(out.splitlines()[-4]) for out, _ in self._ends]
+        return [json.loads(out.splitlines()[-3]) for out, _ in self._ends]
 
     def lines(self, rank: int) -> str:
         """What a rank has written on standard error."""
@@ -127,12 +122,6 @@ def test_other_options_on_the_ranks_are_refused_on_each(pair):
         "rank 1 has another policy, save_every than rank 0",
         "rank 0 has another policy, save_every than rank 1",
     ]
-
-
-def test_a_directory_that_not_all_ranks_see_is_refused_at_the_start(pair):
-    assert all(each.startswith("rank 1 does not see in ") for each in pair.stores)
-    assert all("all ranks need one directory" in each for each in pair.stores)
-    assert not list(pair.root.glob("of */*tmp*"))
 
 
 def test_a_rank_that_waits_for_the_healers_of_the_others_says_so(pair):

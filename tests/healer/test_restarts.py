@@ -23,18 +23,6 @@ from tests.healer.training_loops import Faults, loop_of, rules, same, train
 BAD = [23, 24]
 
 
-def test_a_rollback_is_logged_once_although_its_process_was_killed(tmp_path, monkeypatch):
-    def go() -> Any:
-        loop = loop_of("torch", Faults(always=BAD))
-        return train(loop, rules(), range(40), store=tmp_path)
-
-    crash(monkeypatch, Recovery, "report", lambda *_: True, go)
-    go()
-    (logged,) = events(tmp_path, "rollback")
-    assert (logged["number"], logged["onset"], logged["checkpoint"]) == (1, 23, 15)
-    assert logged["step"] == 25, "where it went back from"
-
-
 def test_a_request_is_not_lost_behind_a_save(tmp_path, monkeypatch):
     """Step 24 is bad and is read after the save of step 25: a start from there must know."""
     clean = loop_of("torch", Faults(always=[24]))

@@ -138,7 +138,7 @@ def test_an_unsavable_state_is_an_error_at_the_start():
         def load_state_dict(self, state):
             del state
 
-    with pytest.raises(Exception, match="cannot be pickled"):
+    with pytest.raises(Exception, match="no plain form"):
         Healer(rules(), state={**loop.state, "odd": Odd()}).__enter__()
     assert not loop.optimizer._optimizer_step_pre_hooks
 
@@ -187,7 +187,6 @@ def test_two_runs_in_one_directory(tmp_path):
     ):
         Healer(rules(), state=second.state, store=tmp_path).__enter__()
     assert not second.optimizer._optimizer_step_pre_hooks
-    assert not list(tmp_path.glob("*.lock"))
 
 
 ROW = policies.loads(

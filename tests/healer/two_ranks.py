@@ -35,7 +35,7 @@ from healcore.runtime.loop.termination import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.store import Keep, StoreError
+from healcore.runtime.store import Keep
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
 from healcore.torch.store import MemoryStore as TorchMemoryStore
@@ -229,18 +229,6 @@ def refusal(root: Path) -> str:
         return str(error)
 
 
-def store_of_each(root: Path) -> str:
-    """What a Healer says whose store is another directory on each rank."""
-    net = torch.nn.Linear(4, 1)
-    state = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
-    rank_group._VISIBLE_S = 0.2
-    try:
-        with Healer(rules(), state=state, store=root / f"of {dist.get_rank()}"):
-            return ""
-    except StoreError as error:
-        return str(error)
-
-
 def destroyed_group(root: Path) -> str:
     """What a Healer says whose process group the program destroys before the block's end."""
     net = torch.nn.Linear(4, 1)
@@ -301,7 +289,6 @@ def main(rank: int, root: Path, scenarios: list[str]) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     print(json.dumps(interrupted_exchange()), flush=True)
     print(json.dumps(refusal(root)), flush=True)
-    print(json.dumps(store_of_each(root)), flush=True)
     print(json.dumps(destroyed_group(root)), flush=True)
 
 

@@ -122,17 +122,8 @@ def test_values_of_jax():
     ids=["list of its own", "array of objects", "sparse", "class"],
 )
 def test_without_a_plain_form(value):
-    with pytest.raises(UnsavableState, match=r"state\['x'\]\['at'\]\[1\].*trust=True"):
+    with pytest.raises(UnsavableState, match=r"state\['x'\]\['at'\]\[1\]"):
         json_codec.dumps({"at": [0, value]}, ("x",))
-    text = json_codec.dumps({"at": [0, value]}, ("x",), trust=True)
-    with pytest.raises(StoreError, match=r"state\['x'\].*trust=True"):
-        json_codec.loads(text, ("x",))
-    assert type(json_codec.loads(text, ("x",), trust=True)["at"][1]) is type(value)
-
-
-def test_a_value_that_cannot_be_pickled_either():
-    with pytest.raises(UnsavableState, match="cannot be pickled"):
-        json_codec.dumps(lambda: None, ("x",), trust=True)
 
 
 NODES = st.recursive(
@@ -185,7 +176,7 @@ def test_crafted_texts(text):
 def test_a_pickle_in_it_runs_no_code(tmp_path):
     at = tmp_path / "code-ran"
     text = json.dumps({"list": [{"pickle": base64_of(code(at))}]})
-    with pytest.raises(StoreError, match="trust=True"):
+    with pytest.raises(StoreError, match="pickle"):
         json_codec.loads(text, ("x",))
     assert not at.exists()
 

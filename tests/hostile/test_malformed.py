@@ -251,8 +251,7 @@ DONE = PLAN | {"status": "applied", "target": 0}
 @pytest.mark.parametrize(
     "change",
     [
-        {"settings": {"saved": []}},
-        {"settings_at_end": {"saved": 7}},
+        {"settings": []},
         {"ledger": {"a": 1}},
         {"microbatches": {"a": 1}},
         {"microbatches": {"used": 1, "limits": {"x": {"elements": ""}}}},

@@ -53,7 +53,8 @@ def test_the_lines_after_a_kill(tmp_path):
 
     pytest.importorskip("torchdata")
     program = blocks("data-and-resume.md")[0]
-    killed = program + "        if healer.step == 71 and KILL: os.kill(os.getpid(), 9)\n"
+    killed = f"{program}        if healer.step == 151 and KILL:\n"
+    killed += "            healer.store.wait()\n            os.kill(os.getpid(), 9)\n"
     lines = ""
     for kill, status in ((True, -signal.SIGKILL), (False, 0)):
         code = f"import os\nKILL = {kill}\n{killed}"

@@ -6,10 +6,8 @@ With several ranks only rank 1 hangs, and the others wait for it in an all_reduc
 from __future__ import annotations
 
 import faulthandler
-import io
 import json
 import os
-import pdb
 import signal
 import sys
 import time
@@ -39,19 +37,6 @@ def reported(folder: str) -> bool:
     return '"fault"' in (Path(folder) / "healcore.events.jsonl").read_text()
 
 
-class Person(io.StringIO):
-    """What a debugger reads: a person goes on once the guard has reported."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def readline(self, *size: int) -> str:
-        while not reported(self._folder):
-            time.sleep(0.05)
-        return "continue\n"
-
-
 def hang(how: str, folder: str) -> None:
     """Never returns, unless it is only slow."""
     if how == "stopped":
@@ -59,8 +44,6 @@ def hang(how: str, folder: str) -> None:
     elif how in ("slow", "preset"):
         while not reported(folder):
             time.sleep(0.05)
-    elif how == "debugged":
-        pdb.Pdb(stdin=Person(folder), stdout=io.StringIO(), nosigint=True).set_trace()
     elif how == "sleeps":
         time.sleep(1000)
     while how == "python":

@@ -20,7 +20,7 @@ BOUND_S = 1200
 """After which a test fails. How long it takes depends on what else runs, and is not asserted."""
 ALONE = ("python", "sleeps")
 RANKS = {"stopped": 3, "sleeps": 2}
-RUNS = [(how, 1) for how in (*ALONE, "slow", "preset", "debugged", "healthy")] + [*RANKS.items()]
+RUNS = [(how, 1) for how in (*ALONE, "slow", "preset", "healthy")] + [*RANKS.items()]
 
 
 def run(root: Path, runs: list[tuple[str, int]]) -> dict[str, int]:
@@ -100,11 +100,9 @@ def test_every_event_of_a_hang_is_valid(runs):
         assert [each for event in history.events for each in problems(event)] == []
 
 
-@pytest.mark.parametrize(
-    ("how", "answer"), [("slow", None), ("preset", "alert"), ("debugged", "alert")]
-)
+@pytest.mark.parametrize(("how", "answer"), [("slow", None), ("preset", "alert")])
 def test_what_does_not_end_a_run(how, answer, runs):
-    """A policy that observes, the presets, and a person in a debugger."""
+    """A policy that observes, and the presets."""
     assert runs.ended(how) == [0]
     fault, *_ = (each for each in events(runs.folder(how)) if each["kind"] == "fault")
     assert fault.get("answer") == answer

@@ -345,11 +345,8 @@ class JaxDriver:
             for leaf in jax.tree.leaves(self._live.read())
         )
 
-    def store(
-        self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
-    ) -> CheckpointStore:
+    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
         """Returns the default store: memory, and also Orbax if `where` is a directory."""
-        del trust
         from healcore.jax.store import MemoryStore, OrbaxStore, TieredStore  # loads Orbax
 
         memory = MemoryStore(nonfinite_ok=nonfinite_ok)

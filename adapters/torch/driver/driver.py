@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -31,7 +30,7 @@ from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.live_state import optimizers, parameter_names
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
-from healcore.torch.store.gloo import GlooRanks, initialized, restart_obstacle
+from healcore.torch.store.gloo import GlooRanks, initialized
 from healcore.torch.store.state import flatten
 
 
@@ -300,7 +299,7 @@ class TorchDriver:
 
     def state_bytes(self) -> int:
         """Bytes of the arrays in the state. Assumes two moments for an optimizer without state."""
-        leaves = flatten(self.items(), trust=True).leaves.values()
+        leaves = flatten(self.items(), live=True).leaves.values()
         trained = sum(
             parameter.nbytes
             for healing in self.healings.values()
@@ -310,16 +309,14 @@ class TorchDriver:
         )
         return sum(leaf.tensor.nbytes for leaf in leaves) + 2 * trained
 
-    def store(
-        self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
-    ) -> CheckpointStore:
+    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
         """A `MemoryStore`, and with `where` also a `DCPStore`. Every rank has to call it."""
-        memory = MemoryStore(nonfinite_ok=nonfinite_ok, trust=trust)
+        memory = MemoryStore(nonfinite_ok=nonfinite_ok)
         if where is None:
             return memory
         members = self._members if initialized() else []
         group = GlooRanks(members=members).group if members else None
-        disk = DCPStore(where, nonfinite_ok=nonfinite_ok, trust=trust, process_group=group)
+        disk = DCPStore(where, nonfinite_ok=nonfinite_ok, process_group=group)
         return TieredStore(memory, disk)
 
     def ranks(self) -> Ranks:
@@ -329,8 +326,6 @@ class TorchDriver:
         """
         if self._ranks is None:
             self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
-            if self._ranks.world > 1 and (obstacle := restart_obstacle(os.environ)):
-                self.warnings.append(obstacle)
         return self._ranks
 
     def generators(self) -> live_state.RngState:

@@ -29,15 +29,8 @@ class MemoryStore(memory.SnapshotStore):
     Args:
         keep: how many copies of each kind are kept; a save adds one more while it runs.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
-        trust: also save objects that need pickle. A `TieredStore` uses its disk store's `trust`.
     """
 
-    def __init__(
-        self,
-        keep: Keep = memory.SMALL,
-        *,
-        nonfinite_ok: Collection[str] = (),
-        trust: bool = False,
-    ) -> None:
+    def __init__(self, keep: Keep = memory.SMALL, *, nonfinite_ok: Collection[str] = ()) -> None:
         rank = dist.get_rank() if initialized() else 0
-        super().__init__(TorchCopier(rank, trust=trust), keep, nonfinite_ok=nonfinite_ok)
+        super().__init__(TorchCopier(rank), keep, nonfinite_ok=nonfinite_ok)

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from healcore.runtime.store import manifest, ranks, structure
 from healcore.runtime.store.directory import DirectoryStore
-from healcore.runtime.store.errors import pickle_error
 from healcore.runtime.store.host_memory import aligned
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.manifest import StoredCheckpoint
@@ -31,7 +30,6 @@ from healcore.torch.store import dcp_files
 from healcore.torch.store.dcp_files import CheckedReader, DigestingWriter
 from healcore.torch.store.gloo import GlooRanks, initialized
 from healcore.torch.store.host_copy import TorchCopier
-from healcore.torch.store.state import TRUST_RECEIVER
 
 # DCP warns at every save and load of a program with one process. The filter is not set around the
 # calls, because they run in the background and warning filters are global.
@@ -51,9 +49,6 @@ class DCPStore(DirectoryStore):
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
         process_group: a gloo group for the store alone; by default a new group, if the program has
             several ranks. Every rank has to create the store.
-        trust: pickle objects that JSON and arrays cannot represent, and read pickles, including
-            DCP's own index. Reading runs any code in the pickles, so use it only for a directory
-            that nobody else can write to.
 
     Raises:
         StoreError: the directory cannot be used.
@@ -67,13 +62,11 @@ class DCPStore(DirectoryStore):
         *,
         nonfinite_ok: Collection[str] = (),
         process_group: Any | None = None,
-        trust: bool = False,
     ) -> None:
         several = process_group is not None or initialized()
         processes = GlooRanks(process_group) if several else None
-        copier = TorchCopier(processes.rank if processes else 0, trust=trust)
+        copier = TorchCopier(processes.rank if processes else 0)
         super().__init__(root, copier, nonfinite_ok=nonfinite_ok, ranks=processes)
-        self.trust = trust
 
     @property
     def _group(self) -> Any:
@@ -105,7 +98,7 @@ class DCPStore(DirectoryStore):
         live: Flat,
     ) -> dict[str, Tensor]:
         nodes = structure.nodes_of(entries)
-        reader = self._reader(checkpoint, entries, nodes)
+        reader = self._reader(checkpoint, nodes)
         sharded = {
             name: (p.to_local(), p._spec)  # type: ignore[attr-defined,operator]
             for name, p in _moments_of_dtensors(entries, like).items()
@@ -129,21 +122,14 @@ class DCPStore(DirectoryStore):
                 raise checkpoint.damaged(manifest.DATA, why, malformed=True) from error
         return targets
 
-    def _reader(
-        self, checkpoint: StoredCheckpoint, entries: Mapping[str, Any], nodes: Mapping[str, Any]
-    ) -> FileSystemReader:
-        """DCP's own reader; without `trust`, with an index that is parsed without pickle.
+    def _reader(self, checkpoint: StoredCheckpoint, nodes: Mapping[str, Any]) -> FileSystemReader:
+        """DCP's own reader, with an index that is parsed without pickle.
 
         If one rank rejects the index, all ranks raise.
         """
         data = checkpoint.folder / manifest.DATA
-        if self.trust:
-            return FileSystemReader(data)
 
         def check() -> FileSystemReader:
-            for name, entry in entries.items():
-                for at in structure.pickles_in(entry["tree"], (name,)):
-                    raise pickle_error(at, TRUST_RECEIVER)
             wanted = {name: _stored_type(node) for name, node in nodes.items()}
             if not wanted:
                 return FileSystemReader(data)  # there is no array to read

@@ -217,6 +217,5 @@ def _check_place(
 def _untrusted(data: Path, why: str) -> Untrusted:
     return Untrusted(
         f"{data / INDEX} is not what DCP writes: {why}. Nothing was restored: use an older "
-        "checkpoint; or, if nobody but you could write to this directory, pass trust=True to the "
-        "store, and DCP unpickles the file, which runs any code in it"
+        "checkpoint"
     )

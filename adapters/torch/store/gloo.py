@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -115,22 +115,6 @@ def _timeout() -> timedelta | None:
         return max(MIN_TIMEOUT, *(backend.options._timeout for backend in backends))
     except (AttributeError, TypeError, RuntimeError):  # a backend without a time-out
         return None
-
-
-def restart_obstacle(environment: Mapping[str, str]) -> str:
-    """Reason why restarts by torchrun may fail, or an empty string.
-
-    `environment` has torchrun's variables. If all restarts share one store, gloo reads addresses of
-    killed ranks from it (https://github.com/pytorch/pytorch/issues/167288; torch 2.13).
-    """
-    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or restarts == "0":
-        return ""
-    return (
-        f"torchrun may restart this run {restarts} times, and a restarted rank may read the "
-        "address of its killed predecessor: start torchrun with "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
-    )
 
 
 def initialized() -> bool:

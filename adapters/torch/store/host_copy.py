@@ -16,8 +16,7 @@ from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks, rounded
 from healcore.runtime.store.inspection import map_in_threads
 from healcore.runtime.store.structure import Flat
 from healcore.torch.plain_values import value_of
-from healcore.torch.store import fitting
-from healcore.torch.store.state import Leaf, flatten, unpickle, with_class, wrapper_tensor
+from healcore.torch.store.state import Leaf, flatten, with_class, wrapper_tensor
 
 
 @dataclass
@@ -42,18 +41,16 @@ class TorchSnapshot(Snapshot):
 class TorchCopier(Copier):
     """Copies torch states to host memory. Copies from CUDA go to pinned memory, without a sync.
 
-    `rank` is part of the names of per-rank values. `trust` also pickles values that JSON and arrays
-    cannot represent, and reads pickles.
+    `rank` is part of the names of per-rank values.
     """
 
-    def __init__(self, rank: int = 0, *, trust: bool = False) -> None:
+    def __init__(self, rank: int = 0) -> None:
         super().__init__()
         self.rank = rank
-        self.trust = trust
 
     def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
         """Splits a state into JSON and tensors. See `Copier.flatten`."""
-        return flatten(state, self.rank, trust=self.trust or live)
+        return flatten(state, self.rank, live=live)
 
     def take(
         self, state: Mapping[str, Any], recycled: TorchSnapshot | None = None
@@ -103,15 +100,10 @@ class TorchCopier(Copier):
             arrays[leaf.name] = fresh
         return arrays
 
-    fitted = staticmethod(fitting.fitted)
-    missing_groups = staticmethod(fitting.missing_groups)
-
     def fetch(
         self, name: str, tag: str, content: Any, arrays: Mapping[str, Tensor], live: Flat | None
     ) -> Any:
-        """Decodes a tensor on its live device, a value of torch, or with `trust` a pickle."""
-        if tag == "pickle":
-            return unpickle(name, content, self.trust)
+        """Decodes a tensor on its live device, or a value of torch."""
         if tag == "torch":
             return value_of(content)
         if tag == "subclass":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,20 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from healcore.runtime.json_codec import pickled_text
 from healcore.runtime.store import structure
 from healcore.runtime.store.errors import (
     StateMismatch,
     StoreError,
     UnsavableState,
-    pickle_error,
     unsavable_error,
 )
 from healcore.runtime.store.structure import Flat
 from healcore.torch.live_state import identities
 from healcore.torch.plain_values import node_of
-
-TRUST_RECEIVER = "the store (or to Checkpoints of the Healer that creates it)"
 
 
 class Leaf(NamedTuple):
@@ -40,14 +34,14 @@ class Leaf(NamedTuple):
     """The DTensorSpec if the tensor is the local part of a DTensor, else None."""
 
 
-def flatten(state: Mapping[str, Any], rank: int = 0, *, trust: bool = False) -> Flat:
+def flatten(state: Mapping[str, Any], rank: int = 0, *, live: bool = False) -> Flat:
     """Splits a state into JSON and arrays, without copies. UnsavableState for an unsavable value.
 
     Writers assume that arrays of one name are equal on every rank. So arrays of an object with
-    ``per_rank = True`` (a random generator, a data loader) have the rank in their names. `trust`
-    pickles values that JSON and arrays cannot represent.
+    ``per_rank = True`` (a random generator, a data loader) have the rank in their names. A `live`
+    state may hold values that cannot be saved.
     """
-    flattener = _Flattener(rank, trust)
+    flattener = _Flattener(rank, live)
     entries = {
         name: flattener.entry(name, value) for name, value in structure.checked_names(state).items()
     }
@@ -59,11 +53,11 @@ def flatten(state: Mapping[str, Any], rank: int = 0, *, trust: bool = False) -> 
 class _Flattener:
     """Collects the arrays while a tree is encoded."""
 
-    def __init__(self, rank: int, trust: bool) -> None:
+    def __init__(self, rank: int, live: bool) -> None:
         self.leaves: dict[str, Leaf] = {}
         self._names = structure.Names()
         self._rank = rank
-        self._trust = trust
+        self._live = live
         self._encoded: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._deduplicates = False
 
@@ -93,9 +87,9 @@ class _Flattener:
         if (node := node_of(value)) is not None:
             return {"torch": node}
         # Schedulers and loaders may have any object in their state, such as a partial or a path.
-        if not self._trust:
-            raise unsavable_error(structure.place(path), value, TRUST_RECEIVER)
-        return {"pickle": pickled_text(path, value)}
+        if not self._live:
+            raise unsavable_error(structure.place(path), value)
+        return {"unsavable": structure.class_name(type(value))}
 
     def _encode_wrapper(self, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         """Encodes the inner tensors of a wrapper subclass, such as torchao's moments of 8 bits.
@@ -196,13 +190,6 @@ def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
 def _is_portable(dtype: np.dtype) -> bool:
     """Whether a file can name the dtype: no objects, no fields, no other package's types."""
     return not dtype.hasobject and dtype.names is None and np.dtype(dtype.str) == dtype
-
-
-def unpickle(name: str, content: str, trust: bool) -> Any:
-    """Unpickles an object. Untrusted without `trust`."""
-    if not trust:
-        raise pickle_error(f"a value in {structure.place((name,))}", TRUST_RECEIVER)
-    return pickle.loads(base64.b64decode(content))
 
 
 def wrapper_tensor(name: str, content: Any, fetch: structure.Fetch) -> Any:

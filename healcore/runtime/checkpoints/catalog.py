@@ -6,14 +6,11 @@ list instead, because they must depend on the steps alone.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError, superfluous
-from healcore.runtime.store.ranks import Ranks, agreed
+from healcore.runtime.store import Keep, Saved, superfluous
 
 
 class Catalog:
@@ -124,58 +121,3 @@ def probation_passed(
         for save in saves
         if save.status == "candidate" and save.finite and healthy(save.step) >= probation
     ]
-
-
-class _AbandonedBranch(NamedTuple):
-    target: int
-    """Step of the checkpoint that the run rolled back to."""
-    before: float
-    """Unix time. Checkpoints saved later belong to the current branch."""
-
-
-class PendingQuarantine:
-    """Checkpoints to quarantine as soon as the disk can be written again.
-
-    A rollback quarantines the checkpoints after the onset. If the disk cannot be written at that
-    time, they would later count as usable.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._branches: list[_AbandonedBranch] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._branches)
-
-    def add(self, target: int) -> None:
-        """Adds every checkpoint after `target` that exists now. Collective."""
-        self._branches.append(_AbandonedBranch(target, agreed(self._ranks, time.time())))
-
-    def applied(self, saves: Sequence[Saved]) -> list[Saved]:
-        """The listing with the pending checkpoints marked as quarantined."""
-        return [
-            saved._replace(status="quarantined") if self._includes(saved) else saved
-            for saved in saves
-        ]
-
-    def write(self, tier: CheckpointStore) -> list[int]:
-        """Quarantines on disk; returns the steps, or an empty list while the disk fails."""
-        branches = list(self._branches)
-        try:
-            saves = tier.steps()
-        except StoreError:
-            saves = None
-        todo = saves and [s.step for s in saves if self._includes(s) and s.status != "quarantined"]
-        todo = agreed(tier.processes, todo)
-        if todo is None:
-            return []
-        try:
-            for step in todo:
-                tier.mark(step, "quarantined")
-        except (StoreError, OSError):
-            return []
-        self._branches = [branch for branch in self._branches if branch not in branches]
-        return todo
-
-    def _includes(self, saved: Saved) -> bool:
-        return any(saved.step > b.target and saved.created < b.before for b in self._branches)

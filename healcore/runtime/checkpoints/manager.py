@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
-from healcore.runtime.checkpoints.catalog import Catalog, PendingQuarantine
-from healcore.runtime.checkpoints.restart_points import RestartPoints, TimeBudget
+from healcore.runtime.checkpoints.catalog import Catalog
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
@@ -29,17 +28,12 @@ from healcore.runtime.store.inspection import disallowed
 from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import Ranks, agreed
 
-MAX_WAIT = 2.0
-"""Seconds that all saves of a run together may wait for a slow disk."""
-_WAIT_SHARE = 0.01
-"""Share of the run's time that saves may wait in addition."""
-
-_OPTIONAL_SAVES = frozenset({"regular", "ordered"})
-"""Reasons of the saves that are skipped while the disk is busy."""
-
 
 class CheckpointManager:
     """Saves, verifies, quarantines and deletes the checkpoints of one run.
+
+    Verifications and deletions run in the queue of each tier, in the order of the steps. So the
+    contents of a store depend on the steps, not on the speed of a disk.
 
     Args:
         store: store of the checkpoints.
@@ -47,11 +41,8 @@ class CheckpointManager:
         keep: numbers of checkpoints to keep.
         probation: healthy steps until a checkpoint is known-good.
         region: onsets fewer steps apart belong to the same trouble.
-        verifier: verifies and deletes in the background.
         ranks: the processes of the run.
         log: log of the run.
-        restart_every: `every` of `RestartPoints`.
-        restart_spread: `spread` of `RestartPoints`.
     """
 
     def __init__(
@@ -62,33 +53,24 @@ class CheckpointManager:
         keep: Keep,
         probation: int,
         region: int,
-        verifier: BackgroundVerifier,
         ranks: Ranks,
         log: RunLog,
-        restart_every: int | None = None,
-        restart_spread: bool = False,
     ) -> None:
         self.store = store
         self.every = every
-        self._verifier = verifier
         self._ranks = ranks
         self._log = log
         self.catalog = Catalog(keep.checked(), probation=probation, region=region)
-        self.restart_points = RestartPoints(
-            store, every=restart_every, spread=restart_spread, verifier=verifier, ranks=ranks
-        )
-        self._wait_budget = TimeBudget(MAX_WAIT, _WAIT_SHARE)
         self._saved_once = False
+        self._verified: deque[tuple[int, Exception | None]] = deque()
+        """Step of each verified checkpoint, and its problem; None for a known-good one."""
         self._deleted: deque[set[int]] = deque()
-        self._in_memory_only: set[int] = set()
-        """Steps of checkpoints that are not on disk because the disk was busy or failed."""
         self._left_alone: set[int] = set()
         """Steps of checkpoints that are newer than the checkpoint of the start."""
         self._logged_good: set[int] = set()
         self._nonfinite: dict[int, tuple[str, ...]] = {}
-        self._pending_quarantine = PendingQuarantine(ranks)
-        self._quarantined_late: deque[int] = deque()
-        self._disk_failed = False
+        self._abandoned: list[tuple[int, float]] = []
+        """Target and Unix time of each rollback."""
         self.good: int | None = None
         """Step of the newest known-good checkpoint."""
         self.damaged: list[int] = []
@@ -107,8 +89,17 @@ class CheckpointManager:
     # -- the checkpoints in the store -----------------------------------------------------------
 
     def listed(self) -> list[Saved]:
-        """The checkpoints; checkpoints of an abandoned branch count as quarantined."""
-        return self._pending_quarantine.applied(self.store.steps())
+        """The checkpoints; checkpoints of an abandoned branch count as quarantined.
+
+        Their status on disk may differ if the disk could not be written at the rollback.
+        """
+        return [
+            saved._replace(status="quarantined") if self._is_abandoned(saved) else saved
+            for saved in self.store.steps()
+        ]
+
+    def _is_abandoned(self, saved: Saved) -> bool:
+        return any(saved.step > target and saved.created < at for target, at in self._abandoned)
 
     def reload(self, resumed: int | None = None) -> None:
         """Reads the store's listing again, after a rollback, or after a start at step `resumed`.
@@ -117,7 +108,7 @@ class CheckpointManager:
 
         Drops all findings so far: they are about steps that the rollback has undone.
         """
-        self._verifier.discard()
+        self.close()
         self.store.nonfinite_found()
         try:
             saves = self.listed()
@@ -131,9 +122,7 @@ class CheckpointManager:
         self._deleted.clear()
         self._logged_good = {s.step for s in saves if s.status == "good"}
         self.good = max(self._logged_good, default=None)
-        self._in_memory_only.clear()
         self._nonfinite.clear()
-        self.restart_points.clear()
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -146,25 +135,14 @@ class CheckpointManager:
     ) -> None:
         """Saves a checkpoint. Reports a failed save, and training continues.
 
-        While a slow disk still writes the previous checkpoint, a regular save goes to memory only,
-        or is skipped if the store has no memory tier. `poll` reports later errors.
+        Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
 
         Raises:
             UnsavableState: the first save found a value that cannot be saved.
         """
-        late = why in _OPTIONAL_SAVES and any(
-            self._ranks.gather(self._wait_budget.wait_until_deadline(self.store))
-        )
-        store = self.store.memory if late else self.store
-        if late:
-            outcome = "is skipped" if store is None else "is only in memory"
-            problem = f"the disk still writes the previous checkpoint: checkpoint {step} {outcome}"
-            self._report_failure(step, problem, problem)
-        if store is None:
-            return
         began = time.monotonic()
         try:
-            store.save(step, state, healing=healing)
+            self.store.save(step, state, healing=healing)
         except (StoreError, OSError) as error:
             if isinstance(error, UnsavableState) and not self._saved_once:
                 raise
@@ -172,18 +150,9 @@ class CheckpointManager:
             return
         self._saved_once = True
         self._left_alone.discard(step)
-        self.restart_points.keep(step)
-        self.restart_points.delete_older(step)
         self.unsaved.discard(step)
-        (self._in_memory_only.add if late else self._in_memory_only.discard)(step)
         self.catalog.add(step)
         self._log.event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
-        if self._pending_quarantine:
-            self._verifier.submit(
-                self.store,
-                step,
-                lambda tier: self._quarantined_late.extend(self._pending_quarantine.write(tier)),
-            )
 
     def protect(self, steps: Iterable[int]) -> None:
         """Protects the checkpoints of these steps from deletion, and no others."""
@@ -191,26 +160,10 @@ class CheckpointManager:
         for tier in self.store.tiers:
             tier.protected = self.catalog.protected
 
-    def save_for_restart(
-        self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any]
-    ) -> None:
-        """Saves a restart point, unless it would cost too much time."""
-        began = time.monotonic()
-        try:
-            saved = self.restart_points.save(step, state, healing)
-        except (StoreError, OSError) as error:
-            self._save_failed(step, error)
-            return
-        if saved:
-            seconds = round(time.monotonic() - began, 6)
-            self._log.event("save", step=step, why="restart", seconds=seconds)
-
-    def in_memory_only(self, step: int) -> bool:
-        """Whether a checkpoint is in memory but not on disk. Waits for the disk."""
-        if self.store.disk is None or self.store.memory is None:
-            return False
-        self.wait()  # a write in progress may still succeed
-        return any(saved.step == step and saved.path is None for saved in self.listed())
+    def is_unsaved(self, step: int) -> bool:
+        """Whether the write of a checkpoint has failed. Waits for the disk."""
+        self.wait()
+        return step in self.unsaved
 
     # -- known-good -----------------------------------------------------------------------------
 
@@ -237,15 +190,20 @@ class CheckpointManager:
         self._verify(self._on_every_rank(self.catalog.probation_passed(ledger, before)), ledger)
         self._wait_for_results()
 
-    def finish(self, ledger: Ledger, step: int) -> None:
+    def finish(self, ledger: Ledger) -> None:
         """The last `poll` of a run; waits for the queue."""
         self.poll(ledger)
-        self.restart_points.delete_older(step)
         self._wait_for_results()
 
     def _wait_for_results(self) -> None:
-        self._verifier.wait()
+        self._join()
         self._read_results()
+
+    def _join(self) -> None:
+        """Waits for the jobs of all tiers; raises no errors."""
+        for tier in self.store.tiers:
+            if tier.queue is not None:
+                tier.queue.join()
 
     def _probation_passed(self, ledger: Ledger) -> list[int]:
         """Steps of checkpoints whose probation is over, the same on every rank.
@@ -269,36 +227,54 @@ class CheckpointManager:
         surplus = agreed(self._ranks, self.catalog.mark_good(steps, ledger))
         for index, step in enumerate(steps, 1):
             to_delete = [old for old in surplus if old not in steps[index:]]
-            self._verifier.verify(
-                self.store,
-                step,
-                then=self._deletion(to_delete, {*steps}.difference(surplus)),
-                nearest_only=step in self._in_memory_only,
-            )
-            self._in_memory_only.discard(step)
+            new = {*steps}.difference(surplus)
+            for tier in self.store.tiers:
+                job = partial(self._verify_in, tier, step, to_delete, new)
+                if tier.queue is None:
+                    job()
+                else:
+                    tier.queue.submit(step, "while verifying it", job)
 
-    def _deletion(self, surplus: Sequence[int], new: set[int]) -> Callable[[CheckpointStore], None]:
-        """Makes the job that deletes the `surplus` checkpoints of a tier.
+    def _verify_in(
+        self, tier: CheckpointStore, step: int, surplus: Sequence[int], new: set[int]
+    ) -> None:
+        """Verifies a checkpoint of a tier, marks it as known-good, and deletes `surplus` ones."""
+        try:
+            try:
+                # A save that failed leaves an older, quarantined save of the step.
+                if tier.verify(step).status != "quarantined":
+                    tier.mark(step, "good")
+                    self._verified.append((step, None))
+            except CheckpointDamaged as error:
+                self._verified.append((step, error))
+                tier.take_out(step, copied=len(self.store.tiers) > 1)
+            except NotFinite as error:
+                self._verified.append((step, error))
+            self._delete(tier, surplus, new)
+        except CheckpointNotFound:
+            return
+        except Exception as error:
+            self._verified.append((step, error))
+
+    def _delete(self, tier: CheckpointStore, surplus: Sequence[int], new: set[int]) -> None:
+        """Deletes the `surplus` checkpoints of a tier.
 
         For each checkpoint of `new` that is not known-good (damaged, not finite, or not verified
         yet), the tier keeps one known-good checkpoint of `surplus`.
         """
-
-        def delete(tier: CheckpointStore) -> None:
-            saves = tier.steps()
-            good = {saved.step for saved in saves if saved.status == "good"}
-            stay = sorted(good.intersection(surplus), reverse=True)[: len(new - good)]
-            to_delete = [s.step for s in saves if s.step in surplus and s.step not in stay]
-            for step in agreed(tier.processes, to_delete):
-                with suppress(CheckpointNotFound, LastGoodKept):
-                    tier.delete(step)
-            if tier is self.store.tiers[-1]:
-                self._deleted.append({*surplus} - {saved.step for saved in tier.steps()})
-
-        return delete
+        saves = tier.steps()
+        good = {saved.step for saved in saves if saved.status == "good"}
+        stay = sorted(good.intersection(surplus), reverse=True)[: len(new - good)]
+        to_delete = [s.step for s in saves if s.step in surplus and s.step not in stay]
+        for step in agreed(tier.processes, to_delete):
+            with suppress(CheckpointNotFound, LastGoodKept):
+                tier.delete(step)
+        if tier is self.store.tiers[-1]:
+            self._deleted.append({*surplus} - {saved.step for saved in tier.steps()})
 
     def _read_results(self) -> None:
-        for step, error in self._verifier.results():
+        while self._verified:
+            step, error = self._verified.popleft()
             if error is None:
                 self.good = max(step, self.good or 0)
                 if step not in self._logged_good:
@@ -315,9 +291,6 @@ class CheckpointManager:
                 self._log.event("problem", step=step, problem=str(error))
         while self._deleted:
             self.catalog.mark_deleted(self._deleted.popleft())
-        while self._quarantined_late:
-            step = self._quarantined_late.popleft()
-            self._log.event("quarantine", step=step, checkpoint=step)
 
     # -- NaN and Inf ----------------------------------------------------------------------------
 
@@ -368,26 +341,23 @@ class CheckpointManager:
     # -- quarantine and errors ------------------------------------------------------------------
 
     def quarantine(self, steps: list[int], *, now: int) -> None:
-        """Quarantines the checkpoints of `steps`. After an error call `retry_quarantine`."""
-        self._verifier.wait()
+        """Quarantines the checkpoints of `steps`."""
+        self._join()
         saves = self.listed()
         todo = [s.step for s in saves if s.step in steps and s.status != "quarantined"]
         for step in agreed(self._ranks, todo):
             try:
                 self.store.mark(step, "quarantined")
             except (StoreError, OSError) as error:
-                self._disk_failed = True
                 self._log.problem(now, f"checkpoint {step} could not be quarantined: {error}")
             else:
                 self._log.event("quarantine", step=now, checkpoint=step)
         self._report_store_errors(now)
 
-    def retry_quarantine(self, target: int) -> None:
-        """Schedules the quarantine on disk again if it failed in a rollback to `target`."""
+    def abandon(self, target: int) -> None:
+        """Never uses the present checkpoints after `target` again. Collective."""
         self._report_store_errors(target)
-        failed, self._disk_failed = any(self._ranks.gather(self._disk_failed)), False
-        if failed:
-            self._pending_quarantine.add(target)
+        self._abandoned.append((target, agreed(self._ranks, time.time())))
 
     def _report_store_errors(self, now: int) -> None:
         """Reports errors of one tier for which another tier was used instead."""
@@ -397,7 +367,6 @@ class CheckpointManager:
                 self.log_damage(error)
                 self._log.warning(f"{error}; another copy was used")
                 continue
-            self._disk_failed = True
             if str(error) not in reported:
                 reported.add(str(error))
                 self._log.problem(now, f"{error}; the run continues with the checkpoints in memory")
@@ -420,25 +389,20 @@ class CheckpointManager:
                 self._save_failed(failure.step, failure)
             else:
                 break
-        self._verifier.wait()
+        self._join()
 
     def close(self) -> None:
         """Waits for the background and drops its results."""
-        self._verifier.discard()
+        self._join()
+        self._verified.clear()
 
     def _save_failed(self, step: int, error: Exception) -> None:
         tiers = self.store.tiers
         if len(tiers) == 1 or step not in {saved.step for saved in tiers[0].steps()}:
             self.catalog.remove(step)
-        elif self._ranks.world == 1:  # ranks notice a failure at different steps
-            self._in_memory_only.add(step)
         self.unsaved.add(step)
-        line = f"checkpoint {step} was not saved: {error}"
-        self._report_failure(step, str(error), line)
-
-    def _report_failure(self, step: int, problem: str, line: str) -> None:
         self.failures += 1
-        self.last_failure = problem
-        self._log.event("save_failed", step=step, problem=problem)
+        self.last_failure = str(error)
+        self._log.event("save_failed", step=step, problem=str(error))
         if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ... failure
-            self._log.warning(line)
+            self._log.warning(f"checkpoint {step} was not saved: {error}")

@@ -43,22 +43,19 @@ class Cursor:
     Args:
         loader: any object that can be iterated over.
         epochs: number of epochs, or None for no end. An iterator has one epoch.
-        trust: pickle a loader's state that has no plain form, and read such pickles. Reading a
-            pickle runs any code that its writer put there.
 
     Raises:
         UnusableLoader: the loader cannot be iterated over, or has fewer epochs.
         DataError: `epochs` is not a whole number >= 1.
     """
 
-    def __init__(self, loader: Loader[Any], *, epochs: int | None = 1, trust: bool = False) -> None:
+    def __init__(self, loader: Loader[Any], *, epochs: int | None = 1) -> None:
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise UnusableLoader(
                 f"a loader is something to iterate over, not {loader!r:.80}: "
                 "pass a DataLoader, a dataset of batches or a list"
             )
-        self._trust = trust
-        self._reader = EpochReader(loader, trust=trust)
+        self._reader = EpochReader(loader)
         self._ids_to_skip: frozenset[BatchId] = frozenset()
         self._skipped: list[BatchId] = []
         self._rewind_error: str | None = None
@@ -261,7 +258,7 @@ class Cursor:
             return False
         try:
             self._check_division(position)
-            target, skipped = positions.decode(position, trust=self._trust)
+            target, skipped = positions.decode(position)
         except DataError as error:
             self._rewind_error = str(error)
             return False
@@ -290,16 +287,6 @@ class Cursor:
         self._rewind_error = None
         return True
 
-    def reread(self) -> bool:
-        """Moves back to before the unreadable batch, so that `next` reads it again.
-
-        Returns:
-            False if the cursor could not move.
-        """
-        batch = self.unreadable
-        position = None if batch is None or not self.can_rewind else self.position_before(batch)
-        return position is not None and self.rewind(position)
-
     def fast_forward(self, position: Mapping[str, Any]) -> str:
         """Moves forward by reading and dropping batches, for loaders without a state.
 
@@ -313,7 +300,7 @@ class Cursor:
             DataError: it is no position, or the batches differ for this number of ranks.
         """
         self._check_division(position)
-        target, skipped = positions.decode(position, trust=self._trust)
+        target, skipped = positions.decode(position)
         self._ids_to_skip |= skipped
         goal = BatchId(target.epoch, target.index)
         if goal <= self._reader.next_id:
@@ -379,13 +366,11 @@ class Cursor:
 
     def _encoded(self) -> dict[str, Any]:
         reader = self._reader
-        return positions.encode(
-            reader.position(), self._ids_to_skip, division=reader.division, trust=self._trust
-        )
+        return positions.encode(reader.position(), self._ids_to_skip, division=reader.division)
 
     def _return_to(self, before: Any, error: Exception) -> None:
         try:
-            self._reader.restore(positions.decode(before, trust=self._trust)[0])
+            self._reader.restore(positions.decode(before)[0])
         except Exception:
             raise DataError(
                 f"{self._reader.name} can continue neither from the new position nor from the old: "

@@ -50,8 +50,7 @@ class EpochReader:
     An epoch begins when its first batch or its state is needed.
     """
 
-    def __init__(self, loader: Any, *, trust: bool = False) -> None:
-        self.trust = trust
+    def __init__(self, loader: Any) -> None:
         self.name = class_name(loader)
         self.single_epoch = isinstance(loader, Iterator)
         self.exhausted = False
@@ -90,7 +89,7 @@ class EpochReader:
             self._sampler_epochs.begin(self.epoch, by_user=self.epoch == self.requested_epoch)
             self._between = self._resumed = False
             if (first := self._first_states.get(self.epoch)) is not None:
-                self._batches = self.adapter.resume(state_from_text(first, trust=self.trust))
+                self._batches = self.adapter.resume(state_from_text(first))
             else:
                 self._batches = self.adapter.start()
                 self._save_first_state()
@@ -190,7 +189,7 @@ class EpochReader:
         if self.adapter.complete:
             return
         try:
-            self._first_states[self.epoch] = state_to_text(self.adapter.state(), trust=self.trust)
+            self._first_states[self.epoch] = state_to_text(self.adapter.state())
         except Exception as error:  # the loader's code may raise anything
             self.disable_rewind(error)
         while len(self._first_states) > _MAX_FIRST_STATES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -363,30 +363,10 @@ def class_name(thing: Any) -> str:
 
 def why_no_state(loader: Any) -> str:
     """Why a loader without a state cannot be rewound, and what to use instead."""
-    name = class_name(loader)
-    if isinstance(loader, Generator):
-        return (
-            f"{name} only runs forward: pass a list, torchdata's StatefulDataLoader, a Grain "
-            "dataset, or an iterator with state_dict and load_state_dict"
-        )
-    if _is_type(loader, "torch.utils.data", "DataLoader"):
-        return (
-            f"{name} has no state_dict: torchdata.stateful_dataloader.StatefulDataLoader takes the "
-            "same arguments and has one"
-        )
-    if _is_type(loader, "lightning", "_FabricDataLoader"):
-        return (
-            f"{name} hides the state of its loader: pass a StatefulDataLoader that is not "
-            "set up by fabric.setup_dataloaders, and move its batches with fabric.to_device(batch)"
-        )
-    if isinstance(loader, Iterator):
-        return (
-            f"{name} is an iterator without get_state and set_state (or state_dict and "
-            "load_state_dict): pass the loader that created it"
-        )
     return (
-        f"neither {name} nor its iterator has state_dict and load_state_dict, or get_state and "
-        "set_state"
+        f"{class_name(loader)} has no state_dict and load_state_dict (or get_state and set_state): "
+        "pass a list, torchdata's StatefulDataLoader, a Grain dataset, or a loader whose iterator "
+        "has these methods"
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.cursor import Cursor
 from healcore.runtime.data.position import BatchId, DataError
-from healcore.runtime.store.errors import Untrusted
 
 _MAX_LOADERS = 8
 """Number of loaders to keep; a loop may make a new loader for every epoch."""
@@ -43,17 +42,16 @@ class _Entry:
 
 
 class LoaderRegistry:
-    """All loaders of a run; `trust` is as for `Cursor`.
+    """All loaders of a run.
 
     Attributes:
         notices: sentences for the log; the Healer clears them.
         current: number of the loader of the last step, or of the first loader.
     """
 
-    def __init__(self, *, trust: bool = False) -> None:
+    def __init__(self) -> None:
         self.notices: list[str] = []
         self.current: int | None = None
-        self._trust = trust
         self._entries: dict[int, _Entry] = {}
         self._count = 0
         self._saved: dict[str, Any] = {}
@@ -87,7 +85,7 @@ class LoaderRegistry:
         if number is None:
             number = self._count if epoch is None else self._number_in(epoch)
             self._count = number + 1
-            cursor = Cursor(loader, epochs=epochs, trust=self._trust)
+            cursor = Cursor(loader, epochs=epochs)
             entry = self._entries[number] = _Entry(loader, cursor)
             entry.exhausted = self._saved_count > number and str(number) not in self._saved
             if not cursor.can_rewind and cursor.why_not not in self._noticed:
@@ -151,10 +149,6 @@ class LoaderRegistry:
         """The unreadable batches of all loaders, by number of the loader."""
         batches = {number: entry.cursor.unreadable for number, entry in self._entries.items()}
         return {number: batch for number, batch in batches.items() if batch is not None}
-
-    def reread(self, number: int) -> bool:
-        """See `Cursor.reread`."""
-        return self._entries[number].cursor.reread()
 
     def replaced(self, number: int) -> BatchId:
         """Returns the id of the unreadable batch, which counts as read from then on."""
@@ -262,21 +256,14 @@ class LoaderRegistry:
 
         Raises:
             DataError: a position cannot be decoded, or the number of loaders is no whole number.
-            Untrusted: a position holds a pickle.
         """
         for key in (_COUNT, _EPOCH):
             value = position.get(key, 0)
             if type(value) is not int or value < 0:
                 raise DataError(f"the {key} of loaders is a whole number >= 0, not {value!r:.80}")
         for number, loader_position in position.items():
-            if number in (_COUNT, _EPOCH):
-                continue
-            try:
-                positions.decode(loader_position, trust=self._trust)
-            except DataError as error:
-                if isinstance(error.__cause__, Untrusted):
-                    raise error.__cause__ from None
-                raise
+            if number not in (_COUNT, _EPOCH):
+                positions.decode(loader_position)
 
     def resume(
         self, position: Mapping[str, Any], skipped: Mapping[str, Iterable[Iterable[int]]] = {}

@@ -48,7 +48,6 @@ def encode(
     skipped: Iterable[BatchId],
     *,
     division: list[Any] | None = None,
-    trust: bool = False,
 ) -> dict[str, Any]:
     """A position as dictionaries, lists, numbers and strings, for a checkpoint.
 
@@ -56,7 +55,6 @@ def encode(
         position: position to encode.
         skipped: ids of skipped batches; ids from this position on are saved.
         division: `loader_adapters.division` of the loader.
-        trust: as for `json_codec.dumps`.
     """
     state = position.state
     return {
@@ -64,7 +62,7 @@ def encode(
         "kind": position.kind,
         "epoch": position.epoch,
         "index": position.index,
-        "state": None if state is None else state_to_text(state, trust=trust),
+        "state": None if state is None else state_to_text(state),
         "told_epoch": position.sampler_epoch,
         "behind": position.behind,
         "division": division,
@@ -104,17 +102,17 @@ def ids_from(first: BatchId, ids: Iterable[BatchId]) -> list[list[int]]:
     return [list(batch) for batch in sorted(batch for batch in ids if batch >= first)]
 
 
-def state_to_text(state: Any, *, trust: bool = False) -> str:
+def state_to_text(state: Any) -> str:
     """A loader's state as text. The text is also a copy: loaders return live objects."""
-    return json_codec.dumps(state, _STATE_PATH, trust=trust)
+    return json_codec.dumps(state, _STATE_PATH)
 
 
-def state_from_text(text: str, *, trust: bool = False) -> Any:
+def state_from_text(text: str) -> Any:
     """A new copy of the state."""
-    return json_codec.loads(text, _STATE_PATH, trust=trust)
+    return json_codec.loads(text, _STATE_PATH)
 
 
-def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[BatchId]]:
+def decode(value: Any) -> tuple[Position, frozenset[BatchId]]:
     """Decodes a position and its skipped batches; DataError if it cannot be read."""
     if not isinstance(value, Mapping) or value.get("version") != _VERSION:
         raise DataError(
@@ -123,7 +121,7 @@ def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[Batc
     try:
         state = value["state"]
         if state is not None:
-            state = state_from_text(state, trust=trust)
+            state = state_from_text(state)
         number = value["told_epoch"]
         number = None if number is None else int(number)
         (batch,) = checked_ids([(value["epoch"], value["index"])])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import re
 import traceback
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
@@ -34,7 +33,6 @@ _TRANSIENT, _PERMANENT = _Kind(Cause.NETWORK, transient=True), _Kind(Cause.NETWO
 _TYPES: dict[str, _Kind] = {
     "builtins.MemoryError": _OOM,  # also base class of NumPy's error
     "torch.OutOfMemoryError": _OOM,
-    "torch.cuda.OutOfMemoryError": _OOM,  # before torch 2.5
     # A peer has ended, so a repeated call of this rank alone cannot succeed.
     "torch.distributed.DistNetworkError": _PERMANENT,
     # Sockets, asyncio and concurrent.futures raise this TimeoutError too.
@@ -90,33 +88,47 @@ _ERRNO: dict[int, _Kind] = {
     for name in names.split()
 }
 
-_XLA: dict[str, _Kind] = {
-    "RESOURCE_EXHAUSTED": _OOM,
-    "DEADLINE_EXCEEDED": _HANG,
-    "UNAVAILABLE": _PERMANENT,  # another process of the run is gone
-    "DATA_LOSS": _DATA,
-}
+_XLA = (
+    # A CPU allocation that failed after the call had returned (JAX 0.10).
+    (
+        r"INTERNAL: (Error dispatching computation: )+Out of memory allocating",
+        "out of memory",
+        _OOM,
+    ),
+    (r"RESOURCE_EXHAUSTED: ", "XLA RESOURCE_EXHAUSTED", _OOM),
+    (r"DEADLINE_EXCEEDED: ", "XLA DEADLINE_EXCEEDED", _HANG),
+    (r"UNAVAILABLE: ", "XLA UNAVAILABLE", _PERMANENT),  # another process of the run is gone
+    (r"DATA_LOSS: ", "XLA DATA_LOSS", _DATA),
+)
 """absl status codes, with which the message of an XLA error begins."""
 
-_XLA_ON_HOST = re.compile(r"INTERNAL: (Error dispatching computation: )+Out of memory allocating")
-"""A CPU allocation that failed after the call had returned (JAX 0.10)."""
-
-_TORCH: tuple[tuple[re.Pattern[str], str, _Kind], ...] = tuple(
-    (re.compile(pattern), sign, kind)
-    for pattern, sign, kind in (
-        (r"\[enforce fail at \S*alloc_cpu\.cpp:\d+\].*\bError code 12\b", "ENOMEM", _OOM),
-        (r"(CUDA|HIP) error: out of memory", "cudaErrorMemoryAllocation", _OOM),
-        (r"(CUDA|HIP) error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED", "ALLOC_FAILED", _OOM),
-        (r"cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", _OOM),
-        (r"MPS backend out of memory", "MPS backend out of memory", _OOM),
-        (r"\[\S*gloo/\S+:\d+\] Timed out waiting \d+ms for \w+ operation", "gloo timeout", _HANG),
-        (r"(wait|Wait) timeout after \d+ms", "store timeout", _HANG),
-        (r"\[[^\]]*\] Watchdog caught collective operation timeout: ", "NCCL timeout", _HANG),
-        (r"DataLoader timed out after \d+(\.\d+)? seconds", "DataLoader timeout", _DATA),
-        (r"DataLoader worker \(pid.*\) (is killed|exited)", "DataLoader worker", _WORKER),
-    )
+_TORCH = (
+    (r"\[enforce fail at \S*alloc_cpu\.cpp:\d+\].*\bError code 12\b", "ENOMEM", _OOM),
+    (r"(CUDA|HIP) error: out of memory", "cudaErrorMemoryAllocation", _OOM),
+    (r"(CUDA|HIP) error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED", "ALLOC_FAILED", _OOM),
+    (r"cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", _OOM),
+    (r"MPS backend out of memory", "MPS backend out of memory", _OOM),
+    (r"\[\S*gloo/\S+:\d+\] Timed out waiting \d+ms for \w+ operation", "gloo timeout", _HANG),
+    (r"(wait|Wait) timeout after \d+ms", "store timeout", _HANG),
+    (r"\[[^\]]*\] Watchdog caught collective operation timeout: ", "NCCL timeout", _HANG),
+    (r"DataLoader timed out after \d+(\.\d+)? seconds", "DataLoader timeout", _DATA),
+    (r"DataLoader worker \(pid.*\) (is killed|exited)", "DataLoader worker", _WORKER),
 )
 """Beginnings of messages of torch's plain RuntimeErrors."""
+
+_NCCL = (
+    (r"(?s:.*\n)?ncclRemoteError: ", "ncclRemoteError", _PERMANENT),
+    (r"(?s:.*\n)?ncclSystemError: ", "ncclSystemError", _PERMANENT),
+)
+"""NCCL's names of an error, with which a line of the message begins."""
+
+_MESSAGES: dict[str, tuple[tuple[str, str, _Kind], ...]] = {
+    "jax.errors.JaxRuntimeError": _XLA,
+    "jaxlib._jax.XlaRuntimeError": _XLA,
+    "torch.distributed.DistBackendError": _NCCL,
+    "builtins.RuntimeError": _TORCH,
+}
+"""Type -> (beginning of a message, sign, kind)."""
 
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Parts of messages of gloo and the operating system."""
@@ -201,52 +213,17 @@ def _retry_after(headers: Any) -> float | None:
     return float(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
 
 
-def _torch(error: BaseException) -> Fault | None:
-    text = str(error)[:2000]
-    for pattern, sign, kind in _TORCH:
-        if pattern.match(text):
-            return _fault(kind, sign)
-    return None
-
-
-def _nccl(error: BaseException) -> Fault | None:
-    """The fault by NCCL's name of the error, with which a line of the message begins."""
-    code = re.search(r"^nccl(Remote|System)Error: ", str(error)[:2000], re.MULTILINE)
-    return None if code is None else _fault(_PERMANENT, f"nccl{code[1]}Error")
-
-
-def _xla(error: BaseException) -> Fault | None:
-    if _XLA_ON_HOST.match(str(error)[:1000]):
-        return _fault(_OOM, "XLA out of memory")
-    code = re.match(r"([A-Z_]+): ", str(error)[:100])
-    kind = _XLA.get(code[1]) if code else None
-    return None if code is None or kind is None else _fault(kind, f"XLA {code[1]}")
-
-
-def _errno(error: Any) -> Fault | None:
-    kind = _ERRNO.get(error.errno)
-    return None if kind is None else _fault(kind, f"errno {errno.errorcode[error.errno]}")
-
-
-_BY_CODE: dict[str, Callable[[Any], Fault | None]] = {
-    "jax.errors.JaxRuntimeError": _xla,
-    "jaxlib.xla_extension.XlaRuntimeError": _xla,  # JAX before 0.6
-    "jaxlib._jax.XlaRuntimeError": _xla,
-    "torch.distributed.DistBackendError": _nccl,
-    "builtins.RuntimeError": _torch,
-    "builtins.OSError": _errno,
-}
-
-
 def _known_fault(error: BaseException) -> Fault | None:
     """The fault by the nearest known base class, or None."""
     for cls in type(error).__mro__:
         name = _name(cls)
         if (kind := _TYPES.get(name)) is not None:
             return _fault(kind, name.removeprefix("builtins."))
-        by_code = _BY_CODE.get(name)
-        if by_code is not None and (fault := by_code(error)) is not None:
-            return fault
+        if cls is OSError and (kind := _ERRNO.get(error.errno)) is not None:  # type: ignore[attr-defined]
+            return _fault(kind, f"errno {errno.errorcode[error.errno]}")  # type: ignore[attr-defined]
+        for pattern, sign, kind in _MESSAGES.get(name, ()):
+            if re.match(pattern, str(error)[:2000]):
+                return _fault(kind, sign)
     return None
 
 

@@ -6,7 +6,7 @@ done. Steps are counted from 0. A checkpoint of step n holds the state that step
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -42,7 +42,7 @@ class Rollback:
     applied.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = ConfigDict(extra="ignore")
 
     # -- the order
     index: int
@@ -78,8 +78,6 @@ class Rollback:
     """Engine name -> its learning-rate state before a trial of the rate; restored by `accept`."""
     numbers: dict[str, HealthyRange | None] = field(default_factory=dict)
     """Number of an optimizer -> its healthy values, in which it is held; None ends a hold."""
-    rerun: InitVar[bool] = False
-    """Ignored. Journals and checkpoints of healcore 0.2.0 have this field."""
     status: Status = Status.ORDERED
 
     # -- the plan
@@ -105,8 +103,6 @@ class Rollback:
     """Whether the first snapshot is restored, because no known-good checkpoint is left."""
     repeated: bool = False
     """Whether an earlier rollback for this trouble restored the same, oldest checkpoint."""
-    why_older: str = ""
-    """Reason why the checkpoint is not the newest before the onset, or an empty string."""
 
     # -- the result
     target: int = -1

@@ -17,7 +17,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.dominance.anchor import ObservedBatch
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults import Fault, classify
-from healcore.runtime.faults.retry import Attempt, delay, is_retried, own_random, repeated
+from healcore.runtime.faults.retry import Attempt, repeated
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.loop.run_settings import change_of_batch_size
@@ -80,8 +80,6 @@ class Data:
         """Largest number of batches of a step so far."""
         self._current = 0
         """Number of the loader of the last batch."""
-        self.part = -1
-        """Index of the batch in use among the batches since the last step; -1 for the last."""
         self._in_use: set[int] = set()
         """Numbers of the loaders whose last batch the loop is still using."""
         self._generators: HostParts | None = None
@@ -157,7 +155,7 @@ class Data:
         alone = self._termination.waiting_for_data() if self.between_steps else nullcontext()
         with alone:
             batch, batch_id = self._reader.next(number)
-        self._current, self.part = number, -1
+        self._current = number
         ids = self._ids.setdefault(number, [])
         ids.append(batch_id)
         self._generators = None
@@ -261,12 +259,6 @@ class Data:
         return tuple(self._ids.get(self._current, ()))
 
     @property
-    def at_fault(self) -> tuple[int, BatchId] | None:
-        """Loader and id of the batch in use, or None. `_Reader` deals with unreadable batches."""
-        ids = () if self.loaders.all_unreadable() else self.unused or self._last_ids
-        return (self._current, ids[min(self.part, len(ids) - 1)]) if ids else None
-
-    @property
     def waiting(self) -> dict[int, BatchId]:
         """Number of a loader -> its first batch since the last step."""
         return {number: ids[0] for number, ids in self._ids.items() if ids}
@@ -286,7 +278,7 @@ class _Skip(NamedTuple):
 
 
 class _Reader:
-    """Reads batches: repeats reads after network errors, and skips unreadable batches.
+    """Reads batches, and skips unreadable batches.
 
     With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
     would end its epoch early, and the other ranks would wait for it.
@@ -341,7 +333,6 @@ class _Reader:
         """Returns the next readable batch and its id. Raises StopIteration after the last batch."""
         failed = self._replaced_errors.pop(number, None)
         pending: _Skip | None = None  # skipped once the loader has yielded the batch after it
-        attempt = 1
         while True:
             self._reads += 1
             try:
@@ -351,9 +342,6 @@ class _Reader:
                     self._skip_batch(number, pending)
                 if isinstance(error, StopIteration) or error is failed:
                     raise
-                if self._prepare_repeat(number, attempt, error):
-                    attempt, pending, failed = attempt + 1, None, None
-                    continue
                 pending = self._skip_for(number, error)
                 if pending is None:
                     raise
@@ -365,34 +353,10 @@ class _Reader:
             else:
                 if pending is not None:
                     self._skip_batch(number, pending)
-                if attempt > 1:
-                    self._report_attempt(Attempt(_batch_text(result[1]), attempt))
                 self._consecutive_failures = 0
                 if not self._single_rank:
                     self._last[number] = _copied(result[0])
                 return result
-
-    def _prepare_repeat(self, number: int, attempt: int, error: Exception) -> bool:
-        """Prepares and awaits a repeated read. Returns False if the read is not repeated."""
-        batch, fault = self._loaders.unreadable(number), classify(error)
-        if batch is None or not is_retried(fault) or not self._retry:
-            return False
-        wait_s = None
-        if attempt < self._retry.attempts:
-            states = self._data.host.drawn()
-            if self._loaders.reread(number):
-                wait_s = delay(self._retry, attempt, fault, own_random())
-            else:
-                error.add_note(
-                    "healcore: the read was not repeated, because the loader cannot be rewound to "
-                    "this batch: repeat the read in the dataset, with healcore.retrying(call)"
-                )
-            self._data.host.set_generators(states)  # rewinding a loader draws numbers
-        self._report_attempt(Attempt(_batch_text(batch), attempt, error, fault, wait_s))
-        if wait_s is None:
-            return False
-        self._termination.sleep(wait_s)
-        return True
 
     def _skip_for(self, number: int, error: Exception) -> _Skip | None:
         """The skip of a batch whose read has raised, or None if the error propagates."""
@@ -435,10 +399,6 @@ class _Reader:
         batches = [list(skip.batch)]
         step = self._data.step
         self._log.fault(step, skip.fault, skip.problem, answer="skip_batch", batches=batches)
-
-
-def _batch_text(batch: BatchId) -> str:
-    return f"reading batch {batch.index} of epoch {batch.epoch}"
 
 
 def _one_line(error: Exception) -> str:

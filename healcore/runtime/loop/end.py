@@ -7,7 +7,6 @@ logged and not raised, because they would hide the error that has ended the run.
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
 import time
 import traceback
@@ -23,7 +22,6 @@ from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.classify import is_broken_connection
 from healcore.runtime.loop import rank_group
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.run_settings import record_end
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.termination import (
     EndRequested,
@@ -45,8 +43,6 @@ from healcore.runtime.store import StoreError
 
 _FAULT_ENDINGS = (Ending.EXCEPTION, Ending.STOPPED)
 """Endings that an exception may have caused."""
-_MAX_RAISED = 20
-"""Exceptions that the journal keeps."""
 _VISIBLE_S = 2.0
 """Seconds within which rank 0 sees the note of a rank whose connection has broken."""
 _LENGTH_ADVICE = (
@@ -131,11 +127,6 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
         attempt(
             "the fault could not be dealt with", partial(_save_and_log_fault, loop, fault, raised)
         )
-    lost = other is None and is_broken_connection(raised)  # another rank died without a note
-    if ending == Ending.EXCEPTION and fault is not None and raised is not None and not lost:
-        # A SignalError has the exception of the `loss_fn` as its cause.
-        text = described(raised.__cause__ or raised)[0] if other is None else other.why
-        _record_raising_batch(loop, fault, text)
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state partly changed.
         save = partial(saver.save_last, completed=completed)
@@ -151,8 +142,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
         if error is None and loop.break_place:
             ending = Ending.REQUESTED
     if together:
-        ledger = loop.recovery.ledger
-        finish = partial(saver.checkpoints.finish, ledger, data.step)
+        finish = partial(saver.checkpoints.finish, loop.recovery.ledger)
         attempt("checkpoints on probation", finish)
         attempt("the last saves", saver.checkpoints.nonfinite_checkpoints)
         if ranks.votes:
@@ -295,15 +285,6 @@ def _save_and_log_fault(loop: Loop[CheckpointSaver], fault: Fault, error: Except
         loop.warn(f"no checkpoint was saved at the exception: {why_not}")
 
 
-def _record_raising_batch(loop: Loop[CheckpointSaver], fault: Fault, text: str) -> None:
-    """Adds the batch in use at an exception to the journal, for `start.skip_raising_batches`."""
-    state, batch = loop.saver.restorer.journal.state, loop.data.at_fault
-    trained = loop.data.step > (state.first_step or 0)  # otherwise every batch may raise
-    if batch is not None and trained and fault.cause in (Cause.DATA, Cause.UNKNOWN):
-        text = re.sub(r"0x[0-9a-f]+|\d+", "#", text.splitlines()[0])[:200]
-        state.raised = [*state.raised, (batch[0], *batch[1], text, loop.data.step)][-_MAX_RAISED:]
-
-
 def _is_lost_on_any_rank(loop: Loop[CheckpointSaver], saved: bool, problems: list[str]) -> bool:
     """Whether the last state is lost on any rank. A rank that does not answer counts as lost."""
     checkpoints = loop.saver.checkpoints
@@ -379,8 +360,6 @@ def _write_ending(loop: Loop[CheckpointSaver], ending: Ending) -> None:
     """Writes the ending to the journal, in which a killed process has no ending."""
     restorer = loop.saver.restorer
     restorer.journal.state.ending = ending
-    with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
-        record_end(restorer.journal, loop.driver)
     restorer.write_journal(loop.data.step)
 
 

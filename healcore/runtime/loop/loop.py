@@ -248,17 +248,16 @@ class Loop(Generic[AnySaver]):
 
     def _save_when_due(self) -> bool:
         """Saves if a save is due. Returns whether the run was rolled back instead."""
-        why = self.saver.due()
-        if not why:
+        if not self.saver.due():
             return False
         # Unread steps may lead to an order, which a restart from this save would never see. Reading
         # them costs no extra time, because the save waits for the device anyway.
         if self.read(all=True):
             return True
-        if self.saver.may_save(why):
-            if why == "regular" and self._roll_back_if_nonfinite():
+        if self.saver.may_save():
+            if self._roll_back_if_nonfinite():
                 return True
-            self.saver.save(why)
+            self.saver.save("regular")
         return False
 
     def _roll_back_if_nonfinite(self, *, at_end: bool = False) -> bool:

@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore import console
@@ -26,13 +23,10 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.delayed_reader import LAG, StepResult
 from healcore.runtime.loop.termination import EndRequested, StopFile, TerminationWatch, exit_for
 from healcore.runtime.run_log import RunLog
-from healcore.runtime.store import StoreError
-from healcore.runtime.store.ranks import Ranks, on_first
+from healcore.runtime.store.ranks import Ranks
 
 WARN_AFTER_S = 30.0
 """Seconds for which a rank waits for the other ranks before it warns."""
-_VISIBLE_S = 5.0
-"""Max seconds until a new file on a network disk is visible to the other ranks."""
 _MAX_REPORTS = 200
 """Max distinct lines that a rank reports: a failed disk may fail at every step."""
 
@@ -215,35 +209,3 @@ def warning_if_late(subject: str, advice: str, then: Callable[[], object] = int)
         yield
     finally:
         timer.cancel()
-
-
-def check_one_directory(folder: Path | None, ranks: Ranks) -> None:
-    """Raises StoreError on all ranks if a rank does not see the directory that rank 0 writes to.
-
-    Otherwise the first restart would fail, when no checkpoint can be restored.
-    """
-    if folder is None or ranks.world == 1:
-        return
-    name = f".tmp-healcore-{os.getpid()}-{secrets.token_hex(8)}"
-
-    def create_file() -> str | None:
-        try:
-            (folder / name).touch()
-        except OSError:  # the store raises a better message
-            return None
-        return name
-
-    created = on_first(ranks, create_file)
-    until = time.monotonic() + _VISIBLE_S
-    while not (seen := created is None or (folder / created).exists()) and time.monotonic() < until:
-        time.sleep(0.1)
-    answers = ranks.gather((seen, str(folder.absolute())))
-    if ranks.rank == 0 and created is not None:
-        (folder / created).unlink(missing_ok=True)
-    blind = [rank for rank, (sees, _) in enumerate(answers) if not sees]
-    if blind:
-        raise StoreError(
-            f"rank {blind[0]} does not see in {answers[blind[0]][1]} what rank 0 writes to "
-            f"{answers[0][1]}: all ranks need one directory (a name with the time or the rank in "
-            "it differs between ranks: broadcast the name from rank 0)"
-        )

@@ -35,7 +35,7 @@ from healcore.runtime.recovery.monitor import IncidentMonitor
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.recovery.trials import MAX_ACCEPTED, Facts, Trial, decide
 from healcore.runtime.run_log import RunLog
-from healcore.runtime.store import Saved, StoreError
+from healcore.runtime.store import Saved, StateMismatch, StoreError
 from healcore.runtime.store.errors import NoGoodCheckpoint
 from healcore.runtime.store.ranks import Ranks, agreed
 
@@ -369,7 +369,8 @@ class Recovery:
         try:
             moved = self.restorer.apply(order, step)
         except StoreError as error:
-            if order.better is None or not isinstance(error, NoGoodCheckpoint):
+            expected = isinstance(error, NoGoodCheckpoint | StateMismatch)
+            if order.better is None or not expected:
                 self.stop(str(error))
             problem = f"the weights of step {order.better} are better, but {error}"
             self._log.problem(step, f"{problem}; the run continues without a rollback")
@@ -419,7 +420,7 @@ class Recovery:
             batches=[list(each) for each in done.batches],
             repeated=done.repeated,
             initial=done.initial,
-            why=done.why_older or done.numbers_text or None,
+            why=done.numbers_text or None,
             moments_reset=True if self._policy.reset_moments else None,
         )
 
@@ -440,7 +441,7 @@ class Recovery:
         self._log.warning(
             f"step {done.index}: {cause}, since step {done.since}; "
             f"from step {done.step} back to the {kind} of step {done.target}"
-            f"{f' ({done.why_older})' if done.why_older else ''}; "
+            "; "
             f"{', '.join(filter(None, changed))}"
         )
 

@@ -28,16 +28,16 @@ class Saver:
     def after_step(self) -> None:
         """Called when a dispatch was counted."""
 
-    def due(self) -> str:
-        """Kind of the save that is due, `regular` or `restart`, or "". Called once per dispatch."""
-        return ""
+    def due(self) -> bool:
+        """Whether a regular save is due. Called once per dispatch."""
+        return False
 
-    def may_save(self, why: str) -> bool:
+    def may_save(self) -> bool:
         """Whether a save that was due is still possible, now that all steps are read."""
         return False
 
     def save(self, why: str) -> None:
-        """Saves a checkpoint of this step; a restart point if `why` is `restart`."""
+        """Saves a checkpoint of this step, for the reason `why`."""
 
     def check(self, *, at_end: bool = False) -> Rollback | None:
         """The order for new NaN or Inf in the saves so far, or None. Collective.
@@ -54,7 +54,7 @@ class Saver:
 
 
 class CheckpointSaver(Saver):
-    """Saves at the start, regularly, and at the end; in between it saves restart points.
+    """Saves at the start, regularly, and at the end.
 
     `claim` is the claim on the store's directory, or None without a directory.
     """
@@ -83,18 +83,18 @@ class CheckpointSaver(Saver):
         """Step of the last call of `due`; a dispatch may have several steps."""
         self._due_since = 0
         """Step at which the pending save became due, or 0 without a pending save."""
-        self._saved = self._newest = -1
-        """Step of the last checkpoint or of the start; `_newest` includes restart points."""
+        self._saved = -1
+        """Step of the last checkpoint or of the start."""
         self._known_nonfinite: set[int] = set()
 
     def start(self, step: int) -> None:
         """Starts from the checkpoint of `step`, or from the initial state."""
         self.restorer.started_from = step
-        self._saved, self._newest, self._due_since, self._counted_to = step, step, 0, step
+        self._saved, self._due_since, self._counted_to = step, 0, step
 
     def on_rollback(self, target: int) -> None:
         """Starts over at the checkpoint of `target`."""
-        self._saved, self._newest, self._due_since, self._counted_to = target, target, 0, target
+        self._saved, self._due_since, self._counted_to = target, 0, target
         self._known_nonfinite.clear()
 
     def after_step(self) -> None:
@@ -104,46 +104,32 @@ class CheckpointSaver(Saver):
 
     # -- regular saves --------------------------------------------------------------------------
 
-    def due(self) -> str:
-        """See `Saver.due`; a regular save waits until it is possible."""
+    def due(self) -> bool:
+        """See `Saver.due`; the save waits until it is possible."""
         step = self._data.step
         steps, self._counted_to = step - self._counted_to, step
         if self.checkpoints.due(step, steps):
             self._due_since = self._due_since or step
         self._warn_if_unsaved()
-        if self._due_since and self._alarm_free and self._between_accumulations:
-            return "regular"
-        return "restart" if self._restart_due else ""
+        return bool(self._due_since) and self._alarm_free and self._between_accumulations
 
     def _warn_if_unsaved(self) -> None:
         """Warns if nothing was saved for three intervals, then at twice the distance each time."""
         step = self._data.step
-        unsaved = step - max(self._saved, self._newest)
-        if unsaved < self._next_warning:
+        if step - self._saved < self._next_warning:
             return
         self._next_warning *= 2
         why = "alarms delay the save"
         if not self._between_accumulations:
             why = "an optimizer has gradients that it has not stepped with: step it, or zero_grad()"
-        newest = max(self._saved, self._newest)
+        since = self._saved
         self._log.problem(
-            step, f"no checkpoint since step {newest} ({why}); a restart begins at step {newest}"
+            step, f"no checkpoint since step {since} ({why}); a restart begins at step {since}"
         )
 
-    def may_save(self, why: str) -> bool:
+    def may_save(self) -> bool:
         """Whether the steps that were read since `due` permit the save."""
-        return self._alarm_free if why == "regular" else self._restart_due
-
-    @property
-    def _restart_due(self) -> bool:
-        """Whether a restart point is due, without an open incident or a recent alarm.
-
-        A restart resumes from a restart point although it has passed no probation.
-        """
-        due = self.checkpoints.restart_points.due(self._data.step, self._newest)
-        return (
-            due and not self._ledger.open and not self._recent_alarm and self._between_accumulations
-        )
+        return self._alarm_free
 
     @property
     def _alarm_free(self) -> bool:
@@ -165,18 +151,13 @@ class CheckpointSaver(Saver):
         return bool(unhealthy) and unhealthy[-1] >= self._data.step - RECENT_ALARM_STEPS
 
     def save(self, why: str) -> None:
-        """Saves a checkpoint of this step; a restart point if `why` is `restart`."""
+        """Saves a checkpoint of this step, for the reason `why`."""
         step = self._data.step
-        self._newest = step  # also delays the next restart point
         self._next_warning = _UNSAVED_INTERVALS * self.checkpoints.every
-        if why == "restart":
-            self.checkpoints.save_for_restart(step, *self.restorer.contents(step))
-        else:
-            self._due_since, self._saved = 0, step
-            self.checkpoints.save(step, *self.restorer.contents(step), why)
+        self._due_since, self._saved = 0, step
+        self.checkpoints.save(step, *self.restorer.contents(step), why)
         if self.restorer.journal_outdated:
             self.restorer.write_journal(step)
-        self.restorer.record_first_checkpoint(step)
         if why in ("first", "regular"):
             self.keep_anchor()
 
@@ -204,7 +185,7 @@ class CheckpointSaver(Saver):
         accumulated gradients, which a checkpoint does not hold.
         """
         step = self._data.step
-        if step == self._saved and not self.checkpoints.in_memory_only(step):
+        if step == self._saved and not self.checkpoints.is_unsaved(step):
             return
         if not self._between_accumulations:
             lost = "the gradients since the last optimizer step are not saved"

@@ -6,7 +6,7 @@ import gc
 import os
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from healcore.events.metrics import Metrics, path_next_to
 from healcore.events.models import Ending
 from healcore.policy import PolicyError
 from healcore.policy.errors import Problem
-from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
@@ -31,10 +30,10 @@ from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.rank_group import RankGroup
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.run_settings import (
-    RunSettings,
-    SettingsChange,
-    change_since,
+    changes_since,
     has_trainer,
+    other_run,
+    settings_of,
 )
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.start import begin, log_start
@@ -46,7 +45,7 @@ from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.run_options import Checkpoints, Logging
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
-from healcore.runtime.store.claim import LOCK, Claim, claim, open_to_others
+from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.commit import sweep
 from healcore.runtime.store.host_memory import fits
 from healcore.runtime.store.memory import SMALL
@@ -106,7 +105,6 @@ def open_run(options: Options) -> Loop[CheckpointSaver]:
             ranks = driver.ranks()
             rank_group.check_same(_shared_options(options), ranks)
         own_claim, warning = _claim(options.store, ranks)
-        rank_group.check_one_directory(_given_folder(options.store), ranks)
         loop = _construct(options, driver, ranks, own_claim)
         _start(loop, options, warning)
     except BaseException:
@@ -137,7 +135,6 @@ def _shared_options(options: Options) -> dict[str, Any]:
     return {
         "policy": policy.text or policy.fingerprint or policy.name,
         "save_every": options.checkpoints.every,
-        "restart_every": options.checkpoints.restart_every,
         "store": options.store is not None,
     }
 
@@ -157,8 +154,7 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
         nonlocal own_claim
         folder.mkdir(parents=True, exist_ok=True)
         own_claim = claim(folder)
-        if own_claim.locked:
-            sweep(folder, sole_since=(folder / LOCK).stat().st_mtime)
+        sweep(folder, alone=own_claim.warning is None)
         return own_claim.warning
 
     try:
@@ -180,11 +176,11 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
     _refuse_to_start(loop.ranks.stop_file, ranks, log)
     journal.read()
     saves = loop.saver.restorer.saves()
-    settings = RunSettings.of(driver, policy, options.state, ranks.world)
-    change = agreed(ranks, change_since(journal, settings) if saves else None)
+    settings = settings_of(driver, policy, options.state, ranks.world)
+    changes = agreed(ranks, changes_since(journal, settings) if saves else {})
     try:
         ending = agreed(ranks, journal.state.ending)
-        _check_resume(options, ending, saves, store, change)
+        _check_resume(options, ending, saves, store, changes)
     except AlreadyCompleted as completed:
         log.info(str(completed))
         raise
@@ -195,18 +191,15 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
         driver,
         ranks,
         save_every=every,
-        store=store.describe(),
+        store=str(store.root or type(store).__name__),
         resumes=bool(saves),
     )
-    folder = store.root
-    shared = open_to_others(folder) if folder is not None and ranks.rank == 0 else None
-    warnings = [each for each in (warning, shared) if each is not None]
-    for problem in [*warnings, *store.problems()]:
+    for problem in [*filter(None, [warning]), *store.problems()]:
         log.event("problem", step=None, problem=problem)
-    for each in warnings:
-        log.warning(each)
+    if warning is not None:
+        log.warning(warning)
     try:
-        begin(loop, settings, change, resume=bool(saves), after_kill=after_kill)
+        begin(loop, settings, changes, resume=bool(saves), after_kill=after_kill)
     except BaseException as error:
         # With an end event, the next start does not take this process for killed.
         raised = "".join(traceback.format_exception_only(error)).strip()
@@ -261,13 +254,10 @@ def _construct(
         or Keep(candidates=min(-(-policy.probation // every) + 1, MAX_CANDIDATES), older=True),
         probation=policy.probation,
         region=policy.region,
-        verifier=BackgroundVerifier(in_background=ranks.world == 1),
         ranks=ranks,
         log=log,
-        restart_every=options.checkpoints.restart_every,
-        restart_spread=options.checkpoints.every is None,
     )
-    ledger, loaders = Ledger(), LoaderRegistry(trust=options.checkpoints.trust)
+    ledger, loaders = Ledger(), LoaderRegistry()
     host = HostState(loaders.position, driver.generators())
     restorer = Restorer(
         policy=policy,
@@ -319,7 +309,7 @@ def _construct(
 def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     given, nonfinite_ok = options.store, tuple(options.checkpoints.nonfinite_ok)
     if given is None or isinstance(given, str | os.PathLike):
-        own = driver.store(given, nonfinite_ok, trust=options.checkpoints.trust)
+        own = driver.store(given, nonfinite_ok)
         return _store_that_fits(own, driver, ranks, options)
     if nonfinite_ok:
         given.nonfinite_ok = (*given.nonfinite_ok, *nonfinite_ok)
@@ -405,7 +395,7 @@ def _check_resume(
     ending: str | None,
     saves: list[Saved],
     store: CheckpointStore,
-    change: SettingsChange | None,
+    changes: Mapping[str, str],
 ) -> None:
     resume = options.resume
     if not saves or resume is True:
@@ -421,7 +411,7 @@ def _check_resume(
         return
     own = store.root and _journals.get(store.root.resolve())
     completed_here = own and own.state.ending == Ending.COMPLETED
-    which = "that this process has completed" if completed_here else change and change.other_run
+    which = "that this process has completed" if completed_here else other_run(changes)
     if which:
         raise StoreNotEmpty(
             f"{where} holds a run {which}. Its last step is {newest}. Nothing was trained. Pass an "

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
-from healcore.core.verdict import Cause
-from healcore.events import read
 from healcore.events.models import Ending, RollbackOutcome
-from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Driver
-from healcore.runtime.faults import Fault
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.run_settings import (
-    RunSettings,
-    SettingsChange,
-    record_start,
-)
+from healcore.runtime.loop.run_settings import batch_of, changes_text
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.recovery.journal import (
     JournalState,
@@ -68,15 +60,15 @@ def start_line(
 
 def begin(
     loop: Loop[CheckpointSaver],
-    settings: RunSettings,
-    change: SettingsChange | None,
+    settings: Mapping[str, Any],
+    changes: Mapping[str, str],
     *,
     resume: bool,
     after_kill: bool,
 ) -> None:
     """Resumes, or takes the first snapshot.
 
-    `change` is the difference of `settings` from the run's first start. `after_kill` says whether
+    `changes` are those of `settings` since the run's first start. `after_kill` says whether
     the previous process was killed and has a postmortem.
     """
     saver, data, recovery = loop.saver, loop.data, loop.recovery
@@ -95,12 +87,11 @@ def begin(
         finish_rollback(loop, state.plan)
     elif resume:
         _resume(loop)
-    _skip_raising_batches(loop)
     recovery.read_engines()
     recovery.dominance.silent_until = recovery.ledger.accepted_until
     data.start(resumed=resume, completed_at=completed_at)
     state.ending = None
-    record_start(restorer.journal, settings)
+    state.settings = state.settings or dict(settings)
     restorer.write_journal(data.step)
     saver.start(data.step)
     checkpoints.reload(data.step)
@@ -120,13 +111,14 @@ def begin(
         f"checkpoints {where}",
         resumed=resume,
         learning_rate=loop.driver.learning_rate(),
-        batch=settings.batch(loop.ranks.world),
+        batch=batch_of(settings),
     )
     loop.log.info(line)
-    if change is not None and str(change):
+    if changes_text(changes):
         loop.warn(
-            f"other settings than at the start of this run (saved -> given): {change}. To train "
-            "with new settings from the start, pass an empty directory"
+            "other settings than at the start of this run (saved -> given): "
+            f"{changes_text(changes)}. Hyperparameters of optimizers and schedules in the state "
+            "stay as saved. To train with new settings from the start, pass an empty directory"
         )
 
 
@@ -189,9 +181,6 @@ def _resume(loop: Loop[CheckpointSaver]) -> None:
     loop.data.restore(step, generators)
     # Otherwise the run would use such a checkpoint as its own after it has passed the step.
     checkpoints.quarantine([at for at in unknown if at > step], now=step)
-    last = journal.state.rollback
-    if last is not None and not _is_logged(loop, last.number):
-        loop.recovery.log_rollback(last, RollbackOutcome.AFTER_CRASH)
     loop.log.event("resume", step=step, checkpoint=step)
     damaged = {error.step: error for error in restorer.damage if error.step > step}
     skipped = [saved for saved in saves if saved.step > step and saved.step not in damaged]
@@ -205,21 +194,6 @@ def _resume(loop: Loop[CheckpointSaver]) -> None:
     if newest > step:
         lost = f"{newest - step} steps up to checkpoint {newest}"
         loop.warn(f"the run resumes at step {step}: {lost} are lost, and trained again")
-
-
-def _skip_raising_batches(loop: Loop[CheckpointSaver]) -> None:
-    """Skips batches at which two starts have raised the same exception, at most a few per run."""
-    raised = loop.saver.restorer.journal.state.raised
-    twice = [batch for batch, n in Counter(each[:4] for each in raised).items() if n > 1]
-    last_steps = {each[:4]: each[4] for each in raised}
-    skips = "skip_batch" in loop.policy.answers(Cause.DATA)
-    for batch in twice[: loop.policy.skip_batch.consecutive] if skips else ():
-        loader, epoch, index, error = batch
-        loop.data.loaders.leave_out(loader, BatchId(epoch, index))
-        if last_steps[batch] >= loop.data.step:  # otherwise the run has passed the batch
-            problem = f"batch {index} of epoch {epoch} raised in two starts and is skipped: {error}"
-            fault, ids = Fault(Cause.DATA, error.partition(":")[0]), [[epoch, index]]
-            loop.log.fault(loop.data.step, fault, problem, answer="skip_batch", batches=ids)
 
 
 def _reason(saved: Saved) -> str:
@@ -236,17 +210,3 @@ def finish_rollback(loop: Loop[CheckpointSaver], plan: Rollback) -> None:
     loop.data.restore(plan.target, generators)
     loop.recovery.log_rollback(plan, RollbackOutcome.AFTER_CRASH)
     loop.log.warning(f"finished an interrupted rollback: back at step {plan.target}")
-
-
-def _is_logged(loop: Loop[CheckpointSaver], number: int) -> bool:
-    """Whether a rollback has its event, before which the process may have been killed."""
-    path = loop.log.events.path
-    if loop.saver.restorer.journal.state.ending is not None or path is None:
-        return True
-    try:
-        if not path.is_file():
-            return True
-        events = read(path).events
-    except OSError:
-        return True
-    return any(e["kind"] == "rollback" and e.get("number") == number for e in events)

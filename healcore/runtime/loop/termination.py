@@ -25,7 +25,6 @@ from types import FrameType
 from typing import Any
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime.loop.program import ProgramExit
 
 POLL_INTERVAL_S = 1.0
 """Seconds between two checks for the stop file."""
@@ -33,7 +32,7 @@ _MAX_SLEEP_S = 0.1
 """Max seconds of one sleep, because a Python signal handler does not end a sleep."""
 
 
-class RunStopped(HealcoreError, ProgramExit):
+class RunStopped(HealcoreError, SystemExit):
     """The policy ends the run.
 
     Uncaught, Python prints the diagnosis and the process ends with status 1.
@@ -54,7 +53,7 @@ class RunStopped(HealcoreError, ProgramExit):
         return self.diagnosis
 
 
-class AlreadyCompleted(HealcoreError, ProgramExit):
+class AlreadyCompleted(HealcoreError, SystemExit):
     """The run in this directory had completed: nothing is left to do.
 
     Uncaught, the process ends with status 0, so that schedulers do not restart the program. `line`
@@ -69,7 +68,7 @@ class AlreadyCompleted(HealcoreError, ProgramExit):
         return self.line
 
 
-class EndRequested(HealcoreError, ProgramExit):
+class EndRequested(HealcoreError, SystemExit):
     """A stop file has ended the run, or exists when the program starts.
 
     Uncaught, the process ends with status 0, so that torchrun and schedulers do not start it again.
@@ -86,7 +85,7 @@ class EndRequested(HealcoreError, ProgramExit):
         return self.why
 
 
-class LastStateNotSaved(HealcoreError, ProgramExit):
+class LastStateNotSaved(HealcoreError, SystemExit):
     """The loop has ended, and no checkpoint holds its last state, for example on a full disk.
 
     Uncaught, Python prints the reason and the process ends with status 1. Started again, the
@@ -94,7 +93,7 @@ class LastStateNotSaved(HealcoreError, ProgramExit):
     """
 
 
-class IncompleteRun(HealcoreError, ProgramExit):
+class IncompleteRun(HealcoreError, SystemExit):
     """The loop has ended, and the Healer has seen no step.
 
     Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The run
@@ -102,7 +101,7 @@ class IncompleteRun(HealcoreError, ProgramExit):
     """
 
 
-class Terminated(HealcoreError, ProgramExit):
+class Terminated(HealcoreError, SystemExit):
     """A signal has ended the run; the exit status is the shell's, 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
@@ -110,7 +109,7 @@ class Terminated(HealcoreError, ProgramExit):
         self.number = number
 
 
-class Interrupted(HealcoreError, KeyboardInterrupt, ProgramExit):
+class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
     """Ctrl-C, raised between two steps instead of within one.
 
     Uncaught, it ends the process with status 130 and no traceback, as SystemExit does. A subclass

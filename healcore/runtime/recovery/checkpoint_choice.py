@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from healcore.console import counted
 from healcore.runtime.store.errors import NoGoodCheckpoint
 from healcore.runtime.store.protocol import Saved, Status
 
@@ -88,31 +87,6 @@ def newest_until(saves: Sequence[Saved], step: int) -> CheckpointChoice:
     return CheckpointChoice(
         order=tuple(order), initial=order[-1] == order[0] not in good, repeated=False
     )
-
-
-def why_older(
-    saves: Sequence[Saved],
-    chosen: CheckpointChoice,
-    *,
-    onset: int,
-    tried: Sequence[int],
-) -> str:
-    """Reason why the choice is not the newest checkpoint before the onset, or an empty string."""
-    target = chosen.order[0]
-    newer = [
-        save
-        for save in saves
-        if target < save.step <= onset and save.finite and save.status != "quarantined"
-    ]
-    if not newer:
-        return ""
-    good = [save.step for save in newer if save.status == "good"]
-    if not good:
-        return f"the checkpoint of step {newer[-1].step} is not known-good yet"
-    newest = f"the checkpoint of step {good[-1]} is known-good too, but "
-    if tried:
-        return f"{newest}the rollback to step {min(tried)} has not helped"
-    return f"{newest}the policy rolls back past {counted(len(good), 'known-good checkpoint')}"
 
 
 def saved_after(saves: Sequence[Saved], *, onset: int) -> list[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +25,6 @@ from healcore.runtime.microbatches.sizes import MicrobatchSizes
 from healcore.runtime.store import (
     CheckpointDamaged,
     NoGoodCheckpoint,
-    RestoreResult,
     Saved,
     checksummed_json,
     files,
@@ -54,17 +52,6 @@ def _read_by(reader: Callable[[dict[str, Any]], Any]) -> AfterValidator:
     return AfterValidator(check)
 
 
-@dataclass
-class _Settings:
-    """Settings of a start, see `run_settings`."""
-
-    saved: dict[str, Any] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=dict)
-    policy: str = ""
-    initial: str = ""
-    batch_sizes: dict[str, int] = field(default_factory=dict)
-
-
 def _check_begun(rollback: Rollback) -> Rollback:
     if rollback.status not in (Status.PLANNED, Status.APPLIED):
         raise ValueError("a rollback that has not begun")
@@ -75,7 +62,6 @@ def _check_begun(rollback: Rollback) -> Rollback:
 
 _Ledger = Annotated[dict[str, Any], _read_by(Ledger.from_dict)]
 _Sizes = Annotated[dict[str, Any], _read_by(MicrobatchSizes(shrinks=0, grow_after=0).load)]
-_SettingsDict = Annotated[dict[str, Any], _read_by(TypeAdapter(_Settings).validate_python)]
 
 
 @dataclass
@@ -102,12 +88,8 @@ class JournalState:
     """`MicrobatchSizes.to_dict`, or None while all batches have fitted into memory."""
     quarantined: list[str] = field(default_factory=list)
     """Directory names of quarantined checkpoints, in case their status files get damaged."""
-    settings: _SettingsDict | None = None
+    settings: dict[str, Any] | None = None
     """Learning rate, batch size, policy and other settings of the start, see `run_settings`."""
-    settings_at_end: _SettingsDict | None = None
-    """Hyperparameters at the end of the last process."""
-    raised: list[tuple[int, int, int, str, int]] = field(default_factory=list)
-    """Last batches in use at an exception: loader, epoch, index, exception, number of steps."""
     passes: int = 0
     """Most calls of `batches` in a process of the run."""
 
@@ -130,8 +112,6 @@ class Journal:
     def __init__(self, path: Path | None, *, writes: bool = True) -> None:
         self.path = path
         self._writes = writes
-        self._changing = threading.Lock()
-        self._written = 0
         self.state = JournalState()
 
     def read(self) -> JournalState:
@@ -171,23 +151,9 @@ class Journal:
 
     def write(self) -> None:
         """Writes the journal durably to disk. After an OSError the old file is unchanged."""
-        self.prepared_write()()
-
-    def prepared_write(self) -> Callable[[], None]:
-        """Returns a function that writes the present content, unless a later one was prepared."""
-        path = self.path
-        if path is None or not self._writes:
-            return lambda: None
-        content = checksummed_json.dumps({**asdict(self.state), "schema": SCHEMA})
-        self._written += 1
-        number = self._written
-
-        def write() -> None:
-            with self._changing:
-                if number == self._written:
-                    files.replace(path, content)
-
-        return write
+        if self.path is not None and self._writes:
+            content = checksummed_json.dumps({**asdict(self.state), "schema": SCHEMA})
+            files.replace(self.path, content)
 
 
 def _rename_command(path: Path) -> str:
@@ -195,25 +161,8 @@ def _rename_command(path: Path) -> str:
     return f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.old')}"
 
 
-# -- which run the journal and the checkpoints of a directory belong to --------------------------
-# The journal of another run would bring a foreign learning-rate cut and skip the wrong batches. A
-# directory whose checkpoints are all damaged lists no checkpoint, like an empty directory: only the
-# journal and the damaged directories show that it holds a run.
-
-
-def check_lineage(journal: Journal, result: RestoreResult) -> None:
-    """Raises JournalError if journal and checkpoint are of different runs."""
-    of_journal = journal.state.lineage
-    of_checkpoint = (result.restored.healing or {}).get("lineage") or of_journal
-    if of_journal is None:  # the journal was deleted
-        journal.state.lineage = of_checkpoint
-    elif of_checkpoint != of_journal:
-        raise JournalError(
-            f"{journal.path} belongs to run {of_journal}, but the checkpoint of step {result.step} "
-            f"in the same directory belongs to run {of_checkpoint}. Pass another directory, or "
-            "delete the file: then the run resumes from this checkpoint, without the "
-            "learning-rate cut and the skipped batches in the file"
-        )
+# A directory whose checkpoints are all damaged lists no checkpoint, like an empty directory: only
+# the journal and the damaged directories show that it holds a run.
 
 
 def refuse_if_lost(journal: Journal, damaged: Sequence[CheckpointDamaged]) -> None:

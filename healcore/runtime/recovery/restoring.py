@@ -30,7 +30,6 @@ from healcore.runtime.recovery.checkpoint_choice import (
     common_to_ranks,
     newest_until,
     saved_after,
-    why_older,
 )
 from healcore.runtime.recovery.engine_states import (
     after_rollback,
@@ -42,7 +41,6 @@ from healcore.runtime.recovery.engine_states import (
 from healcore.runtime.recovery.journal import (
     Journal,
     JournalError,
-    check_lineage,
     directories,
     update_from_disk,
 )
@@ -57,16 +55,12 @@ from healcore.runtime.store import (
     StoreError,
     restore_first_intact,
 )
-from healcore.runtime.store.background import Background
 from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.memory import WHERE
-from healcore.runtime.store.protocol import Fitting
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
 from healcore.runtime.store.structure import attribute
 
 T = TypeVar("T")
-_SHOWN = 6
-"""Max names in the line about parts that a rollback does not restore."""
 HEALING_SCHEMA = 2
 """Version of healcore's part of a checkpoint, see `Restorer.contents`."""
 
@@ -102,13 +96,8 @@ class Restorer:
     """Errors of damaged checkpoints, as this process has found them."""
     dominance: Dominance | None = field(default=None, init=False)
     """The comparisons of weights, whose state is saved."""
-    kept: list[str] | None = field(default=None, init=False)
-    """Parts that the last rollback has not restored. None before: a start restores everything."""
     journal_outdated: bool = field(default=False, init=False)
     """Whether the last write of the journal failed; the next save tries again."""
-    _executor: Background = field(
-        default_factory=lambda: Background("healcore-journal"), init=False
-    )
 
     def contents(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state to save after `step` steps, and healcore's part of the checkpoint."""
@@ -138,7 +127,7 @@ class Restorer:
         self.checkpoints.wait()
         self.checkpoints.verify_due(self.ledger, before=rollback.onset)
         self.find_damage()
-        last, self.kept = self.journal.state.rollback, []
+        last = self.journal.state.rollback
         try:
             self._make_plan(rollback, step)
             host = self._apply_plan(rollback, now=step)
@@ -152,10 +141,6 @@ class Restorer:
         if host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(host)
         self._record_applied(rollback)
-        if self.kept:
-            names = f"{', '.join(self.kept[:_SHOWN])}{', ...' if self.kept[_SHOWN:] else ''}"
-            problem = f"parts that checkpoint {rollback.target} lacks stay as they are: {names}"
-            self.log.problem(step, problem)
         return moved
 
     def _make_plan(self, rollback: Rollback, step: int) -> None:
@@ -165,8 +150,6 @@ class Restorer:
             each.target for each in self.ledger.same_trouble(rollback.onset, self.policy.region)
         ]
         choice = self._choose(saves, rollback, tried)
-        if rollback.better is None:
-            rollback.why_older = why_older(saves, choice, onset=rollback.onset, tried=tried)
         rollback.initial, rollback.repeated = choice.initial, choice.repeated
         rollback.candidates = list(choice.order)
         newer = {*saved_after(saves, onset=rollback.onset), *_steps_after(saves, choice.order[0])}
@@ -243,7 +226,7 @@ class Restorer:
         for name, value in applied.items():
             setattr(plan, name, value)
         self.checkpoints.quarantine(_steps_after(self.saves(), plan.target), now=now)
-        self.checkpoints.retry_quarantine(plan.target)
+        self.checkpoints.abandon(plan.target)
         self.ledger.on_rollback(plan, saved.ledger)
         plan.status = Status.APPLIED
         return host
@@ -405,9 +388,6 @@ class Restorer:
     def _restore(self, order: Sequence[int]) -> RestoreResult:
         """Reads the first checkpoint that is intact on every rank; copies in memory may differ."""
         store, like = self.checkpoints.store, self._items()
-        if self.kept is not None:
-            self.kept = []
-            like = Fitting(like, self.kept)
         if self.ranks.world == 1:
             return restore_first_intact(store, order, like, self._log_damage)
         for step in order:
@@ -422,7 +402,8 @@ class Restorer:
     def _checked_content(self, result: RestoreResult) -> _Content:
         """Checks healcore's part. Malformed values raise any exception."""
         healing, own = result.restored.healing or {}, result.restored.state.get(ITEM)
-        check_lineage(self.journal, result)
+        if self.journal.state.lineage is None:  # the journal was deleted
+            self.journal.state.lineage = healing.get("lineage")
         engines, problem = compatible(self.policy.engine, healing.get("engines"))
         host, ledger = self.host.read(own), None
         if healing.get("schema") == HEALING_SCHEMA:
@@ -495,28 +476,6 @@ class Restorer:
             self.journal_outdated = True
         else:
             self.journal_outdated = False
-
-    def record_first_checkpoint(self, now: int) -> None:
-        """Notes the first checkpoint on disk in the journal, in the background.
-
-        Without this note, a start after a loss of all checkpoints would begin a new run.
-        """
-        journal = self.journal
-        if journal.path is None or journal.state.newest_on_disk is not None:
-            return
-        with suppress(OSError, StoreError):  # the next save tries again
-            update_from_disk(journal, self.checkpoints.store.steps())
-        if journal.state.newest_on_disk is None:
-            return
-        write = journal.prepared_write()
-
-        def job() -> None:
-            try:
-                write()
-            except OSError:
-                self.journal_outdated = True  # the next save writes and reports it
-
-        self._executor.submit(now, "while writing the journal", job)
 
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +27,6 @@ _HINTS = {
     errno.EACCES: _READ_ONLY,
     errno.ENOENT: "the store's directory does not exist: has it been deleted?",
 }
-
-_SAFE_AGE_S = 3600.0
-"""Seconds since the last change after which a file counts as abandoned."""
 
 
 class RankPart(NamedTuple):
@@ -96,40 +92,19 @@ def remove(root: Path, folder: Path) -> None:
         files.end_temporary(name)
 
 
-def sweep(root: Path, *, sole_since: float | None = None) -> list[str]:
-    """Removes the stale temporary files of killed processes; returns their names.
+def sweep(root: Path, *, alone: bool = False) -> list[str]:
+    """Removes the temporary files of killed processes; returns their names.
 
-    Processes of other machines and containers cannot be seen. Their files are removed only by a run
-    that has locked the directory, and only if nothing in them has changed for an hour.
-
-    Args:
-        root: the store's directory.
-        sole_since: time when the run locked the directory, in seconds by the clock of its disk, or
-            None if another run may use the directory.
+    Processes of other machines and containers cannot be seen. Their files are removed only if this
+    run is `alone` in the directory, because it has locked it.
     """
-
-    def stale(path: Path) -> bool:
-        if files.is_abandoned(path.name):
-            return True
-        if sole_since is None or files.is_of_this_machine(path.name):
-            return False
-        return _last_change(path) < sole_since - _SAFE_AGE_S
-
     folders = [root, *(path for path in _entries(root) if manifest.step_of(path) is not None)]
     return [
         path.relative_to(root).as_posix()
         for folder in folders
         for path in _entries(folder)
-        if files.is_temporary(path.name) and stale(path) and files.discard(path)
+        if files.is_abandoned(path.name, alone=alone) and files.discard(path)
     ]
-
-
-def _last_change(path: Path) -> float:
-    """Unix time of the last change in a file or directory, or infinity if it cannot be read."""
-    try:
-        return max(inner.lstat().st_mtime for inner in (path, *path.rglob("*")))
-    except OSError:
-        return math.inf
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from healcore.runtime.store import inspection, protocol
 from healcore.runtime.store.errors import SaveFailed, StateMismatch, StoreError
 from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks
 from healcore.runtime.store.inspection import Inspection
-from healcore.runtime.store.protocol import Fitting, Status
+from healcore.runtime.store.protocol import Status
 from healcore.runtime.store.structure import Flat, array_types, decode, is_stateful, nodes_of
 
 
@@ -127,21 +127,6 @@ class Copier(ABC):
     ) -> dict[str, Any]:
         """Copies of the named arrays by name, on the devices of the live arrays."""
 
-    @staticmethod
-    def missing_groups(name: str, saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
-        """The groups that a live optimizer lacks, and what to write. Takes two identities."""
-        return []
-
-    @staticmethod
-    def fitted(
-        name: str, saved: Any, live: Any, identities: tuple[Any, Any], kept: list[str]
-    ) -> Any:
-        """A saved value with the parts of `live` that it does not fit, whose names go to `kept`.
-
-        `identities` are those of the saved and of the live value, or None.
-        """
-        return saved
-
     @abstractmethod
     def fetch(
         self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
@@ -203,20 +188,17 @@ class Copier(ABC):
     ) -> Flat:
         """Flattens the live state; StateMismatch if the saved entries do not fit it.
 
-        Exception: `assemble` fits the items of a `Fitting`, except pytrees of JAX.
-
         Trees must have the same arrays. For objects with `state_dict` only names and identities are
         compared: a fresh optimizer has no moments yet, and `load_state_dict` checks the rest.
         """
         flat = self.flatten(like, live=True)
         wrong = [f'"{name}" is missing in the saved state' for name in like if name not in saved]
         for name, entry in flat.entries.items():
-            if name not in saved or (isinstance(like, Fitting) and "leaves" not in entry):
+            if name not in saved:
                 continue
             if is_stateful(entry):
                 if "identity" in entry and "identity" in saved[name]:
-                    pair = saved[name]["identity"], entry["identity"]
-                    wrong += self.missing_groups(name, *pair) or _differences(*pair)
+                    wrong += _differences(saved[name]["identity"], entry["identity"])
             elif "leaves" in entry and "leaves" not in saved[name]:
                 wrong.append(f'"{name}" was an object with state_dict')
             else:
@@ -249,9 +231,6 @@ class Copier(ABC):
                 state[name] = live.treedefs[name].unflatten(leaves)
             else:
                 state[name] = decode(entry["tree"], fetch)
-            if isinstance(like, Fitting):
-                pair = entry.get("identity"), live.entries[name].get("identity")
-                state[name] = self.fitted(name, state[name], value, pair, like.kept)
         return state
 
     def restore(self, snapshot: Any, like: Mapping[str, Any], copy: CopyBlocks) -> dict[str, Any]:

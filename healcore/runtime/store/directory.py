@@ -37,7 +37,6 @@ from healcore.runtime.store import (
     structure,
 )
 from healcore.runtime.store.background import Background
-from healcore.runtime.store.claim import held_by_another
 from healcore.runtime.store.commit import RankPart
 from healcore.runtime.store.copies import Copier, StateCopy
 from healcore.runtime.store.errors import CheckpointDamaged, CheckpointNotFound, StoreError
@@ -92,9 +91,7 @@ class DirectoryStore(Tier):
                 f"{self.root} cannot be used for checkpoints: {error.strerror}; "
                 "pass a directory that can be created and written"
             ) from error
-        # While another process holds the lock, the temporary files may be its own.
-        sweeps = self.processes.rank == 0 and not held_by_another(self.root)
-        self.swept = commit.sweep(self.root) if sweeps else []
+        self.swept = [] if self.processes.rank else commit.sweep(self.root)
         """Names of the stale files of killed processes that were removed at construction."""
 
     # -- the framework's part -------------------------------------------------------------------

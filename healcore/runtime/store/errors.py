@@ -120,24 +120,14 @@ class UnsavableState(StoreError, TypeError):
 
 
 class Untrusted(StoreError):
-    """The checkpoint holds a pickle, which could run code. Only `trust=True` reads it."""
+    """A pickled index of DCP holds more than plain values: reading it could run code."""
 
 
-def pickle_error(place: str, owner: str) -> Untrusted:
-    """The error for a pickle at `place` in the state; `owner` is the object with `trust`."""
-    return Untrusted(
-        f"{place} is a pickled object. Reading it would run any code that its writer put there, so "
-        "nothing was restored. If only you can write to this directory, pass trust=True to "
-        f"{owner}"
-    )
-
-
-def unsavable_error(place: str, value: object, owner: str) -> UnsavableState:
-    """The error for a value at `place` that only pickle can save; `owner` as in `pickle_error`."""
+def unsavable_error(place: str, value: object) -> UnsavableState:
+    """The error for a value at `place` that only pickle can save."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return UnsavableState(
         f"{place} is a {name}, which has no plain form: keep arrays, "
         "numbers, strings, lists, tuples and dictionaries in the state, or give the object a "
-        f"state_dict() that returns such values. Or pass trust=True to {owner} to pickle it; "
-        "reading it also needs trust=True, in a directory that only you can write to"
+        "state_dict() that returns such values"
     )

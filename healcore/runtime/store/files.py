@@ -114,24 +114,20 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def is_of_this_machine(name: str) -> bool:
-    """Whether a temporary name belongs to this machine or container."""
-    return f"-{machine_id()}-" in name
+def is_abandoned(name: str, *, alone: bool = False) -> bool:
+    """Whether this is a temporary name whose process has certainly ended.
 
-
-def is_abandoned(name: str) -> bool:
-    """Whether the process of a temporary name has certainly ended.
-
-    Processes of another machine or container cannot be seen. In a container every run may have the
-    same process number, so an unused name with this number is from before a restart.
+    Processes of another machine or container cannot be seen, but a run that is `alone` in its
+    directory knows that they have ended. In a container every run may have the same process number,
+    so an unused name with this number is from before a restart.
     """
     match = _TEMPORARY.fullmatch(name)
-    if match is None or not is_of_this_machine(name):
+    if match is None:
         return False
-    pid = int(match[1])
-    if pid == os.getpid():
+    pid, own = int(match[1]), match[2] == machine_id()
+    if alone or (own and pid == os.getpid()):
         return name not in _in_use
-    return process.pid_gone(pid) is True
+    return own and process.pid_gone(pid) is True
 
 
 @functools.cache

@@ -253,13 +253,8 @@ def problems(root: Path) -> list[str]:
         for save in saves:
             sentences += _problems_of(save)
     for name in _entry_names(root):
-        if files.is_temporary(name):
-            if not files.is_of_this_machine(name):
-                sentences.append(
-                    f"{name} is a temporary file of another machine or container: a start an hour "
-                    "after its last change removes it"
-                )
-        elif step_of(root / name) is None and not name.startswith(HEALER):
+        own = files.is_temporary(name) or name.startswith(HEALER)
+        if not own and step_of(root / name) is None:
             sentences.append(f"{name} was not written by healcore")
     return sentences
 

@@ -12,7 +12,6 @@ from threading import RLock
 from typing import Any
 
 import numpy as np
-from rich.filesize import decimal
 
 from healcore.events import fork_safety
 from healcore.runtime.store import inspection, retention
@@ -41,7 +40,6 @@ class SnapshotStore(Tier):
         self.keep = keep.checked()
         self._ring: dict[int, StateCopy] = {}
         self._lock = RLock()
-        self._problems: list[str] = []
         fork_safety.watch(self)
 
     def forked(self) -> None:
@@ -102,22 +100,13 @@ class SnapshotStore(Tier):
                 self.drop(step)
 
     def problems(self) -> list[str]:
-        """Sentences about copies with NaN or Inf that were not kept, since the last call."""
-        self.join()
-        problems, self._problems = self._problems, []
-        return problems
+        """An empty list: memory holds checkpoints only."""
+        return []
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         """Step and array names of each save since the last call with disallowed NaN or Inf."""
         self.join()
         return super().nonfinite_found()
-
-    def describe(self, state_bytes: int | None = None) -> str:
-        """The largest memory use: "at most 4 copies of the state in host memory (4 × 240 MB …"."""
-        most = self.keep.most + 1
-        nbytes = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
-        size = f" ({most} × {decimal(nbytes)} = {decimal(most * nbytes)})" if nbytes else ""
-        return f"at most {most} copies of the state in host memory{size}"
 
     # -- beyond the protocol --------------------------------------------------------------------
 
@@ -128,17 +117,12 @@ class SnapshotStore(Tier):
         return self.copier.nbytes
 
     def hold(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        healing: Mapping[str, Any] | None = None,
-        *,
-        in_ring: bool = True,
+        self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None = None
     ) -> StateCopy:
         """Saves; the copy stays readable until `release`, even if it leaves the ring."""
         self.join()  # a copy that leaves the ring then frees its memory for this copy
         copy = self.copier.copy(step, state, healing)
-        copy.holders, copy.dropped = 2, not in_ring  # holders: `_inspect_and_add` and the caller
+        copy.holders = 2  # `_inspect_and_add` and the caller
         copy.inspecting = self._saves.submit(
             copy.step, "while copying the state", lambda: self._inspect_and_add(copy)
         )
@@ -173,14 +157,7 @@ class SnapshotStore(Tier):
             nonfinite = self._as_saved(copy).nonfinite
             if nonfinite:
                 self._nonfinite.append((copy.step, nonfinite))
-            if not copy.dropped:
-                self._add(copy)
-                if copy.dropped:
-                    names = ", ".join(nonfinite[:3])
-                    self._problems.append(
-                        f"the copy of step {copy.step} in memory has NaN or Inf in {names} and "
-                        "was not kept"
-                    )
+            self._add(copy)
         except BaseException:
             copy.dropped = True
             raise

@@ -73,7 +73,7 @@ class CheckpointStore(ABC):
     processes: Ranks = Alone()
     """The ranks that save together. Exchange over them only while nothing is being written."""
     queue: Background | None = None
-    """Queue in which the checkpoints are verified, in order with the saves; None for any queue."""
+    """Queue in which the checkpoints are verified, in order with the saves; None for no queue."""
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class CheckpointStore(ABC):
             step: step of the checkpoint.
             like: the live state with all or some of the saved names, which is not changed. The
                 result has its structure, shapes, dtypes and shardings. The result lacks a value
-                with ``optional = True`` that the checkpoint lacks. In torch it may be a `Fitting`.
+                with ``optional = True`` that the checkpoint lacks.
 
         Raises:
             CheckpointDamaged: the content differs from the saved content.
@@ -178,17 +178,6 @@ class CheckpointStore(ABC):
         """The tier that outlives the process, or None."""
         return next((tier for tier in self.tiers if tier.durable), None)
 
-    def save_on_disk(
-        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
-    ) -> None:
-        """`save` to the durable tier only; pushes no checkpoint out of memory."""
-        self.save(step, state, healing=healing)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is still being written, so that the next save would wait."""
-        return False
-
     def take_out(self, step: int, *, copied: bool = False) -> None:
         """Excludes a damaged checkpoint from later restores. Ignores errors of the store.
 
@@ -196,10 +185,6 @@ class CheckpointStore(ABC):
         """
         with suppress(StoreError):
             self.mark(step, "quarantined")
-
-    def describe(self, state_bytes: int | None = None) -> str:
-        """Location and memory use of the checkpoints, as text for logs."""
-        return f"checkpoints in {type(self).__name__}"
 
     # -- problems, each reported once -----------------------------------------------------------
 
@@ -233,23 +218,13 @@ def is_last_good(saves: Sequence[Saved], step: int) -> bool:
     return {save.step for save in saves if save.status == "good"} == {step}
 
 
-class Fitting(dict[str, Any]):
-    """A live state that has changed since a checkpoint: only the parts that fit are restored."""
-
-    def __init__(self, state: Mapping[str, Any], kept: list[str]) -> None:
-        super().__init__(state)
-        self.kept = kept
-        """Names of the parts that stay as they are."""
-
-
 def values_to_restore(saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """The values of `like`, without optional values that the checkpoint lacks."""
-    found = {
+    return {
         name: live
         for name, live in like.items()
         if name in saved or getattr(live, "optional", False) is not True
     }
-    return Fitting(found, like.kept) if isinstance(like, Fitting) else found
 
 
 def checked_step(step: Any) -> int:

@@ -40,7 +40,7 @@ class TieredStore(CheckpointStore):
         self.root, self.processes = disk.root, disk.processes
         self._trouble: list[StoreError] = []
         self.nonfinite_ok = tuple(dict.fromkeys((*memory.nonfinite_ok, *disk.nonfinite_ok)))
-        memory.copier = disk.copier  # shares the spare memory and `trust`
+        memory.copier = disk.copier  # shares the spare memory
 
     # -- the tiers ------------------------------------------------------------------------------
 
@@ -68,24 +68,20 @@ class TieredStore(CheckpointStore):
     def nonfinite_ok(self, patterns: Collection[str]) -> None:
         self.memory.nonfinite_ok = self.disk.nonfinite_ok = tuple(patterns)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a save is still being written, so that the next save would wait."""
-        return self.disk.busy
-
     # -- the protocol ---------------------------------------------------------------------------
 
     def save(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
-        """Copies to memory, and writes to disk from there in the background."""
-        self._write_to_disk(step, state, healing, in_ring=True)
+        """Copies to memory, and writes to disk from there in the background.
 
-    def save_on_disk(
-        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
-    ) -> None:
-        """Saves to disk only; pushes no checkpoint out of memory."""
-        self._write_to_disk(step, state, healing, in_ring=False)
+        Ranks exchange in the background only.
+        """
+        self.disk.write(
+            protocol.checked_step(step),
+            lambda: self.memory.hold(step, state, healing),
+            self.memory.release,
+        )
 
     def steps(self) -> list[Saved]:
         """Checkpoints of both tiers, ascending by step.
@@ -175,26 +171,7 @@ class TieredStore(CheckpointStore):
         """Names of the arrays in a state that hold NaN or Inf on any rank; saves nothing."""
         return self.disk.nonfinite_in(state)
 
-    def describe(self, state_bytes: int | None = None) -> str:
-        """The largest use of host memory, as text for logs."""
-        return f"{self.memory.describe(state_bytes)}, and one more while it is written to disk"
-
     # -- within ---------------------------------------------------------------------------------
-
-    def _write_to_disk(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        healing: Mapping[str, Any] | None,
-        *,
-        in_ring: bool,
-    ) -> None:
-        """Copies to memory and queues the write. Ranks exchange in the background only."""
-        self.disk.write(
-            protocol.checked_step(step),
-            lambda: self.memory.hold(step, state, healing, in_ring=in_ring),
-            self.memory.release,
-        )
 
     def _on_disk(self) -> list[Saved]:
         """The checkpoints on disk; an empty list if only memory can be read."""

@@ -7,22 +7,18 @@ checkpoints that the run deletes meanwhile. Other formats do not record known-go
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore import regular_file
 from healcore.plugins.checkpoint_contents import Contents, ProbeError, dotted
 from healcore.runtime.store import (
     CheckpointDamaged,
     StoreError,
     inspection,
     manifest,
-    structure,
 )
-from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.protocol import Saved
 from healcore.tools.probe.formats import ArchiveCheck, check_archives, open_contents
@@ -153,8 +149,6 @@ class ProbedCheckpoint(NamedTuple):
     """Whether the store uses this save; a step can have several saves."""
     deleted: bool = False
     """Whether the checkpoint was deleted during the probe."""
-    pickled: tuple[str, ...] = ()
-    """Names of pickled parts, which may run code when they are read."""
 
     @property
     def restorable(self) -> bool:
@@ -197,7 +191,6 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         _digests(present, broken),
         _finite(present),
         _known_good(present, inputs),
-        *_pickled(present),
     ]
     newest = next((each.saved.step for each in reversed(present) if each.restorable), None)
     facts = {
@@ -209,8 +202,6 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     names = {Path(each.path).name for each in broken}
     notes = [problem for problem in problems if not any(name in problem for name in names)]
     notes += [f"step {each.saved.step} was deleted meanwhile" for each in probed if each.deleted]
-    if (root / LOCK).exists():
-        notes.append(f"{LOCK} exists: a run may be writing; nothing was changed")
     return ProbeResult("checkpoint", str(path), tuple(checks), facts, tuple(notes))
 
 
@@ -229,25 +220,7 @@ def _probe_saved(
             if name not in found.manifest.nonfinite
         ]
         damage += [found.damaged("data", problem) for problem in read.unreadable]
-    pickled = () if damage else _pickled_parts(found.folder)
-    return ProbedCheckpoint(saved, tuple(damage), counts, pickled=pickled)
-
-
-def _pickled_parts(folder: Path) -> tuple[str, ...]:
-    """Returns the names of the pickled parts, except DCP's index, which is read safely."""
-    parts: list[str] = []
-    for file in sorted(folder.glob("state*.json")):
-        try:
-            for name, entry in json.loads(regular_file.read(file)).items():
-                tree = "tree" in entry
-                nodes = [entry["tree"]] if tree else [node for _, node in entry.get("leaves", ())]
-                parts += [part for node in nodes for part in structure.pickles_in(node, (name,))]
-                # A loader's state is a JSON document within a string.
-                if name == "healcore" and '{\\"pickle\\":' in json.dumps(entry):
-                    parts.append("the state of a loader in state['healcore']['data']")
-        except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise ProbeError(f"{file} is damaged: {error}") from None
-    return tuple(parts)
+    return ProbedCheckpoint(saved, tuple(damage), counts)
 
 
 def _digests(probed: list[ProbedCheckpoint], broken: list[CheckpointDamaged]) -> Check:
@@ -262,24 +235,10 @@ def _digests(probed: list[ProbedCheckpoint], broken: list[CheckpointDamaged]) ->
     if not bad:
         which = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"
         message = "every file has its recorded digest"
-        if any(each.pickled for each in probed):
-            # An attacker who replaces a pickle can replace its digest too.
-            message = "every digest matches; digests show damage, not malice"
         return Check("digests", PASS, f"{which}: {message}", 0, 0)
     # The run has already noticed damage in a quarantined checkpoint.
     known = not broken and all(each.saved.status == "quarantined" for each in probed if each.damage)
     return Check("digests", WARN if known else FAIL, first_three(bad, "; "), number, 0)
-
-
-def _pickled(probed: list[ProbedCheckpoint]) -> list[Check]:
-    parts = [f"step {each.saved.step}: {part}" for each in probed for part in each.pickled]
-    if not parts:
-        return []
-    message = (
-        f"{first_three(parts, '; ')}: a pickle can run code, so healcore reads it with "
-        "trust=True only"
-    )
-    return [Check("pickled", WARN, message, len(parts), 0)]
 
 
 def _finite(probed: list[ProbedCheckpoint]) -> Check:
@@ -321,7 +280,6 @@ def _row(each: ProbedCheckpoint) -> dict[str, Any]:
         "finite": each.saved.finite,
         "nonfinite": each.saved.nonfinite,
         "intact": not each.damage,
-        "pickled": each.pickled,
         "damage": [f"{wrong.file} {wrong.difference}" for wrong in each.damage],
         "counts": each.counts,
         "bytes": each.saved.bytes,

@@ -203,7 +203,7 @@ def test_an_iterator_whose_state_is_taken_once_only():
     assert [batch for _, batch in take(cursor)] == [0, 1, 2, 0, 1, 2]
 
 
-def test_a_state_that_cannot_be_pickled():
+def test_a_state_without_a_plain_form():
     loader = Numbers()
     loader.state_dict = lambda: {"file": lambda: None}
     cursor = Cursor(loader)

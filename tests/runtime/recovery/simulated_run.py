@@ -13,7 +13,6 @@ from typing import Any
 
 from healcore.core.verdict import Cause
 from healcore.events import Log
-from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
@@ -168,7 +167,6 @@ class Process:
             keep=KEEP,
             probation=PROBATION,
             region=REGION,
-            verifier=BackgroundVerifier(in_background=False),
             ranks=Alone(),
             log=log,
         )

@@ -23,7 +23,7 @@ from tests.healer.killed_runs import (
     with_nothing_on_disk,
 )
 from tests.healer.run_directory import events
-from tests.healer.training_loops import Faults, loop_of, rules, same, train
+from tests.healer.training_loops import Faults, loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -80,30 +80,6 @@ def test_a_journal_without_its_checkpoints_is_no_new_run_s(tmp_path):
         shutil.rmtree(each)
     with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*delete the file"):
         first_look(tmp_path)
-
-
-def stumble(healer: Any, number: int) -> None:
-    if number == 7:
-        raise RuntimeError("power")
-
-
-def test_a_journal_in_the_directory_of_another_run_is_refused(tmp_path):
-    one, other = tmp_path / "one", tmp_path / "other"
-    killed(after_rollback, one, 13)
-    with pytest.raises(RuntimeError, match="power"):
-        train(loop_of("torch"), rules(), range(10), store=other, before=stumble)
-    for each in one.glob("step-*"):
-        shutil.rmtree(each)
-    for each in other.glob("step-*"):
-        shutil.copytree(each, one / each.name)
-    loop = loop_of("torch")
-    before = loop.weights()
-    with pytest.raises(JournalError, match=r"healcore\.json belongs to run .*delete the file"):
-        train(loop, rules(), range(10), store=one)
-    assert same(loop.weights(), before)
-    (one / "healcore.json").unlink()
-    _, seen = first_look(one)
-    assert seen == {"at": 5, "lr": 1.0, "left": 3, "rollbacks": 0}
 
 
 def test_a_journal_of_another_version_is_refused(tmp_path):

@@ -18,10 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from healcore.events import Log
-from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
-from healcore.runtime.store import Saved, Status
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore
-from tests.runtime.recovery.simulated_run import Listed
 
 gate, writing = threading.Event(), threading.Event()
 
@@ -33,18 +30,6 @@ class Slow(DCPStore):
         writing.set()
         assert gate.wait(60)
         return super()._write(captured, folder)
-
-
-class Waits(Listed):
-    """A store that verifies when the gate opens."""
-
-    def verify(self, step: int) -> Saved:
-        writing.set()
-        assert gate.wait(60)
-        return Saved(step, "candidate", True, 0, 0.0, False, None)
-
-    def mark(self, step: int, status: Status) -> None:
-        pass
 
 
 def forked(action: Callable[[], None]) -> int | None:
@@ -66,7 +51,7 @@ def saves(root: Path) -> None:
 
     def child() -> None:
         # It can use what it inherits, and its end is not that of the save.
-        assert not store.busy
+        assert not store.disk.busy
         assert store.failures() == []
         assert store.disk.steps() == []
         store.wait()
@@ -85,7 +70,7 @@ def saves(root: Path) -> None:
     # 20 s if they are killed.
     assert time.monotonic() - began < 8, "the workers did not end by themselves"
 
-    assert store.busy
+    assert store.disk.busy
     gate.set()
     store.wait()
     assert [saved.step for saved in store.steps()] == [1]
@@ -93,7 +78,7 @@ def saves(root: Path) -> None:
 
 
 def locks(root: Path) -> None:
-    """A child while other threads hold the locks of a log, a ring and a verifier."""
+    """A child while other threads hold the locks of a log and a ring."""
     log, memory = Log(root / "x.events.jsonl"), MemoryStore()
     memory.save(1, {"w": torch.zeros(3)})
     memory.wait()
@@ -112,24 +97,6 @@ def locks(root: Path) -> None:
         assert len(memory.steps()) == 1
 
     assert forked(child) == 0
-
-    verifier: Any = BackgroundVerifier()
-    verifier.verify(Waits(), 1)
-    assert writing.wait(60)
-
-    def verifying_child() -> None:
-        assert verifier.results() == []
-        gate.set()
-        verifier.verify(Waits(), 2)
-        verifier.wait()
-        assert verifier.results() == [(2, None)]
-        verifier.verify(Waits(), 3)
-        verifier.discard()
-
-    assert forked(verifying_child) == 0
-    gate.set()
-    verifier.wait()
-    assert verifier.results() == [(1, None)]
 
 
 if __name__ == "__main__":

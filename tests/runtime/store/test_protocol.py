@@ -43,11 +43,6 @@ def test_tiers(case, store):
         not in_memory
     )
     assert all(tier.tiers == (tier,) for tier in store.tiers)
-    store.save_on_disk(1, case.state(1))
-    store.wait()
-    assert [[saved.step for saved in tier.steps()] for tier in store.tiers] == (
-        [[], [1]] if len(store.tiers) == 2 else [[1]]
-    )
 
 
 def test_a_store_of_your_own_needs_nine_methods():
@@ -55,8 +50,6 @@ def test_a_store_of_your_own_needs_nine_methods():
     assert CheckpointStore.__abstractmethods__ == {*nine.split()}
     store = Listed()
     assert (store.tiers, store.disk, store.memory, store.root) == ((store,), store, None, None)
-    assert not store.busy
-    assert store.describe() == "checkpoints in Listed"
     assert store.nonfinite_in({}) == ()
     assert store.damaged() == store.trouble() == store.nonfinite_found() == []
     store.save(1, {}, healing={})

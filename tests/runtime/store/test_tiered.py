@@ -72,11 +72,3 @@ def test_memory_is_not_used_again_while_it_is_written_to_disk(case, tmp_path):
         assert set(np.unique(found["values"].pop("large"))) == {step}
         assert same_states(case.state(step), found)
     assert store.memory.nbytes <= (keep.most + 2) * (5 << 20)
-
-
-@over(*TIERS)
-def test_it_reports_how_much_memory_it_takes(case, tmp_path):
-    store = case.make(tmp_path, keep=Keep(good=1, candidates=2, quarantined=0))
-    text = store.describe(100_000_000)
-    assert text.startswith("at most 4 copies of the state in host memory (4 × 100.0 MB = 400.0 MB)")
-    assert text.endswith("and one more while it is written to disk")

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from healcore.runtime.store import StateMismatch
-from healcore.runtime.store.protocol import Fitting
 from healcore.torch.driver import TorchDriver
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
@@ -81,34 +80,6 @@ def test_an_earlier_checkpoint_does_not_fit_and_changes_nothing():
     run.step()
     run.driver.replace(store.restore(2, run.driver.items()).state)
     assert_same(snapshot(run.optimizer), after)
-
-
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_an_earlier_checkpoint_restores_what_has_the_same_name_and_shape(where: str, tmp_path: Any):
-    run = Growing()
-    store = run.driver.store(None if where == "memory" else tmp_path, ())
-    run.step()
-    store.save(1, run.driver.items(), healing=run.driver.healing())
-    store.wait()
-    body, head = [[p.detach().clone() for p in m.parameters()] for m in (run.body, run.head)]
-    moments = [run.optimizer.state[p]["exp_avg"].clone() for p in run.body.parameters()]
-    run.grow()
-    run.head.bias = nn.Parameter(torch.ones(1, 1))  # another shape
-    run.optimizer.param_groups[1]["params"][1] = run.head.bias
-    run.optimizer.param_groups[0]["lr"] = 7.0
-    run.step()
-    late = run.optimizer.state[run.head.weight]["exp_avg"].clone()
-    kept: list[str] = []
-    run.driver.replace(store.restore(1, Fitting(run.driver.items(), kept)).state)
-    assert kept == ["head.bias", "optimizer[head.weight]", "optimizer[head.bias]"]
-    assert all(map(torch.equal, body, run.body.parameters()))
-    assert torch.equal(head[0], run.head.weight)
-    assert run.head.bias.shape == (1, 1)
-    now = [run.optimizer.state[p]["exp_avg"] for p in run.body.parameters()]
-    assert all(map(torch.equal, moments, now))
-    assert torch.equal(run.optimizer.state[run.head.weight]["exp_avg"], late)
-    assert [group["lr"] for group in run.optimizer.param_groups] == [0.01, 0.02]
-    run.step()
 
 
 def test_an_accumulation_is_detected_whichever_parameters_it_reaches():

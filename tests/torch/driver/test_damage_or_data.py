@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from healcore.events.models import validate
 from healcore.policy import load
 from healcore.runtime.dominance import dominance
 from healcore.runtime.postmortem.sentences import sentence
-from healcore.runtime.store.errors import CheckpointNotFound
 from tests.healer.run_directory import flip_a_bit
 from tests.healer.run_options import grouped
 from tests.torch.driver.compared_run import (
@@ -545,8 +543,7 @@ def test_better_weights_whose_checkpoints_are_bad_are_no_reason_to_stop(tmp_path
         if healer.step == CHANGE + 40:
             assert healer.store is not None
             for saved in healer.store.steps():
-                with suppress(CheckpointNotFound):  # a restart point that the background deletes
-                    healer.store.mark(saved.step, "quarantined")
+                healer.store.mark(saved.step, "quarantined")
 
     healer = run.train(tmp_path, at=at, store=tmp_path / "store", steps=450)
     assert healer.rollbacks == 0

@@ -1,4 +1,4 @@
-"""What torchrun's variables say about its restarts, and the time-out of the Healer's own group."""
+"""The time-out of the Healer's own group."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ import torch
 import torch.distributed as dist
 
 from healcore.torch.store import gloo
-from healcore.torch.store.gloo import GlooRanks, restart_obstacle
-
-SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
-
-
-def test_a_store_that_restarts_share_is_an_obstacle():
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in restart_obstacle(SHARED)
-    assert "3 times" in restart_obstacle(SHARED)
-    assert restart_obstacle({}) == ""
-    assert restart_obstacle({**SHARED, "TORCHELASTIC_MAX_RESTARTS": "0"}) == ""
-    assert restart_obstacle({**SHARED, "TORCHELASTIC_USE_AGENT_STORE": "False"}) == ""
+from healcore.torch.store.gloo import GlooRanks
 
 
 def test_its_own_group_waits_as_long_as_the_default_one_and_at_least_ten_minutes(tmp_path):

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import lr_scheduler
 
 from healcore.runtime.store import StateMismatch, UnsavableState
-from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
+from healcore.torch.store import MemoryStore, apply
 from tests.runtime.store.store_cases import DCP, TORCH_MEMORY, TORCH_TIERS, over, same
 
 CASES = (DCP, TORCH_MEMORY, TORCH_TIERS)
@@ -392,10 +392,7 @@ def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     store.save(2, {"x": torch.tensor([1, float("inf")])})
     store.wait()
     assert [saved.step for saved in store.steps()] == [1]
-    (problem,) = store.problems()
-    assert "step 2" in problem
-    assert "NaN or Inf in x" in problem
-    assert store.problems() == []
+    assert store.nonfinite_found() == [(2, ("x",))]
 
 
 def test_the_memory_of_old_snapshots_is_used_again():
@@ -419,19 +416,3 @@ def test_a_fresh_optimizer_is_not_stepped_by_a_save(tmp_path):
     store.wait()
     apply({"optimizer": optimizer}, store.restore(0, {"optimizer": optimizer}).state)
     assert optimizer.state_dict()["state"] == {}
-
-
-@pytest.mark.parametrize("trusts", [False, True])
-def test_the_disk_of_a_tiered_store_says_whether_objects_are_pickled(tmp_path, trusts):
-    """Memory that trusts must not bring a pickle to a disk that does not."""
-    store = TieredStore(MemoryStore(trust=not trusts), DCPStore(tmp_path, trust=trusts))
-    state = {"odd": partial(max, 3)}
-    if not trusts:
-        with pytest.raises(UnsavableState, match="trust=True"):
-            store.save(1, state)
-        assert store.steps() == []
-        return
-    store.save(1, state)
-    store.wait()
-    store.memory.drop(1)
-    assert store.restore(1, state).state["odd"](2) == 3

@@ -49,14 +49,14 @@ def test_heal_of_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert torch.equal(weights(first), weights(again))
     assert "completed earlier, at step 8: nothing was trained" in caplog.text
     assert "other settings" not in caplog.text
-    with pytest.raises(StoreNotEmpty, match=r"optimizer\.lr: 0\.01 -> 0\.5 .*Nothing was trained"):
+    with pytest.raises(StoreNotEmpty, match=r"optimizer\.lr: 0\.01 -> 0\.5.*Nothing was trained"):
         train_hf(tmp_path, learning_rate=0.5, weight_decay=0.1)
     with pytest.raises(StoreNotEmpty, match="per_device_train_batch_size: 4 -> 2"):
         train_hf(tmp_path, per_device_train_batch_size=2)
     caplog.clear()
     longer = train_hf(tmp_path, num_train_epochs=2)
     assert longer.state.global_step == 16
-    assert "num_train_epochs: 1 -> 2 (the new one is used)" in caplog.text
+    assert "num_train_epochs: 1 -> 2" in caplog.text
 
 
 class StopAt5(TrainerCallback):
@@ -80,7 +80,7 @@ def test_a_trainer_that_ends_within_an_epoch_has_completed(
     again = train_hf(tmp_path, **limit)
     assert torch.equal(weights(first), weights(again))
     assert "completed earlier, at step 5: nothing was trained" in caplog.text
-    with pytest.raises(StoreNotEmpty, match=r"optimizer\.lr: 0\.01 -> 0\.5 .*Nothing was trained"):
+    with pytest.raises(StoreNotEmpty, match=r"optimizer\.lr: 0\.01 -> 0\.5.*Nothing was trained"):
         train_hf(tmp_path, learning_rate=0.5, **limit)
     longer = train_hf(tmp_path, max_steps=7)
     assert longer.state.global_step == 7

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from healcore.runtime.healer import Healer
-from healcore.torch import LightningHealingCallback, heal_trainer
+from healcore.torch import heal_trainer
 from tests.healer.run_directory import events
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
-from tests.torch.trainers.lightning import fits
 
 QUICK = {"base_delay_s": 0.01, "max_delay_s": 0.02}
 
@@ -101,55 +97,3 @@ def test_an_error_that_does_not_pass_ends_the_run_with_its_state_saved(tmp_path:
     vars(again)["judge"] = Failing(())
     heal_trainer(again, store=tmp_path / "store").train()
     assert vars(again)["judge"].calls == 3, "it goes on after step 5"
-
-
-# -- reads ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_read_of_a_trainer(workers: int, tmp_path: Path):
-    found = []
-    for at in ((), (1, 9, 10, 21)):
-        folder = tmp_path / str(at)
-        trainer = small_runs.trainer(folder, steps=8, dataloader_num_workers=workers)
-        trainer.train_dataset = small_runs.Reading(trainer.train_dataset, Failing(at))
-        heal_trainer(trainer, store=folder / "store", retry=QUICK).train()
-        assert trainer.state.global_step == 8
-        assert set(answers(folder / "store")) == ({"retry"} if at else set())
-        found.append(small_runs.weights(trainer))
-    assert torch.equal(*found)
-
-
-def test_a_read_in_lightning(tmp_path: Path):
-    found = []
-    for at in ((), (11, 33)):
-        torch.manual_seed(0)
-        module = fits.Regression()
-        callback = LightningHealingCallback(store=tmp_path / str(at), retry=QUICK)
-        loader = StatefulDataLoader(
-            small_runs.Reading(fits.data(4), Failing(at)), batch_size=8, shuffle=True
-        )
-        fits.trainer(callback, max_epochs=2).fit(module, loader)
-        assert len(module.seen) == 8
-        assert answers(tmp_path / str(at)) == ["retry"] * len(at)
-        found.append(module.net[0].weight)
-    assert torch.equal(*found)
-
-
-def test_a_loader_without_a_way_back():
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    loader = DataLoader(small_runs.Reading(torch.rand(20, 1), Failing((7,))), batch_size=2)
-
-    def train() -> None:
-        with Healer(state={"model": model, "optimizer": optimizer}, retry=QUICK) as healer:
-            for batch in healer.batches(loader):
-                loss = model(batch).square().mean()
-                healer.observe(loss)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-    with pytest.raises(ConnectionResetError) as raised:
-        train()
-    assert any("healcore.retrying(call)" in note for note in raised.value.__notes__)

@@ -75,7 +75,6 @@ class SplitSteps:
             self._gradients.begin_window()
             self._accumulated, self._tokens = False, 0
         self._window.append(inputs)
-        self._healer().run.data.part = len(self._window) - 1
         self._pending = [inputs]
         loss = attempt(original, model, items)
         if self._trainer.accelerator.gradient_state.sync_gradients:

@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from healcore.core.engine import Engine
@@ -23,7 +22,6 @@ from healcore.runtime.run_options import (
     NO_HOOKS,
     Checkpoints,
     Logging,
-    reject_grouped_options,
 )
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import unwrapped
@@ -105,7 +103,6 @@ def heal_trainer(
         AttachError: `trainer` is not a Trainer, or its configuration cannot be healed.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
     """
-    reject_grouped_options(overrides)
     options: dict[str, Any] = {
         "checkpoints": checkpoints,
         "logging": logging,
@@ -294,12 +291,7 @@ class _Run:
             "progress": progress,
         }
         state = {name: part for name, part in state.items() if part is not None}
-        saves = trainer.args.save_strategy == "steps"
-        every = trainer.state.save_steps if saves else None
-        checkpoints = self._options["checkpoints"]
-        if every is not None and checkpoints.restart_every is None:
-            checkpoints = replace(checkpoints, restart_every=every)
-        healer = Healer(state=state, **{**self._options, "checkpoints": checkpoints})
+        healer = Healer(state=state, **self._options)
         self.healer = stack.enter_context(healer)
         same = progress.max_steps == trainer.state.max_steps
         feed.open(healer, nothing_to_do=healer.run.data.had_completed and same)

@@ -19,7 +19,7 @@ from healcore.policy.trainer_limit import with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
-from healcore.runtime.run_options import LOGGING, Checkpoints, Logging, reject_grouped_options
+from healcore.runtime.run_options import LOGGING, Checkpoints, Logging
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
@@ -94,7 +94,6 @@ class LightningHealingCallback(Callback):
         **options: Unpack[FitOptions],
     ) -> None:
         healer_options: dict[str, Any] = dict(options)
-        reject_grouped_options(healer_options)
         overrides = {n: healer_options.pop(n) for n in _OVERRIDES & healer_options.keys()}
         self._policy = resolve(policy, overrides)
         self._in_step_only = in_step_only

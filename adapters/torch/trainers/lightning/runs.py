@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from healcore.core.engine import StateError
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.run_metrics import METRICS
 from healcore.runtime.loop.setup import StoreNotEmpty
-from healcore.runtime.run_options import CHECKPOINTS
 from healcore.torch.attachment import attach
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
@@ -122,10 +121,6 @@ class WholeRun:
         if self.healer is None:
             ckpt_path = self.trainer.ckpt_path
             options = dict(self.options)
-            checkpoints = options.get("checkpoints", CHECKPOINTS)
-            if checkpoints.restart_every is None:
-                checkpoints = replace(checkpoints, restart_every=self._saves_every())
-            options["checkpoints"] = checkpoints
             if ckpt_path is not None:
                 options["resume"] = False
             if options["loss_fn"] is not None:
@@ -159,12 +154,6 @@ class WholeRun:
             **({} if scaler is None else {"scaler": scaler}),
             "progress": self._progress,
         }
-
-    def _saves_every(self) -> int | None:
-        """Shortest interval of a ModelCheckpoint in steps, or None if none saves by steps."""
-        callbacks = self.trainer.checkpoint_callbacks
-        steps = [getattr(callback, "_every_n_train_steps", 0) for callback in callbacks]
-        return min(filter(None, steps), default=None)
 
     def _loss_of(self, batch: Any) -> Any:
         return self.options["loss_fn"](self.trainer.strategy.batch_to_device(batch.fetched[0]))
