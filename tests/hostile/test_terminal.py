@@ -45,9 +45,7 @@ def commands(folder: Path):
     torch.save({NASTY: torch.tensor([float("nan")])}, named)
     yield "events", "show", events
     yield "report", events, "--out", folder / "out.html"
-    yield "watch", "--once", events
     yield "policy", "show", policy
-    yield "policy", "show", policy, "--json"
     yield "policy", "check", wrong, policy
     yield "policy", "diff", policy, "default"
     yield "policy", "diff", wrong, "default"
