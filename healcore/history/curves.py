@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.history.metrics import MetricRows, RowCollector
-from healcore.history.run import Run
+from healcore.history.metrics import MetricRows
 
 _MAX_ROWS = 9000  # at least 450 bins with all extremes
 
@@ -28,7 +27,6 @@ class Curves(NamedTuple):
     attempt: np.ndarray | None = None  # int64, or None if all rows are of attempt 0
     nonfinite: np.ndarray | None = None  # bool: the logged loss or norm is not finite
     rows: int | None = None  # rows before thinning, or None if no row was dropped
-    isolated: bool = False  # the rows are single steps, drawn as points
 
     def undone(self) -> np.ndarray:
         """Returns bool (n,): rows that a later attempt replaced by starting at or before them."""
@@ -148,15 +146,3 @@ def thinned(rows: MetricRows) -> Curves:
         nonfinite=rows.nonfinite[index],
         rows=len(rows.step),
     )
-
-
-def curves_of_alarms(run: Run) -> Curves:
-    """Returns the curves at the steps with an alarm: the last finite loss and norm."""
-    collected = RowCollector()
-    for attempt, event in run.points:
-        assert event.readings is not None
-        values = {"step": event.step, "lr_scale": event.lr_scale, **event.readings.model_dump()}
-        collected.add(attempt, values)
-    nonfinite = [any("NONFINITE" in name for name in e.cause or ()) for _, e in run.points]
-    rows = collected.rows()._replace(nonfinite=np.array(nonfinite, bool))
-    return thinned(rows)._replace(isolated=True)

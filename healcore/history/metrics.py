@@ -17,6 +17,8 @@ from healcore.events.json_lines import MAX_LINE_BYTES, iter_lines
 from healcore.events.models import NONFINITE
 
 CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
+_MAX_DAMAGE = 1000
+"""Limit of listed damaged lines."""
 _TYPES = {"step": "d", "attempt": "i", "nonfinite": "b", **dict.fromkeys(CURVES, "f")}
 
 
@@ -36,7 +38,7 @@ class RowCollector:
         self._columns = {name: array(kind) for name, kind in _TYPES.items()}
 
     def add(self, attempt: int, line: Mapping[str, Any]) -> None:
-        """Adds a metrics line, or the readings of an alarm as a metrics line."""
+        """Adds a metrics line."""
         values = curve_values(line)
         signals = (values.get(name, 0.0) for name in ("loss", "grad_norm"))
         row = {
@@ -61,7 +63,7 @@ class RowCollector:
 
 
 def read_metrics(path: Path, processes: Sequence[str]) -> tuple[MetricRows, list[str]]:
-    """Reads the rows of the processes of a run, and lists the damaged lines. Raises OSError.
+    """Reads the rows of the processes of a run, and lists damaged lines. Raises OSError.
 
     Of several optimizers, only the first has rows. An attempt begins with a process, or with a
     step that does not increase.
@@ -74,7 +76,8 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[MetricRows, list
                 continue
             line = parse_metrics(text)
             if isinstance(line, str):
-                damage.append(f"line {number}: {line}")
+                if len(damage) < _MAX_DAMAGE:
+                    damage.append(f"line {number}: {line}")
                 continue
             if line["run"] not in known:
                 continue

@@ -60,8 +60,6 @@ class Run:
     processes: list[RunProcess] = field(default_factory=list)
     attempts: list[RunAttempt] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    points: list[tuple[int, EventRecord]] = field(default_factory=list)
-    """Attempt and event of each alarm with readings."""
     rollbacks: list[EventRecord] = field(default_factory=list)
     malformed: list[tuple[EventRecord, list[str]]] = field(default_factory=list)
     """Events with fields of the wrong type, and the names of these fields."""
@@ -186,7 +184,6 @@ class Run:
         last.add_response(event, "ROLLBACK")
         last.checkpoint = target
         last.skipped_batches = batch_ids(event) or last.skipped_batches
-        last.count_rollback()
         last.add_cut(event)
         self._undo(float(target))
         if event.outcome == RollbackOutcome.AFTER_CRASH:  # the rollback began the process
@@ -206,8 +203,6 @@ class Run:
         if event.skip:
             self.skips += 1
             self._skipped.append(step)
-        if event.step is not None and event.readings is not None:
-            self.points.append((len(self.attempts) - 1, event))
         if event.incident:
             self._incident_of(event).add(event)
         else:
@@ -245,11 +240,8 @@ class Run:
     def _add_stop(self, event: EventRecord, step: float) -> None:
         self.marks.append(Mark(step, event))
         if self.incidents:
-            last = self.incidents[-1]
-            last.add_response(event, "STOP")
-            if last.stop_step is None or last.declined:
-                last.stop_step = step
-            last.declined = False
+            self.incidents[-1].add_response(event, "STOP")
+            self.incidents[-1].declined = False
 
     def _add_damaged(self, event: EventRecord, step: float) -> None:
         checkpoint = event.step if event.checkpoint is None else event.checkpoint

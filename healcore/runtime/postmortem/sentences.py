@@ -194,12 +194,8 @@ def _skipped(incident: Incident) -> str:
 
 def _would_text(incident: Incident) -> str:
     parts = [f"skipped {_skipped(incident)}"] if incident.skipped else []
-    if "ROLLBACK" in incident.action:
-        times = "once" if incident.repeats == 1 else f"{incident.repeats} times"
-        more = f" ({times} more if that had not helped)" if incident.repeats else ""
-        parts.append(f"rolled back{more}")
-    if incident.stop_step is not None:
-        parts.append(f"stopped the run at step {incident.stop_step:.0f}")
+    orders = {"ROLLBACK": "rolled back", "STOP": "stopped the run"}
+    parts += [done for order, done in orders.items() if order in incident.action]
     return f"; it would have {', '.join(parts)}" if parts else ""
 
 

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from healcore.core.printable import clean
 from healcore.extras import require
 from healcore.history import Curves, Mode
 from healcore.tools.report.run_report import MARKERS, RunReport, by_severity, short_names
@@ -92,11 +93,11 @@ def _draw_report(block: Any, report: RunReport, name: str) -> None:
     _mark(axes[0], alarms, 0.03, "|", color=_QUIET, ms=7, label="alarm", **edge)
     _draw_incidents(axes, report, edge)
     parts = [_MODES[report.mode], report.ending(), report.fingerprint]
-    # matplotlib typesets text between dollar signs as a formula.
-    title = f"{name[-_MAX_NAME:]} · {report.policy_name[:_MAX_NAME]}".replace("$", r"\$")
+    # matplotlib typesets text between dollar signs as a formula, and cannot draw half characters.
+    title = clean(f"{name[-_MAX_NAME:]} · {report.policy_name[:_MAX_NAME]}", "").replace("$", r"\$")
     block.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
-    facts = " · ".join(filter(None, parts)).replace("$", r"\$")
-    block.supxlabel(facts[:200], x=0.01, ha="left", fontsize=8.5, color=_QUIET)
+    facts = clean(" · ".join(filter(None, parts))[:200], "").replace("$", r"\$")
+    block.supxlabel(facts, x=0.01, ha="left", fontsize=8.5, color=_QUIET)
     entries: dict[str, Any] = {}
     for axis in axes[:2]:
         handles, labels = axis.get_legend_handles_labels()
@@ -137,8 +138,7 @@ def _draw_line(
     if curves.nonfinite is not None:
         logged = logged | curves.nonfinite
     if np.isfinite(y).any():
-        points = {"ls": "none", "marker": ".", "ms": 4} if curves.isolated else {}
-        axis.plot(curves.step[logged], y[logged], **{"lw": 1.0, **style, **points})
+        axis.plot(curves.step[logged], y[logged], **{"lw": 1.0, **style})
 
 
 def _is_wide(values: np.ndarray) -> bool:

@@ -8,12 +8,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from healcore.core.errors import HealcoreError
 from healcore.events import read
 from healcore.events.metrics import path_next_to
 from healcore.events.models import EventRecord
 from healcore.history import Curves, Mode, Run, runs_of
-from healcore.history.curves import curves_of_alarms, thinned
+from healcore.history.curves import thinned
 from healcore.history.incident import count_incidents
 from healcore.history.metrics import read_metrics
 from healcore.history.process import RunState
@@ -22,10 +24,8 @@ from healcore.runtime.postmortem.sentences import STATES, sentence
 from healcore.tools.report.run_report import RunReport
 
 _MAX_LINES = 20
-_WITHOUT_METRICS = (
-    "There are no metrics: the points are the steps with an alarm, and other steps are unknown. "
-    "logging=Logging(metrics=...) writes run.metrics.jsonl."
-)
+_NO_CURVES = Curves(np.zeros(0), np.zeros(0))
+_WITHOUT_METRICS = "There are no metrics: logging=Logging(metrics=...) writes run.metrics.jsonl."
 
 
 class ReportError(HealcoreError, ValueError):
@@ -35,7 +35,7 @@ class ReportError(HealcoreError, ValueError):
 def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     """Reads a report on each run in an events file, or in the only events file of a directory.
 
-    The curves are those of `run.metrics.jsonl` next to `run.events.jsonl`, or of the alarms.
+    The curves are those of `run.metrics.jsonl` next to `run.events.jsonl`.
 
     Raises:
         ReportError: the file has no event or cannot be read.
@@ -124,17 +124,17 @@ def _report_on(path: Path, run: Run) -> RunReport:
 
 
 def _read_curves(path: Path, run: Run) -> tuple[Curves, list[str]]:
-    """Returns the curves of a run, from its metrics or else from its alarms, and notes."""
+    """Returns the curves of a run, and notes."""
     try:
         rows, damage = read_metrics(path, [process.id for process in run.processes])
     except FileNotFoundError:
-        return curves_of_alarms(run), [_WITHOUT_METRICS]
+        return _NO_CURVES, [_WITHOUT_METRICS]
     except OSError as error:
         why = f"{path}: the metrics cannot be read: {error.strerror or error}"
-        return curves_of_alarms(run), [why, _WITHOUT_METRICS]
+        return _NO_CURVES, [why]
     notes = first_lines(f"{path.name}: damaged", damage)
     if not len(rows.step):
-        return curves_of_alarms(run), [*notes, _WITHOUT_METRICS]
+        return _NO_CURVES, [*notes, _WITHOUT_METRICS]
     return thinned(rows), notes
 
 

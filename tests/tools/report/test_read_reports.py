@@ -124,12 +124,11 @@ def test_two_runs_in_one_file_are_two_reports(tmp_path):
     assert first.title != second.title
 
 
-def test_without_metrics_the_alarms_are_points(stopped, tmp_path):
+def test_without_metrics_there_are_no_curves(stopped, tmp_path):
     alone = tmp_path / "run.events.jsonl"
     alone.write_bytes(stopped.read_bytes())
     (report,) = read_reports(alone)
-    assert report.curves.isolated
-    assert report.curves.rows == len(of_kind(stopped, "alarm"))
+    assert not len(report.curves.step)
     assert any("There are no metrics" in note for note in report.notes)
     assert len(report.incidents) == len(of_kind(stopped, "incident"))
 
