@@ -107,6 +107,7 @@ endif
 setup: $(VENV)/.test
 
 demo: $(VENV)/.demo
+	@rm -rf healcore-demo
 	@$(BIN)/healcore demo $(ARGS)
 
 # One thread per worker: pytest workers with a thread pool each would fight over the cores. There is

@@ -486,7 +486,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "demo.table": demo_table,
     "demo.claims": demo_claims,
     "demo.machine": _machine("demo"),
-    "demo.minutes": lambda: f"{read_result('demo')['seconds'] / 60:.1f} minutes",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,7 @@ import optax
 
 import healcore.jax  # <- healcore
 from healcore import Checkpoints, Healer, Logging, RunStopped  # <- healcore
-from healcore.demo.runs import FIXED_CLIP, SAVE_EVERY, Step
-from healcore.demo.scenario import Scenario
+from healcore.demo.scenario import FIXED_CLIP, SAVE_EVERY, Scenario, Step
 
 Params = dict[str, jax.Array]
 
@@ -33,11 +32,11 @@ def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransf
 
 
 def train(
-    scenario: Scenario, arm: str, policy: Any, folder: Path
-) -> Generator[Step, None, jax.Array]:
-    """Trains one model and returns the held-out loss. Yields each step, so that runs can alternate.
+    scenario: Scenario, arm: str, policy: Any, folder: Path, on_step: Callable[[Step], object]
+) -> float:
+    """Trains one model, calls `on_step` after each step, and returns the held-out loss.
 
-    Only the healed run uses `policy` and `folder`. A rollback decreases the step number.
+    Only the healed run uses `policy` and `folder`. A rollback decreases the step's number.
     """
     params = jax.tree.map(jnp.asarray, scenario.initial_weights())
     tx = optimizer(scenario, arm, policy)
@@ -78,10 +77,10 @@ def train(
             state, loss, norm = train_step(state, batch, rate)
             if healer:
                 healer.update(state)  # <- healcore
-            yield Step(step, index, loss, norm)
+            on_step(Step(step, index, float(loss), float(norm)))
 
     params, _ = healer.state if healer else state
-    return evaluate(params, *scenario.held_out_batch())
+    return float(evaluate(params, *scenario.held_out_batch()))
 
 
 def model_loss(scenario: Scenario) -> Callable[[Params, Any, Any], jax.Array]:

@@ -5,7 +5,7 @@ The lines of the loop that use healcore are marked.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from healcore import Checkpoints, Healer, Logging, RunStopped  # <- healcore
-from healcore.demo.runs import FIXED_CLIP, SAVE_EVERY, Step
-from healcore.demo.scenario import Scenario
+from healcore.demo.scenario import FIXED_CLIP, SAVE_EVERY, Scenario, Step
 
 
 def train(
-    scenario: Scenario, arm: str, policy: Any, folder: Path
-) -> Generator[Step, None, torch.Tensor]:
-    """Trains one model. Yields each step, so that runs can alternate; returns the held-out loss.
+    scenario: Scenario, arm: str, policy: Any, folder: Path, on_step: Callable[[Step], object]
+) -> float:
+    """Trains one model, calls `on_step` after each step, and returns the held-out loss.
 
     Only the healed run uses `policy` and `folder`. A rollback decreases the step's number.
     """
@@ -63,11 +62,11 @@ def train(
             if arm == "fixed clip":
                 torch.nn.utils.clip_grads_with_norm_(model.parameters(), FIXED_CLIP, norm)
             optimizer.step()
-            yield Step(step, index, loss.detach(), norm)
+            on_step(Step(step, index, loss.item(), norm.item()))
 
-    batch = scenario.held_out_batch()
+    tokens, weights = scenario.held_out_batch()
     with torch.no_grad():
-        return model.loss(torch.from_numpy(batch.tokens), torch.from_numpy(batch.weights))
+        return model.loss(torch.from_numpy(tokens), torch.from_numpy(weights)).item()
 
 
 class ByteTransformer(nn.Module):

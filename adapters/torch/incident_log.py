@@ -6,8 +6,6 @@ On an accelerator records are copied every `READ_EVERY` steps, and read after th
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections import Counter
 from collections.abc import Callable
 
 from healcore import console
@@ -32,8 +30,6 @@ WITHOUT_LOSS = 20
 WITHOUT_STEP = 100
 """Losses without a step after which a warning is logged. Fewer may be accumulated gradients."""
 
-_named: weakref.WeakValueDictionary[str, IncidentLog] = weakref.WeakValueDictionary()
-
 _ANSWERS = {
     Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback(), or heal.decline(),",
     Action.STOP: "end the run",
@@ -44,15 +40,13 @@ _ANSWERS = {
 class IncidentLog:
     """Logs one line per incident, and one line for each call that the loop lacks.
 
-    Each line names the optimizer's class. The second optimizer of a class is named `Adam 2`.
+    Each line names the optimizer's class.
     """
 
     def __init__(
         self, name: str, engine: Engine, learning_rate: Callable[[], float | None]
     ) -> None:
-        numbered = (f"{name} {number}" for number in itertools.count(2))
-        self._name = next(each for each in itertools.chain([name], numbered) if each not in _named)
-        _named[self._name] = self
+        self._name = name
         self._learning_rate = learning_rate
         self._engine = engine
         self.enabled = True
@@ -67,7 +61,6 @@ class IncidentLog:
         self._open_orders = Action(0)
         """Orders that the loop has not answered yet."""
         self._ordered_at = 0
-        self._ignored: Counter[Action] = Counter()
         self._pending: list[PendingRecords] = []
         self._read = self._answered = 0
         """Steps whose records were read; steps whose orders the loop has answered."""
@@ -156,21 +149,17 @@ class IncidentLog:
             console.error(f"{self._name}: {text}", self.console)
 
     def _log_ignored_orders(self) -> None:
-        """Logs orders that the loop has not answered before its next step."""
+        """Logs the first order that the loop has not answered before its next step."""
         if not self._open_orders:
             return
         orders, self._open_orders = self._open_orders, Action(0)
         for order, answer in _ANSWERS.items():
-            if not orders & order:
-                continue
-            self._ignored[order] += 1
-            number = self._ignored[order]
-            if number & (number - 1) == 0:
-                again = f" ({number} times so far)" if number > 1 else ""
-                self._write(
+            if orders & order:
+                self._write_once(
+                    str(order),
                     f"step {self._ordered_at}: the policy orders {names(order)[0]}, but the loop "
-                    f"continues to train{again}: attach() alone cannot roll back or stop; use "
-                    f"healcore.Healer, or {answer} if heal.last_decision().action contains it"
+                    "continues to train: attach() alone cannot roll back or stop; use "
+                    f"healcore.Healer, or {answer} if heal.last_decision().action contains it",
                 )
 
     def _incident_line(self, record: StepRecord, cause: int) -> str:

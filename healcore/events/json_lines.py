@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from healcore import regular_file
-
 MAX_LINE_BYTES = 1 << 24
 """Length limit of a line. Readers treat a longer line as damaged and do not buffer it."""
 
@@ -170,30 +168,3 @@ def iter_lines(file: BinaryIO) -> Iterator[bytes]:
                 rest = file.readline(_BLOCK_BYTES)
             line = line[:-1] + b"\n" if rest else line
         yield line
-
-
-def first_nonblank_line(path: Path) -> bytes | None:
-    """Returns the first non-blank line of a file, or None. Raises OSError."""
-    with open(path, "rb", opener=regular_file.opener) as file:
-        return next((line for line in iter_lines(file) if line.strip()), None)
-
-
-def iter_lines_reversed(path: Path) -> Iterator[bytes]:
-    """Iterates over the lines of a file from last to first, reading block by block.
-
-    Skips lines of more than `MAX_LINE_BYTES`. Raises OSError.
-    """
-    with open(path, "rb", opener=regular_file.opener) as file:
-        position, head, size = file.seek(0, os.SEEK_END), b"", _BLOCK_BYTES
-        too_long = False  # `position` is inside a line of more than MAX_LINE_BYTES
-        while position > 0:
-            size = min(size, position)
-            position -= size
-            file.seek(position)
-            head, *lines = (file.read(size) + (b"" if too_long else head)).split(b"\n")
-            yield from reversed(lines[:-1] if too_long and lines else lines)
-            too_long = (too_long and not lines) or len(head) > MAX_LINE_BYTES
-            # A doubled size makes the cost of a line of many blocks linear.
-            size = _BLOCK_BYTES if lines or too_long else 2 * size
-        if not too_long:
-            yield head

@@ -211,8 +211,10 @@ def read(path: str | os.PathLike[str]) -> History:
 
 
 def last(path: str | os.PathLike[str]) -> Event | None:
-    """Returns the last intact event of a file, or None. Reads from the end. Raises OSError."""
-    parsed = map(parse, json_lines.iter_lines_reversed(Path(path)))
+    """Returns the last intact event in the last `MAX_LINE_BYTES` of a file. Raises OSError."""
+    with open(path, "rb", opener=regular_file.opener) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
+        parsed = map(parse, reversed(file.read().split(b"\n")))
     return next((event for event in parsed if not isinstance(event, str)), None)
 
 

@@ -1,4 +1,4 @@
-"""Writes the metrics file: one JSON object per step, for `healcore replay`, `report` and `watch`.
+"""Writes the metrics file: one JSON object per step, for `healcore replay` and `report`.
 
 The host reads these numbers for the policy, so the metrics need no further copy or sync.
 docs/events.md describes the fields.

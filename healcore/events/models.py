@@ -1,4 +1,4 @@
-"""Defines the fields of an event and of a metrics line, as pydantic models.
+"""Defines the fields of an event, as pydantic models.
 
 The JSON Schema, the tables in docs/events.md and all readers use these models. The log does not
 validate the events that it writes, so that no event is lost because of a wrong type.
@@ -304,36 +304,3 @@ def validate(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
     rest = {name: value for name, value in event.items() if name not in invalid}
     record = EventRecord.model_validate(rest).model_copy(update=names)
     return record, [name for name in event if name in invalid - names.keys()]
-
-
-# -- metrics --------------------------------------------------------------------------------------
-
-
-class MetricsModel(_EventsModel):
-    """A line of the metrics file: one step of one engine."""
-
-    schema_: PositiveInt = Field(alias="schema", description="Version of the format: 1.")
-    kind: Literal["step"] = _required("Kind of the line.")
-    run: Text = _required("Id of the run, as in its events.")
-    time: Seconds = _required("Wall time since 1970.")
-    step: NonNegativeInt = _required(
-        "Index of the optimizer step, from 0. After a rollback or a restart the step is smaller: "
-        "the new lines replace the earlier lines from this step on."
-    )
-    every: PositiveInt = _maybe(
-        "Number of steps that the line represents in a thinned file; 1 if absent."
-    )
-    engine: Text = _maybe("Name of the optimizer in the state, if there are several optimizers.")
-    loss: Number = _maybe(
-        'As judged; "nan" also means Inf. Absent if the engine gets no loss, or if a GradScaler '
-        "skipped the step."
-    )
-    grad_norm: Number = _maybe("As judged, like `loss`.")
-    threshold: Number = _required("As in an event's `readings`; 0 if there is no limit.")
-    z: Number = _required("As in an event's `readings`.")
-    z_loss: Number = _required("As in an event's `readings`.")
-    grad_scale: Number = _required("Factor on the step's gradients.")
-    lr_scale: Number = _required("The learning-rate multiplier.")
-    skip: Boolean = _required("The update of the step was skipped.")
-    cause: Causes = _required("Causes of the alarm.")
-    action: Actions = _required("Actions on the host.")

@@ -1,13 +1,11 @@
-"""Defines the kinds of events, and exports the events and metrics formats as JSON Schema."""
+"""Defines the kinds of events, and exports the format of events as JSON Schema."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-
-from healcore.events import log, metrics
-from healcore.events.models import EventHead, EventModel, MetricsModel
+from healcore.events import log
+from healcore.events.models import EventHead, EventModel
 
 ENVELOPE = tuple(field.alias or name for name, field in EventHead.model_fields.items())
 """Fields that every event has."""
@@ -103,8 +101,14 @@ def json_schema() -> dict[str, Any]:
 
     The schema accepts unknown kinds and fields, which a later version may add.
     """
+    exported = EventModel.model_json_schema()
+    for field in exported["properties"].values():
+        if field.get("default", 0) is None:  # a field without a value is absent, never null
+            del field["default"]
     return {
-        **_schema_of(EventModel, f"healcore events, schema {log.SCHEMA}"),
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"healcore events, schema {log.SCHEMA}",
+        **{name: exported[name] for name in ("type", "properties", "required", "$defs")},
         "allOf": [
             {
                 "if": {"properties": {"kind": {"const": name}}, "required": ["kind"]},
@@ -112,25 +116,4 @@ def json_schema() -> dict[str, Any]:
             }
             for name, kind in KINDS.items()
         ],
-    }
-
-
-def metrics_schema() -> dict[str, Any]:
-    """Returns the JSON Schema (draft 2020-12) of one line of a metrics file."""
-    return _schema_of(MetricsModel, f"healcore metrics, schema {metrics.SCHEMA}")
-
-
-def _schema_of(model: type[BaseModel], title: str) -> dict[str, Any]:
-    exported = model.model_json_schema()
-    for field in exported["properties"].values():
-        if field.get("default", 0) is None:  # a field without a value is absent, never null
-            del field["default"]
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": title,
-        **{
-            name: exported[name]
-            for name in ("type", "properties", "required", "$defs")
-            if name in exported
-        },
     }

@@ -1,33 +1,15 @@
-"""Thins the curves of a run for plots, finds gaps, and locates the rows of incidents."""
+"""Thins the curves of a run for plots."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from healcore.history.incident import Counts, Incident
 from healcore.history.metrics import MetricRows
-from healcore.history.run import Run, RunAttempt
 
-MAX_ROWS = 9000  # at least 450 bins with all extremes
-
-_CHUNK = 65_536  # rows thinned at a time
-_MIN_MISSING = 10  # missing rows of a gap; logs may skip single rows
-_MAX_GAPS = 20  # a log with more gaps has varying strides
-
-
-class Gap(NamedTuple):
-    """Missing steps between two rows."""
-
-    row: int  # index of the first row after the gap
-    low: float  # step of the last row before the gap
-    high: float  # step of the first row after the gap
-    missing: float  # number of missing rows
-    stride: float  # usual number of steps between rows
-    exact: bool  # no row lies between `low` and `high`; False if thinning may have dropped rows
+_MAX_ROWS = 9000  # at least 450 bins with all extremes
 
 
 class Curves(NamedTuple):
@@ -45,48 +27,15 @@ class Curves(NamedTuple):
     attempt: np.ndarray | None = None  # int64, or None if all rows are of attempt 0
     nonfinite: np.ndarray | None = None  # bool: the logged loss or norm is not finite
     rows: int | None = None  # rows before thinning, or None if no row was dropped
-    isolated: bool = False  # the rows are single steps, drawn as points
 
     def undone(self) -> np.ndarray:
-        """Returns bool (n,): rows that a later attempt replaced, see `undone_rows`."""
+        """Returns bool (n,): rows that a later attempt replaced by starting at or before them."""
         if self.attempt is None:
             return np.zeros(len(self.step), bool)
-        return undone_rows(self.step, self.attempt)
-
-    def gaps(self) -> list[Gap]:
-        """Returns the gaps, for example after a kill, or an empty list for irregular curves."""
-        if self.isolated or len(self.step) < 3:
-            return []
-        index = np.arange(len(self.step)) if self.index is None else self.index
-        # Log rows from each row to the next, more than 1 where thinning dropped rows.
-        rows, steps = np.diff(index), np.diff(self.step)
-        forward = (steps > 0) & (rows > 0) & np.isfinite(steps)
-        if not forward.any():
-            return []
-        stride = float(np.median(steps[forward] / rows[forward]))
-        missing = np.where(forward, steps / stride - rows, 0.0)
-        gaps = np.flatnonzero(missing >= _MIN_MISSING)
-        if len(gaps) > min(_MAX_GAPS, len(steps) / 5):
-            return []
-        return [
-            Gap(
-                row=i + 1,
-                low=float(self.step[i]),
-                high=float(self.step[i + 1]),
-                missing=float(missing[i]),
-                stride=stride,
-                exact=bool(rows[i] == 1),
-            )
-            for i in gaps.tolist()
-        ]
-
-
-def undone_rows(step: np.ndarray, attempt: np.ndarray) -> np.ndarray:
-    """Returns bool (n,): rows that a later attempt replaced by starting at or before their step."""
-    ends = np.flatnonzero(np.diff(attempt))  # last row of each attempt except the last
-    next_start = np.full(len(step), np.inf)
-    next_start[ends] = step[ends + 1]
-    return step >= np.minimum.accumulate(next_start[::-1])[::-1]
+        ends = np.flatnonzero(np.diff(self.attempt))  # last row of each attempt except the last
+        next_start = np.full(len(self.step), np.inf)
+        next_start[ends] = self.step[ends + 1]
+        return self.step >= np.minimum.accumulate(next_start[::-1])[::-1]
 
 
 class Envelope:
@@ -175,75 +124,12 @@ def _first_per_bin(selected: np.ndarray, bin_of_row: np.ndarray) -> np.ndarray:
     return rows[np.unique(bin_of_row[rows], return_index=True)[1]]
 
 
-class RunCurves(NamedTuple):
-    """Curves, incidents and counts of a run."""
-
-    curves: Curves
-    incidents: tuple[Incident, ...]  # with row indices
-    attempts: tuple[RunAttempt, ...]
-    counts: Counts | None = None  # counts of steps, or None if the log does not record alarms
-    notes: tuple[str, ...] = ()
-    unreadable: str = ""  # why the metrics could not be read, or an empty string
-
-
-def compute_curves(run: Run, rows: MetricRows) -> RunCurves:
-    """Thins the rows of a run for plots, locates the rows of its incidents, and counts steps."""
-    incidents = [_add_unreported(each, run.incidents, rows) for each in run.incidents]
-    ends = np.array([step for each in incidents for step in (each.onset_step, each.step)])
-    end_rows = np.flatnonzero(np.isin(rows.step, ends)).tolist()
-    row_of = {(int(rows.attempt[row]), float(rows.step[row])): row for row in end_rows}
-    located = tuple(
-        dataclasses.replace(
-            incident,
-            onset=row_of.get((incident.attempt, incident.onset_step), -1),
-            index=row_of.get((incident.attempt, incident.step), -1),
-        )
-        for incident in incidents
-    )
-    return RunCurves(_thin(rows), located, tuple(run.attempts), _count_steps(rows))
-
-
-def _add_unreported(incident: Incident, others: Sequence[Incident], rows: MetricRows) -> Incident:
-    """Adds alarms without an event, which are in the rows up to the next incident."""
-    if rows.flags is None or not incident.capped:
-        return incident
-    onsets = (each.onset_step for each in others if each.attempt == incident.attempt)
-    end = min((onset for onset in onsets if onset > incident.onset_step), default=np.inf)
-    alarm, skip, _ = rows.flags
-    inside = (rows.step >= incident.onset_step) & (rows.step < end)
-    alarms = (rows.attempt == incident.attempt) & inside & alarm
-    last = rows.step[alarms].max(initial=incident.step)
-    skipped = int(np.count_nonzero(alarms & skip))
-    return dataclasses.replace(
-        incident, skipped=max(incident.skipped, skipped), step=float(last), capped=False
-    )
-
-
-def _count_steps(rows: MetricRows) -> Counts | None:
-    """Counts steps, which for thinned metrics is an estimate."""
-    if rows.flags is None:
-        return None
-
-    def steps(selected: np.ndarray) -> int:
-        return int(rows.every[selected].sum())
-
-    alarm, skip, clip = rows.flags
-    return Counts(
-        alarms=steps(alarm),
-        skips=steps(skip),
-        undone_skips=steps(skip & undone_rows(rows.step, rows.attempt)),
-        clips=steps(clip & ~skip),
-    )
-
-
-def _thin(rows: MetricRows) -> Curves:
-    envelope = Envelope(limit=MAX_ROWS)
+def thinned(rows: MetricRows) -> Curves:
+    """Thins the rows of a run for plots."""
+    envelope = Envelope(limit=_MAX_ROWS)
     # As a curve, `attempt` keeps the first row of each attempt, an extreme of its bin.
     aligned = {**rows.values, "attempt": rows.attempt, "nonfinite": rows.nonfinite}
-    for first in range(0, len(rows.step), _CHUNK):
-        part = slice(first, first + _CHUNK)
-        index = np.arange(first, min(first + _CHUNK, len(rows.step)))
-        envelope.add(index, {name: values[part] for name, values in aligned.items()})
+    envelope.add(np.arange(len(rows.step)), aligned)
     index, _ = envelope.thinned()
     curve = {
         name: None if np.isnan(values).all() else values[index]

@@ -49,8 +49,7 @@ class Incident:
     skipped: int = 0  # skipped steps
     capped: bool = False  # some alarms may have no event: `skipped` is a lower bound
     clipped: int | None = None  # steps with clipped gradients, or None if not counted
-    rollbacks: int = 0  # rollbacks in mode HEAL, ordered rollbacks in OBSERVE, 0 in REPLAY
-    repeats: int = 0  # rollbacks after the first
+    repeats: int = 0  # rollbacks after the first, in mode REPLAY
     declined: bool = False  # the last order was declined for lack of evidence or budget
     denied: bool = False  # no budget for the first rollback: the run would stop
     repeat_denied: bool = False  # no budget for one of the repeats
@@ -64,7 +63,7 @@ class Incident:
     onset: int = -1  # row index of the first alarm, or -1 if unknown
     index: int = -1  # row index of `step`, or -1 if unknown
     stop: int = -1  # row index of the ordered stop, or -1 if unknown
-    stop_step: float | None = None  # step of the ordered stop, or None
+    stop_step: float | None = None  # step of the ordered stop in mode REPLAY, or None
     last: int = -1  # row index of the last alarm, or -1 if equal to `index`
     last_step: float | None = None  # step of the last alarm, or None if equal to `step`
     undone: bool = False  # the run rolled back to before the onset
@@ -76,7 +75,7 @@ class Incident:
         In mode HEAL an order alone does not count, because a hook may have declined it.
         """
         if self.mode is Mode.HEAL:
-            return self.rollbacks > 0
+            return any(event.kind == "rollback" for event in self.responses)
         return "ROLLBACK" in self.action
 
     @property
@@ -102,12 +101,11 @@ class Incident:
 
     def add(self, event: EventRecord) -> None:
         """Adds an alarm or order of the incident."""
-        action = event.action or ()
         self.step = max(self.step, float(event.step or 0))
         if event.observed:
             self.mode = Mode.OBSERVE
         self.cause = merge_names(self.cause, event.cause or ())
-        self.action = merge_names(self.action, action)
+        self.action = merge_names(self.action, event.action or ())
         self.batches = self.batches or batch_ids(event)
         if event.kind == "alarm":
             self.alarms += 1
@@ -117,16 +115,6 @@ class Incident:
             self.evidence = self.evidence or tuple(
                 Evidence(tensor.name, tensor.grad_norm) for tensor in event.evidence or ()
             )
-            return
-        if self.mode is Mode.OBSERVE and "ROLLBACK" in action:
-            self.count_rollback()
-        if "STOP" in action and self.stop_step is None:
-            self.stop_step = float(event.step or 0)
-
-    def count_rollback(self) -> None:
-        """Counts a rollback, or in mode OBSERVE an ordered rollback."""
-        self.repeats += self.rollbacks > 0
-        self.rollbacks += 1
 
     def add_response(self, event: EventRecord, *actions: str) -> None:
         """Adds an event of the response, and the names of its actions."""

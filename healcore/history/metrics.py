@@ -17,10 +17,9 @@ from healcore.events.json_lines import MAX_LINE_BYTES, iter_lines
 from healcore.events.models import NONFINITE
 
 CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
-_FLAGS = ("alarm", "skip", "clip")
-_MAX_PROBLEMS = 20
-_TYPES = {"step": "d", "attempt": "i", "every": "I", **dict.fromkeys(CURVES, "f")}
-_TYPES |= dict.fromkeys(("nonfinite", *_FLAGS), "b")
+_MAX_DAMAGE = 1000
+"""Limit of listed damaged lines."""
+_TYPES = {"step": "d", "attempt": "i", "nonfinite": "b", **dict.fromkeys(CURVES, "f")}
 
 
 class MetricRows(NamedTuple):
@@ -30,33 +29,24 @@ class MetricRows(NamedTuple):
     attempt: np.ndarray  # int32 (n,)
     values: dict[str, np.ndarray]  # name in CURVES -> float32 (n,); NaN where not logged
     nonfinite: np.ndarray  # bool (n,): a logged loss or norm is not finite
-    every: np.ndarray  # uint32 (n,): steps per row, more than 1 in thinned metrics
-    flags: tuple[np.ndarray, np.ndarray, np.ndarray] | None
-    """Bool (n,) each: alarm, skipped, clipped. None if the log does not record these flags."""
 
 
 class RowCollector:
-    """Collects the rows of a run one by one, with 36 bytes per row."""
+    """Collects the rows of a run one by one, with 29 bytes per row."""
 
     def __init__(self) -> None:
         self._columns = {name: array(kind) for name, kind in _TYPES.items()}
 
     def add(self, attempt: int, line: Mapping[str, Any]) -> None:
-        """Adds a metrics line, or the readings of an alarm as a metrics line."""
+        """Adds a metrics line."""
         values = curve_values(line)
-        scale, every = line.get("grad_scale"), line.get("every", 1)
+        signals = (values.get(name, 0.0) for name in ("loss", "grad_norm"))
         row = {
             **dict.fromkeys(CURVES, math.nan),
             **values,
             "step": float(line["step"]),
             "attempt": attempt,
-            "every": every if type(every) is int and 1 <= every < 1 << 32 else 1,
-            "nonfinite": not all(
-                math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm")
-            ),
-            "alarm": bool(line.get("cause")),
-            "skip": line.get("skip") is True,
-            "clip": isinstance(scale, int | float) and scale < 1,
+            "nonfinite": not all(map(math.isfinite, signals)),
         }
         for name, column in self._columns.items():
             column.append(row[name])
@@ -64,66 +54,39 @@ class RowCollector:
     def rows(self) -> MetricRows:
         """Returns the rows as views of the collected data, after which no row can be added."""
         columns = {name: np.frombuffer(data, _TYPES[name]) for name, data in self._columns.items()}
-        bits = {name: columns[name].view(bool) for name in ("nonfinite", *_FLAGS)}
         return MetricRows(
             step=columns["step"],
             attempt=columns["attempt"],
             values={name: columns[name] for name in CURVES},
-            nonfinite=bits["nonfinite"],
-            flags=(bits["alarm"], bits["skip"], bits["clip"]),
-            every=columns["every"],
+            nonfinite=columns["nonfinite"].view(bool),
         )
 
 
-class MetricsReader:
-    """Reads the rows of a run from its metrics file. `read` fills the attributes.
+def read_metrics(path: Path, processes: Sequence[str]) -> tuple[MetricRows, list[str]]:
+    """Reads the rows of the processes of a run, and lists damaged lines. Raises OSError.
 
-    `ids` has the process id of each attempt, and the number of the attempt within the process.
+    Of several optimizers, only the first has rows. An attempt begins with a process, or with a
+    step that does not increase.
     """
-
-    def __init__(self, path: Path, ids: Sequence[tuple[str, int]]) -> None:
-        self.path = path
-        self.ids = list(ids)  # including attempts without an event
-        self.problems: list[str] = []  # the first few damaged lines
-        self.damaged_lines = 0
-        self.foreign_lines = 0  # lines of other runs
-        self.engine: str | None = None  # engine of the first line
-        self.ignored_engines: set[str] = set()  # other engines, whose lines are ignored
-        self._attempts = {key: number for number, key in reversed(list(enumerate(self.ids)))}
-        self._newest = {run: (-1.0, 0) for run, _ in ids}  # step, and number within the process
-
-    def read(self) -> MetricRows:
-        """Reads the file. Raises OSError."""
-        rows = RowCollector()
-        with open(self.path, "rb", opener=regular_file.opener) as file:
-            for number, line in enumerate(iter_lines(file), start=1):
-                if line.strip():
-                    self._add(rows, number, line)
-        return rows.rows()
-
-    def _add(self, rows: RowCollector, number: int, text: bytes) -> None:
-        line = parse_metrics(text)
-        if isinstance(line, str):
-            self.damaged_lines += 1
-            if len(self.problems) < _MAX_PROBLEMS:
-                self.problems.append(f"line {number}: {line}")
-            return
-        run, engine = line.get("run"), line.get("engine", "")
-        if not isinstance(run, str) or run not in self._newest:
-            self.foreign_lines += 1
-            return
-        if self.engine is None:
-            self.engine = engine
-        if engine != self.engine:
-            self.ignored_engines.add(str(engine))
-            return
-        last, ordinal = self._newest[run]
-        ordinal += line["step"] <= last
-        self._newest[run] = line["step"], ordinal
-        attempt = self._attempts.setdefault((run, ordinal), len(self.ids))
-        if attempt == len(self.ids):
-            self.ids.append((run, ordinal))
-        rows.add(attempt, line)
+    rows, damage = RowCollector(), list[str]()
+    known, engine, last, attempt = set(processes), None, ("", 0), -1
+    with open(path, "rb", opener=regular_file.opener) as file:
+        for number, text in enumerate(iter_lines(file), start=1):
+            if not text.strip():
+                continue
+            line = parse_metrics(text)
+            if isinstance(line, str):
+                if len(damage) < _MAX_DAMAGE:
+                    damage.append(f"line {number}: {line}")
+                continue
+            if line["run"] not in known:
+                continue
+            engine = line.get("engine", "") if engine is None else engine
+            if line.get("engine", "") == engine:
+                attempt += line["run"] != last[0] or line["step"] <= last[1]
+                last = line["run"], line["step"]
+                rows.add(attempt, line)
+    return rows.rows(), damage
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | str:
@@ -139,6 +102,8 @@ def parse_metrics(line: bytes) -> dict[str, Any] | str:
     step = parsed.get("step")
     if type(step) is not int or not 0 <= step < 1 << 53:
         return f"step is not a whole number from 0 to 2^53: {step!r:.80}"
+    if not isinstance(parsed.get("run"), str):
+        return "run is not a string"
     return parsed
 
 
@@ -147,7 +112,7 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     values = {}
     for name in CURVES:
         value = line.get(name)
-        if type(value) in (int, float) or value in NONFINITE:
+        if type(value) in (int, float) or (isinstance(value, str) and value in NONFINITE):
             assert value is not None
             with contextlib.suppress(OverflowError):  # an int of 400 digits
                 values[name] = float(value)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from healcore.events.log import Event
 from healcore.events.models import EventRecord, RollbackOutcome, validate
-from healcore.history.incident import MOST_ALARMS, Incident, batch_ids, count_incidents
+from healcore.history.incident import Incident, batch_ids, count_incidents
 from healcore.history.process import KnownGood, RunProcess, RunState
 
 _CHECKPOINT_KINDS = frozenset({"good", "damaged", "save_failed"})
@@ -26,8 +25,6 @@ class AttemptOrigin(enum.StrEnum):
     PROCESS = "process"
     RESUME = "resume"
     ROLLBACK = "rollback"
-    METRICS = "metrics"
-    """Unknown: the attempt has metrics but no event."""
     RECORDED = "recorded"
     """Unknown: the attempt is from a replayed log."""
 
@@ -62,10 +59,7 @@ class Run:
 
     processes: list[RunProcess] = field(default_factory=list)
     attempts: list[RunAttempt] = field(default_factory=list)
-    attempt_ids: list[tuple[str, int]] = field(default_factory=list)  # process, number within it
     marks: list[Mark] = field(default_factory=list)
-    points: list[tuple[int, EventRecord]] = field(default_factory=list)
-    """Attempt and event of each alarm with readings."""
     rollbacks: list[EventRecord] = field(default_factory=list)
     malformed: list[tuple[EventRecord, list[str]]] = field(default_factory=list)
     """Events with fields of the wrong type, and the names of these fields."""
@@ -78,9 +72,6 @@ class Run:
     last_incident: Incident | None = None  # last incident that has an event or an alarm
     damaged: list[int] = field(default_factory=list)  # steps of damaged checkpoints
     incident_count: int = 0  # including incidents whose events were rotated away
-    rollback_count: int = 0  # likewise; in mode OBSERVE, ordered rollbacks
-    cuts: int = 0  # cuts of the learning rate
-    stops: int = 0  # stops ordered in mode OBSERVE
     alarms: int = 0  # alarms with an event
     skips: int = 0  # skipped steps, including undone steps
     undone_skips: int = 0  # skipped steps that a rollback or a restart has undone
@@ -89,9 +80,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._skipped: list[float] = []  # skipped steps that were not undone
-        self._exact = False  # the counts of skips are those of a postmortem
         self._known_good = KnownGood()
-        self._outside: Counter[str] = Counter()  # alarms outside of incidents, by process
 
     @property
     def undone_incidents(self) -> int:
@@ -123,14 +112,6 @@ class Run:
         """Whether the policy only observes."""
         start = self.start
         return start is not None and start.mode == "observe"
-
-    @property
-    def capped(self) -> bool:
-        """Whether some alarms may have no event, so that `skips` is a lower bound."""
-        if self._exact:
-            return False
-        outside = max(self._outside.values(), default=0)
-        return outside >= MOST_ALARMS or any(incident.capped for incident in self.incidents)
 
     def add(self, event: Mapping[str, Any]) -> EventRecord:
         """Adds an event from `log.parse`. Returns the event without fields of the wrong type."""
@@ -165,18 +146,15 @@ class Run:
             count = written.get(name)
             if type(count) is int:
                 setattr(self, name, max(getattr(self, name), count))
-                self._exact = True
 
     def _begin_process(self, event: EventRecord) -> None:
         origin = AttemptOrigin.PROCESS if self.attempts else AttemptOrigin.START
-        self._begin_attempt(event.run, 0, float(event.step or 0), origin)
+        self._begin_attempt(float(event.step or 0), origin)
         self.processes.append(RunProcess(event.run))
         self.step = self.last_step = self.lr_scale = None
-        self._exact = False
 
-    def _begin_attempt(self, run: str, number: int, first: float, origin: AttemptOrigin) -> None:
+    def _begin_attempt(self, first: float, origin: AttemptOrigin) -> None:
         self.attempts.append(RunAttempt(len(self.attempts), first, origin))
-        self.attempt_ids.append((run, number))
 
     def _undo(self, step: float) -> None:
         """Marks skips and incidents from `step` on as undone."""
@@ -196,8 +174,6 @@ class Run:
     def _add_rollback(self, event: EventRecord, step: float) -> None:
         target = event.checkpoint
         self.step = event.step if target is None else target
-        # `number` includes rollbacks whose events were rotated away
-        self.rollback_count = max(self.rollback_count + 1, event.number or 0)
         if target is None:
             return
         self.rollbacks.append(event)
@@ -206,19 +182,16 @@ class Run:
             self._open(event, onset)  # better weights or a hook: a rollback without an incident
         last = self.incidents[-1]
         last.add_response(event, "ROLLBACK")
-        self.cuts += event.lr_at_fault is not None
         last.checkpoint = target
         last.skipped_batches = batch_ids(event) or last.skipped_batches
-        last.count_rollback()
         last.add_cut(event)
         self._undo(float(target))
-        run, number = self.attempt_ids[-1]
         if event.outcome == RollbackOutcome.AFTER_CRASH:  # the rollback began the process
             self.attempts[-1] = self.attempts[-1]._replace(
                 first_step=float(target), origin=AttemptOrigin.ROLLBACK
             )
             return
-        self._begin_attempt(run, number + 1, float(target), AttemptOrigin.ROLLBACK)
+        self._begin_attempt(float(target), AttemptOrigin.ROLLBACK)
 
     def _add_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)
@@ -230,18 +203,12 @@ class Run:
         if event.skip:
             self.skips += 1
             self._skipped.append(step)
-        if event.step is not None and event.readings is not None:
-            self.points.append((len(self.attempts) - 1, event))
         if event.incident:
             self._incident_of(event).add(event)
         else:
-            self._outside[event.run] += 1
             self.marks.append(Mark(step, event))
 
     def _add_order(self, event: EventRecord, step: float) -> None:
-        if event.observed:
-            self.rollback_count += "ROLLBACK" in (event.action or ())
-            self.stops += "STOP" in (event.action or ())
         if event.incident:
             self._incident_of(event).add(event)
         else:
@@ -262,7 +229,6 @@ class Run:
             return
         # `why` marks a decrease to the limit of an earlier cut, which is not a new cut.
         cut = after < before and (event.why is None or "CUT_LR" in (event.action or ()))
-        self.cuts += cut
         if cut and self.incidents and self.incidents[-1].attempt == len(self.attempts) - 1:
             self.incidents[-1].add_cut(event)
 
@@ -274,11 +240,8 @@ class Run:
     def _add_stop(self, event: EventRecord, step: float) -> None:
         self.marks.append(Mark(step, event))
         if self.incidents:
-            last = self.incidents[-1]
-            last.add_response(event, "STOP")
-            if last.stop_step is None or last.declined:
-                last.stop_step = step
-            last.declined = False
+            self.incidents[-1].add_response(event, "STOP")
+            self.incidents[-1].declined = False
 
     def _add_damaged(self, event: EventRecord, step: float) -> None:
         checkpoint = event.step if event.checkpoint is None else event.checkpoint
@@ -287,7 +250,6 @@ class Run:
 
     def _add_end(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count, event.incidents or 0)
-        self.rollback_count = max(self.rollback_count, event.rollbacks or 0)
         self.marks.append(Mark(step, event))
 
     def _open(self, event: EventRecord, onset: float) -> None:

@@ -1,184 +1,148 @@
-"""Trains the demo's runs in turns, and prints and draws the comparison."""
+"""Trains the demo's runs, and prints and draws the comparison."""
 
 from __future__ import annotations
 
-import logging
-import shutil
-import time
-from collections.abc import Generator, Mapping, Sequence
-from itertools import product
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from healcore import adapter_registry, events
+from healcore import adapter_registry
 from healcore import policy as policies
-from healcore.demo.runs import (
+from healcore.demo.scenario import (
     ARMS,
     FIXED_CLIP,
     SAVE_EVERY,
-    DemoClaim,
-    DemoRun,
-    Outcome,
+    SYMBOLS,
+    DemoError,
+    Scenario,
     Step,
-    check_claims,
-    classify,
-    format_loss,
-    with_short_probation,
+    load_corpus,
 )
-from healcore.demo.scenario import Scenario, load_corpus
+from healcore.events.models import EventRecord
 from healcore.extras import require
-from healcore.history import Curves
-from healcore.policy import Policy
+from healcore.runtime.incidents.rollback import Rollback
 from healcore.tools import terminal
-from healcore.tools.output_files import OutputError, check_default_path, replacing
-from healcore.tools.report import page, picture
+from healcore.tools.report import page
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}
-_STYLES = {Outcome.TRAINED: "green", Outcome.NEITHER: "yellow", Outcome.FAILED: "red"}
+PROBATION = 20
+"""Healthy steps until a checkpoint is known-good; the presets' 100 are a third of a run."""
+DIVERGED = math.log(SYMBOLS)
+"""Nats per byte of a uniform guess."""
+TRAINED = 2.4
+"""Nats per byte on unseen text. A model of byte pairs, whose context is one byte, has 2.42."""
+
+_COLORS = {"unprotected": "#3b3b3b", "fixed clip": "#e69f00", "healed": "#0072b2"}
+
+
+@dataclass
+class DemoRun:
+    """One run: its framework, its arm and its data."""
+
+    framework: str
+    arm: str
+    steps: list[Step] = field(default_factory=list)
+    """All steps in the order taken, including those that a rollback has undone."""
+    held_out_loss: float = math.nan
+    """Nats per byte on held-out text at the end of the run."""
+    report: RunReport | None = None
+    """Report of a healed run."""
+    rollbacks: tuple[EventRecord, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.framework} {self.arm}"
+
+    def kept(self) -> dict[int, Step]:
+        """Step -> its last form: a repeated step replaces the step that a rollback has undone."""
+        return {step.step: step for step in self.steps}
+
+    def mean_loss(self, until: int) -> float:
+        """Mean loss of the last 20 steps before batch `until`, except undone steps."""
+        losses = [step.loss for step in self.kept().values() if step.batch < until]
+        return float(np.mean(losses[-20:])) if losses else math.nan
+
+    def skips_and_clips(self) -> tuple[int, int]:
+        """Numbers of skipped and of clipped steps."""
+        if self.report is not None:
+            return self.report.counts.skips, self.report.counts.clips or 0
+        is_clipped = self.arm == "fixed clip"
+        return 0, sum(is_clipped and step.grad_norm > FIXED_CLIP for step in self.steps)
+
+
+class DemoClaim(NamedTuple):
+    """A claim about one run, and whether it holds."""
+
+    text: str
+    holds: bool
 
 
 class DemoResult(NamedTuple):
-    """The finished runs, and claims that compare the runs."""
+    """The finished runs, and the claims about them."""
 
     runs: list[DemoRun]
     claims: list[DemoClaim]
 
 
 def run_demo(
+    out: Path,
     *,
     frameworks: Sequence[str] = tuple(FRAMEWORKS),
-    arms: Sequence[str] = ARMS,
-    seeds: Sequence[int] = (0,),
     steps: int = 300,
-    policy: Any = "default",
-    out: Path | None = None,
     console: Console | None = None,
     **sizes: int,
 ) -> DemoResult:
-    """Trains one run per framework, seed and arm, and prints the outcomes.
+    """Trains one run per framework and arm, and prints the outcomes.
 
-    Writes `curves.png` into `out` (default `healcore-demo`), and a folder for each healed run with
-    its checkpoints, events, metrics, postmortem and report. Deletes the folders of an earlier demo.
-    `arms` must contain "healed". The healed runs use `with_short_probation(policy)`. `sizes` are
-    fields of `Scenario`.
+    Writes `curves.png` into `out`, and a folder for each healed run with its checkpoints, events,
+    metrics, postmortem and report. `sizes` are fields of `Scenario`.
 
     Raises:
         MissingExtraError: a library is not installed.
-        PolicyError: the policy is invalid.
-        DemoError: the corpus is missing, or steps or sizes are invalid.
-        OutputError: an output is a link, or a run's folder is not from a demo.
+        DemoError: the corpus is missing, there are too few steps, or `out` exists.
     """
     require("report", "matplotlib", "jinja2")
     for framework in frameworks:
         require(framework, *FRAMEWORKS[framework])
-    policy, text = with_short_probation(policies.load(policy)), load_corpus()
-    scenarios = [Scenario(text, seed=seed, steps=steps, **sizes) for seed in seeds]
-    names = [f"{f}-healed-seed{s.seed}" for s, f in product(scenarios, frameworks)]
-    out = _check_output(out, names)
-    out.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
+    scenario = Scenario(load_corpus(), steps=steps, **sizes)
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError:
+        raise DemoError(f"{out} exists: delete it, or name another folder with --out") from None
     console = console or terminal.console()
-    _introduce(console, scenarios[0], policy)
-    runs: list[DemoRun] = []
-    for scenario in scenarios:
-        training = []
-        for framework, arm in product(frameworks, arms):
-            run = DemoRun(framework, arm, scenario.seed)
-            if arm == "healed":
-                run.folder = out / f"{framework}-healed-seed{scenario.seed}"
-                if run.folder.exists():
-                    shutil.rmtree(run.folder)  # from an earlier demo, see `_check_output`
-                run.folder.mkdir()
-            train = adapter_registry.find(framework, "demo_training")
-            training.append((run, train(scenario, arm, policy, run.folder)))
-            runs.append(run)
-        _train(console, scenario, training)
+    policy = policies.load("default", rollback={"probation": PROBATION})
+    _introduce(console, scenario)
+    runs = [DemoRun(framework, arm) for framework in frameworks for arm in ARMS]
     for run in runs:
+        folder = out / f"{run.framework}-healed"
+        _train(console, run, scenario, policy, folder)
         if run.arm == "healed":
-            run.events = events.read(run.folder / "events.jsonl").events
-    checked = check_claims(runs, scenarios[0])
-    _show(console, runs, checked, scenarios[0], out)
-    console.print(f"the demo took {time.monotonic() - started:.0f} s", highlight=False)
-    return DemoResult(runs, checked)
+            (run.report,) = read_reports(folder / "events.jsonl")
+            events = (event for each in run.report.incidents for event in each.responses)
+            run.rollbacks = tuple(event for event in events if event.kind == "rollback")
+            (folder / "events.report.html").write_text(page.render([run.report]), encoding="utf-8")
+    claims = [
+        claim for framework in frameworks for claim in check_claims(runs, framework, scenario)
+    ]
+    console.print(_table(runs, scenario), "")
+    for claim in claims:
+        sign = "[green]ok[/]    " if claim.holds else "[red]BROKEN[/]"
+        console.print(f"{sign} {claim.text}", highlight=False, soft_wrap=True)
+    draw(runs, scenario, out / "curves.png")
+    console.print(f"\npicture, pages and checkpoints: {out}", soft_wrap=True)
+    return DemoResult(runs, claims)
 
 
-def _check_output(out: Path | None, runs: Sequence[str]) -> Path:
-    """Returns the output folder. Raises OutputError if a demo did not write a folder in it."""
-    if out is None:
-        out = Path("healcore-demo")
-        check_default_path(out, folder=True)
-    check_default_path(out / "curves.png")
-    for folder in (out / name for name in runs):
-        check_default_path(folder, folder=True)
-        log = folder / "events.jsonl"
-        from_demo = not log.is_symlink() and log.is_file() and events.read(log).events
-        if folder.exists() and not from_demo and any(folder.iterdir()):
-            raise OutputError(
-                f"{folder} has no events of an earlier demo, and the demo deletes only its own "
-                "files: move the folder, or name another output with --out"
-            )
-    return out
-
-
-def _train(
-    console: Console, scenario: Scenario, runs: Sequence[tuple[DemoRun, Generator[Step, None, Any]]]
-) -> None:
-    columns = TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn()
-    loss = TextColumn("loss {task.fields[loss]:>6}")
-    with Progress(*columns, loss, console=console) as bars, _WarningPrinter(console) as warnings:
-        unfinished = [
-            (run, loop, bars.add_task(str(run), total=scenario.steps, loss=""))
-            for run, loop in runs
-        ]
-        while unfinished:
-            for entry in tuple(unfinished):
-                run, loop, bar = entry
-                warnings.framework = run.framework
-                try:
-                    run.steps.append(next(loop))
-                except StopIteration as end:
-                    run.finish(end.value)
-                    unfinished.remove(entry)
-                else:
-                    # The previous loss, because reading the newest would wait for the device.
-                    previous = float(run.steps[-2:][0].loss)
-                    bars.update(bar, completed=run.steps[-1].batch + 1, loss=format_loss(previous))
-
-
-class _WarningPrinter(logging.Handler):
-    """Context manager that prints warnings of the Healers only above the progress bars."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(logging.WARNING)
-        self.framework = ""
-        """Framework of the current run."""
-        self._console = console
-        self._log = logging.getLogger("healcore")
-        self._propagate = self._log.propagate
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Prints a warning with the name of its framework."""
-        line = f"{self.framework}: {record.getMessage()}"
-        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-    def __enter__(self) -> _WarningPrinter:
-        self._log.addHandler(self)
-        self._log.propagate = False
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._log.removeHandler(self)
-        self._log.propagate = self._propagate
-
-
-def _introduce(console: Console, scenario: Scenario, policy: Policy) -> None:
+def _introduce(console: Console, scenario: Scenario) -> None:
     raised = scenario.wrong_lr_steps
     corrupted = ", ".join(map(str, sorted(scenario.corrupted_batches)))
     console.print(
@@ -186,88 +150,107 @@ def _introduce(console: Console, scenario: Scenario, policy: Policy) -> None:
         f"the {scenario.corpus.files} modules of the standard library, {scenario.steps} steps. "
         f"Faults: random bytes instead of text in batches {corrupted}; a learning rate "
         f"{scenario.lr_factor:g} times too high in steps {raised.start} to {raised.stop - 1}; a "
-        f"loss of 0/0 in batch {scenario.empty_batch}. Policy: [cyan]{policy.name}[/]. Because the "
-        f"run is short, it saves a checkpoint every {SAVE_EVERY} steps, which is known-good after "
-        f"{policy.rollback.probation} healthy steps.\n"
+        f"loss of 0/0 in batch {scenario.empty_batch}. Because the run is short, it saves a "
+        f"checkpoint every {SAVE_EVERY} steps, which is known-good after {PROBATION} healthy "
+        "steps.\n"
     )
 
 
-def _show(
-    console: Console,
-    runs: Sequence[DemoRun],
-    checked: Sequence[DemoClaim],
-    scenario: Scenario,
-    out: Path,
-) -> None:
-    healed = [run for run in runs if run.arm == "healed"]
-    reports = {str(run): read_reports(run.folder / "events.jsonl")[0] for run in healed}
-    console.print(_table(runs, reports, scenario), "")
-    for claim in checked:
-        sign = "[green]ok[/]    " if claim.holds else "[red]BROKEN[/]"
-        console.print(f"{sign} {claim.text}", highlight=False, soft_wrap=True)
-    pages = []
-    for run in healed:
-        pages.append(run.folder / "events.report.html")
-        with replacing(pages[-1], from_user=False) as draft:
-            draft.write_text(page.render([reports[str(run)]]), encoding="utf-8")
-    with replacing(out / "curves.png", from_user=False) as draft:
-        picture.draw(
-            [report._replace(title=name) for name, report in reports.items()],
-            draft,
-            backdrops={str(run): _backdrop(run, runs, scenario) for run in healed},
-        )
-    console.print("\n".join(("", *(f"page: {path}" for path in pages))), soft_wrap=True)
-    console.print(f"picture: {out / 'curves.png'}", soft_wrap=True)
+def _train(console: Console, run: DemoRun, scenario: Scenario, policy: Any, folder: Path) -> None:
+    columns = TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn()
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:>6}"), console=console) as bars:
+        bar = bars.add_task(str(run), total=scenario.steps, loss="")
+
+        def on_step(step: Step) -> None:
+            run.steps.append(step)
+            bars.update(bar, completed=step.batch + 1, loss=format_loss(step.loss))
+
+        train = adapter_registry.find(run.framework, "demo_training")
+        run.held_out_loss = train(scenario, run.arm, policy, folder, on_step)
 
 
-def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Scenario) -> Table:
+def check_claims(
+    runs: Sequence[DemoRun], framework: str, scenario: Scenario
+) -> Iterator[DemoClaim]:
+    """Checks the claims about the unprotected and the healed run of a framework."""
+    plain, healed = (
+        next(run for run in runs if (run.framework, run.arm) == (framework, arm))
+        for arm in ("unprotected", "healed")
+    )
+    loss = plain.mean_loss(scenario.empty_batch)
+    text = f"{plain}: diverges before the empty batch: loss {format_loss(loss)}"
+    yield DemoClaim(text, not loss < DIVERGED)
+    loss = plain.held_out_loss
+    text = f"{plain}: ends with NaN on unseen text: loss {format_loss(loss)}"
+    yield DemoClaim(text, math.isnan(loss))
+    loss = healed.held_out_loss
+    text = f"{healed}: trains, below {TRAINED:g} on unseen text: loss {format_loss(loss)}"
+    yield DemoClaim(text, loss < TRAINED)
+    ending = healed.report.state if healed.report else None
+    yield DemoClaim(f"{healed}: runs to its end: {ending}", ending == "completed")
+    found = [event for event in healed.rollbacks if event.onset in scenario.wrong_lr_steps]
+    where = ", ".join(f"to step {event.checkpoint}" for event in found) or "never"
+    text = f"{healed}: rolls back while the learning rate is wrong: {where}"
+    yield DemoClaim(text, bool(found) and not any(event.initial for event in found))
+    for rollback in map(Rollback.of, found):
+        text = f"{healed}: lowers the rate: {rollback.lr_text or 'no'}"
+        yield DemoClaim(text, rollback.lowers_lr)
+
+
+def format_loss(loss: float) -> str:
+    """Formats a loss in at most 6 characters."""
+    if not math.isfinite(loss):
+        return "NaN" if math.isnan(loss) else "inf"
+    return f"{loss:.2f}" if abs(loss) < 1000 else f"{loss:.0e}"
+
+
+def _table(runs: Sequence[DemoRun], scenario: Scenario) -> Table:
     table = Table(
         caption="loss: nats per byte; before: mean of the 20 steps before the empty batch; on "
         "unseen: at the end, on text in no training batch",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=0,
     )
     table.add_column("")
-    for name in ("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks", "LR\nafter"):
+    for name in ("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(" ", no_wrap=True)
     for run in runs:
-        result, report = classify(run, scenario.corpus), reports.get(str(run))
-        skips, clips = (report.counts.skips, report.counts.clips) if report else (0, 0)
-        if run.arm == "fixed clip":
-            clips = int((run.column("grad_norm") > FIXED_CLIP).sum())
         table.add_row(
             str(run),
             format_loss(run.mean_loss(scenario.empty_batch)),
             format_loss(run.held_out_loss),
-            str(skips),
-            str(clips),
-            "\n".join(f"{event['onset']} → {event['checkpoint']}" for event in run.rollbacks),
-            "\n".join(_lr_after(event) for event in run.rollbacks),
-            f" [{_STYLES[result]}]{result.value}[/]",
+            *map(str, run.skips_and_clips()),
+            ", ".join(f"{event.onset} → {event.checkpoint}" for event in run.rollbacks),
             end_section=run.arm == "healed",
         )
     return table
 
 
-def _lr_after(rollback: Mapping[str, Any]) -> str:
-    """Returns the limit of the learning rate after a rollback, or else its multiplier."""
-    limit = rollback.get("lr_limit")
-    return f"× {rollback['lr_scale']:g}" if limit is None else f"≤ {limit:.3g}"
+def draw(runs: Sequence[DemoRun], scenario: Scenario, path: Path) -> None:
+    """Draws the loss of the three runs of each framework."""
+    # Agg opens no window. pyplot would use the backend of the user's configuration.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-
-def _backdrop(healed: DemoRun, runs: Sequence[DemoRun], scenario: Scenario) -> picture.Backdrop:
-    """Returns the curves of the other arms with equal framework and seed, and the faults' spans."""
-    others = {
-        run.arm: Curves(run.column("step"), run.column("loss"), run.column("grad_norm"))
-        for run in runs
-        if (run.framework, run.seed) == (healed.framework, healed.seed) and run is not healed
-    }
-    raised, corrupted = scenario.wrong_lr_steps, sorted(scenario.corrupted_batches)
-    spans = [
-        (raised.start, raised.stop - 1, f"learning rate × {scenario.lr_factor:g}"),
-        *((corrupted[i], corrupted[i + 1], "random bytes") for i in (0, 2)),
-        (scenario.empty_batch, scenario.empty_batch, "empty batch"),
-    ]
-    return picture.Backdrop(others, spans, label="healed")
+    frameworks = list(dict.fromkeys(run.framework for run in runs))
+    figure = Figure(figsize=(10, 3), layout="tight")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(frameworks), sharey=True, squeeze=False)[0]
+    raised = scenario.wrong_lr_steps
+    for axis, framework in zip(axes, frameworks, strict=True):
+        axis.axvspan(raised.start, raised.stop, color="#d9d9d9", lw=0)
+        axis.text(raised.stop + 3, 30, "learning\nrate × 16", fontsize=8, color="#444444")
+        axis.axvline(scenario.empty_batch, color="#999999", lw=0.8, ls=":")
+        axis.text(scenario.empty_batch + 3, 30, "empty\nbatch", fontsize=8, color="#444444")
+        for run in (each for each in runs if each.framework == framework):
+            losses = {step: each.loss for step, each in run.kept().items()}
+            style: Mapping[str, Any] = {"color": _COLORS[run.arm], "label": run.arm}
+            axis.plot(*zip(*losses.items(), strict=True), lw=2 if run.report else 1.2, **style)
+            if run.report is None:
+                last = max(step for step, loss in losses.items() if math.isfinite(loss))
+                axis.plot(last, losses[last], "x", color=_COLORS[run.arm], ms=7, mew=2)
+        axis.set(title={"jax": "JAX"}.get(framework, framework), xlabel="step", yscale="log")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("training loss")
+    axes[-1].legend(frameon=False, fontsize=8, loc="upper left")
+    figure.savefig(path, dpi=110)

@@ -38,16 +38,15 @@ def check_outputs(outputs: Iterable[AnyPath], inputs: Iterable[AnyPath]) -> None
             raise OutputError(f"{path} is an input: write to another file")
 
 
-def check_default_path(path: Path, *, folder: bool = False) -> None:
+def check_default_path(path: Path) -> None:
     """Raises OutputError if a path that healcore chose exists, but is not a regular file.
 
-    With `folder`, the path must be a folder instead. Another user may have created a link there.
+    Another user may have created a link there.
     """
-    is_regular = path.is_dir() if folder else path.is_file()
-    if path.is_symlink() or (path.exists() and not is_regular):
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         raise OutputError(
-            f"{path} is a link or not a regular {'folder' if folder else 'file'}, and healcore "
-            "replaces neither at a default path: remove it, or name another output"
+            f"{path} is a link or not a regular file, and healcore replaces neither at a default "
+            "path: remove it, or name another output"
         )
 
 

@@ -40,11 +40,6 @@ def console(**options: Any) -> Console:
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
             return [r if isinstance(r, Control) else CleanText(r) for r in renderables]
 
-    class PipeConsole(Console):
-        def on_broken_pipe(self) -> None:
-            """Raises BrokenPipeError. Rich would exit with status 1 if the reader ends early."""
-            raise BrokenPipeError
-
-    cleaning = PipeConsole(**options)
+    cleaning = Console(**options)
     cleaning.push_render_hook(CleanTextHook())
     return cleaning

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/events.md from the schemas: `python -m tests.events.page_tables`."""
+"""Writes the tables of docs/events.md from the schema: `python -m tests.events.page_tables`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN = "<!-- {name}: begin (written by python -m tests.events.page_tables) -->"
 END = "<!-- {name}: end -->"
 SCHEMA = schema.json_schema()
-METRICS = schema.metrics_schema()
 
 
 def tables() -> Iterator[tuple[str, str]]:
@@ -29,7 +28,6 @@ def tables() -> Iterator[tuple[str, str]]:
     head = "| field | shape | meaning |"
     yield "envelope", _table(head, (_row(name, SCHEMA) for name in ENVELOPE))
     yield "fields", _table(head, (_row(name, SCHEMA) for name in EventFields.model_fields))
-    yield "metrics", _table(head, (_row(name, METRICS) for name in METRICS["properties"]))
 
 
 def written(page: str) -> str:

@@ -28,7 +28,6 @@ DOCS = ROOT / "docs"
 PAGE = (DOCS / "events.md").read_text()
 EXPORTED = json.loads((DOCS / "events.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(EXPORTED)
-METRICS = json.loads((DOCS / "metrics.schema.json").read_text())
 FIELDS = tuple(EventFields.model_fields)
 
 
@@ -148,9 +147,6 @@ def test_readers_pass_over_what_later_versions_add(tmp_path):
 def test_the_committed_schema_is_the_one_of_the_code():
     jsonschema.Draft202012Validator.check_schema(EXPORTED)
     assert schema.json_schema() == EXPORTED, "healcore events schema > docs/events.schema.json"
-    jsonschema.Draft202012Validator.check_schema(METRICS)
-    again = "healcore events schema --metrics > docs/metrics.schema.json"
-    assert schema.metrics_schema() == METRICS, again
 
 
 def section(heading: str) -> list[str]:

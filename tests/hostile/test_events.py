@@ -29,7 +29,8 @@ def filled(path, size):
 def test_a_line_of_two_gigabytes(reader, tmp_path, function):
     path = filled(tmp_path / "run.events.jsonl", 2 << 30)
     outcome = reader.call(f"{READING}:{function}", path)
-    assert outcome.answer["returned"] == ("History" if function == "read" else "dict")
+    # `last` reads the end of the file only.
+    assert outcome.answer["returned"] == ("History" if function == "read" else "NoneType")
 
 
 def test_the_events_before_and_behind_a_long_line_are_read(reader, tmp_path):

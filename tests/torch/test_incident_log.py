@@ -72,17 +72,8 @@ def test_an_incident_is_one_line_of_any_length(where: Where, lines: Lines):
     loop = Loop(where=where)
     loop.steps(*[1.0] * 4, *[NAN] * 40, *[1.0] * 2 * READ_EVERY)
     (line,) = logged(lines)
-    assert re.match(r"AdamW( \d+)?: step 4: incident 1: nonfinite loss and nonfinite grad; ", line)
+    assert re.match(r"AdamW: step 4: incident 1: nonfinite loss and nonfinite grad; ", line)
     assert where == "device" or line.endswith("; skipped")
-
-
-def test_two_optimizers_of_one_class_have_different_names(lines: Lines):
-    generator, critic = Loop(), Loop()
-    generator.steps(1.0, NAN)
-    critic.steps(1.0, NAN)
-    first, second = (line.split(": step")[0] for line in logged(lines))
-    assert first.startswith("AdamW")
-    assert first != second
 
 
 def test_many_incidents_are_fewer_lines(lines: Lines):
@@ -121,7 +112,7 @@ def test_an_order_is_answered_and_not_only_read(where: Where, lines: Lines, answ
             assert loop.heal.decision is not None
     stops = logged(lines, "STOP", "the loop continues to train")
     assert bool(stops) == (answer not in ("decline", "load"))
-    assert len(stops) <= 6
+    assert len(stops) <= 1
 
 
 def test_the_line_names_observe_mode(lines: Lines):

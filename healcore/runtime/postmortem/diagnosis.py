@@ -32,18 +32,12 @@ AFTER_A_KILL = (
 )
 """Advice about a process that was killed."""
 
-_REPEATED = {
-    (True, True): "Rolling back, skipping batches and lowering the learning rate did not help: "
-    "more of the data is bad than was skipped, or the cause is the model, its precision or its "
-    "optimizer's settings, or the cause is older than the checkpoints.",
-    (True, False): "Rolling back and skipping batches did not help, at the same learning rate: "
-    "more of the data is bad than was skipped, or the learning rate is too high.",
-    (False, True): "Rolling back and lowering the learning rate did not help, on the same data: "
-    "the data of those steps, then the model's precision and its optimizer's settings.",
-    (False, False): "Rolling back did not help, on the same data and at the same learning rate: "
-    "skip the data of those steps, or lower the learning rate.",
-}
-"""(Any rollback skipped batches, any lowered the rate) -> advice after several rollbacks."""
+_REPEATED = (
+    "Rolling back did not help: more of the data is bad than was skipped, the learning rate is too "
+    "high, or the cause is the model, its precision or its optimizer's settings, or is older than "
+    "the checkpoints."
+)
+"""Advice after several rollbacks."""
 
 
 class RunEnd(NamedTuple):
@@ -147,8 +141,7 @@ _HEADLINES = {
 
 
 def _seen_section(end: RunEnd) -> Iterator[str]:
-    found = (_better_weights(each) for each in end.rollbacks if each.better is not None)
-    sentences = [*_incidents(end), *list(dict.fromkeys(found))[-_SHOWN:]]
+    sentences = _incidents(end)
     if sentences:
         yield _section("Seen", " ".join(sentences))
 
@@ -161,8 +154,10 @@ def _incidents(end: RunEnd) -> list[str]:
         names = names.replace("nonfinite_grad", "nonfinite_update")
     since = "" if end.onset is None else f" from step {end.onset} on"
     sentences = [f"{names}{since}{', resolved by the end' if end.open is False else ''}."]
-    if end.readings is not None:
-        sentences += _numbers(end.readings, end.cause, end.bad_update)
+    numbers = end.readings
+    if numbers is not None and (text := readings_text(numbers, end.cause, end.bad_update)):
+        limit = f" (limit {numbers.threshold:.3g})" if numbers.threshold > 0 else ""
+        sentences.append(f"At the first alarm: {text}{limit}.")
     if end.evidence:
         norms = _first([f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in end.evidence])
         sentences.append(f"Gradients that stood out: {norms}.")
@@ -224,12 +219,7 @@ def _storage_section(end: RunEnd) -> Iterator[str]:
 def _advice_section(end: RunEnd) -> Iterator[str]:
     if end.ending == Ending.COMPLETED and not (end.open or end.not_finite or end.fault):
         return
-    hints = advice(
-        end.cause | end.fault,
-        rollbacks=len(end.rollbacks),
-        skipped=any(rollback.skipped for rollback in end.rollbacks),
-        lr_lowered=end.lr_scale < 1 or any(rollback.lowers_lr for rollback in end.rollbacks),
-    )
+    hints = advice(end.cause | end.fault, rollbacks=len(end.rollbacks))
     if hints:
         yield "Look at:"
     for hint in hints:
@@ -285,24 +275,10 @@ def with_undone(count: str, undone: int) -> str:
 # -- pieces of sentences --------------------------------------------------------------------------
 
 
-def _numbers(numbers: Readings, cause: Cause, bad_update: bool) -> Iterator[str]:
-    limit = f" (limit {numbers.threshold:.3g})" if numbers.threshold > 0 else ""
-    if text := readings_text(numbers, cause, bad_update):
-        yield f"At the first alarm: {text}{limit}."
-
-
 def _first(items: Sequence[str]) -> str:
     """The first few items, and the number of further items."""
     shown, more = ", ".join(items[:_SHOWN]), len(items) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _better_weights(rollback: Rollback) -> str:
-    text = f"Earlier weights were better from step {rollback.onset} on"
-    # Without a known rate, `lr_at_fault` is a multiplier.
-    if rollback.lr is not None and rollback.lr_at_fault is not None:
-        text += f", at a learning rate of {rollback.lr_at_fault:.3g}"
-    return f"{text}."
 
 
 def _rollback(rollback: Rollback) -> str:
@@ -332,15 +308,9 @@ def _wrapped(text: str, *, first: str = "", then: str = "") -> str:
 # -- advice ---------------------------------------------------------------------------------------
 
 
-def advice(
-    cause: Cause,
-    *,
-    rollbacks: int = 0,
-    skipped: bool = False,
-    lr_lowered: bool = False,
-) -> list[str]:
-    """Advice by cause; `skipped`, `lr_lowered`: whether any rollback skipped batches or cut."""
+def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
+    """Advice by cause."""
     hints = [row.diagnosis for flag, row in FAILURES.items() if flag in cause]
     if cause & ~_FAULTS and rollbacks > 1:
-        hints.append(_REPEATED[skipped, lr_lowered])
+        hints.append(_REPEATED)
     return hints

@@ -1,21 +1,18 @@
 """Writes sentences about the events, incidents, states and counts of a run.
 
-The report, `healcore events show`, trackers and the demo use these sentences. The
+The report, `healcore events show` and trackers use these sentences. The
 diagnosis at the end of a run is in `healcore.runtime.postmortem.diagnosis`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
-from healcore.events.models import EventRecord, RollbackOutcome, validate
-from healcore.events.schema import ENVELOPE
-from healcore.history import Counts, Incident, Mode
+from healcore.events.models import EventRecord, RollbackOutcome
+from healcore.history import Incident, Mode
 from healcore.history.process import RunState
-from healcore.history.run import Mark
 from healcore.runtime.faults import FAILURES
 from healcore.runtime.incidents.rollback import Rollback
 
@@ -53,20 +50,8 @@ def step_range(first: float, last: float) -> str:
 
 def sentence(event: EventRecord) -> str:
     """The sentence of an event, or an empty string if its kind has none."""
-    return _SENTENCES[event.kind][0](event) if event.kind in _SENTENCES else ""
-
-
-def sentence_and_fields(event: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The sentence of an event, and the fields that the sentence does not contain in full."""
-    found, wrong = validate(event)
-    _, said = _SENTENCES.get(found.kind, (None, ""))
-    hidden = {*ENVELOPE, *said.split()} - {*wrong}
-    return sentence(found), {name: each for name, each in event.items() if name not in hidden}
-
-
-def mark(mark: Mark) -> str:
-    """The sentence of a mark on the step axis."""
-    return "a live run would have ended here" if mark.event is None else sentence(mark.event)
+    write = _SENTENCES.get(event.kind)
+    return write(event) if write else ""
 
 
 def _start(event: EventRecord) -> str:
@@ -76,7 +61,11 @@ def _start(event: EventRecord) -> str:
 
 
 def _alarm(event: EventRecord) -> str:
-    return flag_names(event.cause or ()) + ("; skipped" if event.skip else "")
+    numbers = event.readings
+    seen = numbers and f"loss {numbers.loss:.4g}, gradient norm {numbers.grad_norm:.4g}"
+    return "; ".join(
+        filter(None, (flag_names(event.cause or ()), seen, "skipped" if event.skip else ""))
+    )
 
 
 def _order(event: EventRecord) -> str:
@@ -149,56 +138,33 @@ def _shown(value: object) -> object:
     return "?" if value is None else value
 
 
-_SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
-    "start": (_start, "framework policy mode"),
-    "resume": (
-        lambda event: f"resumed from the checkpoint of step {_shown(event.checkpoint)}",
-        "checkpoint",
+_SENTENCES: dict[str, Callable[[EventRecord], str]] = {
+    "start": _start,
+    "resume": lambda event: f"resumed from the checkpoint of step {_shown(event.checkpoint)}",
+    "alarm": _alarm,
+    "incident": lambda event: (
+        f"incident {_shown(event.incident)}: {flag_names(event.cause or ()) or 'unknown cause'}"
     ),
-    "alarm": (_alarm, "cause skip"),
-    "incident": (
-        lambda event: (
-            f"incident {_shown(event.incident)}: {flag_names(event.cause or ()) or 'unknown cause'}"
-        ),
-        "incident cause",
+    "alert": lambda event: (
+        f"{event.severity or 'alert'}: {flag_names(event.cause or ())}: {event.diagnosis or ''}"
     ),
-    "alert": (
-        lambda event: (
-            f"{event.severity or 'alert'}: {flag_names(event.cause or ())}: {event.diagnosis or ''}"
-        ),
-        "severity cause diagnosis",
+    "order": _order,
+    "assessment": _assessment,
+    "rollback": _rollback,
+    "lr": _lr,
+    "grow": lambda event: (
+        f"tries parts of {_shown(event.size)} samples again instead of {_shown(event.size_before)}"
     ),
-    "order": (_order, "action cause observed"),
-    "assessment": (_assessment, "verdict by"),
-    "rollback": (_rollback, "checkpoint outcome initial repeated"),
-    "lr": (_lr, "why"),
-    "grow": (
-        lambda event: (
-            f"tries parts of {_shown(event.size)} samples again instead of "
-            f"{_shown(event.size_before)}"
-        ),
-        "size size_before",
-    ),
-    "vote": (
-        lambda event: f"the ranks agreed: {event.outcome or ''} ({event.why or ''})",
-        "outcome why",
-    ),
-    "hook": (_hook, "hook ordered action problem"),
-    "fault": (_fault, "problem answer"),
-    "retried": (
-        lambda event: event.why or f"a call succeeded at attempt {_shown(event.attempt)}",
-        "why",
-    ),
-    "stop": (lambda event: f"stopped: {event.why or ''}", "why"),
-    "problem": (lambda event: f"problem: {event.problem or ''}", "problem"),
-    "save_failed": (
-        lambda event: f"a checkpoint was not written: {event.problem or ''}",
-        "problem",
-    ),
-    "damaged": (lambda event: f"a checkpoint is damaged: {event.problem or ''}", "problem"),
-    "end": (lambda event: f"end: {event.ending or 'unknown'}", "ending"),
+    "vote": lambda event: f"the ranks agreed: {event.outcome or ''} ({event.why or ''})",
+    "hook": _hook,
+    "fault": _fault,
+    "retried": lambda event: event.why or f"a call succeeded at attempt {_shown(event.attempt)}",
+    "stop": lambda event: f"stopped: {event.why or ''}",
+    "problem": lambda event: f"problem: {event.problem or ''}",
+    "save_failed": lambda event: f"a checkpoint was not written: {event.problem or ''}",
+    "damaged": lambda event: f"a checkpoint is damaged: {event.problem or ''}",
+    "end": lambda event: f"end: {event.ending or 'unknown'}",
 }
-"""Kind -> function for its sentence, and names of the fields that are complete in it."""
 
 
 # -- incidents ------------------------------------------------------------------------------------
@@ -228,12 +194,8 @@ def _skipped(incident: Incident) -> str:
 
 def _would_text(incident: Incident) -> str:
     parts = [f"skipped {_skipped(incident)}"] if incident.skipped else []
-    if "ROLLBACK" in incident.action:
-        times = "once" if incident.repeats == 1 else f"{incident.repeats} times"
-        more = f" ({times} more if that had not helped)" if incident.repeats else ""
-        parts.append(f"rolled back{more}")
-    if incident.stop_step is not None:
-        parts.append(f"stopped the run at step {incident.stop_step:.0f}")
+    orders = {"ROLLBACK": "rolled back", "STOP": "stopped the run"}
+    parts += [done for order, done in orders.items() if order in incident.action]
     return f"; it would have {', '.join(parts)}" if parts else ""
 
 
@@ -258,14 +220,3 @@ def _more_rollbacks(incident: Incident) -> str:
         return f" ({more} if that had not helped)" if incident.repeats else ""
     first = f"{more}, and then " if incident.repeats else ""
     return f" (if that had not helped: {first}it would stop)"
-
-
-# -- the run ---------------------------------------------------------------------------------------
-
-
-def repeats(counts: Counts, *, would: bool) -> str:
-    """Text about rollbacks beyond one per incident, or an empty string."""
-    why = "more if rollbacks had not helped" if would else "again in the same incident"
-    parts = [f"and {counts.repeats} {why}"] if counts.repeats else []
-    parts += [f"{counts.denied} beyond the budget"] if counts.denied else []
-    return ", ".join(parts)

@@ -16,9 +16,7 @@ from healcore.runtime.trackers.tracker import TrackedRun, Tracker
 MAX_WAIT = 10.0
 """Seconds for which the end of a run waits for its trackers."""
 MAX_PENDING = 10_000
-"""Limit of pending records of a tracker, above which metrics are dropped."""
-_MORE_EVENTS = 1_000
-"""Number of events accepted above `MAX_PENDING`, so that metrics cannot block events."""
+"""Limit of pending records of a slow tracker, which then loses the oldest."""
 _INTERVAL = 0.5
 """Seconds between two deliveries, because delivery at every step would compete for the GIL."""
 
@@ -50,7 +48,7 @@ class Trackers:
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
         for delivery in self._deliveries:
-            delivery.put(MAX_PENDING, "metrics", step, dict(values))
+            delivery.queue.append(("metrics", (step, dict(values))))
 
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
         """Sends an event."""
@@ -59,11 +57,12 @@ class Trackers:
         if kind == "start":
             self._config = present
         for delivery in self._deliveries:
-            delivery.put(MAX_PENDING + _MORE_EVENTS, "event", dict(event))
+            delivery.queue.append(("event", (dict(event),)))
 
     def problems(self) -> list[str]:
         """Returns the failures since the last call. A tracker reports only its first failure."""
-        return [each for delivery in self._deliveries for each in delivery.take_problems()]
+        found = [delivery.take_problem() for delivery in self._deliveries]
+        return [problem for problem in found if problem]
 
     def leave(self) -> None:
         """Asks the threads to deliver the pending records and to end. Does not wait for them."""
@@ -71,19 +70,11 @@ class Trackers:
             delivery.ended.set()
 
     def close(self) -> list[str]:
-        """Delivers the pending records, for at most `MAX_WAIT` seconds.
-
-        Returns:
-            The failures since the last call of `problems`, and a sentence about each loss.
-        """
+        """Delivers the pending records, for at most `MAX_WAIT` seconds. Returns the failures."""
         self.leave()
         deadline = time.monotonic() + MAX_WAIT
-        losses = [
-            sentence
-            for delivery in self._deliveries
-            for sentence in delivery.join(max(0.0, deadline - time.monotonic()))
-        ]
-        problems = [*self.problems(), *losses]
+        late = [delivery.join(deadline) for delivery in self._deliveries]
+        problems = [*self.problems(), *filter(None, late)]
         self._deliveries = []
         return problems
 
@@ -96,13 +87,12 @@ class _Delivery:
 
     def __init__(self, selection: Selection) -> None:
         self.ended = threading.Event()
-        self._name = selection.name
-        self._queue: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self.queue: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=MAX_PENDING)
         """Names of methods of the tracker, and their arguments."""
+        self._name = selection.name
         self._thread: threading.Thread | None = None
-        self._lost = 0
-        self._reported = False
-        self._problems: deque[str] = deque()
+        self._problem: str | None = None
+        """The first failure, or an empty string after it was reported."""
         self._tracker: Tracker | None = None
         """The tracker, or None if it cannot be opened or started: it then gets no records."""
         try:
@@ -117,26 +107,20 @@ class _Delivery:
         )
         self._thread.start()
 
-    def put(self, limit: int, method: str, *args: Any) -> None:
-        if len(self._queue) < limit:
-            self._queue.append((method, args))
-        else:
-            self._lost += 1
-            self._report("is slower than the run: records are dropped, training continues")
+    def take_problem(self) -> str | None:
+        """Returns the first failure once."""
+        problem = self._problem
+        if problem:
+            self._problem = ""
+        return problem
 
-    def take_problems(self) -> list[str]:
-        return [self._problems.popleft() for _ in range(len(self._problems))]
-
-    def join(self, seconds: float) -> list[str]:
-        """Waits for the thread, and returns sentences about records that were not delivered."""
+    def join(self, deadline: float) -> str | None:
+        """Waits for the thread. Returns a sentence if it has not finished."""
         if self._thread is None:
-            return []
-        self._thread.join(seconds)
-        lost = self._lost + len(self._queue)
-        sentences = [f"tracker {self._name}: {lost} records were not delivered"] if lost else []
-        if self._thread.is_alive():
-            sentences.append(f"tracker {self._name} has not finished within {MAX_WAIT:g} s")
-        return sentences
+            return None
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        late = f"tracker {self._name} has not finished within {MAX_WAIT:g} s: it loses records"
+        return late if self._thread.is_alive() else None
 
     # -- in the tracker's thread -----------------------------------------------------------------
 
@@ -146,17 +130,14 @@ class _Delivery:
         ended = False
         while not ended:
             ended = self.ended.wait(_INTERVAL)
-            for _ in range(len(self._queue)):
-                method, args = self._queue[0]
-                self._lost += not self._call(method, *args)
-                self._queue.popleft()
+            for _ in range(len(self.queue)):
+                method, args = self.queue.popleft()
+                self._call(method, *args)
             self._call("flush")
         self._call("close")
 
     def _call(self, method: str, *args: Any) -> bool:
-        """Calls a method, if the tracker has it. Returns False without a tracker or on failure."""
-        if self._tracker is None:
-            return False
+        """Calls a method, if the tracker has it. Returns whether the call did not fail."""
         try:
             if (call := getattr(self._tracker, method, None)) is not None:
                 call(*args)
@@ -166,10 +147,7 @@ class _Delivery:
         return True
 
     def _fails(self, error: BaseException) -> None:
-        self._report(f"fails, training continues: {type(error).__name__}: {error}")
-
-    def _report(self, problem: str) -> None:
-        """Reports the tracker's first problem."""
-        if not self._reported:
-            self._reported = True
-            self._problems.append(f"tracker {self._name} {problem}"[:1000])
+        """Keeps the tracker's first failure."""
+        if self._problem is None:
+            why = f"{type(error).__name__}: {error}"
+            self._problem = f"tracker {self._name} fails, training continues: {why}"[:1000]

@@ -15,14 +15,8 @@ from typing import Any, NamedTuple
 from healcore.extras import MissingExtraError
 from healcore.runtime.trackers.tracker import Tracker
 
-PLACES = {
-    "wandb": "project",
-    "trackio": "project",
-    "mlflow": "experiment",
-    "tensorboard": "directory",
-}
-"""Name of a library -> meaning of `place` in "name:place"."""
-_NAMES = ", ".join(f'"{name}" or "{name}:{place.upper()}"' for name, place in PLACES.items())
+NAMES = ("wandb", "trackio", "mlflow", "tensorboard")
+"""Names of the libraries. "name:place" names a project, an experiment or a directory too."""
 
 
 class Selection(NamedTuple):
@@ -45,10 +39,10 @@ def _select_one(tracker: Any) -> Selection:
     if isinstance(tracker, Tracker) and not isinstance(tracker, type):
         return Selection(type(tracker).__name__, lambda: tracker)
     name, colon, place = tracker.partition(":") if isinstance(tracker, str) else ("", "", "")
-    if name not in PLACES or (colon and not place):
+    if name not in NAMES or (colon and not place):
         raise ValueError(
-            f"trackers must be {_NAMES}, or objects with the methods metrics(step, values) and "
-            f"event(event), got {tracker!r}"
+            f'trackers must be {", ".join(NAMES)}, a name with a project ("wandb:PROJECT"), or '
+            f"objects with the methods metrics(step, values) and event(event), got {tracker!r}"
         )
     if importlib.util.find_spec(name) is None:
         raise MissingExtraError(

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from healcore.events.json_lines import to_json
+from healcore.events.models import validate
 from healcore.events.schema import SEVERE
-from healcore.runtime.postmortem.sentences import flag_names, sentence_and_fields
+from healcore.runtime.postmortem.sentences import flag_names, sentence
 
-_NOT_IN_TEXT = frozenset(
-    {"evidence", "batches", "readings", "policy_toml", "environment", "fingerprint"}
-    | {"host", "pid", "boot", "born"}
-)
 _MAX_CHARACTERS = 1000
 """Limit of the text of an event, because trackers have limits (mlflow: 5,000 in a tag)."""
 
@@ -51,16 +48,10 @@ class Tracker(Protocol):
 
 
 def event_text(event: Mapping[str, Any]) -> str:
-    """Returns one line about an event, without the fields in `_NOT_IN_TEXT`."""
-    text, fields = sentence_and_fields(to_json(event))
-    kind, step = event["kind"], event.get("step")
-    shown = (
-        f"{name} {', '.join(map(str, value)) if isinstance(value, list) else value}"
-        for name, value in fields.items()
-        if name not in _NOT_IN_TEXT
-    )
-    head = kind if step is None else f"{kind} at step {step}"
-    text = "; ".join(filter(None, (text.removeprefix(f"{kind}: "), ", ".join(shown))))
+    """Returns one line about an event."""
+    step = event.get("step")
+    head = event["kind"] if step is None else f"{event['kind']} at step {step}"
+    text = sentence(validate(to_json(event))[0])
     return f"{head}: {text}"[:_MAX_CHARACTERS] if text else head
 
 

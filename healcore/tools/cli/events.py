@@ -7,38 +7,36 @@ Exit status: 0 success, 1 `show` found damaged lines, 2 the file could not be re
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from healcore import regular_file
 from healcore.tools.cli.options import fail
 from healcore.tools.terminal import echo, echo_json
 
 OK, DAMAGED, INTERRUPTED = 0, 1, 130
 
+POLL_INTERVAL = 0.5
+"""Seconds between two reads of `--follow`."""
+
 app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
 
 
 @app.command("schema")
-def schema_(
-    metrics: Annotated[
-        bool, typer.Option("--metrics", help="Print the schema of a metrics file instead.")
-    ] = False,
-) -> None:
+def schema_() -> None:
     """Print the JSON Schema of one line of an events file."""
     from healcore.events import schema  # a local import, because `show` does not need the models
 
-    exported = schema.metrics_schema() if metrics else schema.json_schema()
-    echo_json(json.dumps(exported, indent=2))
+    echo_json(json.dumps(schema.json_schema(), indent=2))
 
 
 @app.command()
 def show(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The events file of a run.")],
-    kind: Annotated[
-        list[str] | None, typer.Option("--kind", help="Only events of this kind. Repeatable.")
-    ] = None,
     follow: Annotated[
         bool,
         typer.Option("--follow", "-f", help="Wait for new events until the run ends."),
@@ -49,42 +47,39 @@ def show(
 
     if follow:
         path = Path(file)
-        _follow(path / "healcore.events.jsonl" if path.is_dir() else path, kind)
+        _follow(path / "healcore.events.jsonl" if path.is_dir() else path)
     try:
         history = read(file)
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL character
         fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}")
     run = None
     for event in history.events:
-        run = _print(event, run, kind)
+        run = _print(event, run)
     for problem in history.problems:
         echo(f"line {problem.line}: {problem.problem}", err=True)
     raise typer.Exit(DAMAGED if history.problems else OK)
 
 
-def _print(event: dict[str, Any], run: str | None, kinds: list[str] | None) -> str | None:
-    """Prints an event of these kinds, after the id of a run that is not `run`. Returns the id."""
-    if kinds and event["kind"] not in kinds:
-        return run
+def _print(event: dict[str, Any], run: str | None) -> str:
+    """Prints an event, after the id of its run if the id is not `run`. Returns the id."""
     if event["run"] != run:
         echo(f"run {event['run']}")
     echo(_line(event))
     return event["run"]
 
 
-def _follow(path: Path, kinds: list[str] | None) -> NoReturn:
+def _follow(path: Path) -> NoReturn:
     """Prints events as they are written, to the end of the run."""
     from healcore.events import log
     from healcore.history import Run
     from healcore.history.process import RunState
     from healcore.history.run import is_continuation
-    from healcore.tools.follow import batches_of_lines
 
     run, shown, gone = Run(), None, False
     if not path.exists():
         echo(f"{path} does not exist yet: waiting for the run to start (Ctrl-C ends)", err=True)
     try:
-        for lines in batches_of_lines(path):
+        for lines in _new_lines(path):
             for line in filter(bytes.strip, lines):
                 event = log.parse(line)
                 if isinstance(event, str):
@@ -94,7 +89,7 @@ def _follow(path: Path, kinds: list[str] | None) -> NoReturn:
                     new = event["kind"] == "start" and not is_continuation([event])
                     run = Run() if new else run
                     run.add(event)
-                shown = _print(event, shown, kinds)
+                shown = _print(event, shown)
             if run.end is not None:
                 raise typer.Exit(OK if run.state is RunState.COMPLETED else DAMAGED)
             if gone and not lines:
@@ -108,18 +103,33 @@ def _follow(path: Path, kinds: list[str] | None) -> NoReturn:
     raise AssertionError("the lines of a file have no end")
 
 
+def _new_lines(path: Path) -> Iterator[list[bytes]]:
+    """Yields the new whole lines of a growing file at each poll, without end."""
+    position = 0
+    while True:
+        lines: list[bytes] = []
+        if path.exists():
+            with open(path, "rb", opener=regular_file.opener) as file:
+                position = 0 if file.seek(0, 2) < position else position  # a new file
+                file.seek(position)
+                *lines, incomplete = file.read().split(b"\n")
+                position = file.tell() - len(incomplete)
+        yield lines
+        time.sleep(POLL_INTERVAL)
+
+
 def _line(event: dict[str, Any]) -> str:
-    from healcore.runtime.postmortem.sentences import sentence_and_fields
+    from healcore.events.models import validate
+    from healcore.events.schema import ENVELOPE
+    from healcore.runtime.postmortem.sentences import sentence
 
-    sentence, others = sentence_and_fields(event)
+    fields = {name: value for name, value in event.items() if name not in ENVELOPE}
+    text = sentence(validate(event)[0]) or (json.dumps(fields) if fields else "")
     step = "-" if event.get("step") is None else _shorten(event["step"], 20)
-    fields = (f"{name}={_shorten(value)}" for name, value in others.items())
-    text = f"{_shorten(sentence, 300)}  " if sentence else ""
-    time = str(event.get("time", ""))[:19]
-    return f"{time:19}  {step:>9}  {event['kind']:15}  {text}{' '.join(fields)}".rstrip()
+    at = str(event.get("time", ""))[:19]
+    return f"{at:19}  {step:>9}  {event['kind']:15}  {_shorten(text)}".rstrip()
 
 
-def _shorten(value: Any, limit: int = 100) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    text = " ".join(text.split())
+def _shorten(value: Any, limit: int = 400) -> str:
+    text = " ".join(str(value).split())
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -8,7 +8,6 @@ Exit status: 0 success (`diff`: no difference), 1 a policy is invalid (`diff`: t
 from __future__ import annotations
 
 import json
-from itertools import repeat
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from healcore.tools.cli.options import CANNOT_RUN, SetOption, fail, parse_overrides
-from healcore.tools.terminal import console, echo, echo_json
+from healcore.tools.terminal import console, echo
 
 if TYPE_CHECKING:  # a local import, so that other commands start fast
     from healcore.policy import Policy
@@ -26,62 +25,35 @@ OK, INVALID = 0, 1
 app = typer.Typer(no_args_is_help=True, help="List, show, check and compare policies.")
 
 _Named = Annotated[str, typer.Argument(metavar="POLICY", help="A preset, a recipe or a file.")]
-_Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 
 @app.command("list")
-def list_(as_json: _Json = False) -> None:
+def list_() -> None:
     """List the policies in healcore: presets and published recipes."""
-    from healcore.policy import fingerprint, load, preset_names, recipe_names
+    from healcore.policy import load, preset_names, recipe_names
 
-    presets = [load(name) for name in preset_names()]
-    recipes = [load(name) for name in recipe_names()]
-    if as_json:
-        kinds = [*zip(presets, repeat("preset")), *zip(recipes, repeat("recipe"))]
-        rows = [
-            {
-                "name": policy.name,
-                "kind": kind,
-                "mode": policy.mode,
-                "clip": _clip_text(policy),
-                "fingerprint": fingerprint(policy),
-                "description": policy.description,
-            }
-            for policy, kind in kinds
-        ]
-        echo_json(json.dumps(rows, indent=2))
-        return
     printer = console()
     table = Table("preset", "mode", "clip", "what it does", box=None, pad_edge=False)
-    for policy in presets:
+    for policy in map(load, preset_names()):
         # Text, because rich interprets brackets in a str as markup.
         table.add_row(policy.name, policy.mode, _clip_text(policy), Text(policy.description))
     printer.print(table)
     table = Table(box=None, pad_edge=False)
     table.add_column("published recipe", no_wrap=True)
     table.add_column("what it does")
-    for policy in recipes:
+    for policy in map(load, recipe_names()):
         table.add_row(policy.name, Text(policy.description))
     printer.print()
     printer.print(table)
 
 
 @app.command()
-def show(
-    policy: _Named,
-    full: Annotated[
-        bool, typer.Option("--full", help="Show every key, including defaults.")
-    ] = False,
-    as_json: _Json = False,
-    set_: SetOption = None,
-) -> None:
-    """Show a policy as TOML: a preset with its comments, or every key with --full or --set."""
-    from healcore.policy import dumps, preset_names, preset_text, recipe_names, to_dict
+def show(policy: _Named, set_: SetOption = None) -> None:
+    """Show a policy as TOML: a preset with its comments, or every key with --set."""
+    from healcore.policy import dumps, preset_names, preset_text, recipe_names
 
     loaded = _load(policy, set_)
-    if as_json:
-        echo_json(json.dumps(to_dict(loaded), indent=2))
-    elif full or set_ or policy not in (*preset_names(), *recipe_names()):
+    if set_ or policy not in (*preset_names(), *recipe_names()):
         echo(dumps(loaded), nl=False)
     else:
         echo(preset_text(policy), nl=False)
@@ -114,14 +86,12 @@ def check(
 
 
 @app.command("diff")
-def diff_(left: _Named, right: _Named, as_json: _Json = False) -> None:
+def diff_(left: _Named, right: _Named) -> None:
     """Show the keys in which two policies differ, including defaults."""
     from healcore.policy import diff
 
     differences = diff(_load(left), _load(right))
-    if as_json:
-        echo_json(json.dumps([difference._asdict() for difference in differences], indent=2))
-    elif differences:
+    if differences:
         table = Table("key", left, right, box=None, pad_edge=False)
         for key, a, b in differences:
             table.add_row(key, _cell(a), _cell(b))

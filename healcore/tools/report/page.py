@@ -1,11 +1,10 @@
-"""Renders reports as one self-contained HTML page, whose curves can be zoomed."""
+"""Renders reports as one self-contained HTML page without scripts."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import html
-from collections.abc import Sequence
+import io
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -13,158 +12,174 @@ import numpy as np
 
 import healcore
 from healcore.extras import require
-from healcore.history import Incident
-from healcore.runtime.postmortem.sentences import flag_names, mark, outcome, step_range
-from healcore.tools.report.run_report import (
-    MARKERS,
-    MAX_LABELLED,
-    RunReport,
-    by_severity,
-    is_wide,
-    place_markers,
-)
-from healcore.tools.report.sections import overview, page_title, section
+from healcore.history import Incident, IncidentOutcome, Mode
+from healcore.history.process import RunState
+from healcore.runtime.postmortem.sentences import flag_names, outcome, step_range
+from healcore.tools.report import picture
+from healcore.tools.report.run_report import RunReport, by_severity, short_names
 
-_SCRIPTS = ("data", "chart", "lines", "marks", "figure", "run", "page")
+_MAX_INCIDENTS = 1000
+"""Limit of rows in a table of incidents, because browsers cannot open pages with many more."""
+_MAX_ATTEMPTS = 50
+_MAX_TENSORS = 5
+_MAX_RANGES = 6
+_NOTHING = "–"
+
+_CAPTIONS = {
+    Mode.HEAL: "Pale steps were undone by a rollback or a restart; the numbers above include "
+    "them. A dotted line leads from a rollback to its checkpoint.",
+    Mode.OBSERVE: "The policy only observed and did not change this run. Marks show what the "
+    "policy would have ordered. Pale steps were undone by a restart.",
+    Mode.REPLAY: "A replay, which did not change this run. Marks show what the policy would have "
+    "ordered. The run itself repeated the pale steps.",
+}
+_BADGES = {RunState.COMPLETED: "good", RunState.RUNNING: "open", RunState.UNKNOWN: "open"}
+"""CSS class of a state's badge; the class of other states is `bad`."""
+_OVERVIEW = ("Run", "Policy", "Rows", "Incidents", "Rollbacks", "Skips", "Clips", "Ending")
+_COLUMNS = ("Incident", "Steps", "Cause", "Outcome", "Skipped", "LR ×", "Batches", "Evidence")
 
 
 def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
     """Renders reports as a self-contained HTML page.
 
-    The page's Content-Security-Policy forbids network access, and scripts other than healcore's
-    own. So text from a log could not run as a script even without escaping.
+    The page's Content-Security-Policy forbids scripts and network access. So text from a log could
+    not run as a script even without escaping.
 
     Args:
         reports: the runs, which the page sorts by severity.
         left_out: number of further runs that the page mentions but does not show.
 
     Raises:
-        MissingExtraError: jinja2 is not installed.
+        MissingExtraError: jinja2 or matplotlib is not installed.
         ValueError: there is no report.
     """
     if not reports:
         raise ValueError("a report needs at least one run")
-    require("report", "jinja2")
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    require("report", "jinja2", "matplotlib")
+    from jinja2 import Environment, StrictUndefined
 
     reports = by_severity(reports)
-    script = _script()
-    # The browser hashes the script up to the first "</script".
-    assert "</script" not in script
-    # 'unsafe-inline' permits the page's own style sheet.
-    policy = f"default-src 'none'; script-src {_digest(script)}; style-src 'unsafe-inline'"
+    names = short_names(reports)
     environment = Environment(
-        loader=PackageLoader("healcore.tools.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    # The template escapes every text except healcore's own style and scripts.
-    return environment.get_template("page.html").render(
-        title=page_title(reports),
-        policy=policy,
-        style=_read("page.css"),
-        overview=overview(reports) if len(reports) > 1 else None,
+    template = resources.files("healcore.tools.report").joinpath("page.html")
+    # The template escapes every text.
+    return environment.from_string(template.read_text(encoding="utf-8")).render(
+        title=names[0] if len(names) == 1 else f"{len(names)} runs",
+        heads=_OVERVIEW,
+        overview=[_overview(*each) for each in zip(reports, names, strict=True)],
         left_out=left_out,
-        sections=[section(report) for report in reports],
+        sections=[
+            _section(report, drawn=i < picture.MAX_REPORTS) for i, report in enumerate(reports)
+        ],
+        columns=_COLUMNS,
         version=healcore.__version__,
-        data={
-            "signs": {
-                m.outcome: {"done": m.done, "would": m.would, "symbol": m.symbol}
-                for m in MARKERS.values()
-            },
-            "runs": [plot_data(report) for report in reports],
-        },
-        script=script,
     )
 
 
-def _script() -> str:
-    """Returns the page's script: all files in one function, so that no name is global."""
-    parts = "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
-    return f'"use strict";\n(() => {{\n{parts}}})();\n'
+def _figure(report: RunReport) -> str:
+    """The picture of a run as base64."""
+    file = io.BytesIO()
+    picture.draw([report], file)
+    return base64.b64encode(file.getvalue()).decode()
 
 
-def _read(name: str) -> str:
-    file = resources.files("healcore.tools.report").joinpath("browser", name)
-    return file.read_text(encoding="utf-8")
+def _overview(report: RunReport, name: str) -> tuple[str, ...]:
+    counts = report.counts
+    return (
+        name,
+        report.policy_name,
+        report.row_count,
+        str(counts.incidents),
+        str(counts.rollbacks),
+        f"{counts.skips:,}",
+        _NOTHING if counts.clips is None else f"{counts.clips:,}",
+        report.ending() or _NOTHING,
+    )
 
 
-def _digest(script: str) -> str:
-    digest = hashlib.sha256(script.encode("utf-8")).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-# -- data of the plots -----------------------------------------------------------------------------
-
-
-def plot_data(report: RunReport) -> dict[str, Any]:
-    """Returns the data of a run's plot for the page's script, as JSON types."""
-    curves = report.curves
-    step = curves.step
-    onsets = [incident.onset_step for incident in report.incidents]
-    rows, labelled = place_markers(onsets, step, 0.035)
-    nonfinite = curves.nonfinite
+def _section(report: RunReport, *, drawn: bool) -> dict[str, Any]:
+    mood = "open" if report.state is None else _BADGES.get(report.state, "bad")
+    badges = [(mood, report.ending())] if report.ending() else []
+    if report.would:
+        badges.append(("open", "nothing was changed"))
+    facts = dict(report.facts)
+    if len(report.attempts) > 1:
+        texts = [report.attempt_text(attempt) for attempt in report.attempts[:_MAX_ATTEMPTS]]
+        facts["Attempts"] = "; ".join(texts)
     return {
-        "step": _numbers(step),
-        "index": None if curves.index is None else curves.index.tolist(),
-        "undone": curves.undone().astype(int).tolist(),
-        "attempt": None if curves.attempt is None else curves.attempt.tolist(),
-        "loss": _curve(curves.loss),
-        "norm": _curve(curves.grad_norm),
-        "threshold": _curve(curves.threshold),
-        "lr": _curve(curves.lr_scale),
-        "bad": [] if nonfinite is None else np.flatnonzero(nonfinite).tolist(),
-        "gaps": [{"row": gap.row, "low": gap.low, "high": gap.high} for gap in curves.gaps()],
-        "isolated": curves.isolated,
-        "would": report.would,
-        "logLoss": is_wide(curves.loss),
-        "logNorm": is_wide(curves.grad_norm),
-        "labelled": len(report.incidents) <= MAX_LABELLED,
-        "incidents": [
-            {**_incident(incident, rows[i], report.stop_after_rollback(i)), "label": labelled[i]}
-            for i, incident in enumerate(report.incidents)
-        ],
-        "marks": [{"x": m.step, "kind": m.kind, "text": _label(mark(m))} for m in report.marks],
+        "report": report,
+        "badges": badges,
+        "tiles": _tiles(report),
+        "figure": _figure(report) if drawn and len(report.curves.step) else "",
+        "caption": _CAPTIONS[report.mode],
+        "rows": [_cells(report, incident) for incident in report.incidents[:_MAX_INCIDENTS]],
+        "more": max(len(report.incidents) - _MAX_INCIDENTS, 0),
+        "facts": facts,
     }
 
 
-def _incident(incident: Incident, row: int, stop: tuple[float, int] | None) -> dict[str, Any]:
-    step, index = incident.end
-    number = f"#{incident.number}" if incident.number else "no incident:"
-    return {
-        "n": incident.number,
-        "kind": incident.outcome,
-        "x": [incident.onset_step, step],
-        "i": None if incident.onset < 0 or index < 0 else [incident.onset, index],
-        "stop": None if stop is None else [stop[0], None if stop[1] < 0 else stop[1]],
-        "to": incident.checkpoint,
-        "row": row,
-        "text": f"<b>{number}</b> step {step_range(incident.onset_step, step)}: "
-        f"{_label(flag_names(incident.cause))}<br>{_label(outcome(incident))}",
-    }
+def _tiles(report: RunReport) -> list[tuple[str, str]]:
+    """Numbers of a run and their names."""
+    counts, would = report.counts, "would be " if report.would else ""
+    tiles = [
+        (counts.incidents, f"incidents{_undone(counts.undone_incidents)}"),
+        (counts.rollbacks, "would roll back" if report.would else "rollbacks"),
+        (counts.skips, f"steps {would}skipped{_undone(counts.undone_skips)}"),
+        (counts.clips, f"steps {would}clipped"),
+        (counts.alarms, "steps with an alarm"),
+    ]
+    shown = [(f"{count:,}", name) for count, name in tiles if count is not None]
+    finite = report.curves.loss[np.isfinite(report.curves.loss) & ~report.curves.undone()]
+    if len(finite):
+        shown += [(f"{finite[-1]:.4g}", "last finite loss"), (f"{finite.min():.4g}", "lowest loss")]
+    return [*shown, (report.row_count, "rows")]
 
 
-def _label(text: str) -> str:
-    """Shortens and escapes a text for the label of a mark."""
-    return html.escape(text if len(text) <= 300 else f"{text[:297]}...", quote=False)
+def _undone(number: int) -> str:
+    return f", {number:,} of them undone" if number else ""
 
 
-def _numbers(values: np.ndarray) -> list[float | int | None]:
-    return [_number(x) for x in values.tolist()]
+# -- the table of incidents ------------------------------------------------------------------------
 
 
-def _number(x: float) -> float | int | None:
-    """Rounds to six digits. NaN and Inf become None, because JSON cannot express them."""
-    if not np.isfinite(x):
-        return None
-    return int(x) if x == int(x) and abs(x) < 2**53 else float(f"{x:.6g}")
+def _cells(report: RunReport, incident: Incident) -> tuple[str, ...]:
+    """Returns the cells of a row."""
+    kind = report.outcome_text(incident.outcome)
+    if incident.outcome is IncidentOutcome.ROLLBACK and incident.stopped:
+        kind += f", then {report.outcome_text(IncidentOutcome.STOP)}"
+    path = [f"{multiplier:.4g}" for multiplier in incident.lr_path]
+    worst = incident.evidence[:_MAX_TENSORS]
+    cells = (
+        f"#{incident.number}: {kind}" if incident.number else kind,
+        step_range(incident.onset_step, incident.end[0]),
+        flag_names(incident.cause),
+        outcome(incident),
+        str(incident.skipped),
+        " → ".join(path if len(path) < _MAX_RANGES else [path[0], "…", path[-1]]),
+        _batches(incident),
+        ", ".join(f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in worst),
+    )
+    return tuple(cell or _NOTHING for cell in cells)
 
 
-def _curve(values: np.ndarray | None) -> list[float | int | None] | None:
-    if values is None or not np.any(np.isfinite(values)):
-        return None
-    return _numbers(values)
+def _batches(incident: Incident) -> str:
+    ranges = _ranges(incident.skipped_batches or incident.batches)
+    text = "; ".join(
+        f"epoch {epoch}: {step_range(first, last)}" for epoch, first, last in ranges[:_MAX_RANGES]
+    )
+    more = len(ranges) - _MAX_RANGES
+    text += f"; and {more} more ranges" if more > 0 else ""
+    return f"{text} (skipped)" if text and incident.skipped_batches else text
+
+
+def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Groups consecutive (epoch, index) into (epoch, first, last)."""
+    ranges: list[tuple[int, int, int]] = []
+    for epoch, index in sorted(set(batches)):
+        if ranges and (epoch, index) == (ranges[-1][0], ranges[-1][2] + 1):
+            ranges[-1] = (epoch, ranges[-1][1], index)
+        else:
+            ranges.append((epoch, index, index))
+    return ranges

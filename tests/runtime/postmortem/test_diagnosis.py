@@ -10,7 +10,7 @@ import pytest
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.events.models import Ending, EventRecord
+from healcore.events.models import Ending
 from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.postmortem.diagnosis import RunEnd, advice, explain
 
@@ -88,38 +88,6 @@ def test_every_cause_has_its_advice(cause):
     assert " ".join(hint.split()[:5]) in text
     others = [advice(other)[0] for other in Cause if other != cause]
     assert hint not in others
-
-
-@pytest.mark.parametrize("skipped", [0, 3])
-@pytest.mark.parametrize("limit", [None, 5e-4])
-def test_the_advice_follows_from_what_was_tried(skipped, limit):
-    """The multiplier is 1 at the checkpoint, in a warm-up, whether the rate is limited or not."""
-    tried = tuple(
-        applied(at, at - 2, 0, lr=1e-3, lr_limit=limit, skipped=skipped) for at in (10, 20)
-    )
-    text = explain(RunEnd("stopped", 30, cause=Cause.LOSS_SPIKE, rollbacks=tried))
-    hint = " ".join(text[text.index("Rolling back") :].split())
-    assert ("same data" in hint) is not bool(skipped)
-    assert ("same learning rate" in hint) is (limit is None)
-    assert ("the cause is the model" in hint) is bool(skipped and limit)
-    assert ("more of the data is bad" in hint) is bool(skipped)
-
-
-def test_better_earlier_weights_are_seen_with_the_rate():
-    """In the process, and from the events of a killed process."""
-    fields = {"step": 513, "onset": 351, "checkpoint": 200, "lr": 0.003, "by": "earlier_weights"}
-    of_events = Rollback.of(EventRecord(kind="rollback", lr_at_fault=0.3, **fields))
-    rollback = applied(513, 351, 200, better=200, lr=0.003, lr_at_fault=0.3)
-    nan = {"cause": Cause.NONFINITE_LOSS, "onset": 120, "open": False, "incidents": 1}
-    for each in (rollback, of_events):
-        text = explain(RunEnd("completed", 600, rollbacks=(each,), **nan))
-        assert "\nSeen: nonfinite_loss from step 120 on, resolved by the end. Earlier" in text
-        found = "Earlier weights were better from step 351 on, at a learning rate of 0.3."
-        assert found in " ".join(text.split())
-        assert f"\nSeen: {found}\n" in explain(RunEnd("completed", 600, rollbacks=(each,)))
-    unknown = applied(513, 351, 200, better=200)
-    text = explain(RunEnd("completed", 600, rollbacks=(unknown, unknown)))
-    assert "\nSeen: Earlier weights were better from step 351 on.\n" in text
 
 
 def test_a_completed_run_gets_no_lecture():

@@ -119,7 +119,7 @@ def test_own_objects_get_everything(folder):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("wandbb", '"wandb" or "wandb:PROJECT"'),
+        ("wandbb", "wandb:PROJECT"),
         ("wandb:", "got 'wandb:'"),
         (3, "got 3"),
         (object, "got <class 'object'>"),

@@ -18,41 +18,18 @@ def demo(*args: object):
     return CliRunner().invoke(app, ["demo", *map(str, args)])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ["--framework", "tensorflow"],
-        ["--seeds", "0"],
-        ["--seed", "-1"],
-        ["--seed", "1", "--seeds", "2"],
-    ],
-)
+@pytest.mark.parametrize("wrong", [["--framework", "tensorflow"], ["--steps", "5"]])
 def test_a_wrong_option_exits_with_2(wrong, tmp_path):
-    assert demo(*wrong, "--out", tmp_path).exit_code == 2
+    assert demo(*wrong, "--out", tmp_path / "new").exit_code == 2
     assert not list(tmp_path.iterdir())
-
-
-def test_a_policy_that_is_none_exits_with_2(tmp_path):
-    done = demo("--policy", "no-such-policy", "--out", tmp_path)
-    assert done.exit_code == 2
-    assert "no-such-policy" in done.stderr
-
-
-@pytest.mark.parametrize("given", [["--steps", "5"], ["--steps", "0"]])
-def test_too_few_steps_exit_with_2(given, tmp_path):
-    done = demo(*given, "--out", tmp_path)
-    assert done.exit_code == 2
-    assert "at least 30" in done.stderr
 
 
 def test_a_broken_claim_exits_with_1(tmp_path):
     # 30 steps are too few to train or to be saved in.
-    done = demo("--framework", "torch", "--steps", 30, "--seed", 1, "--quick", "--out", tmp_path)
+    done = demo("--framework", "torch", "--steps", 30, "--out", tmp_path / "new")
     assert done.exit_code == 1
-    assert "BROKEN torch healed, seed 1: trains" in done.output
-    assert (tmp_path / "curves.png").exists()
-    assert (tmp_path / "torch-healed-seed1" / "events.report.html").exists()
-    assert "fixed clip" not in done.output
+    assert "BROKEN torch healed: trains" in done.output
+    assert (tmp_path / "new" / "curves.png").exists()
 
 
 @pytest.mark.parametrize("missing", ["jax", "torch"])
@@ -61,7 +38,7 @@ def test_a_missing_framework_names_the_extra(missing, tmp_path):
 import sys
 sys.modules[{missing!r}] = None  # neither found nor imported
 from healcore.tools.cli import app
-app(["demo", "--framework", {missing!r}, "--out", {str(tmp_path)!r}])
+app(["demo", "--framework", {missing!r}, "--out", {str(tmp_path / "new")!r}])
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False

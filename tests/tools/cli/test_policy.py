@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import healcore
-from healcore.policy import load, loads, preset_names, preset_text, recipe_names, to_dict
+from healcore.policy import load, loads, preset_names, preset_text, recipe_names
 from healcore.tools.cli import app
 
 ROOT = Path(__file__).parents[3]
@@ -46,28 +45,10 @@ def test_list():
     assert max(map(len, lines)) <= 80
 
 
-def test_list_json():
-    rows = json.loads(healcore_cli("policy", "list", "--json").output)
-    assert [row["name"] for row in rows] == list(ALL)
-    assert [row["name"] for row in rows if row["kind"] == "preset"] == list(preset_names())
-    assert rows[0]["clip"] == load(ALL[0]).clip.kind
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_show_a_preset_is_its_file(name):
     done = healcore_cli("policy", "show", name)
     assert (done.exit_code, done.output) == (0, preset_text(name))
-
-
-def test_show_full_spells_out_every_default():
-    text = healcore_cli("policy", "show", "zclip", "--full").output
-    assert loads(text) == load("zclip")
-    assert "quiet_steps" in text
-    assert "quiet_steps" not in preset_text("zclip")
-
-
-def test_show_json(mine):
-    assert json.loads(healcore_cli("policy", "show", mine, "--json").output) == to_dict(load(mine))
 
 
 def test_check_of_good_ones(mine):
@@ -99,11 +80,6 @@ def test_diff(mine):
     assert done.exit_code == 1
     (line,) = [line for line in done.output.splitlines() if line.startswith("clip.")]
     assert line.split() == ["clip.z_threshold", "2.5", "3.5"]
-
-
-def test_diff_json(mine):
-    found = json.loads(healcore_cli("policy", "diff", mine, "pretraining", "--json").output)
-    assert found == [{"key": "clip.z_threshold", "left": 3.5, "right": 2.5}]
 
 
 def test_diff_of_equal_ones():

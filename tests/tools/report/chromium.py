@@ -71,13 +71,6 @@ def open_page(page: Path, folder: Path, *, width: int = 1280) -> Opened:
     return Opened(done.stdout, done.stderr, log.read_text() if log.exists() else "")
 
 
-def print_page(page: Path, folder: Path) -> tuple[bytes, str]:
-    """A page on paper: the PDF, and the messages on the console."""
-    pdf = folder / "page.pdf"
-    done = _run(folder, "--no-pdf-header-footer", f"--print-to-pdf={pdf}", str(page))
-    return pdf.read_bytes(), "\n".join(re.findall(r".*CONSOLE.*", done.stderr))
-
-
 def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     rules = "--host-resolver-rules=MAP * ~NOTFOUND"
     own = f"--user-data-dir={folder / 'browser'}"

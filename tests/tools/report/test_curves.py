@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from healcore.history import Curves
-from healcore.tools.report.page import plot_data
 from healcore.tools.report.picture import draw
 from healcore.tools.report.runs import read_reports
 from tests.tools.report.test_page import EVIL, empty, hostile
@@ -64,7 +63,6 @@ def test_outliers_stay(long):
     # The place where it went back is sharp.
     assert series.index[series.attempt == 1][0] == BACK
     assert series.step[series.undone()].min() >= TO
-    assert (report.incidents[0].onset, report.incidents[0].index) == (BACK - 1, BACK - 1)
 
 
 def test_steps_beyond_float32_keep_their_place(tmp_path, long):
@@ -95,16 +93,3 @@ def test_a_picture_of_anything(healed, stopped, tmp_path):
     draw(reports * 4, tmp_path / "b.png")
     with pytest.raises(ValueError, match="at least one"):
         draw([], tmp_path / "c.png")
-
-
-def test_the_axis_is_chosen_by_the_data():
-    step = np.arange(100.0)
-    for loss, wide in (
-        (np.linspace(1, 10, 100), False),
-        (np.geomspace(1e-3, 10, 100), True),
-        (np.linspace(-1, 1000, 100), False),  # no logarithm
-        (np.where(step == 50, 900.0, 2.0), True),
-        (np.full(100, np.nan), False),
-    ):
-        report = hostile()._replace(curves=Curves(step, loss))
-        assert plot_data(report)["logLoss"] is wide

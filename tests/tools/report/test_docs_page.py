@@ -43,7 +43,7 @@ def test_the_example_is_of_this_version_and_its_default_policy():
 
 
 def test_the_trackers_of_the_page_are_those_of_the_code():
-    from healcore.runtime.trackers.selection import PLACES
+    from healcore.runtime.trackers.selection import NAMES
 
     named = re.findall(r'^\| `"(\w+)"', PAGE, re.M)
-    assert set(named) == set(PLACES)
+    assert set(named) == set(NAMES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -70,93 +69,56 @@ def hostile() -> RunReport:
 
 
 class Elements(HTMLParser):
-    """Every element with its attributes, and the text of scripts."""
+    """Every element with its attributes."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self._in_script = False
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
         self.found.append((tag, dict(attrs)))
-        self._in_script = tag == "script"
-        if self._in_script:
-            self.scripts.append("")
-
-    def handle_endtag(self, tag):
-        self._in_script = self._in_script and tag != "script"
-
-    def handle_data(self, data):
-        if self._in_script:
-            self.scripts[-1] += data
 
 
 def test_nothing_is_loaded(healed):
     page = render(read_reports(healed))
     elements = Elements(page)
     for tag, attributes in elements.found:
-        assert not {"src", "data", "srcset", "action", "ping"} & attributes.keys(), (
-            tag,
-            attributes,
-        )
-        assert (attributes.get("href") or "#").startswith("#"), (tag, attributes)
-        assert tag not in {"link", "iframe", "img", "object", "embed", "base"}
-    style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)
-    assert style
-    assert not re.search(r"url\(|@import", style[1])
-    ours = elements.scripts[-1]
-    assert not re.search(r"https?://|fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon", ours)
+        assert tag not in {"script", "link", "iframe", "object", "embed", "base"}
+        assert not {"srcset", "action", "ping"} & attributes.keys()
+        assert (attributes.get("href") or "#").startswith("#")
+        assert (attributes.get("src") or "data:image/png;").startswith("data:image/png;")
     policy = next(a["content"] for t, a in elements.found if a.get("http-equiv"))
-    assert policy is not None
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe-eval" not in policy
-    assert "http" not in policy
+    assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def test_the_page_is_small_and_has_one_script_however_many_runs(healed, stopped):
-    reports = [*read_reports(healed), *read_reports(stopped)]
-    page = render(reports)
-    assert len(page) < 300_000
-    assert page.count("<script>") == render(reports[:1]).count("<script>") == 1
-    assert page.count("<section") == 2
+def test_several_runs_have_an_overview(healed, stopped):
+    page = render([*read_reports(healed), *read_reports(stopped)], left_out=3)
+    assert page.count("<section") == page.count("<img") == 2
     assert re.findall(r'<a href="(#s\d)"', page) == ["#s0", "#s1"]
-
-
-def test_the_data_is_strict_json(healed, stopped):
-    def refuse(token: str):
-        raise AssertionError(f"{token} is not JSON")
-
-    for events in (healed, stopped):
-        data = Elements(render(read_reports(events))).scripts[0]
-        plot = json.loads(data, parse_constant=refuse)["runs"][0]
-        rows = len(plot["step"])
-        assert all(len(plot[name]) == rows for name in ("loss", "norm", "lr", "undone", "attempt"))
+    assert "3 more, in which least happened, are left out" in page
 
 
 def test_every_incident_has_its_row(healed):
     (report,) = read_reports(healed)
     page = render([report])
-    rows = re.findall(r'<tr id="s0-i(\d+)".*?</tr>', page)
-    assert [int(row) for row in rows] == list(range(len(report.incidents)))
+    assert page.count('<tr class="incident">') == len(report.incidents)
     for case in report.incidents:
-        assert f"#{case.number}</button>" in page
+        assert f"#{case.number}: " in page
         assert escape(outcome(case)) in page
     assert "epoch 0: 250–260 (skipped)" in page
     assert "1 → 0.25" in page
     assert "[budget]" in page
     assert report.fingerprint in page
     assert "completed" in page
-    assert "from step 0 (the start): 1 incident;" in page  # the attempt's, undone or not
+    assert "from step 0 (start): 1 incident;" in page  # the attempt's, undone or not
 
 
 def test_texts_cannot_become_elements():
     elements = Elements(render([hostile(), hostile()]))
-    assert [tag for tag, _ in elements.found].count("script") == 2
-    assert "img" not in {tag for tag, _ in elements.found}
+    assert "script" not in {tag for tag, _ in elements.found}
+    assert [tag for tag, _ in elements.found].count("img") == 2  # the figures
     assert not any(name.startswith("on") for _, attributes in elements.found for name in attributes)
-    assert json.loads(elements.scripts[0])["runs"][0]["incidents"][0]["n"] == 1
 
 
 def empty() -> RunReport:
@@ -168,7 +130,7 @@ def empty() -> RunReport:
 
 def test_a_run_without_rows_is_a_page():
     page = render([empty()])
-    assert "nothing to draw" in page
+    assert "No curves" in page
     assert "No incident." in page
 
 
@@ -182,5 +144,5 @@ def test_ten_thousand_incidents_are_a_page_that_opens():
     first = report.incidents[0]
     many = tuple(replace(first, number=i, onset_step=i % 50) for i in range(10_000))
     page = render([report._replace(incidents=many)])
-    assert page.count("data-incident=") == 1000
-    assert "9000 more are in the plot" in page
+    assert page.count('<tr class="incident">') == 1000
+    assert "9000 more have no row" in page

@@ -8,13 +8,8 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action
-from healcore.events.models import EventRecord
-from healcore.history import Counts, Curves, Mode
-from healcore.policy import dumps, fingerprint, load, loads
 from healcore.runtime.postmortem.sentences import outcome
-from healcore.tools.report.run_report import RunReport
-from healcore.tools.report.runs import read_reports, select_policy
-from healcore.tools.report.sections import section
+from healcore.tools.report.runs import read_reports
 from tests.tools.report.small_runs import Loop, lines_of, train
 
 
@@ -79,9 +74,7 @@ def test_curves_are_the_metrics_row_by_row(run, request):
         )
     np.testing.assert_array_equal(series.nonfinite, [row["loss"] == "nan" for row in rows])
     for case in report.incidents:
-        assert rows[case.onset]["step"] == case.onset_step
-        assert rows[case.index]["step"] == case.step
-        assert rows[case.index]["cause"]
+        assert any(row["step"] == case.onset_step and row["cause"] for row in rows)
 
 
 @pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
@@ -131,59 +124,13 @@ def test_two_runs_in_one_file_are_two_reports(tmp_path):
     assert first.title != second.title
 
 
-def test_the_policy_is_the_preset_or_the_file(healed, tmp_path):
-    (report,) = read_reports(healed)
-    assert report.policy_toml.startswith("schema = 1")
-    assert "[budget]" in report.policy_toml
-    (other,) = read_reports(healed, policy=load("conservative"))
-    assert "is not the run's policy" in other.notes[0]
-    path, metrics = tmp_path / "a.events.jsonl", healed.with_name("run.metrics.jsonl")
-    events = [{**event, "policy": "mine"} for event in lines_of(healed)]
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    (mine,) = read_reports(path, metrics=metrics)
-    assert fingerprint(loads(mine.policy_toml)) == mine.fingerprint
-    older = [{name: value for name, value in e.items() if name != "policy_toml"} for e in events]
-    path.write_text("".join(json.dumps(event) + "\n" for event in older))
-    (found,) = read_reports(path, metrics=metrics)
-    assert found.policy_toml == ""
-    assert any("--policy FILE" in problem for problem in found.notes)
-
-
-def test_a_preset_with_a_host_value_replaced_is_not_shown_as_the_preset():
-    policy = load("default", rollback={"probation": 7})
-    start = EventRecord(kind="start", policy="default", fingerprint=fingerprint(policy))
-    shown = select_policy(start.model_copy(update={"policy_toml": dumps(policy)}), None)
-    assert loads(shown.toml) == policy
-    curves = Curves(np.zeros(0), np.zeros(0, np.float32))
-    report = RunReport(
-        "run", Mode.HEAL, "default", shown.toml, shown.fingerprint, curves, (), Counts(), {}
-    )
-    assert loads(section(report)["policy"]) == policy
-    preset = load("default")
-    assert "# " in select_policy(start.model_copy(update={"policy_toml": dumps(preset)}), None).toml
-    assert "# " in select_policy(start, None).toml
-
-
-def test_without_metrics_the_alarms_are_points(stopped, tmp_path):
+def test_without_metrics_there_are_no_curves(stopped, tmp_path):
     alone = tmp_path / "run.events.jsonl"
     alone.write_bytes(stopped.read_bytes())
     (report,) = read_reports(alone)
-    assert report.curves.isolated
-    assert report.curves.rows == len(of_kind(stopped, "alarm"))
-    assert any("no metrics file" in note for note in report.notes)
+    assert not len(report.curves.step)
+    assert any("There are no metrics" in note for note in report.notes)
     assert len(report.incidents) == len(of_kind(stopped, "incident"))
-
-
-def test_any_other_log_will_do_for_the_curves(healed, tmp_path):
-    rows = lines_of(healed.with_name("run.metrics.jsonl"))
-    text = "".join(f"{row['step']},{row['loss']},{row['grad_norm']}\n" for row in rows)
-    (tmp_path / "log.csv").write_text("step,loss,grad_norm\n" + text)
-    (mine,) = read_reports(healed)
-    (report,) = read_reports(healed, metrics=tmp_path / "log.csv")
-    np.testing.assert_array_equal(report.curves.loss, mine.curves.loss)
-    np.testing.assert_array_equal(report.curves.undone(), mine.curves.undone())
-    assert [case.index for case in report.incidents] == [case.index for case in mine.incidents]
-    assert report.curves.threshold is None
 
 
 def test_an_observing_policy_did_nothing(tmp_path):
