@@ -300,9 +300,11 @@ def protect(
         reads_rate = engine.limits_lr and "learning_rate" not in given
         rates = injected_rates(state.inner_state) if reads_rate else []
         if len(rates) == 1:
+            if has_injected_schedule(state.inner_state):
+                # The state has the last step's rate. XLA keeps only the schedule of this call.
+                zeros = gradients.fill_where(updates, jnp.array(True), 0.0)
+                rates = injected_rates(inner_update(zeros, state.inner_state, params)[1])
             reported["learning_rate"] = rates[0]
-        # A schedule in `inner` sets the rate of this step only during the update.
-        has_inner_schedule = len(rates) == 1 and has_injected_schedule(state.inner_state)
         signals, norms = make_signals(engine, without(updates, unread), reported, axes)
         heal, decision = heal_state.step(engine, state.heal, signals, norms, was_bad)
         pending, resets = None, state.heal_reset_moments
@@ -333,9 +335,6 @@ def protect(
             if resets is not None:
                 pending = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
             factor = jnp.ones_like(decision.lr_scale) if cuts_inside else decision.lr_scale
-            if has_inner_schedule:
-                now = injected_rates(inner_state)[0] * decision.lr_scale
-                factor = factor * _within_limit(engine, heal, now)
             heal, norm, bad = measured(updates, heal, decision.skip, unread)
             if norm is not None:
                 norm = norm * factor
@@ -347,7 +346,7 @@ def protect(
                 updates = gradients.no_update_where(updates, skipped)
             # After the check, so that the check of a tensor does not depend on the factor, and
             # tensors of one shape have the same kernel.
-            if (engine.scales_lr and not cuts_inside) or has_inner_schedule:
+            if engine.scales_lr and not cuts_inside:
                 updates = gradients.scale(updates, factor)
             norm = None if norm is None else jnp.where(skipped, 0.0, norm)
         return updates, ProtectState(heal, norm, bad, pending, inner_state)
@@ -378,14 +377,6 @@ def _transformation(
         return gradients.fill_where(updates, decision.skip, 0.0), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _within_limit(engine: Engine, heal: HealState, rate: jax.Array) -> jax.Array:
-    """Factor, at most 1, that lowers a rate (including the multiplier) to the limit of a cut."""
-    lr = heal_state.engine_state(engine, heal).lr
-    limit = jnp.asarray(engine.config.lr.ceiling, jnp.float32) * lr.broken
-    above = (limit > 0) & (rate > limit)
-    return jnp.where(above, limit / jnp.where(above, rate, 1.0), 1.0)
 
 
 def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:
