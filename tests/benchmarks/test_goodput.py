@@ -243,28 +243,3 @@ def test_the_simulation_uses_the_parameters(committed):
     assert care.needless_per_step == measured.needless / measured.healthy_steps
     assert care.evidence_share == pytest.approx(measured.passes_per_step * 3.0 / 6.0)
     assert care.rollbacks[0] == tuple(6.0 * each for each in measured.rollbacks[0])
-
-
-def test_break_even_is_interpolated():
-    person = [
-        {"varied": "person", "person_s": seconds, "each": [0.5, 0.6]} for seconds in (1.0, 9.0)
-    ]
-    rows = [
-        {"varied": "passes", "missed": 0.0, "pass_share": share, "each": [0.5 + g, 0.6 + g]}
-        for share, g in ((0.0, 0.02), (1.0, -0.02))
-    ]
-    ours = [
-        {"varied": "measured", "person_s": seconds, "each": [0.5 + g, 0.6 + g]}
-        for seconds, g in ((1.0, -0.01), (9.0, 0.03))
-    ]
-
-    def at(*some: dict) -> float:
-        result = {"options": {"person_s": 1.0}, "varied": [*person, *some]}
-        return goodput.break_even(result, "passes", "pass_share", 0.0)
-
-    assert at(*rows) == pytest.approx(0.5)
-    assert at(rows[0]) == math.inf
-    assert at(rows[1]) == 0
-    assert goodput.person_break_even({"options": {}, "varied": [*person, *ours]}) == pytest.approx(
-        3
-    )

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from benchmarks.healbench import __main__ as command
-from benchmarks.healbench import comparing, peers, running, table
+from benchmarks.healbench import comparing, running, summary, table
 from benchmarks.healbench.comparing import compare, difference, rules
 from benchmarks.healbench.running import Job, Result, read_results, run_all, write_results
 from benchmarks.healbench.training import Counts
@@ -354,7 +354,7 @@ def test_tasks_and_arms_that_are_named_exist():
             assert there.tasks[task.reference].kind == "healthy"
     assert kinds["sick"] == {"learning rate", "damage", "poisoned data", "arithmetic"}
     assert not kinds["sick"] & kinds["healthy"]
-    assert {comparing.OFF, *comparing.OURS, *peers.ROWS} == there.arms.keys()
+    assert {comparing.OFF, *comparing.OURS, *summary.PEERS} == there.arms.keys()
 
 
 def test_a_real_run():
