@@ -71,7 +71,6 @@ SLOW = (
     "tests/jax/test_several_processes.py",
     "tests/jax/test_signals.py::test_inside_shard_map_on_four_devices",
     "tests/packaging/test_readme.py::test_torch_snippets_on_two_ranks",
-    "tests/packaging/test_trainers_ranks.py",
     "tests/runtime/test_hang_guard.py",
     "tests/torch/driver/test_out_of_memory_on_ranks.py",
     "tests/torch/driver/test_sharded_ranks.py",

@@ -12,13 +12,14 @@ BEGIN = "<!-- {}: begin (written by python -m benchmarks.healbench) -->"
 END = "<!-- {}: end -->"
 MAIN = (OFF, *OURS)
 """The columns of the table."""
-LEGEND = f"""\
-Mean held-out metric over the seeds (lower is better). Healthy tasks: the difference from `nothing`, \
-the same run without healcore. **Bold**: the task does not hold, because it is worse by more than \
-{NOISE:g} % beyond two standard errors or by more than {MARGIN:g} %, or because a run fails or ends \
-at a reduced learning rate. Sick tasks: the ratio to the undamaged run; 1 is a perfect cure, and \
-{CAP:g} or more is *lost*. *Same bits*: runs of {", ".join(OURS)} whose metric and weights end bit \
-for bit as without healcore."""
+LEGEND = (
+    "Mean held-out metric over the seeds (lower is better). Healthy tasks: the difference from "
+    "`nothing`, the same run without healcore. **Bold**: the task does not hold, because it is "
+    f"worse by more than {NOISE:g} % beyond two standard errors or by more than {MARGIN:g} %, or "
+    "because a run fails or ends at a reduced learning rate. Sick tasks: the ratio to the "
+    f"undamaged run; 1 is a perfect cure, and {CAP:g} or more is *lost*. *Same bits*: runs of "
+    f"{', '.join(OURS)} whose metric and weights end bit for bit as without healcore."
+)
 
 
 def promise(rules: Iterable[Rule]) -> str:
