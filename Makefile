@@ -117,7 +117,7 @@ test: $(VENV)/.test
 	@$(PYTEST) $(ARGS)
 
 test-slow: $(VENV)/.test
-	@$(PYTEST) -m slow $(ARGS)
+	@$(PYTEST) -m '(slow or hypothesis) and not stress' --hypothesis-profile='many cases' $(ARGS)
 
 # Tests that need no package of `dev`, then the smoke test of each extra.
 AT_LOWEST := tests/policy tests/jax/test_surface.py tests/jax/test_flax_nnx.py \

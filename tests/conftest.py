@@ -15,8 +15,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("any speed", deadline=None)
-settings.load_profile("any speed")
+# A test that names no number tries 25 random cases; `make test-slow` and CI choose the other profile.
+settings.register_profile("few cases", deadline=None, max_examples=25)
+settings.register_profile("many cases", deadline=None)
+settings.load_profile("few cases")
+
+# Compiled programs are shared by all workers, and by later runs on this machine.
+_compiled = Path(tempfile.gettempdir()) / f"healcore-tests-{os.getuid()}"
+_compiled.mkdir(mode=0o700, exist_ok=True)
+os.environ |= {
+    "JAX_COMPILATION_CACHE_DIR": str(_compiled),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 # A shell's background jobs ignore Ctrl-C, and so would every process that a test starts: those that
 # are sent one would never end.
