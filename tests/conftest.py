@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# A test that names no number tries 25 random cases; `make test-slow` and CI choose the other profile.
+# A test that names no number tries 25 random cases; `make test-slow` chooses the other profile.
 settings.register_profile("few cases", deadline=None, max_examples=25)
 settings.register_profile("many cases", deadline=None)
 settings.load_profile("few cases")
