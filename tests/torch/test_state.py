@@ -134,7 +134,7 @@ def test_a_state_of_another_policy_loads_nothing(where: Where):
     other = attach(CASE.build(), Engine(config._replace(max_skips=99)), engine=where)
     before = other.state_dict()
     for load in (other.load_state_dict, other.on_rollback):
-        with pytest.raises(StateError, match="belongs to a policy with other numbers"):
+        with pytest.raises(StateError, match="policy"):
             load(heal.state_dict())
     assert other.state_dict() == before
 
