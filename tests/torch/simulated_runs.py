@@ -5,20 +5,23 @@ python -m tests.torch.simulated_runs decisions default
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu_kit import attached
+from benchmarks.gpu_kit import device as kit_device
 from healcore import Checkpoints, Healer, Logging
 from healcore.events import read
-from healcore.torch import attach
+from healcore.torch import attach, enforcer, engines
 from tests.torch import simulated_device
 from tests.torch.simulated_device import DEVICE, uploads, waits
 
@@ -184,6 +187,38 @@ def scaler() -> None:
     tally = heal.state_dict()["state"]["tally"]
     assert scaler.get_scale() < 2.0**10, "there was an overflow"
     assert (tally["skips"], tally["alarms"]) == (0, 0)
+
+
+def gpu_kit(broken: str = "") -> None:
+    """The check `decisions` of the GPU kit, with healcore as it is or broken on purpose."""
+
+    @contextlib.contextmanager
+    def no_waits(*, asleep: bool = False) -> Iterator[None]:
+        found_waits()
+        uploads.clear()
+        yield
+        waited = found_waits()
+        assert waited.keys() <= {READ}, f"the host has waited for the device in {[*waited]}"
+        assert not uploads, f"no CUDA graph can capture the copies in {uploads}"
+
+    judge = engines.DeviceEngine.step
+
+    def changed(self: Any, measured: Any) -> Any:
+        if broken == "decision" and measured.loss is not None:
+            measured = measured._replace(loss=measured.loss * 1.001)
+        order = judge(self, measured)
+        if broken == "wait":
+            order.found_inf.item()
+        elif broken == "upload":
+            torch.ones(3).to(DEVICE, non_blocking=True)
+        return order
+
+    if broken == "enforcement":
+        enforcer.Enforcer.enforce_on_device = lambda *_: None  # type: ignore[method-assign]
+    elif broken:
+        engines.DeviceEngine.step = changed  # type: ignore[method-assign]
+    kit_device.DEVICE, kit_device.no_waits = DEVICE, no_waits
+    attached.decisions()
 
 
 def mixed() -> None:
