@@ -35,7 +35,7 @@ TORCH := $(PIP) install -c $(LOCK) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX
 # Without isolation: it would download a setuptools that nothing pins.
 HEALCORE := $(PIP) install --no-deps --no-build-isolation -e .
 
-TARGETS := setup demo test test-slow test-lowest lint bench figures gpu docs release-check lock clean
+TARGETS := setup demo test test-slow test-lowest lint bench gpu docs release-check lock clean
 .PHONY: help $(TARGETS)
 .DELETE_ON_ERROR:
 
@@ -118,7 +118,7 @@ test: $(VENV)/.test
 	@$(PYTEST) $(ARGS)
 
 test-slow: $(VENV)/.test
-	@$(PYTEST) -m slow $(ARGS)
+	@$(PYTEST) -m '(slow or hypothesis) and not stress' --hypothesis-profile='many cases' $(ARGS)
 
 # Tests that need no package of `dev`, then the smoke test of each extra.
 AT_LOWEST := tests/policy tests/jax/test_surface.py tests/jax/test_flax_nnx.py \
@@ -138,10 +138,6 @@ lint: $(VENV)/.lint
 
 bench: $(VENV)/.bench
 	@$(BIN)/python benchmarks/step_overhead.py $(ARGS)
-
-# Writes the measured figures of README.md and docs/ from benchmarks/results.
-figures: $(VENV)/.test
-	@$(BIN)/python -m benchmarks.figures $(ARGS)
 
 # JAX's CUDA build is installed by its version, like torch, and apart from the CUDA of torch.
 $(VENV)/.gpu: $(VENV)/.test

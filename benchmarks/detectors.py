@@ -1,8 +1,7 @@
-"""Compares healcore's policies with every published spike rule on labelled recorded runs.
+"""Scores healcore's policies on labelled recorded runs.
 
-For healcore an alarm is a row at which the whole engine orders a rollback, or would if the budget
-still paid for it; its skips (one bad batch) have lines of their own. A published rule's alarm is
-whatever it acts on. Every alarm is scored alike (labelled_runs.py).
+An alarm is a row at which the whole engine orders a rollback, or would if the budget still paid for
+it. Skips (one bad batch) have lines of their own. Alarms are scored by labelled_runs.py.
 
     python benchmarks/detectors.py [FOLDER] [--markdown] [--json FILE] [--policy NAME|FILE ...]
 """
@@ -18,7 +17,6 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
-import published_rules
 from labelled_runs import Run, Score, load, score
 from side_by_side import write_json
 
@@ -96,22 +94,8 @@ def _scan(engine: Engine, trace: Signals) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(due), np.asarray(skip)
 
 
-def rule_alarms(runs: Iterable[Run]) -> dict[str, Alarms]:
-    """Every published rule on every run that has its signal."""
-    alarms: dict[str, Alarms] = {}
-    for name, rule in published_rules.ON_LOSS.items():
-        alarms[name] = {run.file: np.array(rule(run.loss.tolist()), bool) for run in runs}
-    for name, rule in published_rules.ON_NORM.items():
-        alarms[name] = {
-            run.file: np.array(rule(run.norm.tolist()), bool)
-            for run in runs
-            if run.norm is not None
-        }
-    return alarms
-
-
 def all_scores(runs: list[Run], policies: Iterable[str]) -> dict[str, dict[str, Score]]:
-    """Scores by rule and family, healcore's first."""
+    """Scores by kind of alarm and family."""
     scores: dict[str, dict[str, Score]] = {}
     skips: dict[str, dict[str, Score]] = {}
     for name in policies:
@@ -119,8 +103,7 @@ def all_scores(runs: list[Run], policies: Iterable[str]) -> dict[str, dict[str, 
         due, skipped = engine_alarms(policy.engine(), runs)
         scores[f"healcore {policy.name}: rollbacks"] = score(runs, due)
         skips[f"healcore {policy.name}: skips"] = score(runs, skipped)
-    rules = {name: score(runs, alarms) for name, alarms in rule_alarms(runs).items()}
-    return scores | skips | rules
+    return scores | skips
 
 
 COLUMNS = (

@@ -202,84 +202,6 @@ def bench_torch(
     }
 
 
-def bench_tiny_torch(rounds: int, warmup: int) -> list[dict[str, Any]]:
-    """Times a whole step of a net of 10,000 parameters, where the fixed cost per step shows."""
-    import torch
-
-    import healcore.torch
-
-    random = torch.Generator().manual_seed(0)
-    batch, target = (torch.randn(32, n, generator=random) for n in (64, 10))
-
-    def contender(name: str, make: Any) -> Contender:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(64, 96),
-            torch.nn.ReLU(),
-            torch.nn.Linear(96, 40),
-            torch.nn.Linear(40, 10),
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        observe, clip = make(model, optimizer)
-
-        def step() -> None:
-            for _ in range(20):  # one is too short for a clock
-                optimizer.zero_grad()
-                loss = (model(batch) - target).square().mean()
-                observe(loss)
-                loss.backward()
-                clip()
-                optimizer.step()
-
-        return Contender(name, step)
-
-    def nothing(*_: Any) -> None:
-        pass
-
-    def fixed(model: Any, optimizer: Any) -> Any:
-        weights = list(model.parameters())
-        return nothing, lambda: torch.nn.utils.clip_grad_norm_(weights, 1.0)
-
-    def healed(model: Any, optimizer: Any) -> Any:
-        return healcore.torch.attach(optimizer, "default").observe, nothing
-
-    timings = interleave(
-        [
-            contender("adamw", lambda *_: (nothing, nothing)),
-            contender("clip_grad_norm_ + adamw", fixed),
-            contender("healcore default", healed),
-        ],
-        reference="clip_grad_norm_ + adamw",
-        rounds=rounds,
-        warmup=warmup,
-    )
-    report("torch, 20 whole steps of a net of 10 k parameters", timings)
-    return [vars(each) for each in timings]
-
-
-def bench_heartbeat() -> float:
-    """Nanoseconds per step for what the Healer writes for its hang guard: seven calls."""
-    import timeit
-
-    from healcore.runtime.hang_guard import HangGuard
-
-    beat = HangGuard()
-
-    def step() -> None:
-        beat.watch()  # for a batch
-        beat.watch()  # it is there
-        beat.resume()  # a loss is observed
-        beat.on_step()  # the optimizer has stepped
-        beat.watch()  # a step is read
-        beat.pause()
-        beat.stepped(1)
-
-    count = 100_000
-    each = min(timeit.repeat(step, number=count, repeat=5)) / count * 1e9
-    print(f"\nhang guard, heartbeats of one step: {each:.0f} ns")
-    return each
-
-
 # -- JAX -------------------------------------------------------------------------------------------
 
 
@@ -365,7 +287,7 @@ def report(title: str, timings: list[Timing], syncs: dict[str, int] | None = Non
 def main() -> None:
     """Runs both halves."""
     parser = arguments((__doc__ or "").partition("\n")[0])
-    choices = ["torch", "jax", "both", "none"]
+    choices = ["torch", "jax", "both"]
     parser.add_argument("--framework", choices=choices, default="both")
     parser.add_argument("--rounds", type=int, help="timed rounds; 101, or 10 with --quick")
     parser.add_argument("--device", default="cpu", help="of the torch steps: cpu or cuda")
@@ -379,11 +301,8 @@ def main() -> None:
     count = sum(a * (b[0] if b else 1) for a, *b in shapes(params, tensors))
     print(f"{count / 1e6:.1f} M parameters in {tensors} tensors, {rounds} interleaved rounds")
     result: dict[str, Any] = {"parameters": count, "tensors": tensors, "rounds": rounds}
-    result["heartbeat_ns"] = bench_heartbeat()
     if options.framework in ("torch", "both"):
         result["torch"] = bench_torch(params, tensors, rounds, warmup, options.device)
-        if options.device == "cpu":
-            result["torch"]["tiny"] = bench_tiny_torch(rounds, warmup)
         gc.collect()
     if options.framework in ("jax", "both"):
         result["jax"] = bench_jax(params, tensors, rounds, warmup)

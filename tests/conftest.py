@@ -15,8 +15,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("any speed", deadline=None)
-settings.load_profile("any speed")
+# A test that names no number tries 25 random cases; `make test-slow` chooses the other profile.
+settings.register_profile("few cases", deadline=None, max_examples=25)
+settings.register_profile("many cases", deadline=None)
+settings.load_profile("few cases")
+
+# Compiled programs are shared by all workers, and by later runs on this machine.
+_compiled = Path(tempfile.gettempdir()) / f"healcore-tests-{os.getuid()}"
+_compiled.mkdir(mode=0o700, exist_ok=True)
+os.environ |= {
+    "JAX_COMPILATION_CACHE_DIR": str(_compiled),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 # A shell's background jobs ignore Ctrl-C, and so would every process that a test starts: those that
 # are sent one would never end.
@@ -71,13 +81,11 @@ SLOW = (
     "tests/jax/test_several_processes.py",
     "tests/jax/test_signals.py::test_inside_shard_map_on_four_devices",
     "tests/packaging/test_readme.py::test_torch_snippets_on_two_ranks",
-    "tests/packaging/test_trainers_ranks.py",
     "tests/runtime/test_hang_guard.py",
     "tests/torch/driver/test_out_of_memory_on_ranks.py",
     "tests/torch/driver/test_sharded_ranks.py",
     "tests/torch/test_four_ranks.py",
     # The same bits once more: `tests/parity/test_fuzz.py` is in `make test`.
-    "tests/catalogue/test_every_policy.py::test_it_replays_the_same_in_jax",
     "tests/parity/test_compiled.py",
     "tests/parity/test_fuzz.py::test_the_detectors_of_the_catalogue_too",
     "tests/parity/test_moving.py",

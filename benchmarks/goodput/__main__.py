@@ -1,6 +1,6 @@
 """Simulates the goodput (effective training time ratio, ETTR) of long runs by policy.
 
-    python -m benchmarks.goodput [--quick] [--json FILE] [--figure FILE.png] [--ranks N ...]
+    python -m benchmarks.goodput [--quick] [--json FILE] [--ranks N ...]
 
 The behaviour of the cluster is assumed (the options below, each with its source). The behaviour of
 healcore is measured: what each policy does to damaged and to healthy runs (parameters.py), and what
@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.goodput.figure import draw
 from benchmarks.goodput.parameters import POLICIES, Measured, measure
 from benchmarks.goodput.simulation import DAY, Care, Cluster, Spent, simulate
 from benchmarks.side_by_side import arguments, write_json
@@ -29,15 +26,6 @@ from benchmarks.side_by_side import arguments, write_json
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PERSON = "a person, no policy"
 RANKS = (8, 64, 512, 4096, 16_384, 100_000)
-VARIED = "`default`, `loss_fn`, stationary"
-"""Policy whose parameters are varied."""
-VARIED_RANKS = 16_384
-NEEDLESS = (0.0, 3e-6, 1e-5, 3e-5, 1e-4)
-"""Needless rollbacks per step."""
-PASS_SHARES = (0.0, 1 / 6, 1 / 3, 2 / 3, 1.0)
-"""Cost of a forward pass for evidence, as a share of a step."""
-PERSON_S = (3600.0, 7200.0, 14_400.0, 28_800.0)
-"""Seconds until a person has repaired a damage; the last is a night."""
 
 
 def main() -> None:
@@ -54,54 +42,22 @@ def main() -> None:
     measured = [measure(policy, options.damage_families) for policy in POLICIES]
     with ProcessPoolExecutor(options.jobs) as pool:
         average = partial(_average, days=options.days, seeds=options.seeds)
-        by_ranks, varied = [], []
+        by_ranks = []
         for ranks in options.ranks:
             here = dataclasses.replace(cluster, ranks=ranks)
             cares = (_person(options), *(_policy(each, options) for each in measured))
             by_ranks += [
                 pool.submit(average, here, _at_best_interval(here, care)) for care in cares
             ]
-        here = dataclasses.replace(cluster, ranks=VARIED_RANKS)
-        first = next(each for each in measured if each.policy == VARIED)
-        for labels, changed, given in _variations(first, options):
-            care = _person(given) if changed is None else _policy(changed, given)
-            varied.append((labels, pool.submit(average, here, _at_best_interval(here, care))))
         result: dict[str, Any] = {
             "options": _plain(options),
             "parameters": [each._asdict() for each in measured],
-            "by_ranks": [_row(each) for each in by_ranks],
-            "varied": [labels | _row(each) for labels, each in varied],
+            "by_ranks": [each.result() for each in by_ranks],
         }
     for table in tables(result).values():
         print("\n".join("| " + " | ".join(row) + " |" for row in table) + "\n")
     print("A save keeps training waiting {:.2f} s, a restore {:.2f} s.".format(*pauses(result)))
     write_json(options.json, result)
-    if options.figure:
-        draw(result, options.figure)
-        print(f"written to {options.figure}")
-
-
-def _variations(
-    first: Measured, options: argparse.Namespace
-) -> Iterator[tuple[dict[str, Any], Measured | None, argparse.Namespace]]:
-    """One parameter changed at a time, for several shares of missed damages.
-
-    Yields the labels of the row, the parameters (None: a person alone), and the options.
-    """
-    for person_s in sorted({options.person_s, *PERSON_S}):
-        given = argparse.Namespace(**{**vars(options), "person_s": person_s})
-        yield {"varied": "person", "person_s": person_s}, None, given
-        yield {"varied": "measured", "person_s": person_s}, first, given
-    for missed in (0.0, 1 - first.rolled_back, 1.0):
-        runs = round((1 - missed) * first.damaged_runs)
-        changed = first._replace(rolled_back_runs=runs)
-        for rate in NEEDLESS:
-            needless = changed._replace(needless=rate * first.healthy_steps)
-            labels = {"varied": "needless", "missed": missed, "needless_per_step": rate}
-            yield labels, needless, options
-        for share in PASS_SHARES:
-            given = argparse.Namespace(**{**vars(options), "pass_share": share})
-            yield {"varied": "passes", "missed": missed, "pass_share": share}, changed, given
 
 
 def best_interval(cluster: Cluster, save_s: float) -> float:
@@ -120,7 +76,6 @@ def _at_best_interval(cluster: Cluster, care: Care) -> Care:
 def _options() -> argparse.Namespace:
     parser = arguments((__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--figure", type=Path, metavar="FILE", help="draw the pictures of docs/goodput.md")
     add("--ranks", type=int, nargs="+", default=RANKS)
     add("--days", type=float, default=30.0, help="length of a run")
     add("--seeds", type=int, default=20, help="runs that are averaged")
@@ -195,10 +150,6 @@ def _average(cluster: Cluster, care: Care, days: float, seeds: int) -> dict[str,
     }
 
 
-def _row(running: Future[dict[str, Any]]) -> dict[str, Any]:
-    return running.result()
-
-
 def _plain(options: argparse.Namespace) -> dict[str, Any]:
     plain = {k: v for k, v in vars(options).items() if not isinstance(v, Path)}
     return plain | {"ranks": list(options.ranks)}
@@ -217,47 +168,8 @@ def gain(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
     return statistics.fmean(differences), error
 
 
-def break_even(result: dict[str, Any], varied: str, key: str, missed: float) -> float:
-    """Value of a harm at which the policy has the goodput of a person.
-
-    Zero if the policy has less at every value, infinite if the policy has more at every value.
-
-    Args:
-        result: of this command.
-        varied: `needless` or `passes`.
-        key: of the parameter in these rows.
-        missed: share of missed damages of these rows.
-    """
-    person = _person_row(result)
-    rows = [r for r in result["varied"] if r["varied"] == varied and r["missed"] == missed]
-    return _crossing([(row[key], -gain(row, person)[0]) for row in rows])
-
-
-def person_break_even(result: dict[str, Any]) -> float:
-    """Seconds until a person repairs, from which on the policy gains; otherwise as `break_even`."""
-    points = []
-    for row in result["varied"]:
-        if row["varied"] == "measured":
-            points.append((row["person_s"], gain(row, _person_row(result, row["person_s"]))[0]))
-    return _crossing(points)
-
-
-def _crossing(points: list[tuple[float, float]]) -> float:
-    """Where a rising curve crosses zero; 0 or infinity if it does so before or after all points."""
-    for (low, below), (high, above) in itertools.pairwise(points):
-        if below < 0 <= above:
-            return low + (high - low) * below / (below - above)
-    return math.inf if points[0][1] < 0 else 0.0
-
-
-def _person_row(result: dict[str, Any], person_s: float | None = None) -> dict[str, Any]:
-    person_s = person_s or result["options"]["person_s"]
-    rows = (row for row in result["varied"] if row["varied"] == "person")
-    return next(row for row in rows if row["person_s"] == person_s)
-
-
 def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """The tables of docs/goodput.md: `care`, `ranks` and `varied`, each with its heading."""
+    """The tables of docs/goodput.md: `care` and `ranks`, each with its heading."""
     measured = [Measured(**each) for each in result["parameters"]]
     care = [
         [
@@ -292,7 +204,7 @@ def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         person = rows.pop(PERSON)
         cells = [f"{person['useful']:.2%}", *(_points(gain(row, person)) for row in rows.values())]
         ranks.append([f"{number:,}", *cells])
-    return {"care": care, "ranks": ranks, "varied": _varied(result)}
+    return {"care": care, "ranks": ranks}
 
 
 def _range(interval: tuple[float, float], factor: float, digits: int) -> str:
@@ -303,37 +215,6 @@ def _range(interval: tuple[float, float], factor: float, digits: int) -> str:
 def _points(difference: tuple[float, float]) -> str:
     mean, error = difference
     return f"{100 * mean:+.2f} ± {196 * error:.2f}"
-
-
-def _bound(value: float, largest: float) -> str:
-    return f"above {largest:.2f}" if math.isinf(value) else f"{value:.2f}" if value else "none"
-
-
-def _varied(result: dict[str, Any]) -> list[list[str]]:
-    """What a policy saves at `VARIED_RANKS`, and where it saves nothing any more."""
-    rows = [
-        [
-            "damages missed",
-            "gain",
-            "no gain from: needless per 10k steps",
-            "no gain from: cost of a forward pass",
-        ]
-    ]
-    person = _person_row(result)
-    for missed in dict.fromkeys(row["missed"] for row in result["varied"] if "missed" in row):
-        at = [row for row in result["varied"] if row.get("missed") == missed]
-        usual = next(r for r in at if r.get("pass_share") == result["options"]["pass_share"])
-        rate = break_even(result, "needless", "needless_per_step", missed)
-        share = break_even(result, "passes", "pass_share", missed)
-        rows.append(
-            [
-                f"{missed:.0%}",
-                _points(gain(usual, person)),
-                _bound(1e4 * rate, 1e4 * NEEDLESS[-1]),
-                _bound(share, PASS_SHARES[-1]),
-            ]
-        )
-    return rows
 
 
 if __name__ == "__main__":

@@ -63,7 +63,6 @@ LEAST_S = 10
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
-PAGE = ROOT / "docs" / "gpu.md"
 RESULT = "result: "
 OPTIONAL = ("accelerate", "jax", "optax", "transformers")
 """Packages without which some checks are skipped."""
@@ -244,10 +243,6 @@ def main() -> None:
             sys.stdout.flush()
             if file is not None:
                 file.write_text(json.dumps(result, indent=2) + "\n")
-    if file == RESULTS:
-        from benchmarks.figures import rendered
-
-        PAGE.write_text(rendered(PAGE.read_text()))
     counts = Counter(each["outcome"] for each in result["checks"].values())
     print(", ".join(f"{number} {outcome}" for outcome, number in counts.items()))
     sys.exit(counts["failed"] > 0)

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             write_results(options.results, results)
     cells = comparing.compare(results, all_tasks())
     rules = comparing.rules(cells)
-    print("\n" + table.headline(cells, rules))
+    print("\n" + table.promise(rules) + "\n\n" + table.markdown(table.tasks(cells)))
     if whole:
         table.write_between(options.page, table.as_markdown(cells, rules))
         print(f"\nwritten: {options.page}")

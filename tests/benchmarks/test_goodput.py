@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.goodput import __main__ as goodput
 from benchmarks.goodput import parameters
-from benchmarks.goodput.simulation import DAY, Care, Cluster, Spent, simulate
+from benchmarks.goodput.simulation import DAY, Care, Cluster, simulate
 
 RESULTS = Path(goodput.RESULTS)
 NOTHING_HAPPENS = Cluster(
@@ -136,42 +136,6 @@ def test_forward_passes_divide_the_goodput():
     assert with_.evidence == pytest.approx(0.01 / 1.01 * (1 - with_.saving - with_.down))
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("rolled_back", (1.0, 0.7, 0.4, 0.0)),
-        ("needless_per_step", (0.0, 1e-5, 1e-4, 1e-3)),
-        ("evidence_share", (0.0, 0.01, 0.1)),
-        ("person_s", (4000.0, 8000.0, 40_000.0)),
-    ],
-)
-def test_more_of_a_harm_is_never_better(name, values):
-    cluster = dataclasses.replace(IS_DAMAGED, failures_per_rank_day=1e-3)
-    base = dataclasses.replace(CARE, rolled_back=0.5, needless_s=500.0)
-    shares = [mean(cluster, dataclasses.replace(base, **{name: v}), "useful")[0] for v in values]
-    assert shares == sorted(shares, reverse=True)
-
-
-def test_failures_and_damages_are_the_same_under_every_policy():
-    """Without damages and alarms, policies that differ only in evidence have the same crashes."""
-    one, other = (
-        simulate(FAILS, dataclasses.replace(CARE, rolled_back=share), 30.0, 0) for share in (0, 1)
-    )
-    assert one == other
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_shares_are_a_whole(seed):
-    both = dataclasses.replace(IS_DAMAGED, failures_per_rank_day=5e-2, hang_share=0.3)
-    care = dataclasses.replace(
-        CARE, needless_per_step=1e-3, needless_s=700.0, rolled_back=0.5, evidence_share=0.02
-    )
-    spent = simulate(both, care, 20.0, seed)
-    assert sum(spent) == pytest.approx(1)
-    assert min(spent) > 0
-    assert isinstance(spent, Spent)
-
-
 # -- parameters ------------------------------------------------------------------------------------
 
 
@@ -243,28 +207,3 @@ def test_the_simulation_uses_the_parameters(committed):
     assert care.needless_per_step == measured.needless / measured.healthy_steps
     assert care.evidence_share == pytest.approx(measured.passes_per_step * 3.0 / 6.0)
     assert care.rollbacks[0] == tuple(6.0 * each for each in measured.rollbacks[0])
-
-
-def test_break_even_is_interpolated():
-    person = [
-        {"varied": "person", "person_s": seconds, "each": [0.5, 0.6]} for seconds in (1.0, 9.0)
-    ]
-    rows = [
-        {"varied": "passes", "missed": 0.0, "pass_share": share, "each": [0.5 + g, 0.6 + g]}
-        for share, g in ((0.0, 0.02), (1.0, -0.02))
-    ]
-    ours = [
-        {"varied": "measured", "person_s": seconds, "each": [0.5 + g, 0.6 + g]}
-        for seconds, g in ((1.0, -0.01), (9.0, 0.03))
-    ]
-
-    def at(*some: dict) -> float:
-        result = {"options": {"person_s": 1.0}, "varied": [*person, *some]}
-        return goodput.break_even(result, "passes", "pass_share", 0.0)
-
-    assert at(*rows) == pytest.approx(0.5)
-    assert at(rows[0]) == math.inf
-    assert at(rows[1]) == 0
-    assert goodput.person_break_even({"options": {}, "varied": [*person, *ours]}) == pytest.approx(
-        3
-    )

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from benchmarks.healbench import __main__ as command
-from benchmarks.healbench import comparing, peers, running, table
+from benchmarks.healbench import comparing, running, summary, table
 from benchmarks.healbench.comparing import compare, difference, rules
 from benchmarks.healbench.running import Job, Result, read_results, run_all, write_results
 from benchmarks.healbench.training import Counts
@@ -354,7 +354,7 @@ def test_tasks_and_arms_that_are_named_exist():
             assert there.tasks[task.reference].kind == "healthy"
     assert kinds["sick"] == {"learning rate", "damage", "poisoned data", "arithmetic"}
     assert not kinds["sick"] & kinds["healthy"]
-    assert {comparing.OFF, *comparing.OURS, *peers.ROWS} == there.arms.keys()
+    assert {comparing.OFF, *comparing.OURS, *summary.PEERS} == there.arms.keys()
 
 
 def test_a_real_run():
@@ -401,12 +401,9 @@ def test_the_command_runs_everything_and_writes_file_and_page(tmp_path, fakes, c
     assert text.startswith("# By hand\n")
     assert text.count(BEGIN) == text.count(END) == 1
     assert "35 runs." in text
-    assert "| plain | 2 of 2; worst 0.0 %; same bits 4 of 4 |" in text
-    assert "| well (jax) | 1.01 | 1 (0.0 ± 0.0 %) |" in text
-    assert "| 2/2, 2/2, 2/2 |" in text
-    assert "| fault | 1.000; worst 1 (ill (jax)) |" in text
-    assert "The task ill." in text
-    assert "### Healthy tasks, peers" in text
+    assert "| `well (jax)` | plain | loss | 1.01 | 1 (0.0 ± 0.0 %) |" in text
+    assert "| 2/2, 2/2, 2/2 | The task well. |" in text
+    assert "| `ill (jax)` | fault | loss | 1.01 (× 1) |" in text
     assert len(read_results(file)) == 35
 
     page.unlink()

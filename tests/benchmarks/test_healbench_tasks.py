@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.healbench.arms import ARMS
 from benchmarks.healbench.problem import MAIN, Problem
-from benchmarks.healbench.tasks import TASKS, loops
+from benchmarks.healbench.tasks import TASKS
 from benchmarks.healbench.tasks.middle_faults import STEPS
 from benchmarks.healbench.tasks.optimizers import Lion, ScheduleFreeSGD
 from benchmarks.healbench.training import Training
@@ -125,20 +125,6 @@ def test_a_term_after_the_loss_is_trained_and_not_observed():
     assert float((hidden @ hidden.T - torch.eye(64)).square().mean()) < 1e-3
 
 
-def test_the_hooks_of_a_loop_are_called_around_each_step():
-    called: list[Any] = []
-    clusters, model = loops.start(0)
-    weight = model.get_parameter("0.weight")
-    before = lambda i, batch: called.append(("before", i, float(weight.detach().sum())))  # noqa: E731
-    after = lambda i, batch: called.append(("after", i, torch.is_grad_enabled()))  # noqa: E731
-    problem = loops.classifier(clusters, model, before=before, after=after)
-    problem.batches = problem.batches[:2]
-    Training(problem).train()
-    assert [each[:2] for each in called] == [(w, i) for i in (0, 1) for w in ("before", "after")]
-    assert called[0][2] != called[2][2]
-    assert not called[1][2]
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [("head_reset", 300), ("clipped_weights", 300), ("consolidation", 300), ("born_again", 200)],
@@ -177,17 +163,3 @@ def test_a_fault_in_the_middle_leaves_the_first_half_as_it_was():
             after = middle + int(name.removeprefix("shard_"))
             assert torch.equal(sick.batches[after], healthy.batches[after])
     assert torch.equal(half, weights(trained("layer_50x", "nothing", slice(0, 12)).problem))
-
-
-@pytest.mark.parametrize("name", ["pruned_once", "quantized_once", "qat_sgd"])
-def test_a_model_that_was_rolled_back_past_its_edit_is_deployed_edited(name):
-    problem = TASKS[name].build(0)
-    problem.evaluate()
-    if name == "qat_sgd":
-        assert float(problem.modules["model"].get_buffer("on")) == 1
-        return
-    hidden = problem.modules["model"].get_parameter("2.weight").detach()
-    if name == "quantized_once":
-        assert len(hidden.unique()) <= 3
-    else:
-        assert float((hidden != 0).float().mean()) == pytest.approx(0.1, abs=0.01)

@@ -17,8 +17,6 @@ import torch
 import healcore.jax
 import healcore.torch
 from healcore.policy import PolicyError, dumps, load, loads, preset_names, preset_text, recipe_names
-from healcore.tools.replay import replay
-from healcore.tools.traces import open_traces
 
 ALL = (*preset_names(), *recipe_names())
 ROOT = Path(__file__).parents[2]
@@ -69,52 +67,8 @@ def test_no_two_files_are_one_policy_by_accident():
 
 
 def test_a_misspelt_name_gets_a_suggestion():
-    with pytest.raises(PolicyError, match="did you mean 'olmo2-skip-step'"):
+    with pytest.raises(PolicyError, match="olmo2-skip-step"):
         load("olmo-skip-step")
-
-
-@functools.cache
-def run_csv(folder) -> Any:
-    """A recorded run of 150 steps with a spike and a NaN."""
-    rng = np.random.default_rng(2)
-    loss = 2 + 0.05 * rng.normal(size=150)
-    norm = np.exp(0.1 * rng.normal(size=150))
-    loss[120], norm[120] = 30.0, 200.0
-    lines = [f"{i},{x},{g}" for i, (x, g) in enumerate(zip(loss, norm, strict=True))]
-    lines[140] = "140,nan,nan"
-    file = folder / "run.csv"
-    file.write_text("\n".join(["step,loss,grad_norm", *lines]) + "\n")
-    (trace,), _ = open_traces([str(file)])
-    return trace
-
-
-@pytest.fixture(scope="session")
-def run(tmp_path_factory):
-    return run_csv(tmp_path_factory.mktemp("runs"))
-
-
-def replayed(trace: Any, name: str, backend: str) -> list[Any]:
-    """A replay's rows that are not neutral, and its counts."""
-    result = replay(trace, name, backend=backend)
-    rows = list(result)
-    assert result.summary.rows == 150
-    return [*rows, result.summary.causes, result.summary.actions]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_it_replays_in_numpy(name, run):
-    assert 140 in [row.index for row in replayed(run, name, "numpy")[:-2]], "the NaN"
-
-
-# A policy is half a minute of XLA for all of them: one of each kind of detector is always compiled.
-FEW = ("default", "olmo2-skip-step", "axlearn-skip", "autoclip")
-
-
-@pytest.mark.parametrize(
-    "name", [x if x in FEW else pytest.param(x, marks=pytest.mark.stress) for x in ALL]
-)
-def test_it_replays_the_same_in_jax(name, run):
-    assert replayed(run, name, "jax") == replayed(run, name, "numpy")
 
 
 # Together they have every detector, every clip and every mode; each is seconds of XLA.

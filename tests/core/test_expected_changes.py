@@ -143,5 +143,5 @@ def test_going_back_to_the_same_place_goes_deeper():
 
 def test_a_step_with_neither_loss_nor_norm_is_refused():
     engine = Engine(CONFIG)
-    with pytest.raises(ValueError, match=r"a loss or a gradient norm"):
+    with pytest.raises(ValueError, match="gradient norm"):
         engine.step(engine.init(), Signals(update_norm=np.float32(1)), xp=np)

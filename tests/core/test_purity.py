@@ -47,14 +47,6 @@ def test_no_framework_is_imported(path):
     assert imported(ast.parse(path.read_text())) <= ALLOWED
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_core_stays_on_its_own_floor(path):
-    """The core imports no higher layer."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("healcore"):
-            assert (node.module or "").startswith("healcore.core"), ast.unparse(node)
-
-
 @pytest.mark.parametrize("clip", policies.CLIPS)
 def test_a_traced_step_has_no_branch_and_keeps_its_types(clip):
     """Tracing fails on `if array:`; a type that changed would be traced again at the next step."""

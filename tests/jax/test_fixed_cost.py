@@ -15,14 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import healcore
 from healcore import policy
-from healcore.core import host
-from healcore.jax import heal_zclip, namespace, protect
+from healcore.jax import heal_zclip, protect
 from healcore.jax.driver import pending_dispatch
 from tests.jax import policies
 
@@ -100,24 +98,6 @@ def test_one_more_tensor_costs_about_what_it_costs_with_a_clip(tx, limit):
         return (operations(compiled_step(tx, 24)) - operations(compiled_step(tx, 8))) / 16
 
     assert each(tx) <= limit * each(CLIPPED)
-
-
-@pytest.mark.parametrize("value", [np.bool_(False), np.bool_(True), 0, 1, 1023, 999_999])
-def test_shared_constants_are_the_value_itself(value):
-    array = jnp.asarray(value, jnp.bool_ if isinstance(value, np.bool_) else jnp.int32)
-    found = jax.jit(namespace.shared)(array)
-    assert found.dtype == array.dtype
-    assert found == array
-    batched = jax.vmap(namespace.shared)(jnp.stack([array, array]))
-    assert (batched == array).all()
-
-
-def test_the_namespace_has_what_the_core_asks_for():
-    names = [name for name in vars(host) if not name.startswith("_")]
-    # `numerics.with_slot` replaces a function that a namespace lacks.
-    names = [name for name in names if name not in ("annotations", "np", "Any", "with_slot")]
-    names = [name for name in names if name.upper() != name]
-    assert all(hasattr(namespace, name) for name in names)
 
 
 PYTHON_CALLS = 240

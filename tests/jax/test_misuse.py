@@ -12,12 +12,11 @@ import optax
 import pytest
 from flax import nnx
 
-from healcore.jax import HealStateError, heal, heal_zclip, last_decision, metrics, protect
+from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
 from healcore.jax.driver import JaxDriver
-from healcore.policy import PolicyError, load
+from healcore.policy import PolicyError
 
 PARAMS = {"w": jnp.ones(4)}
-UNLIKE = load("default", max_skips=7)
 
 
 @pytest.mark.parametrize(
@@ -31,20 +30,14 @@ UNLIKE = load("default", max_skips=7)
     ],
 )
 def test_protect_takes_a_transformation(inner, got):
-    with pytest.raises(TypeError, match=f"got {got}.*: write protect"):
+    with pytest.raises(TypeError, match=f"got {got}"):
         protect(inner)
-
-
-def test_a_transformation_of_optax_is_accepted():
-    inners: list[Any] = [optax.adam(1e-3), optax.MultiSteps(optax.adam(1e-3), 2), optax.identity()]
-    for inner in inners:
-        protect(inner, "zclip").init(PARAMS)
 
 
 @pytest.mark.parametrize("wrong", [optax.adam(1e-3), "default", True, (1.0,)])
 @pytest.mark.parametrize("name", ["z_threshold", "ema_decay", "warmup_steps", "max_norm"])
 def test_zclip_takes_numbers(name, wrong):
-    with pytest.raises(PolicyError, match=f"clip.{name} = .*\\s*rule:"):
+    with pytest.raises(PolicyError, match=f"clip.{name}"):
         heal_zclip(**{name: wrong})
     for right in (np.float32(0.5), jnp.float32(0.5)):
         heal_zclip(z_threshold=right)
@@ -70,7 +63,7 @@ BEFORE = {
 def test_healing_behind_the_optimizer_is_warned_of(name):
     state = BEHIND[name].init(PARAMS)
     for look in (last_decision, metrics, jax.jit(last_decision)):
-        with pytest.warns(UserWarning, match=r"optax\.chain\(heal_zclip\(\), optax\.adamw"):
+        with pytest.warns(UserWarning, match="heal_zclip"):
             look(state)
     with pytest.warns(UserWarning, match="healing first"):
         JaxDriver({"params": PARAMS, "opt_state": state}, "zclip")
@@ -84,25 +77,6 @@ def test_healing_before_the_optimizer_is_not(name):
         last_decision(state)
         JaxDriver((PARAMS, state), "zclip")
         JaxDriver((PARAMS, optax.adam(1e-3).init(PARAMS), state), "zclip")
-
-
-@pytest.mark.parametrize("make", [lambda **o: protect(optax.sgd(1.0), "zclip", **o), heal])
-def test_one_number_of_a_policy_needs_no_file(make):
-    tx = make(clip={"kind": "fixed", "max_norm": 2.0})
-    updates, _ = jax.jit(tx.update)({"w": jnp.full(4, 5.0)}, tx.init(PARAMS), PARAMS)
-    np.testing.assert_allclose(optax.tree.norm(updates), 2.0, rtol=1e-6)
-    with pytest.raises(PolicyError, match="max_norm = -1"):
-        make(clip={"max_norm": -1})
-
-
-@pytest.mark.parametrize(
-    ("made_with", "optimizer"),
-    [("zclip", '"zclip"'), ("aggressive", '"aggressive"'), (UNLIKE, "not an unchanged preset")],
-)
-def test_two_policies_that_differ_are_both_named(made_with, optimizer):
-    state = protect(optax.sgd(0.1), made_with).init(PARAMS)
-    with pytest.raises(HealStateError, match=f'policy is {optimizer}, .* here is "default"'):
-        JaxDriver(state, "default")
 
 
 def test_sam_gets_only_the_keywords_that_it_names():
@@ -131,24 +105,6 @@ def test_accumulation_around_protect_is_warned_of():
     assert not warnings_of(optax.MultiSteps(inner, 2, should_skip_update_fn=skipping))
     inside: Any = optax.MultiSteps(optax.sgd(0.1), 2)
     assert not warnings_of(protect(inside, "zclip"))
-
-
-def test_the_warning_of_a_missing_loss_says_what_to_write_for_multisteps_in_a_chain():
-    steps: Any = optax.MultiSteps(protect(optax.sgd(0.1), "default"), 2)
-    chained = optax.chain(steps, optax.scale(1.0))
-    with pytest.warns(UserWarning, match="no loss reaches healcore"):
-        chained.update(PARAMS, chained.init(PARAMS), PARAMS, value=jnp.float32(1.0))
-    steps = optax.GradientTransformationExtraArgs(steps.init, steps.update)
-    chained = optax.chain(steps, optax.scale(1.0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        chained.update(PARAMS, chained.init(PARAMS), PARAMS, value=jnp.float32(1.0))
-
-
-@pytest.mark.parametrize("make", [lambda **o: protect(optax.sgd(1.0), **o), heal])
-def test_a_misspelt_option_is_suggested(make):
-    with pytest.raises(TypeError, match=r"'record' is neither .* did you mean 'records'"):
-        make(record=3)
 
 
 @pytest.mark.parametrize(

@@ -77,10 +77,10 @@ def test_the_decision_is_found_in_any_nesting(name):
 
 
 def test_none_and_several_are_errors_that_name_the_place():
-    with pytest.raises(HealStateError, match="no healing state in this tuple"):
+    with pytest.raises(HealStateError, match="tuple"):
         last_decision(optax.adamw(1e-3).init(PARAMS))
     both = optax.chain(heal(policies.ZCLIP), protect(optax.sgd(0.1), policies.SKIP))
-    with pytest.raises(HealStateError, match=r"2 healing states, at opt_state\[0\], opt_state"):
+    with pytest.raises(HealStateError, match=r"opt_state\[0\]"):
         last_decision(both.init(PARAMS))
 
 
@@ -231,7 +231,7 @@ def test_each_gradient_has_its_norm_before_clipping(tx, jit):
     assert list(found) == ["dense/bias", "dense/kernel"]
     assert float(found["dense/kernel"]) == 6.0
     assert np.isnan(found["dense/bias"])
-    with pytest.raises(HealStateError, match="2 gradients, and params has 1 floating"):
+    with pytest.raises(HealStateError, match="2 gradients"):
         gradient_norms(state, {"w": jnp.ones(2)})
 
 

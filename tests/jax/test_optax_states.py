@@ -64,7 +64,7 @@ def test_a_chain_follows_the_policy_one_step_later():
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1.5, float("nan")])
 def test_a_multiplier_out_of_range_is_refused(scale):
     state = scale_by_heal_lr().init(PARAMS)
-    with pytest.raises(ValueError, match=r"scale must be in \(0, 1\]"):
+    with pytest.raises(ValueError, match="scale"):
         set_lr_scale(state, scale)
 
 
@@ -109,7 +109,7 @@ def test_a_cut_reaches_the_second_iterate(wrapper, period):
 @pytest.mark.parametrize("wrapper", [schedule_free, sam, lambda base: contrib.madgrad(0.1)])
 def test_a_cut_that_would_not_reach_the_second_iterate_is_refused(wrapper):
     inner = wrapper(optax.sgd(0.1))
-    with pytest.raises(HealStateError, match=r"keeps a second iterate .* write "):
+    with pytest.raises(HealStateError, match="second iterate"):
         protect(inner, policies.CUT_LR).init(PARAMS["w"])
     protect(inner, "zclip").init(PARAMS["w"])  # cuts nothing
     protect(inner, "observe").init(PARAMS["w"])

@@ -140,13 +140,6 @@ def test_a_run_of_two_processes_continues_in_one(two: Program, folder: Path):
         assert next(healer.batches(list(range(10**6)))) == ended["step"]
 
 
-def test_what_the_documentation_shows_is_right_in_two_processes(two: Program):
-    found = both(two, "documented")
-    assert found["moved"]
-    assert found["kept"]
-    assert found["loop"][:2] == [12, 1]
-
-
 def test_a_checkpoint_of_four_devices_on_other_meshes_of_two(two: Program, one: Program):
     found = both(two, "from one")
     saved = one.of("sharded")[0]["whole"]

@@ -7,18 +7,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import healcore
 from healcore.jax import (
-    commit,
-    expect_change,
-    from_dict,
     heal,
     heal_zclip,
-    metrics,
-    on_rollback,
     protect,
     scale_by_heal_lr,
-    to_dict,
 )
 from tests.jax import policies
 
@@ -62,28 +55,3 @@ def test_updates(tx, params):
         update = functools.partial(tx.update, **signals)
         jax.eval_shape(update, params, state, params)  # compiles nothing
     tx.update(params, state, params)
-
-
-def test_functions_of_a_state():
-    tx = protect(INNER)
-    state = expect_change(tx.init(PARAMS))
-    state = on_rollback(state, from_dict(state, to_dict(state, "default"), "default"), "default")
-    assert commit(jnp.bool_(True), MIXED, MIXED)["b"].dtype == jnp.bfloat16
-    assert metrics(state)["heal/steps"] == 0
-
-
-def test_a_healer(tmp_path):
-    tx = protect(optax.inject_hyperparams(optax.sgd)(1e-3), "pretraining")
-    params = {"w": jnp.ones(3)}
-
-    @jax.jit
-    def step(state, batch):
-        params, memory = state
-        loss, grads = jax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2) * batch)(params)
-        updates, memory = tx.update(grads, memory, params, value=loss)
-        return optax.apply_updates(params, updates), memory
-
-    with healcore.Healer("pretraining", state=(params, tx.init(params)), store=tmp_path) as healer:
-        for batch in healer.batches([jnp.float32(x) for x in (1, 1, jnp.nan, 1)]):
-            healer.update(step(healer.state, batch))
-    assert jnp.isfinite(healer.state[0]["w"]).all()

@@ -33,18 +33,6 @@ def python(code):
     )
 
 
-def test_without_jax_the_error_names_the_extra():
-    done = python(
-        "import sys; sys.modules['jax'] = sys.modules['optax'] = None\n"
-        "import importlib.util as u; find = u.find_spec\n"
-        "u.find_spec = lambda n, *a: None if n in ('jax', 'optax') else find(n, *a)\n"
-        "import healcore\n"
-        "try: healcore.jax.heal\n"
-        "except ImportError as e: print(e)\n"
-    )
-    assert "pip install '.[jax]'" in done.stdout, done.stderr
-
-
 def test_importing_needs_neither_flax_nor_pydantic():
     done = python(
         "import sys, healcore.jax\n"

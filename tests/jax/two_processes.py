@@ -11,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import functools
 import os
-import re
 import signal
 import sys
 import threading
@@ -224,33 +223,6 @@ def terminated(root: Path) -> dict[str, Any]:
     }
 
 
-def documented(root: Path) -> dict[str, Any]:
-    """The step of README.md and a snippet of docs/jax.md, over the arrays of both processes."""
-
-    def snippet(page: str, part: str) -> str:
-        blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)
-        (block,) = [block for block in blocks if part in block]
-        return block
-
-    os.chdir(root)
-    params = everywhere({name: each.astype(np.float32) for name, each in initial().items()})
-    scope: dict[str, Any] = {"params": params, "loss_fn": loss_fn}
-    scope["loader"] = [rows_of(0), rows_of(1, bad=1)]
-    exec(snippet("README.md", "inject_hyperparams").partition("compare = ")[0], scope)
-    for batch in scope["loader"]:
-        scope["state"] = scope["train_step"](scope["state"], batch)
-    first = params, scope["tx"].init(params)
-    (moved, _), (kept, _) = scope["train_step"](first, rows_of(0)), scope["state"]
-    digest = trained_together.digest
-    outcome = {"moved": digest(moved) != digest(params), "kept": digest(kept) == digest(moved)}
-    scope |= {"state": first, "loader": [rows_of(number, bad=3) for number in range(12)]}
-    exec(snippet("docs/jax.md", "# may donate"), scope)
-    healer = scope["healer"]
-    (engine,) = healer.driver.healing().values()
-    outcome["loop"] = [healer.step, engine["state"]["tally"]["skips"], digest(healer.state[0])]
-    return outcome
-
-
 # -- other meshes, other numbers of processes, what cannot be saved -------------------------------
 
 
@@ -309,7 +281,6 @@ def main(process: int, port: str, root: Path, one: Path) -> None:
     report("resumed", healed(root / "run", until=99))
     report("memory", healed(root / "memory", until=99, store=None))
     report("terminated", terminated(root / "terminated"))
-    report("documented", documented(root))
     report("sharded", trained_together.trained("sharded", root))
     report("from one", from_one(one))
     report("refused", refused(root / "refused"))

@@ -7,10 +7,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("torch.md", "jax.md", "how-it-decides.md")
 
 
 def blocks(page: str) -> list[str]:
@@ -73,22 +70,6 @@ def test_the_jax_snippets(tmp_path, monkeypatch):
     kept, scale = scope["half_step"](after, bad, 2.0**3)
     assert scale == 2.0**2
     assert jnp.array_equal(kept[0]["w"], after[0]["w"])
-
-
-def anchors(path: Path) -> set[str]:
-    titles = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_anchors_and_pictures_exist(page):
-    """Links to other pages are checked by `make docs`."""
-    text = (DOCS / page).read_text()
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]*)\)", text):
-        path = DOCS / target if target else DOCS / page
-        assert anchor in anchors(path), f"{target}#{anchor}"
-    for picture in re.findall(r"!\[[^]]+\]\(([^)#]+)[^)]*\)", text):
-        assert (DOCS / picture).exists(), picture
 
 
 def test_the_diagrams_are_those_of_the_script():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,3 @@ def in_code(place: str) -> Any:
 @pytest.mark.parametrize(("name", "value", "place"), [row[:3] for row in ROWS])
 def test_value(name: str, value: str, place: str):
     assert float(Fraction(value)) == pytest.approx(float(in_code(place)), rel=1e-9), name
-
-
-def test_counts():
-    assert f"{len(ROWS)} numbers influence a decision" in PAGE
-    for kind, count in Counter(row[3].split(":")[0].split()[0] for row in ROWS).items():
-        assert f"| {kind} | {count} |" in PAGE

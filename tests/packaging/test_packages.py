@@ -110,10 +110,3 @@ def test_every_pin_but_torch_has_a_hash():
                 hashed[pin] = path.name
     (torch,) = (pin for pin in pins if pin.startswith("torch=="))
     assert set(hashed) == pins - {torch}
-
-
-def test_no_document_mixes_two_indexes():
-    """With two, pip takes any package from either."""
-    for path in [ROOT / "README.md", ROOT / "Makefile", *ROOT.glob("docs/**/*.md")]:
-        text = path.read_text()
-        assert not re.search(r"--extra-index-url|PIP_EXTRA_INDEX_URL=", text), path

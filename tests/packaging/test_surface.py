@@ -6,8 +6,6 @@ A deliberate change also changes this file and is listed in CHANGELOG.md.
 from __future__ import annotations
 
 import importlib
-import inspect
-from typing import Any
 
 import pytest
 
@@ -109,29 +107,3 @@ def test_surface(name):
     assert sorted(module.__all__) == sorted(SURFACE[name])
     for public in module.__all__:
         assert getattr(module, public) is not None
-
-
-def signatures() -> list[tuple[str, inspect.Signature]]:
-    """The signatures of healcore's public functions and of its public classes' public methods."""
-    found = []
-    for name in ("healcore", "healcore.policy", "healcore.torch", "healcore.jax"):
-        module = importlib.import_module(name)
-        for public in module.__all__:
-            each = getattr(module, public)
-            if inspect.isfunction(each):
-                found.append((f"{name}.{public}", inspect.signature(each)))
-            if not inspect.isclass(each):
-                continue
-            for method, function in vars(each).items():
-                if inspect.isfunction(function) and (method[0] != "_" or method == "__init__"):
-                    found.append((f"{name}.{public}.{method}", inspect.signature(function)))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "signature"), signatures(), ids=lambda x: x if type(x) is str else ""
-)
-def test_no_public_signature_contains_any(name, signature):
-    kinds = {each.name: each.annotation for each in signature.parameters.values()}
-    kinds["return"] = signature.return_annotation
-    assert not [each for each, kind in kinds.items() if kind in ("Any", Any)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action, Cause
-from healcore.policy import diff, fingerprint, load, preset_names, preset_text
+from healcore.policy import diff, fingerprint, load, preset_text
 from tests.core.engine_runner import Runner
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
@@ -24,10 +24,6 @@ def healthy(steps, seed=0):
     rng = np.random.default_rng(seed)
     losses = 2 + 3 * np.exp(-np.arange(steps) / 100) + 0.02 * rng.standard_normal(steps)
     return losses, 0.5 * np.exp(0.1 * rng.standard_normal(steps))
-
-
-def test_names():
-    assert preset_names() == PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -143,13 +139,6 @@ def test_default_warns_of_a_loss_that_blows_up_and_changes_no_finite_step():
     assert load("default").engine().limits_lr
 
 
-def test_pretraining_comes_back_to_the_schedule_and_default_to_a_ceiling():
-    assert load("pretraining").lr.ceiling == 0
-    assert not load("pretraining").engine().limits_lr
-    assert 0 < load("default").lr.ceiling < 1
-    assert load("default").engine().limits_lr
-
-
 def test_aggressive_acts_before_pretraining_before_conservative():
     losses, norms = healthy(400)
     losses[200:] = np.nan
@@ -168,15 +157,6 @@ def test_observe_is_default_in_another_mode():
     for decision in run(load("observe"), losses, norms):
         assert not decision.skip
         assert (decision.grad_scale, decision.lr_scale, decision.action) == (1, 1, 0)
-
-
-def test_zclip_is_the_published_rule():
-    policy = load("zclip")
-    zclip = policy.clip
-    assert zclip.kind == "zclip"
-    assert (zclip.z_threshold, zclip.ema_decay, zclip.warmup_steps) == (2.5, 0.97, 25)
-    assert (zclip.target, zclip.max_norm) == ("reciprocal", 1.0)
-    assert not policy.engine().cuts_lr
 
 
 def test_fingerprints_differ_between_presets_and_ignore_name_and_description():

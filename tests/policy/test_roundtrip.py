@@ -24,6 +24,8 @@ from healcore.policy import (
 )
 
 ALL = (*preset_names(), *recipe_names())
+CASES = settings().max_examples
+"""Of the profile, see tests/conftest.py."""
 positive = st.floats(1e-20, 1e20)
 fraction = st.floats(1e-6, 0.999)
 steps = st.integers(1, 10_000_000)
@@ -170,7 +172,7 @@ def damaged(draw):
 
 
 @given(damaged())
-@settings(max_examples=300)
+@settings(max_examples=3 * CASES)
 def test_a_damaged_preset_loads_or_is_a_policy_error(data):
     try:
         policy = from_dict(data)
@@ -187,7 +189,7 @@ def test_garbage_text_is_a_policy_error(text):
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=2 * CASES)
 def test_a_preset_cut_or_scrambled_loads_or_is_a_policy_error(data):
     text = preset_text(data.draw(st.sampled_from(ALL)))
     at = data.draw(st.integers(0, len(text)))
@@ -200,7 +202,6 @@ def test_a_preset_cut_or_scrambled_loads_or_is_a_policy_error(data):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=50)
 def test_garbage_files_are_policy_errors(tmp_path_factory, content):
     file = tmp_path_factory.mktemp("garbage") / "x.toml"
     file.write_bytes(content)

@@ -16,7 +16,7 @@ from healcore.policy.clip import KINDS, NoClip, ZClip
 from healcore.policy.detect import Detect
 from healcore.policy.document import detector_of
 from healcore.policy.respond import ACTIONS, FAULTS, When
-from healcore.policy.table import Table, listed, number, one_of, whole
+from healcore.policy.table import Table
 from tests.policy import key_tables
 from tests.policy.key_tables import tables_in
 
@@ -135,23 +135,6 @@ def test_the_page_has_the_tables_of_the_present_code():
 def test_the_page_has_a_section_for_every_table_of_a_policy():
     tables = {table for _, found in key_tables.sections() for table in found}
     assert tables == all_tables() - {NoClip, Detect}
-
-
-@pytest.mark.parametrize(
-    ("rule", "short"),
-    [
-        (number(above=0).rule, "float > 0"),
-        (number(least=1, none=True).rule, 'float ≥ 1, or `"none"`'),
-        (number(above=0, most=1).rule, "0 < float ≤ 1"),
-        (number(least=1e-9, below=1).rule, "1e-09 ≤ float < 1"),
-        (number(none=True).rule, 'float, or `"none"`'),
-        (whole(least=1).rule, "int, 1 to 10,000,000"),
-        (one_of("a", "b").rule, '`"a"`, `"b"`'),
-        (listed(one_of("a", "b")).rule, 'list of `"a"`, `"b"`'),
-    ],
-)
-def test_the_notation_of_a_range(rule, short):
-    assert key_tables.short(rule) == short
 
 
 def test_every_action_and_cause_is_in_the_table_of_rules():

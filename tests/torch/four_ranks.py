@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,16 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from healcore import Checkpoints
 from healcore.core.clipping import ZClipConfig
 from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine
-from healcore.runtime.healer import Healer
-from healcore.torch import AttachError, RanksDisagreeError, attach
-from healcore.torch.driver import TorchDriver
+from healcore.torch import RanksDisagreeError, attach
 from tests.torch import policies
 from tests.torch.optimizer_cases import HOST_AND_DEVICE
-from tests.torch.worlds import folder, serve
+from tests.torch.worlds import serve
 
 WORLD, ROWS = 4, 4
 STEPS = {"alone": 200, "DDP": 200, "DDP, device": 90, "FSDP2": 200, "HSDP": 90}
@@ -374,132 +370,13 @@ def apart(case: str) -> dict[str, Any]:
     return {"raised": "", "calls": calls, "decided": decided, "finite": finite}
 
 
-def healer_apart(case: str) -> dict[str, Any]:
-    """The same under a Healer whose engines exchange nothing."""
-    net = small_net()
-    optimizer = AdamW(net.parameters(), lr=1e-2)
-    state = {"model": net, "optimizer": optimizer}
-    options = {"process_group": None}
-    try:
-        with Healer(
-            policies.LOSSES, state=state, attach=options, checkpoints=Checkpoints(every=5)
-        ) as healer:
-            for i in healer.batches(range(TAKEN)):
-                loss = net(torch.ones(1, 4)).square().mean()
-                healer.observe(loss * (1e4 if i == ODD and dist.get_rank() == 1 else 1.0))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    except RanksDisagreeError as error:
-        return {"raised": str(error)}
-    return {"raised": ""}
-
-
-# -- refusals -------------------------------------------------------------------------------------
-
-
-def refused(kind: str) -> dict[str, Any]:
-    """What `attach`, or the first step, says to parameters that do not show who steps together."""
-    rank = dist.get_rank()
-    low, high = dist.new_group([0, 1]), dist.new_group([2, 3])
-    even, odd = dist.new_group([0, 2]), dist.new_group([1, 3])
-    everyone = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("pp",))
-
-    def on(group: Any) -> nn.Parameter:
-        mesh = DeviceMesh.from_group(group, "cpu")
-        return nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
-
-    neighbours, others = (low if rank < 2 else high), (odd if rank % 2 else even)
-    mesh = init_device_mesh("cpu", (WORLD,))
-    spread = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
-    plain = nn.Parameter(torch.ones(2))
-    said: dict[str, Any] = {}
-    two: dict[str, Any] = {"process_group": neighbours}
-    cases: tuple[tuple[str, Any, Any, dict[str, Any]], ...] = (
-        ("unrelated meshes", [on(neighbours), on(others)], policies.SKIPS, {}),
-        ("alone", [spread], policies.SKIPS, {"process_group": None}),
-        ("small group", [spread], policies.SKIPS, two),
-        ("no mesh", [plain], policies.SKIPS, {"pp_mesh": low}),
-        ("stages elsewhere", [plain], policies.SKIPS, {**two, "pp_mesh": everyone}),
-        ("per tensor", [plain], policies.ADAGC, {"pp_mesh": everyone}),
-    )  # fmt: skip
-    for name, params, policy, options in cases:
-        optimizer = SGD(params, lr=0.1)
-        try:
-            attach(optimizer, policy, **options)
-            said[name] = "attached"
-        except AttachError as error:
-            said[name] = str(error)
-        assert not optimizer._optimizer_step_pre_hooks
-    said["pair"] = attach(SGD([on(neighbours)], lr=0.1), policies.SKIPS).ranks
-    given: dict[str, Any] = {"process_group": everyone}
-    said["both"] = attach(SGD([on(neighbours), on(others)], lr=0.1), policies.SKIPS, **given).ranks
-    different = nn.Parameter(torch.ones(2 + rank))
-    optimizer = SGD([different], lr=0.1)
-    attach(optimizer, policies.SKIPS)
-    different.grad = torch.ones_like(different)
-    try:
-        optimizer.step()
-    except RanksDisagreeError as error:
-        said["different shapes"] = str(error)
-    return said
-
-
-def cold_start(kind: str) -> dict[str, Any]:
-    """A warm-up that begins at a learning rate of 0, with a gradient on one rank only."""
-    net = nn.Linear(4, 1, bias=False)
-    sharded(net, init_device_mesh("cpu", (WORLD,)))  # all of it is on rank 0
-    optimizer = AdamW(net.parameters(), lr=0.0)
-    heal = attach(optimizer, policies.SKIPS)
-    loss = net(torch.ones(1, 4)).sum()
-    heal.observe(loss)
-    loss.backward()
-    optimizer.step()
-    return {"norm": float(heal.metrics()["heal/grad_norm"])}
-
-
-def part_of_the_program(case: str) -> dict[str, Any]:
-    """Two of the four ranks train a sharded model under a Healer; the others do something else."""
-    pair = dist.new_group([2, 3])
-    if dist.get_rank() < 2:
-        return {}
-    store = folder() / "pair"
-    return {"stopped": paired(pair, store, 6), "resumed": paired(pair, store, 9)}
-
-
-def paired(pair: Any, store: Path, steps: int) -> dict[str, Any]:
-    """A run of two ranks that ends after `steps`, and continues the run before."""
-    net = sharded(small_net(), DeviceMesh.from_group(pair, "cpu"))
-    optimizer = AdamW(net.parameters(), lr=1e-2)
-    state = {"model": net, "optimizer": optimizer}
-    with Healer(
-        policies.SKIPS, state=state, store=store, checkpoints=Checkpoints(every=4), resume=True
-    ) as healer:
-        first = healer.step
-        for i in healer.batches(range(steps)):
-            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(i + dist.get_rank()))
-            loss = net(x).square().mean() * (NAN if (i, dist.get_rank()) == (3, 3) else 1.0)
-            healer.observe(loss)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert isinstance(healer.driver, TorchDriver)
-        world = healer.driver.ranks().world
-        skips = float(healer.driver.healings["optimizer"].metrics()["heal/skips"])
-    return {"world": world, "skips": skips, "first": first}
-
-
 CASES: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
     **{kind: (trained, kind) for kind in STEPS},
     **{f"judged, {kind}": (judged, kind) for kind in LAYOUTS},
     **{f"fused, {where}": (fused, where) for where in ("host", "device")},
     **{f"scaled, {kind}": (scaled, kind) for kind in ("fused", "not fused")},
     **{f"pipeline, {kind}": (pipeline, kind) for kind in ("four stages", "two stages")},
-    "refused": (refused, ""),
-    "cold start": (cold_start, ""),
-    "part of the program": (part_of_the_program, ""),
     **{case: (apart, case) for case in APART},
-    "Healer": (healer_apart, ""),
 }
 
 

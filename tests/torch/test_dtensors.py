@@ -72,15 +72,16 @@ def run(
 
 
 @host_and_device
-@pytest.mark.parametrize("policy", ["fixed", "ADAGC", "CUTS"])
 @pytest.mark.parametrize(
-    ("kind", "make", "options"),
+    ("kind", "make", "options", "policy"),
     [
-        ("sharded", AdamW, {}),
-        ("sharded", AdamW, {"fused": True}),
-        ("sharded", SGD, {"momentum": 0.9}),
-        ("mixed", AdamW, {"foreach": False}),
-        ("mixed", SGD, {"momentum": 0.9, "foreach": False}),
+        ("sharded", AdamW, {}, "ADAGC"),
+        ("sharded", AdamW, {"fused": True}, "fixed"),
+        ("sharded", AdamW, {"fused": True}, "ADAGC"),
+        ("sharded", SGD, {"momentum": 0.9}, "CUTS"),
+        ("mixed", AdamW, {"foreach": False}, "CUTS"),
+        ("mixed", SGD, {"momentum": 0.9, "foreach": False}, "fixed"),
+        ("mixed", SGD, {"momentum": 0.9, "foreach": False}, "ADAGC"),
     ],
 )
 def test_sharded_parameters_are_healed_as_plain_ones_are(

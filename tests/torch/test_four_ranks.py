@@ -103,29 +103,6 @@ def test_norms_are_added_up_over_pipeline_stages(kind: str, of: Of):
         assert each["unmoved"]
 
 
-def test_what_cannot_work_is_refused_in_words(of: Of):
-    for said in of("refused"):
-        assert "unrelated meshes" in said["unrelated meshes"]
-        assert "leave process_group out" in said["alone"]
-        assert "that step together are" in said["small group"]
-        assert 'mesh["pp"]' in said["no mesh"]
-        assert "group of all stages" in said["stages elsewhere"]
-        assert "pipeline stages" in said["per tensor"]
-        assert "pp_mesh" in said["different shapes"]
-        assert (said["pair"], said["both"]) == (2, WORLD)
-
-
-def test_a_healer_of_two_of_the_ranks_needs_no_others(of: Of):
-    alike = {"world": 2, "skips": 1.0}
-    whole = {"stopped": {**alike, "first": 0}, "resumed": {**alike, "first": 6}}
-    assert of("part of the program") == [{}, {}, whole, whole]
-
-
-def test_a_warm_up_from_zero_waits_for_no_rank(of: Of):
-    for each in of("cold start"):
-        assert each["norm"] == 2.0
-
-
 @host_and_device
 @pytest.mark.parametrize(("what", "skips"), [("NaN gradient", 1), ("clipped", 0)])
 def test_gradients_that_are_not_reduced_are_treated_alike(
@@ -152,8 +129,3 @@ def test_decisions_that_differ_are_an_error(where: str, of: Of):
     for each in of(f"change expected, {where}"):
         assert each["raised"].startswith(f"{ODD + 1}: ")
         assert "expect_change" in each["raised"]
-
-
-def test_a_healer_whose_engines_exchange_nothing_raises_instead_of_waiting(of: Of):
-    for each in of("Healer"):
-        assert "process_group" in each["raised"]

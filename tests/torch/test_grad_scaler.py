@@ -14,7 +14,6 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import attach
 from healcore.torch.grad_scaler import SEARCH
-from healcore.torch.incident_log import WITHOUT_LOSS
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.optimizer_cases import Where, host_and_device
@@ -240,15 +239,3 @@ def test_a_healer_stops_a_run_whose_every_step_overflows(fused: bool):
     assert healer.step >= 20 + 1000, "a thousand steps in a row train nothing"
     assert healer.rollbacks == 0
     assert loop.p.isfinite().all()
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_losses_of_dropped_steps_are_observed_losses(fused: bool, caplog: pytest.LogCaptureFixture):
-    """From the start on, no step reaches the optimizer; every loss is observed."""
-    loop = Loop(fused=fused)
-    heal = attach(loop.optimizer, policies.SKIPS, scaler=loop.scaler)
-    for _ in range(SEARCH + WITHOUT_LOSS + 1):
-        loop.step(overflow=math.inf, unscale=False, heal=heal)
-    heal.judge_dropped()
-    assert int(heal.metrics()["heal/alarms"]) > WITHOUT_LOSS
-    assert "no loss" not in caplog.text

@@ -86,38 +86,7 @@ def test_the_same_factors_with_the_escape_until_25_rejections_on_balance():
         assert rejected.max() >= 25
 
 
-def test_one_spike_in_the_warm_up_holds_every_other_tensor_down_in_the_original():
-    """The global clip scales all by the one out of line; gamma is the smallest norm ever seen."""
-    values = norms(0, healthy_until=400)
-    values[50, 0] = 100.0
-    ours, theirs = port(with_the_package_s_numbers(), values), original(values)
-    assert (theirs[WARM:, 1] < 0.1).all()
-    assert (ours[WARM + 60 :, 1] > 0.6).all()
-
-
 def test_the_numbers_are_those_of_the_paper_s_second_version():
     clip = load(RECIPE).clip
     assert clip.kind == "adagc"
     assert (clip.ratio, clip.ema_decay, clip.warmup_steps, clip.max_norm) == (1.04, 0.99, 100, 1.0)
-
-
-def test_a_tensor_with_one_zero_norm_in_warm_up_is_dead_in_the_original():
-    values = norms(0, healthy_until=400)
-    values[50, 0] = 0.0
-    with np.errstate(invalid="ignore", divide="ignore"):
-        assert (original_with_zeros(values)[WARM:, 0] < 1e-6).all()
-    assert (port(load(RECIPE), values)[WARM + 1 :, 0] > 0.5).all()
-
-
-def original_with_zeros(values: np.ndarray) -> np.ndarray:
-    """A gradient of 0 has no factor; it is only fed."""
-    kept = values[:, 0] > 0
-    return original(np.where(values > 0, values, 1e-30))[kept]
-
-
-def test_after_a_true_shift_the_original_needs_hundreds_of_steps():
-    values = np.exp(0.1 * np.random.default_rng(0).normal(size=(900, 2)))
-    values[300:] *= 3
-    ours, theirs = port(with_the_package_s_numbers(), values), original(values)
-    assert (theirs[330:360] < 0.6).all()
-    assert (ours[340:] > 0.6).all()

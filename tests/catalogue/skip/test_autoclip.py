@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from healcore.policy import load
 from tests.catalogue.skip import published, traces
 
 RECIPE = "autoclip"
@@ -60,25 +59,3 @@ def test_the_package_clips_the_same_steps():
                 assert (ours.grad_scale[i] < 1) == clipped, f"{run.name}: step {i}"
                 compared += 1
         assert compared > 0.5 * len(run.norm)
-
-
-def test_one_nan_makes_the_original_s_limit_nan():
-    run = traces.healthy(0, 200)
-    run.norm[50] = np.nan
-    (ours,) = traces.port(RECIPE, [run])
-    assert np.isnan(published.autoclip(run.norm)[50:]).all()
-    assert np.isfinite(ours.grad_scale).all()
-    assert np.flatnonzero(ours.skip).tolist() == [50]
-
-
-def test_it_forgets_the_old_level_and_the_original_does_not():
-    """More than 10 % of the whole history are norms of the old level for a long time."""
-    steps = 1500
-    norm = np.exp(0.1 * np.random.default_rng(0).normal(size=steps)).astype(np.float32)
-    norm[200:] *= 4
-    run = traces.Trace("shift", np.ones(steps, np.float32), norm)
-    policy = load(RECIPE)
-    clip = policy.clip.model_copy(update={"window": 200})
-    (ours,) = traces.port(policy.model_copy(update={"clip": clip}), [run])
-    assert np.percentile(norm, 10.0) < 1.4
-    assert ours.threshold[-1] > 3.3

@@ -56,29 +56,3 @@ def test_the_same_steps_with_standard_deviations():
         np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
         dropped += int(theirs.sum())
     assert dropped >= 10
-
-
-def test_a_run_that_begins_at_20_never_takes_a_step_in_the_original():
-    run = traces.healthy(0)
-    run.norm[:] *= 100
-    (ours,) = traces.port(RECIPE, [run])
-    assert published.axlearn(run.norm).all()
-    assert not ours.skip.any()
-
-
-def test_after_a_true_shift_the_original_drops_every_step():
-    run = traces.healthy(0, 800)
-    run.norm[500:] *= 30
-    (ours,) = traces.port(RECIPE, [run])
-    assert published.axlearn(run.norm)[500:].all()
-    assert np.flatnonzero(ours.skip).tolist() == list(range(500, 525))
-
-
-def test_constant_norms_are_the_end_of_the_original_with_standard_deviations():
-    """The original's variance is 0, or negative by rounding; its limit lets no step pass."""
-    run = traces.healthy(0)
-    run.norm[:] = np.float32(0.7)
-    (ours,) = traces.port(with_sigmas(20.0, 100), [run])
-    theirs = published.axlearn(run.norm, ratio=None, sigmas=20.0, min_count=100)
-    assert theirs[100:].all()
-    assert not ours.skip.any()

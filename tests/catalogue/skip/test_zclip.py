@@ -76,31 +76,3 @@ def _explained(run: traces.Trace, step: int, theirs: np.ndarray) -> None:
 
 def test_the_preset_is_the_package():
     assert fingerprint(load("zclip")) == fingerprint(load("zclip-1.0.0"))
-
-
-def test_one_nan_ends_the_original():
-    run = traces.healthy(0)
-    run.norm[100] = np.nan
-    run.norm[300] = 50.0
-    (ours,) = traces.port("zclip-paper", [run])
-    assert original(run.norm, None)[300] == 1.0
-    assert ours.grad_scale[300] < 0.1
-    assert np.flatnonzero(ours.skip).tolist() == [100]
-
-
-def test_an_inf_in_the_warm_up_ends_it_too():
-    """An fp16 scaler overflows in its first steps, by design."""
-    run = traces.healthy(0)
-    run.norm[3] = np.inf
-    run.norm[300] = 50.0
-    (ours,) = traces.port("zclip-paper", [run])
-    assert original(run.norm, None)[300] == 1.0
-    assert ours.grad_scale[300] < 0.1
-
-
-def test_after_a_true_shift_the_original_clips_forever():
-    run = traces.healthy(0, 800)
-    run.norm[400:] *= 2
-    (ours,) = traces.port("zclip-paper", [run])
-    assert (original(run.norm, None)[400:] < 1).mean() > 0.95
-    assert (ours.grad_scale[460:] < 1).mean() < 0.1

@@ -120,9 +120,3 @@ class SelfHealing:
         if norm < 1e-7:
             failures.add("grad_vanishing")
         return failures
-
-    def clip(self, norm: float) -> float:
-        """The norm after its ZClip: the moving averages take the raw norm before the test."""
-        self.mean = 0.99 * self.mean + 0.01 * norm
-        self.deviation = 0.99 * self.deviation + 0.01 * abs(norm - self.mean)
-        return min(norm, self.mean + self.z * self.deviation)

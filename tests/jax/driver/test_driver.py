@@ -154,5 +154,5 @@ def test_a_fresh_optimizer_state_in_the_loop_is_noticed(every_step):
         driver.update(run.step(restarted(), batch(5)))
         handle = driver.poll_step()
     assert handle is not None
-    with pytest.raises(HealStateError, match=r'of "opt_state" was reset.*tx\.init\(params\)'):
+    with pytest.raises(HealStateError, match="opt_state"):
         handle.steps()

@@ -52,7 +52,7 @@ def test_a_healing_state_is_json_and_comes_back(kind):
 def test_the_states_of_many_runs_at_once_are_refused_at_the_start(name):
     tx = {"protect": protect(optax.sgd(0.1), policies.SKIP), "heal": heal(policies.SKIP)}[name]
     states = jax.vmap(lambda p: {"params": p, "opt_state": tx.init(p)})({"w": jnp.ones((4, 3))})
-    with pytest.raises(HealStateError, match=r"opt_state.* holds 4 runs at once.* one run"):
+    with pytest.raises(HealStateError, match="4 runs"):
         Healer(policies.SKIP, state=states).__enter__()
 
 
@@ -64,10 +64,10 @@ def test_a_healing_state_of_another_kind_touches_nothing():
     smaller = JaxDriver((other,), policies.ADAGC).healing()["0"]
     with pytest.raises(StateError, match="other tensors"):
         driver.load_healing({"opt_state": smaller})
-    with pytest.raises(StateError, match="no engine named 'optimizer', its engines are opt_s"):
+    with pytest.raises(StateError, match="'optimizer'"):
         driver.load_healing({"optimizer": smaller})
     foreign = Engine(POLICY)
-    with pytest.raises(StateError, match="belongs to a policy with clip"):
+    with pytest.raises(StateError, match="clip"):
         driver.load_healing({"opt_state": foreign.to_dict(foreign.init())})
     assert bits(driver.state) == before
 
@@ -162,7 +162,7 @@ def test_without_its_healing_part_a_state_is_that_of_plain_optax(healed, plain_o
     assert jax.tree.structure(state) == jax.tree.structure(like)
     assert_same_bits(without_heal_state(state), old)
     healed.update(PARAMS, state, PARAMS)
-    with pytest.raises(HealStateError, match="structure of without_heal_state"):
+    with pytest.raises(HealStateError, match="without_heal_state"):
         with_heal_state(optax.sgd(0.1).init({"q": PARAMS}), like)
 
 

@@ -128,51 +128,6 @@ def test_averages_of_the_parameters_are_not_taken_for_them():
     assert names == ["['params']['hidden']", "['params']['out']['w']"]
 
 
-def gan(layout: str, net: Any, opt: Any) -> Any:
-    """A state with the networks G and D, whose tensors have the same names."""
-    return {
-        "flat": {"G": net["G"], "D": net["D"], "g_adam": opt["G"], "d_adam": opt["D"]},
-        "by kind": {"params": net, "opt": opt},
-        "by network": {key: {"params": net[key], "opt": opt[key]} for key in net},
-        "tuples": ((net["D"], net["G"]), (opt["D"], opt["G"])),
-    }[layout]
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        ("flat", "g_adam: ['w']"),  # nothing shows which network it is
-        ("by kind", "['params']['G']['w']"),
-        ("by network", "['G']['params']['w']"),
-        ("tuples", "[0][1]['w']"),
-    ],
-)
-def test_of_two_networks_with_the_same_names_the_right_one_is_named(layout, name):
-    tx = protect(optax.adam(0.1), POLICY)
-    nets = {key: {"w": jnp.ones((3, 2)), "b": jnp.ones(2)} for key in "GD"}
-    opts = {key: tx.init(net) for key, net in nets.items()}
-    driver = JaxDriver(gan(layout, nets, opts), POLICY)
-    bad = {"w": jnp.full((3, 2), jnp.nan), "b": jnp.ones(2)}
-    _, opts["G"] = tx.update(bad, opts["G"], nets["G"], value=jnp.float32(1.0))
-    _, opts["D"] = tx.update(nets["D"], opts["D"], nets["D"], value=jnp.float32(1.0))
-    driver.update(gan(layout, nets, opts))
-    handle = driver.poll_step()
-    assert handle is not None
-    assert [each.name for record in handle.steps()[-1] for each in record.evidence] == [name]
-
-
-def test_tensors_that_no_part_of_the_state_has_get_numbers():
-    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
-    tx = optax.masked(protect(optax.sgd(0.1), POLICY), {"a": False, "b": True})
-    driver = JaxDriver({"params": params, "opt_state": tx.init(params)}, POLICY)
-    bad = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
-    _, opt_state = tx.update(bad, driver.state["opt_state"], params)
-    driver.update({"params": params, "opt_state": opt_state})
-    handle = driver.poll_step()
-    assert handle is not None
-    assert [each.name for each in handle.steps()[-1][0].evidence] == ["gradient 0 of 1"]
-
-
 def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
     """The same rule as in torch, see `healcore.core.evidence`."""
     params = {"a": jnp.ones(1), "b": jnp.ones(1), "c": jnp.ones(1)}
@@ -274,12 +229,3 @@ def test_each_engine_is_reported_at_its_own_cadence():
     assert causes == [0, Cause.NONFINITE_GRAD, 0, 0, 0]
     assert all(neutral(each["slow"]) for each in (records[0], *records[2:]))
     assert all(neutral(each["fast"]) for each in records)
-
-
-def test_a_step_is_judged_though_its_numbers_are_read_late_or_twice():
-    run = plain()
-    driver = JaxDriver(run.state, POLICY)
-    handles = advance(driver, run, [batch(i, bad=i == 1) for i in range(3)])
-    first = [read([each])[0].skip for each in reversed(handles)]
-    again = [read([each])[0].skip for each in handles]
-    assert (first, again) == ([False, True, False], [False, True, False])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import logging
 from functools import partial
 from typing import Any
 
@@ -14,10 +11,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 
 from healcore.core.verdict import Action, Cause
-from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import IncompleteRun
 from healcore.torch.driver import TorchDriver
-from healcore.torch.driver.pending_step import MOST, PendingEntry
 from healcore.torch.measurement import StepNorms
 from tests.torch import policies
 from tests.torch.driver.small_run import CLIPS, NAN, OBSERVES, ROLLS_BACK, Run, single_record
@@ -259,56 +253,3 @@ def test_gradients_written_without_autograd_are_detected_by_their_loss():
 
 
 # -- steps that are never polled ---------------------------------------------------------------
-
-
-def entries() -> int:
-    gc.collect()
-    return sum(isinstance(each, PendingEntry) for each in gc.get_objects())
-
-
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if "after_step()" in r.getMessage()]
-
-
-def test_steps_that_are_never_polled_are_logged_once_and_not_kept(caplog):
-    run, before = Run(AdamW), entries()
-    with (
-        caplog.at_level(logging.INFO),
-        contextlib.suppress(IncompleteRun),
-        Healer("default", state=run.state) as healer,
-    ):
-        for i in range(99):
-            healer.observe(1.0)
-            run.step(i)
-        assert not lines(caplog)
-        for i in range(500):
-            healer.observe(1.0)
-            run.step(i)
-        assert entries() - before <= 3 * MOST
-    (line,) = lines(caplog)
-    assert "healer.batches(loader)" in line
-
-
-def test_many_steps_to_a_batch_are_fine(caplog):
-    run = Run(AdamW)
-    with caplog.at_level(logging.INFO), Healer("default", state=run.state) as healer:
-        for _ in healer.batches(range(3)):
-            for i in range(300):
-                healer.observe(float("nan") if i == 100 else 1.0)
-                run.step(i)
-    assert not lines(caplog)
-    assert healer.step == 3
-
-
-def test_an_alarm_among_many_steps_is_not_lost():
-    run = Run(AdamW)
-    with contextlib.suppress(IncompleteRun), Healer("default", state=run.state) as healer:
-        for _ in healer.batches(range(1)):
-            for i in range(300):
-                healer.observe(float("nan") if i == 100 else 1.0)
-                run.step(i)
-            handle = healer.driver.poll_step()
-            assert handle is not None
-            (records,) = handle.steps()
-    assert sum(bool(int(each.cause)) for each in records) == 1
-    assert records[-1].step == 300

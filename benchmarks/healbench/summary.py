@@ -1,0 +1,150 @@
+"""Prints the tables of README.md and docs/evidence.md: `python -m benchmarks.healbench.summary`.
+
+The tables are made from `benchmarks/results/healbench.jsonl`. Rows of the peers are of torch and of
+one seed, because the peers are run with one seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from benchmarks.healbench import comparing
+from benchmarks.healbench.__main__ import RESULTS, all_tasks
+from benchmarks.healbench.comparing import Cell
+from benchmarks.healbench.running import Result, read_results
+from benchmarks.healbench.table import markdown
+
+SEED = 0
+ARMS = {
+    "nothing": "no protection",
+    "attach_default": "`attach` or `protect`",
+    "healer": "`Healer`",
+    "healer_ask": "`Healer` with a `loss_fn`",
+}
+"""The arms of the promise."""
+PEERS = {
+    "nothing": "no protection",
+    "fixed_clip": "clip to 1.0",
+    "attach_default": "healcore, `attach`",
+    "healer": "healcore, `Healer`",
+    "healer_ask": "healcore, `Healer` with a `loss_fn`",
+    "healer_pretraining": "healcore, `Healer`, `pretraining`",
+    "zclip": "ZClip",
+    "adagc": "AdaGC",
+    "lightning_spike": "Lightning SpikeDetection",
+    "olmo_skip_step": "OLMo skip-step",
+    "selgis": "selgis",
+    "self_healing_trainer": "self-healing-trainer",
+}
+FAMILIES = {
+    "learning rate": "wrong learning rate",
+    "damage": "damaged weights",
+    "poisoned data": "corrupt data",
+    "arithmetic": "NaN, Inf, overflow",
+}
+"""Families of the sick tasks, with the names that the pages use."""
+KINDS = ("healthy", "sick")
+
+
+def promise(cells: Sequence[Cell]) -> Iterator[list[str]]:
+    """One row for each arm: healthy tasks that hold, and the cure of each family of faults."""
+    yield ["", "healthy tasks kept", *FAMILIES.values()]
+    for arm, title in ARMS.items():
+        its = [cell for cell in cells if cell.arm == arm]
+        healthy = [cell for cell in its if cell.task.kind == "healthy"]
+        kept = f"{sum(cell.holds for cell in healthy)} of {len(healthy)}"
+        cures = []
+        for family in FAMILIES:
+            some = [cell.ratio for cell in its if cell.task.family == family and cell.ratios]
+            ratio = comparing.geometric_mean(some)
+            cures.append(f"{ratio:.{2 if ratio < 2 else 1 if ratio < 10 else 0}f}")
+        yield [title, "" if arm == comparing.OFF else kept, *cures]
+
+
+def exceptions(cells: Sequence[Cell]) -> Iterator[list[str]]:
+    """Tasks that are not kept, healthy runs that were rolled back, and sick runs that end worse."""
+    off = {cell.name: cell.metrics for cell in cells if cell.arm == comparing.OFF}
+    yield ["task", "", "what", "healcore", "no protection"]
+    for cell in (each for each in cells if each.arm in (*ARMS,)[1:]):
+        start = [f"`{cell.name}`", ARMS[cell.arm]]
+        if cell.task.kind == "healthy":
+            if not cell.holds:
+                low = f"; {cell.rate_left_low} of {len(cell.runs)} end at a lower rate"
+                text = comparing.shown(cell.against) + low * bool(cell.rate_left_low)
+                yield [*start, f"not kept: {text}", "", ""]
+            for run in (run for run in cell.runs if run.rollbacks):
+                plain = off[cell.name][run.seed]
+                yield [*start, f"seed {run.seed}, rolled back", f"{run.value:.3g}", f"{plain:.3g}"]
+        elif cell.arm == "healer_ask":
+            ratios = {s: cell.metrics.get(s, math.inf) / x for s, x in off[cell.name].items()}
+            worse = [s for s, ratio in ratios.items() if ratio > 1 + comparing.MARGIN / 100]
+            if worse:
+                worst = max(worse, key=lambda seed: ratios[seed])
+                ours, plain = cell.metrics.get(worst, math.nan), off[cell.name][worst]
+                text = f"{len(worse)} of {len(cell.runs)} seeds end worse; the worst:"
+                yield [*start, text, f"{ours:.3g}", f"{plain:.3g}"]
+
+
+def peers(results: Sequence[Result]) -> Iterator[list[str]]:
+    """One row for each arm and each peer."""
+    some = [each for each in results if each.framework == "torch" and each.seed == SEED]
+    cells = comparing.compare(some, all_tasks())
+    metrics = {(cell.task.name, cell.arm): cell.metrics for cell in cells}
+    counts = [sum(c.arm == comparing.OFF and c.task.kind == k for c in cells) for k in KINDS]
+    yield [
+        "",
+        f"healthy of {counts[0]}, against no protection",
+        f"healthy of {counts[0]}, against a clip to 1.0",
+        *FAMILIES.values(),
+        "all sick tasks",
+        f"lost of {counts[1]}",
+    ]
+    for arm, title in PEERS.items():
+        its = [cell for cell in cells if cell.arm == arm]
+        healthy = [cell for cell in its if cell.task.kind == "healthy"]
+        row = [title]
+        for off in (comparing.OFF, "fixed_clip"):  # some peers clip by themselves
+            against = [comparing.difference(c.metrics, metrics[c.task.name, off]) for c in healthy]
+            row.append(str(sum(not d.percent > comparing.MARGIN for d in against)))
+        sick = [cell for cell in its if cell.task.kind == "sick"]
+        ratios = {
+            cell.name: _ratio(cell.metrics, metrics[cell.task.reference, "nothing"])
+            for cell in sick
+        }
+        for family in (*FAMILIES, ""):
+            some = [ratios[cell.name] for cell in sick if family in ("", cell.task.family)]
+            row.append(f"{comparing.geometric_mean(some):.2f}")
+        lost = sum(ratio >= comparing.CAP for ratio in ratios.values())
+        yield [*row, str(lost)]
+
+
+def _ratio(sick: dict[int, float], undamaged: dict[int, float]) -> float:
+    """A run without a finite metric counts as `comparing.CAP`, like a run that is lost."""
+    ratio = sick.get(SEED, math.nan) / undamaged[SEED]
+    return ratio if ratio < comparing.CAP else comparing.CAP
+
+
+def passes(cells: Sequence[Cell], part: str) -> float:
+    """Forward passes for comparisons per 1,000 steps of healthy runs with a `loss_fn`.
+
+    `part` is "" for whole runs, or "later_" for the steps after the start.
+    """
+    its = [c for c in cells if c.arm == "healer_ask" and c.task.kind == "healthy"]
+    counts = [run.evidence for cell in its for run in cell.runs if run.evidence]
+    return 1e3 * sum(c[f"{part}passes"] for c in counts) / sum(c[f"{part}steps"] for c in counts)
+
+
+def main() -> None:
+    """Prints all tables."""
+    results = read_results(RESULTS)
+    cells = comparing.compare([run for run in results if run.arm in ARMS], all_tasks())
+    for table in (promise(cells), exceptions(cells), peers(results)):
+        print(markdown(list(table)) + "\n")
+    print(f"{sum(len(cell.runs) for cell in cells):,} runs of the arms of the promise")
+    counts = [f"{passes(cells, part):.0f}" for part in ("", "later_")]
+    print("forward passes per 1,000 steps: {}, and {} after the start".format(*counts))
+
+
+if __name__ == "__main__":
+    main()
