@@ -93,28 +93,17 @@ def run(tmp_path_factory):
     return run_csv(tmp_path_factory.mktemp("runs"))
 
 
-def replayed(trace: Any, name: str, backend: str) -> list[Any]:
+def replayed(trace: Any, name: str) -> list[Any]:
     """A replay's rows that are not neutral, and its counts."""
-    result = replay(trace, name, backend=backend)
+    result = replay(trace, name)
     rows = list(result)
     assert result.summary.rows == 150
     return [*rows, result.summary.causes, result.summary.actions]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_it_replays_in_numpy(name, run):
-    assert 140 in [row.index for row in replayed(run, name, "numpy")[:-2]], "the NaN"
-
-
-# A policy is half a minute of XLA for all of them: one of each kind of detector is always compiled.
-FEW = ("default", "olmo2-skip-step", "axlearn-skip", "autoclip")
-
-
-@pytest.mark.parametrize(
-    "name", [x if x in FEW else pytest.param(x, marks=pytest.mark.stress) for x in ALL]
-)
-def test_it_replays_the_same_in_jax(name, run):
-    assert replayed(run, name, "jax") == replayed(run, name, "numpy")
+def test_it_replays(name, run):
+    assert 140 in [row.index for row in replayed(run, name)[:-2]], "the NaN"
 
 
 # Together they have every detector, every clip and every mode; each is seconds of XLA.

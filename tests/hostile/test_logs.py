@@ -164,6 +164,6 @@ def test_labels_that_are_none(reader, tmp_path, text):
     labels, log = tmp_path / "labels.json", tmp_path / "log.csv"
     labels.write_text(text)
     log.write_text(ROWS)
-    result = reader.run("replay", log, "--labels", labels)
+    result = reader.run("sweep", log, "--vary", "max_skips=5", "--labels", labels)
     assert result.status == 2
     assert "list of labels" in result.text

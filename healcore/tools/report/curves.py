@@ -82,17 +82,16 @@ def _from_trace(run: Run, path: Path) -> RunCurves:
     if len(traces) > 1:
         names = ", ".join(trace.name for trace in traces)
         raise TraceError(f"the log has several runs ({names}): export only the run of these events")
-    survey = traces[0].survey()
-    problems = list(map(str, survey.problems))
-    notes = first_lines(f"{path.name}: damaged", problems, survey.problem_count)
+    problems = list(map(str, traces[0].problems))
+    notes = first_lines(f"{path.name}: damaged", problems, traces[0].problem_count)
     collected = RowCollector()
-    for rows in traces[0].rows():
-        names = {"loss", "grad_norm"} & set(rows.logged)
-        for row, step in enumerate(rows.step.tolist()):
-            logged = {
-                name: float(rows.values[name][row]) for name in names if rows.logged[name][row]
-            }
-            collected.add(rows.attempt, {"step": step, **logged})
+    recorded = traces[0].rows
+    names = {"loss", "grad_norm"} & set(recorded.logged)
+    for row, step in enumerate(recorded.step.tolist()):
+        logged = {
+            name: float(recorded.values[name][row]) for name in names if recorded.logged[name][row]
+        }
+        collected.add(int(recorded.attempt[row]), {"step": step, **logged})
     rows = collected.rows()._replace(flags=None)
     onsets = [incident.onset_step for incident in run.incidents]
     if onsets and not np.isin(onsets, rows.step).any():

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from healcore import extras, regular_file
+from healcore.tools.traces.columns import Findings, TraceError
 from healcore.tools.traces.text import is_compressed
-from healcore.tools.traces.trace import Findings, TraceError
 
 _FRAME_BYTES = 16
 """Size of the length and the two checksums of a record."""

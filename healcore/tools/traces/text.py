@@ -1,4 +1,4 @@
-"""Opens text files, compressed or not, in several encodings, and parses their numbers."""
+"""Opens text files, compressed or not, in several encodings, and collects their numbers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import itertools
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, TextIO, cast
 
 import numpy as np
 
 from healcore import regular_file
+from healcore.tools.traces.attempts import Log
+from healcore.tools.traces.columns import Findings, TraceError
 from healcore.tools.traces.names import STEP
-from healcore.tools.traces.trace import Findings, Rows, TraceError
 
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
-READ_ERRORS = (EOFError, zlib.error, OSError)
+_READ_ERRORS = (EOFError, zlib.error, OSError)
 """Errors in the middle of a file: a truncated or damaged .gz, or a failing disk."""
 
 _GZIP = b"\x1f\x8b"
@@ -97,19 +98,9 @@ def is_compressed(path: str) -> bool:
         return file.read(2) == _GZIP
 
 
-def detect_encoding(start: bytes) -> str:
-    """Returns the encoding by the byte order mark."""
-    return "utf-16" if start[:2] in _UTF16 else "utf-8-sig"
-
-
 def open_text(path: str) -> TextIO:
-    """Opens a file as text, with unchanged line ends. Invalid bytes become U+FFFD."""
-    with _open_bytes(path) as file:
-        try:
-            encoding = detect_encoding(file.read(2))
-        except _BAD_GZIP:
-            encoding = detect_encoding(b"")
-    return io.TextIOWrapper(_open_bytes(path), encoding=encoding, errors="replace", newline="")
+    """Opens a file as UTF-8, with unchanged line ends. Invalid bytes become U+FFFD."""
+    return io.TextIOWrapper(_open_bytes(path), "utf-8-sig", errors="replace", newline="")
 
 
 def numbered_lines(
@@ -125,8 +116,8 @@ def numbered_lines(
             too_long = len(text) == longest and not text.endswith("\n")
             while too_long and rest and not rest.endswith("\n"):
                 rest = file.readline(_HEAD_BYTES)
-        except READ_ERRORS as error:
-            findings.problem(path, number, describe_damage(error))
+        except _READ_ERRORS as error:
+            findings.problem(path, number, _describe_damage(error))
             return
         if not text:
             return
@@ -136,8 +127,21 @@ def numbered_lines(
             yield number, text
 
 
-def describe_damage(error: BaseException) -> str:
-    """Returns a message for an error of `READ_ERRORS`."""
+def read_text(path: str, findings: Findings, longest: int) -> str:
+    """Returns the content of a file up to damage, or up to `longest` characters."""
+    text = io.StringIO()
+    with open_text(path) as file:
+        try:
+            while text.tell() < longest and (block := file.read(_HEAD_BYTES)):
+                text.write(block)
+        except _READ_ERRORS as error:
+            line = text.getvalue().count("\n") + 1
+            findings.problem(path, line, _describe_damage(error))
+    return text.getvalue()
+
+
+def _describe_damage(error: BaseException) -> str:
+    """Returns a message for an error of `_READ_ERRORS`."""
     if isinstance(error, _BAD_GZIP):
         return f"the compressed data end or are damaged here ({error}): the rest is lost"
     return f"reading failed here ({error}): the rest is lost"
@@ -148,8 +152,8 @@ def describe_damage(error: BaseException) -> str:
 
 def parse_number(value: Any) -> float | None:
     """Parses a cell or JSON value; returns None for no value. Raises ValueError for other text."""
-    if value is None:
-        return None
+    if value is None or type(value) is float:
+        return value
     if isinstance(value, str):
         try:
             if "_" not in value:  # float() would accept 1_000, which is Python syntax
@@ -174,85 +178,78 @@ def quote_excerpt(text: str) -> str:
 # -- columns ---------------------------------------------------------------------------------------
 
 
-def parse_rows(
-    path: str,
-    cells: Mapping[str, Sequence[Any]],
-    labels: Mapping[str, str],
-    is_row: np.ndarray,
-    findings: Findings,
-    *,
-    line: Sequence[int],
-    index: Sequence[int] | None = None,
-) -> Rows:
-    """Parses columns of cells. Reports cells without a number, and skips rows without a step.
+class RowCollector:
+    """Collects the numbers of a file's rows, and the problems of its cells.
 
     Args:
         path: the file.
-        cells: cells or JSON values (n,) of each signal and of the step, if the file has steps.
-        labels: what messages call each column.
-        is_row: bool (n,): rows to read.
+        labels: what messages call each column, by signal and "step", if the file has steps.
         findings: collects the problems.
-        line: line of each row (n,).
-        index: row numbers (n,), or None if rows are numbered after they are merged.
     """
-    columns = {
-        name: _parse_column(path, name, column, labels[name], is_row, line, findings)
-        for name, column in cells.items()
-    }
-    keep = is_row & np.isfinite(columns[STEP][0]) if STEP in columns else is_row
-    signals = {name: column for name, column in columns.items() if name != STEP}
-    with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
-        values = {name: value[keep].astype(np.float32) for name, (value, _) in signals.items()}
-    lines = np.asarray(line, np.int64)[keep]
-    unknown = np.full(len(lines), -1)
-    return Rows(
-        index=unknown if index is None else np.asarray(index, np.int64)[keep],
-        step=columns[STEP][0][keep] if STEP in columns else unknown * np.nan,
-        values=values,
-        logged={name: logged[keep] for name, (_, logged) in signals.items()},
-        line=lines,
-        source=path,
-    )
 
+    def __init__(self, path: str, labels: Mapping[str, str], findings: Findings) -> None:
+        self._path, self._labels, self._findings = path, labels, findings
+        self._line, self._index = array("q"), array("q")
+        self._numbers = {name: array("d") for name in labels}
+        self._logged = {name: bytearray() for name in labels}
 
-def _parse_column(
-    path: str,
-    name: str,
-    cells: Sequence[Any],
-    label: str,
-    is_row: np.ndarray,
-    lines: Sequence[int],
-    findings: Findings,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers, float64 (n,), and whether each was logged, bool (n,)."""
-    effect = "the row is skipped" if name == STEP else f"the row is read without {name}"
-    numbers, logged = np.full(len(cells), np.nan), np.zeros(len(cells), bool)
-    problems: dict[int, object] = {}
-    try:
-        numbers[:], logged[:] = _parse_plain(cells)
-    except (ValueError, OverflowError):
-        for at in np.flatnonzero(is_row).tolist():
+    def add(self, cells: Iterable[Any], line: int, index: int = -1) -> None:
+        """Adds a row of cells or JSON values in the order of the labels, unless it has no step."""
+        numbers: list[float | None] = []
+        is_row = True
+        for (name, label), cell in zip(self._labels.items(), cells, strict=True):
+            number: float | None = None
+            problem: object = None
             try:
-                number = parse_number(cells[at])
+                number = parse_number(cell)
             except ValueError as error:
-                problems[at] = error
-            else:
-                logged[at] = number is not None
-                numbers[at] = np.nan if number is None else number
-    if name == STEP:
-        for at in np.flatnonzero(is_row & ~np.isfinite(numbers)).tolist():
-            problems.setdefault(at, numbers[at] if logged[at] else "missing")
-    for at, problem in problems.items():
-        findings.problem(path, lines[at], f"{label}: {problem}: {effect}")
-    return numbers, logged
+                problem = error
+            effect = f"read without {name}"
+            if name == STEP and (number is None or not math.isfinite(number)):
+                is_row, effect = False, "skipped"
+                problem = problem or ("missing" if number is None else number)
+            if problem is not None:
+                self._findings.problem(self._path, line, f"{label}: {problem}: the row is {effect}")
+            numbers.append(number)
+        if is_row:
+            self._line.append(line)
+            self._index.append(index)
+            for name, number in zip(self._labels, numbers, strict=True):
+                self._numbers[name].append(math.nan if number is None else number)
+                self._logged[name].append(number is not None)
+
+    def log(self, run: str | None = None, count: int | None = None) -> Log:
+        """Returns the rows; `count` as for `make_log`."""
+        numbers = {name: np.array(column) for name, column in self._numbers.items()}
+        logged = {name: np.array(mask, bool) for name, mask in self._logged.items()}
+        lines, index = np.array(self._line), np.array(self._index)
+        return make_log(self._path, run, numbers, logged, lines, index, count, self._findings)
 
 
-def _parse_plain(cells: Sequence[Any]) -> tuple[list[float], list[bool]]:
-    """Parses a column of plain numbers ten times as fast. Raises ValueError for other columns."""
-    kinds = set(map(type, cells))
-    if kinds == {str} and "_" not in "".join(cells):
-        return [float(cell) if cell else np.nan for cell in cells], [cell != "" for cell in cells]
-    if kinds <= {float, int, type(None)}:  # a bool is not a loss
-        logged = [cell is not None for cell in cells]
-        return [np.nan if cell is None else float(cell) for cell in cells], logged
-    raise ValueError
+def make_log(
+    path: str,
+    run: str | None,
+    numbers: Mapping[str, np.ndarray],
+    logged: Mapping[str, np.ndarray],
+    line: np.ndarray,
+    index: np.ndarray,
+    count: int | None,
+    findings: Findings,
+) -> Log:
+    """Returns the rows of a file from float64 columns.
+
+    `count` is the number of rows of the file, or None if rows are numbered after they are merged.
+    """
+    with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
+        values = {name: each.astype(np.float32) for name, each in numbers.items() if name != STEP}
+    return Log(
+        path=path,
+        run=run,
+        index=None if count is None else index,
+        step=numbers.get(STEP),
+        values=values,
+        logged={name: logged[name] for name in values},
+        line=line,
+        count=count or 0,
+        findings=findings,
+    )

@@ -19,12 +19,9 @@ from healcore import regular_file
 from healcore.core.engine import EngineConfig
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import Action
-from healcore.tools.replay.summary import JudgedRows
-from healcore.tools.traces import Rows
+from healcore.tools.replay.judged import JudgedRows
 
 EARLY_ROWS, LATE_ROWS, IGNORED_ROWS, MIN_ROWS, IN_TIME_ROWS = 5, 40, 64, 200, 10
-
-ROLLBACKS, STOPS, SKIPS, ALARMS = "rollbacks", "stops", "skips", "alarms"
 
 
 class LabelError(HealcoreError, ValueError):
@@ -73,73 +70,29 @@ class Score(NamedTuple):
         """Number of events with an order within 10 rows of the onset."""
         return sum(latency <= IN_TIME_ROWS for latency in self.latencies)
 
-    @property
-    def false_rate(self) -> float:
-        """False alarms per 10,000 rows."""
-        return 1e4 * self.false / self.rows if self.rows else 0.0
-
     def plus(self, other: Score) -> Score:
         """Returns the sum of two scores."""
         pairs: Any = zip(self, other, strict=True)
         return Score(*(left + right for left, right in pairs))
 
 
-class ScoreCollector:
-    """Collects the orders of one replay in chunks; `order_kind` is from `severest_order`."""
+def score(orders: np.ndarray, nonfinite: np.ndarray, rows: int, label: Label) -> Score | None:
+    """Compares the orders of one trace of `rows` rows with its events.
 
-    def __init__(self, order_kind: str = ROLLBACKS) -> None:
-        self._order_kind = order_kind
-        self._orders: list[np.ndarray] = []
-        self._nonfinite: list[np.ndarray] = []
-        self.rows = 0
-
-    def add(self, rows: Rows, judged: JudgedRows) -> None:
-        """Adds one chunk."""
-        self.rows = int(rows.index[-1]) + 1
-        self._orders.append(judged.index[_has_order(judged, self._order_kind)])
-        if "loss" in rows.values:
-            # A row without a loss has NaN.
-            self._nonfinite.append(rows.index[~np.isfinite(rows.values["loss"])])
-
-    def score(self, label: Label) -> Score | None:
-        """Returns the score of the finished replay, or None if the trace is too short."""
-        if label.points < MIN_ROWS:
-            return None
-        empty = np.zeros(0, np.int64)
-        orders = np.concatenate((empty, *self._orders))
-        nonfinite = np.concatenate((empty, *self._nonfinite))
-        ((delays,), (false,)) = compare_orders(orders, np.zeros_like(orders), 1, nonfinite, label)
-        latencies = tuple(delays[delays >= 0].tolist())
-        return Score(1, self.rows, len(label.spikes), latencies, int(false))
-
-
-def compare_orders(
-    orders: np.ndarray, variant: np.ndarray, variants: int, nonfinite: np.ndarray, label: Label
-) -> tuple[np.ndarray, np.ndarray]:
-    """Compares the orders of several variants of a policy with the events of one trace.
-
-    Args:
-        orders: row numbers, int (n,), increasing within a variant.
-        variant: the variant of each order, int (n,), increasing.
-        variants: number of variants.
-        nonfinite: rows without a finite loss, int (m,), increasing.
-        label: the events.
-
-    Returns:
-        Rows from onset to the first order, int32 (variants, events), or -1 without an order; and
-        the number of false alarms, int (variants,).
+    `orders` are row numbers, int (n,), `nonfinite` rows without a finite loss, int (m,), both
+    increasing. Returns None if the trace is too short.
     """
-    delays = np.full((variants, len(label.spikes)), -1, np.int32)
-    for event, spike in enumerate(label.spikes):
+    if label.points < MIN_ROWS:
+        return None
+    latencies = []
+    for spike in label.spikes:
         start, stop = spike.widened
-        in_event = (start <= orders) & (orders < stop)
-        found, first = np.unique(variant[in_event], return_index=True)
-        delays[found, event] = np.maximum(orders[in_event][first] - spike.onset, 0)
-    false = _is_false(orders, nonfinite, label)
-    variant, rows = variant[false], orders[false]
-    separate = np.ones(len(rows), bool)
-    separate[1:] = (np.diff(variant) != 0) | (np.diff(rows) > LATE_ROWS)
-    return delays, np.bincount(variant[separate], minlength=variants)
+        found = orders[(start <= orders) & (orders < stop)]
+        if found.size:
+            latencies.append(max(int(found[0]) - spike.onset, 0))
+    false = orders[_is_false(orders, nonfinite, label)]
+    separate = int(np.count_nonzero(np.diff(false) > LATE_ROWS)) + bool(false.size)
+    return Score(1, rows, len(label.spikes), tuple(latencies), separate)
 
 
 def _is_false(rows: np.ndarray, nonfinite: np.ndarray, label: Label) -> np.ndarray:
@@ -152,21 +105,16 @@ def _is_false(rows: np.ndarray, nonfinite: np.ndarray, label: Label) -> np.ndarr
     return ~allowed
 
 
-def severest_order(config: EngineConfig) -> str:
-    """Returns the most severe order in the policy's rules: rollbacks, stops, skips or alarms."""
-    for order_kind, action in ((ROLLBACKS, Action.ROLLBACK), (STOPS, Action.STOP)):
+def order_rows(judged: JudgedRows, config: EngineConfig) -> np.ndarray:
+    """Returns the rows with the most severe order in the policy's rules, int (n,).
+
+    From the most severe: rollbacks, stops, skips, alarms.
+    """
+    for action in (Action.ROLLBACK, Action.STOP):
         if any(rule.action & int(action) for rule in config.rules):
-            return order_kind
-    return SKIPS if any(rule.skip for rule in config.rules) else ALARMS
-
-
-def _has_order(judged: JudgedRows, order_kind: str) -> np.ndarray:
-    """Whether each row has an order of this kind, bool (n,)."""
-    if order_kind == SKIPS:
-        return judged.record.skip
-    if order_kind == ALARMS:
-        return judged.record.cause != 0
-    return judged.action & int(Action.ROLLBACK if order_kind == ROLLBACKS else Action.STOP) != 0
+            return judged.index[judged.action & int(action) != 0]
+    skips = any(rule.skip for rule in config.rules)
+    return judged.index[judged.record.skip if skips else judged.record.cause != 0]
 
 
 class Labels:
