@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gzip
 import io
 import json
 import os
@@ -134,9 +133,6 @@ READERS: dict[str, tuple[bytes, Callable[[bytes], object], tuple[type[Exception]
     ),
     "DCP": (_dcp(), _index, (ProbeError,)),
     "CSV": (ROWS.encode(), lambda data: _file(".csv", data, _traced), (TraceError,)),
-    "CSV.gz": (
-        gzip.compress(ROWS.encode()), lambda data: _file(".gz", data, _traced), (TraceError,)
-    ),
     "JSON Lines": (LINES.encode(), lambda data: _file(".jsonl", data, _traced), (TraceError,)),
     "Trainer": (DOCUMENT.encode(), lambda data: _file(".json", data, _traced), (TraceError,)),
     "TensorBoard": (_tensorboard(), lambda data: _file("", data, _traced), (TraceError,)),

@@ -60,7 +60,6 @@ def replay(
     report: Annotated[
         Path | None, typer.Option(metavar="OUT.html", help="Write an HTML page.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Write a picture.")] = None,
     column: ColumnOption = None,
     join: JoinOption = False,
 ) -> None:
@@ -70,7 +69,7 @@ def replay(
     from healcore.tools.replay.command import Outputs
     from healcore.tools.traces import TraceError, open_traces
 
-    outputs = Outputs(jsonl, report, png)
+    outputs = Outputs(jsonl, report)
     try:
         policies = _policies(policy or ["default"], parse_overrides(set_))
         outputs.check([*traces, *(policy or [])])
@@ -96,23 +95,24 @@ def _run(
     opened: Sequence[Trace], policies: Mapping[str, Policy], outputs: Outputs
 ) -> tuple[list[ReplayResult], list[Unreadable]]:
     """Replays the traces, writes the files and prints the table."""
-    from healcore.tools.replay.command import ReplayResult, draw, replay_all, show
+    from healcore.tools.replay.command import ReplayResult, replay_all, show, write_page
 
     results: list[ReplayResult] = []
     failed: list[Unreadable] = []
     with outputs.lines() as file, progress_bar() as progress:
-        replays = replay_all(opened, policies, jsonl=file, reports=outputs.reports)
+        replays = replay_all(opened, policies, jsonl=file, reports=outputs.report is not None)
         for result in progress.track(replays, len(opened) * len(policies), description="replaying"):
             if isinstance(result, ReplayResult):
                 results.append(result)
             else:
                 failed.append(result)
     if results:
-        written = draw(outputs, results)  # before the table, whose reader may end early (`| head`)
+        # Before the table, whose reader may end early (`| head`).
+        page = write_page(outputs.report, results) if outputs.report else None
         printer = outputs.console()
         show(printer, [result.summary for result in results], opened)
-        for line in written:
-            printer.print(line, markup=False, highlight=False)
+        if page:
+            printer.print(page, markup=False, highlight=False)
     return results, failed
 
 

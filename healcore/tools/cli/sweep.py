@@ -1,4 +1,4 @@
-"""The command `healcore sweep TRACE... --policy NAME|FILE --vary KEY=LOW..HIGH`.
+"""The command `healcore sweep TRACE... --policy NAME|FILE --vary KEY=A,B,C`.
 
 Exit status: 0 all traces were swept, 1 a trace could not be read or judged, 2 the policy, a key or
 the command line is invalid, or no trace could be swept.
@@ -37,9 +37,9 @@ def sweep(
     vary: Annotated[
         list[str],
         typer.Option(
-            metavar="KEY=LOW..HIGH",
-            help="A number to vary: max_skips=5,10,20, or detect.divergence.rise=5..12 for five "
-            "values. Repeatable: all combinations are tried, at most 100.",
+            metavar="KEY=A,B,C",
+            help="Values of a number: max_skips=5,10,20. Repeatable: all combinations are tried, "
+            "at most 100.",
         ),
     ],
     policy: Annotated[

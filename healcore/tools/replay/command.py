@@ -28,7 +28,7 @@ MAX_PRINTED = 20
 """Number of problems of traces that are printed."""
 
 MAX_ON_PAGE = 60
-"""Number of replays on one page, because a browser is slow with more. A picture has fewer."""
+"""Number of replays on one page, because a browser is slow with more."""
 
 _PIPE_WIDTH = 160
 """Width of the table in columns if the width of the output is unknown."""
@@ -86,12 +86,6 @@ class Outputs(NamedTuple):
     jsonl: str | None = None
     """Path, or "-" for standard output, which moves the table to standard error."""
     report: Path | None = None
-    png: Path | None = None
-
-    @property
-    def reports(self) -> bool:
-        """Whether reports are needed."""
-        return bool(self.report or self.png)
 
     def check(self, inputs: Sequence[str]) -> None:
         """Checks that every output can be written and overwrites no input.
@@ -100,9 +94,7 @@ class Outputs(NamedTuple):
         """
         if self.report:
             require("report", "jinja2")
-        if self.png:
-            require("report", "matplotlib")
-        names = (None if self.jsonl == "-" else self.jsonl, self.report, self.png)
+        names = (None if self.jsonl == "-" else self.jsonl, self.report)
         check_outputs([name for name in names if name is not None], inputs)
 
     @contextlib.contextmanager
@@ -144,33 +136,16 @@ def show(console: Console, summaries: Sequence[Summary], traces: Sequence[Trace]
     console.print(Text(table.LEGEND, "dim"))
 
 
-def draw(outputs: Outputs, results: Sequence[ReplayResult]) -> list[str]:
-    """Writes the page and the picture, or raises OutputError. Returns a line to print for each.
+def write_page(path: Path, results: Sequence[ReplayResult]) -> str:
+    """Writes the page, or raises OutputError. Returns a line to print."""
+    from healcore.tools.report.page import render
 
-    Too many replays are limited to the replays with the most rollbacks and incidents.
-    """
-    written = []
-    ranked = sorted(
-        results, key=lambda result: (-result.summary.rollbacks, -result.summary.incidents)
-    )
-    if outputs.report:
-        from healcore.tools.report.page import render
-
-        chosen = {id(result) for result in ranked[:MAX_ON_PAGE]}
-        reports = [each.report for each in results if each.report and id(each) in chosen]
-        with replacing(outputs.report) as draft:
-            page = render(reports, left_out=len(results) - len(reports))
-            draft.write_text(page, encoding="utf-8")
-        written.append(_written("page", outputs.report, len(reports), len(results)))
-    if outputs.png:
-        from healcore.tools.report import picture
-
-        reports = [result.report for result in ranked if result.report]
-        with replacing(outputs.png) as draft:
-            picture.draw(reports, draft)
-        shown = len(picture.select_reports(reports))
-        written.append(_written("picture", outputs.png, shown, len(results)))
-    return written
+    reports = [result.report for result in results[:MAX_ON_PAGE] if result.report]
+    with replacing(path) as draft:
+        page = render(reports, left_out=len(results) - len(reports))
+        draft.write_text(page, encoding="utf-8")
+    which = f" (the first {len(reports)} replays)" if len(reports) < len(results) else ""
+    return f"page: {path}{which}"
 
 
 def _print_first(console: Console, lines: Sequence[str], count: int, style: str) -> None:
@@ -179,8 +154,3 @@ def _print_first(console: Console, lines: Sequence[str], count: int, style: str)
     rest = count - len(lines[:MAX_PRINTED])
     if rest:
         console.print(Text(f"and {rest:,} more like these", style))
-
-
-def _written(kind: str, path: Path, shown: int, count: int) -> str:
-    which = f" (the {shown} of {count} replays with the most rollbacks)" if shown < count else ""
-    return f"{kind}: {path}{which}"

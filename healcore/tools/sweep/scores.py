@@ -52,8 +52,6 @@ class Label(NamedTuple):
 class Score(NamedTuple):
     """Counts of orders and events; `plus` adds scores."""
 
-    traces: int = 0
-    rows: int = 0
     events: int = 0
     latencies: tuple[int, ...] = ()
     """Rows from the onset to the first order, for each found event."""
@@ -76,8 +74,8 @@ class Score(NamedTuple):
         return Score(*(left + right for left, right in pairs))
 
 
-def score(orders: np.ndarray, nonfinite: np.ndarray, rows: int, label: Label) -> Score | None:
-    """Compares the orders of one trace of `rows` rows with its events.
+def score(orders: np.ndarray, nonfinite: np.ndarray, label: Label) -> Score | None:
+    """Compares the orders of one trace with its events.
 
     `orders` are row numbers, int (n,), `nonfinite` rows without a finite loss, int (m,), both
     increasing. Returns None if the trace is too short.
@@ -92,7 +90,7 @@ def score(orders: np.ndarray, nonfinite: np.ndarray, rows: int, label: Label) ->
             latencies.append(max(int(found[0]) - spike.onset, 0))
     false = orders[_is_false(orders, nonfinite, label)]
     separate = int(np.count_nonzero(np.diff(false) > LATE_ROWS)) + bool(false.size)
-    return Score(1, rows, len(label.spikes), tuple(latencies), separate)
+    return Score(len(label.spikes), tuple(latencies), separate)
 
 
 def _is_false(rows: np.ndarray, nonfinite: np.ndarray, label: Label) -> np.ndarray:

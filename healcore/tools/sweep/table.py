@@ -42,7 +42,7 @@ def rows_of(
             label = labels.of(trace.name) if labels else None
             if label is not None:
                 orders = order_rows(result.judged, result.engine.config)
-                found = score(orders, _nonfinite(trace), int(trace.rows.index[-1]) + 1, label)
+                found = score(orders, _nonfinite(trace), label)
                 scores += [found] if found is not None else []
         if not summaries:
             continue

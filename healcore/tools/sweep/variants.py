@@ -1,4 +1,4 @@
-"""Variants of a policy in which some numbers differ: `--vary KEY=LOW..HIGH` or `KEY=A,B,C`."""
+"""Variants of a policy in which some numbers differ: `--vary KEY=A,B,C`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from healcore.policy import Policy, PolicyError, from_dict, to_dict
 MAX_VARIANTS = 100
 """A larger table is not read, and the best of many settings is the best by chance."""
 
-_STEPS = 5
-"""Number of values of a range, with both ends."""
-
 _PART = re.compile(r"(\w[\w-]*)((?:\[\d+\])*)")
 
 
@@ -29,7 +26,7 @@ def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
 
     Args:
         policy: the base policy.
-        vary: options `KEY=LOW..HIGH`, which are five evenly spaced values, or `KEY=A,B,C`.
+        vary: options `KEY=A,B,C`.
 
     Returns:
         The settings as text -> the policy with them. The first is the base policy, by its name.
@@ -62,7 +59,7 @@ def _parse(base: Mapping[str, Any], text: str) -> tuple[str, list[float | int]]:
     """The key and the values of one option."""
     key, equals, values = (part.strip() for part in text.partition("="))
     if not equals or not key or not values:
-        raise SweepError(f"--vary {text!r}: write KEY=LOW..HIGH or KEY=A,B,C")
+        raise SweepError(f"--vary {text!r}: write KEY=A,B,C")
     parent, last = _place(base, key)
     value = parent[last]
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -70,15 +67,7 @@ def _parse(base: Mapping[str, Any], text: str) -> tuple[str, list[float | int]]:
             f"{key} = {value!r} is not a number: a sweep varies numbers. Compare policies that "
             "differ in texts or tables with: healcore replay --policy A --policy B"
         )
-    ends = values.split("..")
-    numbers = [_number(text, part) for part in (ends if len(ends) > 1 else values.split(","))]
-    if len(ends) > 1:
-        if len(numbers) != 2 or not numbers[0] < numbers[1]:
-            raise SweepError(f"--vary {text!r}: LOW..HIGH needs two numbers, the smaller first")
-        low, high = numbers
-        numbers = [low + (high - low) * step / (_STEPS - 1) for step in range(_STEPS)]
-        if isinstance(value, int):
-            numbers = [float(round(number)) for number in numbers]
+    numbers = [_number(text, part) for part in values.split(",")]
     if isinstance(value, int) and any(number != round(number) for number in numbers):
         raise SweepError(f"--vary {text!r}: {key} must be an integer")
     kind = int if isinstance(value, int) else float

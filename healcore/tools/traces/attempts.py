@@ -79,7 +79,6 @@ def join_logs(name: str, logs: Sequence[Log], opening: Findings) -> Trace:
         for number, at in enumerate(first.tolist())
     )
     attempts = _with_ancestors(rows, attempts)
-    _note_fresh_files(attempts, findings)
     return Trace(
         name=name,
         sources=tuple(log.path for log in logs),
@@ -176,19 +175,6 @@ class _Joiner:
                 self._restart(log, row, step, starts[-1])
                 starts.append(row)
         attempt = np.searchsorted(starts[1:], np.arange(len(step)), side="right")
-        in_attempt = np.array(starts)[attempt]
-        repeats = [
-            rows[(step[rows] == before[name]) & (earlier[name] >= in_attempt[rows])]
-            for name, rows in judged.items()
-        ]
-        repeated = min((int(rows[0]) for rows in repeats if len(rows)), default=None)
-        if repeated is not None:
-            self._findings.note(
-                log.path,
-                int(log.line[repeated]),
-                f"step {step[repeated]:.15g} is logged again. Both rows are read, and the later "
-                "row counts in the curve; more repeats in this file are not reported",
-            )
         self._max_step = max(self._max_step, step[max(starts[-1], 0) :].max(initial=-np.inf))
         for name, rows in judged.items():
             if len(rows) and rows[-1] >= starts[-1]:
@@ -263,16 +249,3 @@ def _with_ancestors(rows: Rows, attempts: tuple[Attempt, ...]) -> tuple[Attempt,
             later, row = attempt.number + 1 + place, int(rows.index[part][before[place] - 1])
             resumed[later] = resumed[later]._replace(resumes_after=row)
     return tuple(resumed)
-
-
-def _note_fresh_files(attempts: Sequence[Attempt], findings: Findings) -> None:
-    files = {attempts[0].source}
-    for attempt in attempts:
-        if attempt.source not in files and attempt.resumes_after is None:
-            findings.note(
-                attempt.source,
-                None,
-                f"it begins at step {attempt.first_step:.15g}, before all rows that were read so "
-                "far: the run was restarted. If these are several runs, name the files",
-            )
-        files.add(attempt.source)

@@ -218,7 +218,7 @@ def _logs(path: str, columns: Mapping[str, str]) -> list[Log]:
     """
     kind = detect_format(read_head(path))
     if kind == TENSORBOARD:
-        tensorboard_file.check_readable(path)
+        tensorboard_file.check_installed()
         scalars = functools.partial(tensorboard_file.scalars, path)
         return [rows_of_records(path, scalars, columns)]
     if kind != TABLE:

@@ -16,7 +16,6 @@ from healcore.tools.traces.text import (
     numbered_lines,
     open_text,
     quote_excerpt,
-    read_text,
 )
 
 Fields = dict[str, Any]
@@ -98,7 +97,8 @@ def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]
     (`trainer_state.json` of Hugging Face's Trainer). The records are parsed one by one, because
     `json.loads` returns nothing for a truncated document.
     """
-    text = read_text(path, findings, _MAX_DOCUMENT)
+    with open_text(path) as file:
+        text = file.read(_MAX_DOCUMENT)
     decode = json.JSONDecoder().raw_decode
     opened = _LIST.match(text) or LOG_HISTORY.search(text)
     at = opened.end() if opened else len(text)
@@ -195,10 +195,10 @@ def read_records(path: str, form: RecordFormat, columns: Mapping[str, str]) -> l
     read = {DOCUMENT: json_document, CONSOLE: console_lines}.get(form, json_lines)
 
     def steps_of(engine: str | None, findings: Findings) -> Iterator[tuple[int, Fields]]:
-        steps = _steps(read(path, findings), form, path, findings)
-        if engine is None:
-            return steps
-        return ((line, step) for line, step in steps if step.get("engine") == engine)
+        for line, record in read(path, findings):
+            fields = form.fields(record)
+            if fields is not None and (engine is None or fields.get("engine") == engine):
+                yield line, fields
 
     engines: list[str | None] = []
     if form is METRICS:
@@ -212,22 +212,6 @@ def read_records(path: str, form: RecordFormat, columns: Mapping[str, str]) -> l
         )
         for engine in engines
     ]
-
-
-def _steps(
-    records: Iterator[tuple[int, Fields]], form: RecordFormat, path: str, findings: Findings
-) -> Iterator[tuple[int, Fields]]:
-    """Yields line number and fields of each step. A note counts the other records."""
-    others = 0
-    for line, record in records:
-        fields = form.fields(record)
-        if fields is None:
-            others += 1
-        else:
-            yield line, fields
-    if others:
-        plural = "s are" if others > 1 else " is"
-        findings.note(path, None, f"{others:,} record{plural} not a step ({form.name}): skipped")
 
 
 # -- rows ------------------------------------------------------------------------------------------

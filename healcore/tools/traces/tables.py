@@ -1,4 +1,4 @@
-"""Reads CSV and similar tables."""
+"""Reads CSV files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from healcore.tools.traces.text import (
 MAX_LINE = 1 << 20
 """Largest number of characters in a line."""
 
-_DELIMITERS = ",;\t"
 _MAX_COLUMNS = 1 << 16
 _MAX_RUNS = 4096
 """Largest number of runs in one export, because each run takes a pass over the file."""
@@ -52,7 +51,6 @@ class TableHeader(NamedTuple):
     """The columns of a table."""
 
     names: list[str]
-    delimiter: str
     line: int
     """Line number of the header, from 1. Blank lines may precede the header."""
 
@@ -68,11 +66,9 @@ def read_header(path: str) -> TableHeader:
     if len(line) == MAX_LINE:
         raise TraceError("its first line is longer than a megabyte: this is not a table")
     try:
-        split = {sign: next(csv.reader([line], delimiter=sign)) for sign in _DELIMITERS}
+        cells = next(csv.reader([line]))
     except csv.Error as error:  # a cell of more than 131,072 characters
         raise TraceError(f"its first line cannot be read ({error}): this is not a table") from None
-    delimiter = max(split, key=lambda sign: len(split[sign]))
-    cells = split[delimiter]
     if len(cells) > _MAX_COLUMNS:
         raise TraceError(f"it has {len(cells):,} columns. At most {_MAX_COLUMNS:,} are read")
     names = [cell.strip() for cell in cells]
@@ -81,7 +77,7 @@ def read_header(path: str) -> TableHeader:
             f"its first line is data, not a header: '{line.strip()[:60]}'. Write the names of the "
             "columns above it: step,loss,grad_norm"
         )
-    return TableHeader(names, delimiter, number)
+    return TableHeader(names, number)
 
 
 def _is_number(cell: str) -> bool:
@@ -184,8 +180,7 @@ def _read_table(
                 text = f"{len(cells)} cell{plural} where the header has {width}"
                 findings.problem(path, line, f"{text}: the row is skipped")
         elif run is None or any(cells[at] for at in signals):
-            texts = [_number_text(cells[at], header.delimiter) for at in places]
-            collector.add(texts, line, count - 1)
+            collector.add([cells[at][:_MAX_CELL] for at in places], line, count - 1)
     return collector.log(run, count)
 
 
@@ -202,7 +197,7 @@ def _load_numbers(
 
     def plain_lines(file_lines: Iterator[tuple[int, str]]) -> Iterator[str]:
         for number, line in file_lines:
-            if line.count(header.delimiter) == len(header.names) - 1 and '"' not in line:
+            if line.count(",") == len(header.names) - 1 and '"' not in line:
                 lines.append(number)
                 yield line
             elif line.strip():
@@ -216,7 +211,7 @@ def _load_numbers(
             first = next(text)
             table = np.loadtxt(
                 itertools.chain([first], text),
-                delimiter=header.delimiter,
+                delimiter=",",
                 usecols=tuple(columns.values()),
                 comments=None,
                 ndmin=2,
@@ -252,7 +247,7 @@ def _rows(path: str, header: TableHeader, findings: Findings) -> Iterator[tuple[
                 at = number
                 yield line
 
-        rows = csv.reader(lines(), delimiter=header.delimiter)
+        rows = csv.reader(lines())
         while True:
             try:
                 cells = next(rows, None)
@@ -264,9 +259,3 @@ def _rows(path: str, header: TableHeader, findings: Findings) -> Iterator[tuple[
                 return
             if cells and (len(cells) > 1 or cells[0].strip()):  # a blank line is no row
                 yield at, cells
-
-
-def _number_text(cell: str, delimiter: str) -> str:
-    if delimiter != "," and cell.count(",") == 1 and "." not in cell:
-        cell = cell.replace(",", ".")  # 3,14: tables with decimal commas use ";"
-    return cell[:_MAX_CELL]

@@ -9,14 +9,13 @@ from typing import Any
 
 from healcore import extras, regular_file
 from healcore.tools.traces.columns import Findings, TraceError
-from healcore.tools.traces.text import is_compressed
 
 _FRAME_BYTES = 16
 """Size of the length and the two checksums of a record."""
 
 
-def check_readable(path: str) -> None:
-    """Raises TraceError for a compressed file, or if tensorboard is not installed."""
+def check_installed() -> None:
+    """Raises TraceError if tensorboard is not installed."""
     try:
         extras.require("tensorboard", "tensorboard")
     except extras.MissingExtraError:
@@ -24,8 +23,6 @@ def check_readable(path: str) -> None:
             "it is a TensorBoard event file, and tensorboard is not installed in this environment. "
             "In a checkout of healcore run: pip install '.[tensorboard]'"
         ) from None
-    if is_compressed(path):
-        raise TraceError("it is a compressed TensorBoard event file: unpack it first (gunzip)")
 
 
 def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -1,35 +1,21 @@
-"""Opens text files, compressed or not, in several encodings, and collects their numbers."""
+"""Opens text files, and collects their numbers."""
 
 from __future__ import annotations
 
-import gzip
-import io
 import itertools
 import math
-import os
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any, TextIO
 
 import numpy as np
 
 from healcore import regular_file
 from healcore.tools.traces.attempts import Log
-from healcore.tools.traces.columns import Findings, TraceError
+from healcore.tools.traces.columns import Findings
 from healcore.tools.traces.names import STEP
 
-_READ_ERRORS = (EOFError, zlib.error, OSError)
-"""Errors in the middle of a file: a truncated or damaged .gz, or a failing disk."""
-
-_GZIP = b"\x1f\x8b"
-_BAD_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
 _HEAD_BYTES = 1 << 20
-_MAX_UNPACKED_RATIO = 50
-_MIN_UNPACKED = 1 << 20
-"""Bytes that may be unpacked from a file of any size."""
-_LINE_COST = 16
-"""A line counts as this many bytes more, because a row takes longer than its text."""
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
 
@@ -37,114 +23,41 @@ _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 # -- files -----------------------------------------------------------------------------------------
 
 
-def _open_bytes(path: str) -> BinaryIO:
-    file = open(path, "rb", opener=regular_file.opener)  # noqa: SIM115 - returned
-    if file.peek(2)[:2] == _GZIP:
-        return cast(BinaryIO, io.BufferedReader(_Unpacked(file), 1 << 16))
-    return file
-
-
-class _Unpacked(io.RawIOBase):
-    """The content of a .gz file, up to 1 MiB plus 50 times the size of the file.
-
-    The limit is one on the time of a reader: deflate compresses repeated rows by a factor of 1000,
-    and a million rows take a minute. Rows whose numbers differ compress by a factor of 5 to 20.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._gzip = gzip.GzipFile(fileobj=file)
-        self._room = _MIN_UNPACKED + _MAX_UNPACKED_RATIO * os.fstat(file.fileno()).st_size
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._gzip.readinto(buffer)
-        content = bytes(buffer[:count])
-        self._room -= count + _LINE_COST * (content.count(b"\n") + content.count(b"\r"))
-        if self._room < 0:
-            limit = f"{_MIN_UNPACKED >> 20} MiB plus {_MAX_UNPACKED_RATIO} times their size"
-            raise zlib.error(
-                f"they unpack to more rows than {limit} allows: pass the unpacked file"
-            )
-        return count
-
-    def close(self) -> None:
-        self._gzip.close()
-        self._file.close()
-        super().close()
-
-
 def read_head(path: str) -> bytes:
-    """Returns the first megabyte of the content, or less if the compressed data are damaged.
-
-    Raises OSError, or TraceError if the first bytes cannot be decompressed.
-    """
-    start = b""
-    with _open_bytes(path) as file:
-        try:
-            while len(start) < _HEAD_BYTES and (block := file.read(1 << 14)):
-                start += block
-        except _BAD_GZIP as error:
-            if not start:
-                raise TraceError(f"its compressed data are damaged: {error}") from error
-    return start
-
-
-def is_compressed(path: str) -> bool:
-    """Whether the content of a file is compressed with gzip."""
+    """Returns the first megabyte of the content. Raises OSError."""
     with open(path, "rb", opener=regular_file.opener) as file:
-        return file.read(2) == _GZIP
+        return file.read(_HEAD_BYTES)
 
 
 def open_text(path: str) -> TextIO:
     """Opens a file as UTF-8, with unchanged line ends. Invalid bytes become U+FFFD."""
-    return io.TextIOWrapper(_open_bytes(path), "utf-8-sig", errors="replace", newline="")
+    return open(
+        path,
+        encoding="utf-8-sig",
+        errors="replace",
+        newline="",
+        opener=regular_file.opener,
+    )
 
 
 def numbered_lines(
     path: str, file: TextIO, findings: Findings, *, longest: int, after: int = 0
 ) -> Iterator[tuple[int, str]]:
-    """Yields number and text of the lines after line `after`, up to damage.
+    """Yields number and text of the lines after line `after`.
 
     Lines of `longest` or more characters are skipped.
     """
     for number in itertools.count(after + 1):
-        try:
-            text = rest = file.readline(longest)
-            too_long = len(text) == longest and not text.endswith("\n")
-            while too_long and rest and not rest.endswith("\n"):
-                rest = file.readline(_HEAD_BYTES)
-        except _READ_ERRORS as error:
-            findings.problem(path, number, _describe_damage(error))
-            return
+        text = rest = file.readline(longest)
+        too_long = len(text) == longest and not text.endswith("\n")
+        while too_long and rest and not rest.endswith("\n"):
+            rest = file.readline(_HEAD_BYTES)
         if not text:
             return
         if too_long:
             findings.problem(path, number, f"the line is longer than {longest >> 20} MB: skipped")
         else:
             yield number, text
-
-
-def read_text(path: str, findings: Findings, longest: int) -> str:
-    """Returns the content of a file up to damage, or up to `longest` characters."""
-    text = io.StringIO()
-    with open_text(path) as file:
-        try:
-            while text.tell() < longest and (block := file.read(_HEAD_BYTES)):
-                text.write(block)
-        except _READ_ERRORS as error:
-            line = text.getvalue().count("\n") + 1
-            findings.problem(path, line, _describe_damage(error))
-    return text.getvalue()
-
-
-def _describe_damage(error: BaseException) -> str:
-    """Returns a message for an error of `_READ_ERRORS`."""
-    if isinstance(error, _BAD_GZIP):
-        return f"the compressed data end or are damaged here ({error}): the rest is lost"
-    return f"reading failed here ({error}): the rest is lost"
 
 
 # -- numbers ---------------------------------------------------------------------------------------

@@ -127,13 +127,12 @@ def test_damage_is_reported_before_the_legend(spiked):
     assert 0 < output.index("wrong") < output.index("alarms: rows with a cause")
 
 
-def test_page_and_picture(spiked, tmp_path):
+def test_the_page(spiked, tmp_path):
     pytest.importorskip("jinja2")
-    page, picture = tmp_path / "r.html", tmp_path / "r.png"
-    done = healcore_replay(spiked, "--report", page, "--png", picture)
+    page = tmp_path / "r.html"
+    done = healcore_replay(spiked, "--report", page)
     assert done.exit_code == 0, done.output
     assert "spiked.csv" in page.read_text()
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_some_traces_cannot_be_read(spiked, tmp_path):
@@ -172,7 +171,7 @@ def test_a_policy_that_has_nothing_to_judge_in_one(spiked, tmp_path):
         (["RUN", "--column", "los=b"], "'los' is not a signal"),
         (["RUN", "--jsonl", "RUN"], "is an input: write to another file"),
         (["RUN", "--report", "no/such/r.html"], "the folder no/such does not exist"),
-        (["RUN", "--png", "."], "is a folder"),
+        (["RUN", "--report", "."], "is a folder"),
         (["gone.csv"], "no trace could be replayed"),
         ([], "Missing argument"),
     ],

@@ -18,7 +18,7 @@ SCORER = Path(__file__).parents[4] / "shared" / "tools" / "score_detectors.py"
 def scored(orders, loss, label):
     """The score of a run with orders at these rows."""
     nonfinite = np.flatnonzero(~np.isfinite(loss))
-    return score(np.array(orders, np.int64), nonfinite, len(loss), label)
+    return score(np.array(orders, np.int64), nonfinite, label)
 
 
 def label(spikes=(), ambiguous=(), points=600):
@@ -47,7 +47,7 @@ def test_what_counts(orders, found, false):
     loss = np.ones(600, np.float32)
     score = scored(orders, loss, label([(300, 310)], [(470, 490)]))
     assert score is not None
-    assert (score.traces, score.rows, score.events) == (1, 600, 1)
+    assert score.events == 1
     assert (score.found, score.false) == (found, false)
 
 
@@ -67,8 +67,8 @@ def test_latency():
     assert score is not None
     assert score.latencies == (0, 3, 11)
     assert score.in_time == 2
-    both = score.plus(Score(1, 400, 1, (7,), 2))
-    assert both == Score(2, 1000, 4, (0, 3, 11, 7), 2)
+    both = score.plus(Score(1, (7,), 2))
+    assert both == Score(4, (0, 3, 11, 7), 2)
 
 
 def test_short_traces_are_left_out():
@@ -131,8 +131,6 @@ def test_the_official_scorer_agrees(tmp_path):
     command = [sys.executable, str(SCORER), str(tmp_path), "json", str(tmp_path / "alarms")]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
     parts = output.split()
-    assert int(parts[parts.index("files") + 1]) == mine.traces > 30
-    assert int(parts[parts.index("pts") + 1]) == mine.rows
     assert int(parts[parts.index("recall") + 1]) == mine.found > 20
     assert int(parts[parts.index("steps") + 1].rstrip(")")) == mine.in_time
     assert float(parts[parts.index("latency") + 1]) == np.median(mine.latencies)

@@ -11,23 +11,18 @@ BASE = load("pretraining")
 
 
 def test_all_combinations_and_the_base_first():
-    found = variants(BASE, ["detect.divergence.rise=5..9", "max_skips=5,10"])
+    found = variants(BASE, ["detect.divergence.rise=5,6,7", "max_skips=5,10"])
     assert list(found)[:3] == [
         BASE.name,
         "detect.divergence.rise=5 max_skips=5",
         "detect.divergence.rise=5 max_skips=10",
     ]
-    assert len(found) == 1 + 5 * 2
+    assert len(found) == 1 + 3 * 2
     documents = [to_dict(policy) for policy in list(found.values())[1:]]
     rises = [document["detect"]["divergence"]["rise"] for document in documents]
-    assert rises == [rise for rise in (5.0, 6.0, 7.0, 8.0, 9.0) for _ in range(2)]
-    assert [document["max_skips"] for document in documents] == [5, 10] * 5
+    assert rises == [rise for rise in (5.0, 6.0, 7.0) for _ in range(2)]
+    assert [document["max_skips"] for document in documents] == [5, 10] * 3
     assert found[BASE.name] == BASE
-
-
-def test_integers_of_a_range_are_whole_and_distinct():
-    found = variants(BASE, ["max_skips=5..7"])
-    assert [to_dict(policy)["max_skips"] for policy in list(found.values())[1:]] == [5, 6, 7]
 
 
 def test_a_number_of_a_rule():
@@ -41,12 +36,11 @@ def test_a_number_of_a_rule():
 @pytest.mark.parametrize(
     ("option", "key_word"),
     [
-        ("max_skips", "KEY=LOW..HIGH"),
-        ("max_skips=", "KEY=LOW..HIGH"),
+        ("max_skips", "KEY=A,B,C"),
+        ("max_skips=", "KEY=A,B,C"),
         ("max_skips=a", "not a number"),
         ("max_skips=1,nan", "not a number"),
-        ("max_skips=9..5", "smaller first"),
-        ("max_skips=1..2..3", "two numbers"),
+        ("max_skips=5..9", "not a number"),
         ("max_skips=1.5", "integer"),
         ("max_skips=-1", "max_skips"),
         ("mode=1,2", "not a number"),

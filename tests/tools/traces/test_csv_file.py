@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 
 import numpy as np
@@ -36,8 +35,6 @@ def test_a_plain_file(tmp_path):
     [
         "step,loss\n1,2.5\n2,2.25\n",
         "\ufeffstep,loss\r\n1,2.5\r\n2,2.25\r\n",
-        "step;loss\n1;2,5\n2;2,25\n",
-        "step\tloss\n1\t2.5\n2\t2.25",
         '\n"step","loss"\n"1","2.5"\n\n"2","2.25"\n',
         "epoch,_step,train/loss,note\n0,1,2.5,hello\n0,2,2.25,\n",
         'note,global_step,lm loss\n"two\nlines",1,2.5\n"a ""quote""",2,2.25\n',
@@ -49,12 +46,6 @@ def test_dialects(tmp_path, text):
     table = load(open_one(write(tmp_path / "run.csv", text)))
     assert table.step.tolist() == [1, 2]
     assert table.values["loss"].tolist() == [2.5, 2.25]
-
-
-def test_a_byte_order_mark_and_gzip(tmp_path):
-    path = tmp_path / "run.csv.gz"
-    path.write_bytes(gzip.compress("step,loss\n1,2.5\n2,2.25\n".encode("utf-8-sig")))
-    assert load(open_one(path)).values["loss"].tolist() == [2.5, 2.25]
 
 
 def test_bad_lines_are_reported_by_number_and_keep_their_index(tmp_path):
@@ -108,20 +99,6 @@ def test_plain_numbers_are_read_as_csv_reads_them(tmp_path, line):
         mine, theirs = getattr(plain.rows, name), getattr(other.rows, name)
         np.testing.assert_array_equal(mine, theirs[first])
     np.testing.assert_array_equal(plain.rows.values["loss"], other.rows.values["loss"][first])
-
-
-def test_a_cut_gzip_file_gives_what_it_has(tmp_path):
-    generator = np.random.default_rng(0)
-    rows = "".join(f"{step},{value}\n" for step, value in enumerate(generator.normal(size=20_000)))
-    whole = gzip.compress(f"step,loss\n{rows}".encode())
-    path = tmp_path / "run.csv.gz"
-    path.write_bytes(whole[: len(whole) // 2])
-    trace = open_one(path)
-    assert len(trace.rows.index) > 5_000
-    ((line, text),) = problems_of(trace)
-    assert line is not None
-    assert abs(line - len(trace.rows.index)) < 5
-    assert "compressed data end or are damaged here" in text
 
 
 def test_without_steps_the_rows_are_counted(tmp_path):
