@@ -127,12 +127,8 @@ def show(console: Console, summaries: Sequence[Summary], traces: Sequence[Trace]
     )
     for line in table.notes(summaries):
         console.print(Text(line))
-    _print_first(
-        console,
-        [str(note) for trace in traces for note in trace.notes],
-        sum(trace.note_count for trace in traces),
-        "dim",
-    )
+    trace_notes = [note for trace in traces for note in trace.notes]
+    _print_first(console, trace_notes, len(trace_notes), "dim")
     console.print(Text(table.LEGEND, "dim"))
 
 

@@ -130,9 +130,9 @@ def _and_repeats(firsts: int, repeats: int) -> str:
 
 def _trace_notes(trace: Trace) -> list[str]:
     """Returns the problems and notes of a trace as text, problems first."""
-    lines = [str(finding) for finding in (*trace.problems, *trace.notes)]
-    more = trace.problem_count + trace.note_count - len(lines)
-    return [*lines, *([f"and {more:,} more"] if more else [])]
+    lines = [*map(str, trace.problems), *trace.notes]
+    more = trace.problem_count - len(trace.problems)
+    return [*lines, *([f"and {more:,} more problems"] if more else [])]
 
 
 def _attempts(summary: Summary) -> tuple[RunAttempt, ...]:

@@ -20,7 +20,6 @@ from healcore.tools.traces.columns import (
     Rows,
     Trace,
     TraceError,
-    first_findings,
     stale_rows,
 )
 
@@ -49,14 +48,12 @@ class Log(NamedTuple):
     findings: Findings
 
 
-def join_logs(name: str, logs: Sequence[Log], opening: Findings) -> Trace:
-    """Joins the files of a run in the order of writing, with the findings about their folder.
+def join_logs(name: str, logs: Sequence[Log]) -> Trace:
+    """Joins the files of a run in the order of writing.
 
     Raises TraceError after `_MAX_ATTEMPTS` restarts.
     """
-    findings = Findings()
-    findings.extend(opening)
-    joiner = _Joiner(findings)
+    joiner = _Joiner()
     parts = [joiner.rows_of(log) for log in logs]
     names = sorted({name for log in logs for name in log.logged})
     rows = Rows(
@@ -85,10 +82,9 @@ def join_logs(name: str, logs: Sequence[Log], opening: Findings) -> Trace:
         rows=rows,
         attempts=attempts,
         stale=int(np.count_nonzero(stale_rows(rows, attempts))),
-        problems=first_findings(findings.problems),
-        problem_count=findings.problem_count,
-        notes=first_findings(findings.notes),
-        note_count=findings.note_count,
+        problems=tuple(problem for log in logs for problem in log.findings.problems),
+        problem_count=sum(log.findings.problem_count for log in logs),
+        notes=tuple(f"{log.path}: {note}" for log in logs for note in log.findings.notes),
     )
 
 
@@ -114,16 +110,13 @@ def _concatenate(
 class _Joiner:
     """Knows the next index, the attempt and each signal's last step, from file to file."""
 
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
+    def __init__(self) -> None:
         self._next = 0  # index of the next row
         self._attempt = 0
-        self._max_step = -np.inf  # in the current attempt
         self._last_steps: dict[str, float] = {}  # in the current attempt
 
     def rows_of(self, log: Log) -> Rows:
-        """Merges the rows of the next file, and adds its findings."""
-        self._findings.extend(log.findings)
+        """Merges the rows of the next file."""
         base, count = self._next, len(log.line)
         index = None if log.index is None else log.index + base
         if log.step is not None:
@@ -172,33 +165,25 @@ class _Joiner:
         starts = [-1]
         for row, previous in sorted(decreases):
             if previous >= starts[-1]:
-                self._restart(log, row, step, starts[-1])
+                self._restart(log, row, step[row])
                 starts.append(row)
         attempt = np.searchsorted(starts[1:], np.arange(len(step)), side="right")
-        self._max_step = max(self._max_step, step[max(starts[-1], 0) :].max(initial=-np.inf))
         for name, rows in judged.items():
             if len(rows) and rows[-1] >= starts[-1]:
                 self._last_steps[name] = float(step[rows[-1]])
         return attempt + self._attempt - (len(starts) - 1)
 
-    def _restart(self, log: Log, row: int, step: np.ndarray, start: int) -> None:
-        """Begins an attempt at a row; `start` is the first row of the current attempt, or -1."""
+    def _restart(self, log: Log, row: int, step: float) -> None:
+        """Begins an attempt at a row."""
         self._attempt += 1
-        line = int(log.line[row])
         if self._attempt >= _MAX_ATTEMPTS:
             raise TraceError(
-                f"{log.path}, line {line}: the steps decrease for the {_MAX_ATTEMPTS:,}th "
+                f"{log.path}, line {log.line[row]}: the steps decrease for the {_MAX_ATTEMPTS:,}th "
                 "time. This looks like several runs or ranks in one file, or a file in reverse "
                 "order. Write one file per run, with increasing steps"
             )
-        largest = max(self._max_step, step[max(start, 0) : row].max(initial=-np.inf))
-        self._findings.note(
-            log.path,
-            line,
-            f"step {step[row]:.15g} follows step {largest:.15g}: the run was resumed, and attempt "
-            f"{self._attempt} begins",
-        )
-        self._max_step = -np.inf
+        note = f"the run was resumed: attempt {self._attempt} begins at step {step:.15g}"
+        log.findings.notes.append(note)
         self._last_steps.clear()
 
 

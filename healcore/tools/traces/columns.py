@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ JUDGED = ("loss", "grad_norm")
 """A row can be judged if it has one of these. Only these show where a run was resumed."""
 
 _MAX_KEPT = 100
-"""Number of problems and of notes of a file or trace that are kept; all are counted."""
+"""Number of problems of a file that are kept; all are counted."""
 
 
 class TraceError(HealcoreError, ValueError):
@@ -69,7 +69,7 @@ class Attempt(NamedTuple):
 
 
 class TraceFinding(NamedTuple):
-    """A problem or a note about a place in a file."""
+    """A problem at a place in a file."""
 
     source: str
     line: int | None
@@ -86,36 +86,15 @@ class Findings:
 
     def __init__(self) -> None:
         self.problems: list[TraceFinding] = []
-        self.notes: list[TraceFinding] = []
+        """The first 100."""
         self.problem_count = 0
-        self.note_count = 0
+        self.notes: list[str] = []
 
     def problem(self, source: str, line: int | None, text: str) -> None:
         """Adds a problem. Line 0 means that the format has no lines."""
         self.problem_count += 1
         if len(self.problems) < _MAX_KEPT:
             self.problems.append(TraceFinding(source, line or None, text))
-
-    def note(self, source: str, line: int | None, text: str) -> None:
-        """Adds a remark about usable content; `line` as for `problem`."""
-        self.note_count += 1
-        if len(self.notes) < _MAX_KEPT:
-            self.notes.append(TraceFinding(source, line or None, text))
-
-    def extend(self, other: Findings) -> None:
-        """Adds the findings of another file."""
-        self.problems += other.problems
-        self.notes += other.notes
-        self.problem_count += other.problem_count
-        self.note_count += other.note_count
-
-
-def first_findings(findings: Iterable[TraceFinding]) -> tuple[TraceFinding, ...]:
-    """Returns the first 100, sorted by line within each file."""
-    findings = list(findings)
-    files = list(dict.fromkeys(finding.source for finding in findings))
-    findings.sort(key=lambda each: (files.index(each.source), each.line or 0))
-    return tuple(findings[:_MAX_KEPT])
 
 
 class Unreadable(NamedTuple):
@@ -139,11 +118,10 @@ class Trace:
     stale: int
     """Number of rows that a later attempt replaced."""
     problems: tuple[TraceFinding, ...]
-    """The first 100 lines, cells and records that could not be used."""
+    """The first lines, cells and records of each file that could not be used, at most 100."""
     problem_count: int
-    notes: tuple[TraceFinding, ...]
-    """The first 100 notes: a resume, a repeated step, a column that was not used."""
-    note_count: int
+    notes: tuple[str, ...]
+    """Remarks about usable content: a resume, a column that was not used."""
 
     @property
     def signals(self) -> frozenset[str]:

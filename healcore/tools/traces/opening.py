@@ -12,7 +12,6 @@ from healcore.tools.traces import tensorboard_file
 from healcore.tools.traces.attempts import Log, join_logs
 from healcore.tools.traces.columns import (
     JUDGED,
-    Findings,
     Trace,
     TraceError,
     TraceFinding,
@@ -80,24 +79,24 @@ def open_traces(
     traces: list[Trace] = []
     failed: list[Unreadable] = []
     parts: list[Log] = []
-    opening = Findings()
-    for path in map(os.fspath, paths):
+    names = list(map(os.fspath, paths))
+    for path in names:
         try:
+            logs = (
+                _logs_of_directory(path, columns) if os.path.isdir(path) else _logs(path, columns)
+            )
             if join:
-                parts += _one_run(path, columns, opening)
-            elif os.path.isdir(path):
-                traces += _directory(path, columns)
+                parts += _one_run(logs)
             else:
-                traces += _file(path, columns)
+                traces += _split_runs(path, logs)
         except Exception as error:  # damaged bytes may raise any error
             failed.append(Unreadable(path, _reason(error)))
     if parts:
+        others = f" (+{len(names) - 1})" if len(names) > 1 else ""
         try:
-            name, others = os.fspath(paths[0]), len(paths) - 1
-            name = f"{name} (+{others})" if others else name
-            traces.append(join_logs(name, parts, opening))
+            traces.append(join_logs(names[0] + others, parts))
         except TraceError as error:
-            failed.append(Unreadable(os.fspath(paths[0]), str(error)))
+            failed.append(Unreadable(names[0], str(error)))
     return traces, failed
 
 
@@ -112,74 +111,39 @@ def _reason(error: Exception) -> str:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def _file(path: str, columns: Mapping[str, str]) -> list[Trace]:
-    """Reads the runs of one file. The first usable run gets the notes about unusable runs."""
-    usable: list[Log] = []
-    reasons: list[str] = []
-    for log in _logs(path, columns):
-        try:
-            _check_usable(log)
-        except TraceError as error:
-            reasons.append(str(error) if log.run is None else f"run '{log.run}': {error}")
-            continue
-        usable.append(log)
-    if not usable:
-        raise TraceError(reasons[-1])
-    for reason in reasons:
-        usable[0].findings.note(path, None, reason)
-    return [
-        join_logs(path if log.run is None else f"{path}#{log.run}", [log], Findings())
-        for log in usable
-    ]
+def _one_run(logs: Sequence[Log]) -> Sequence[Log]:
+    """Raises TraceError if a file has several runs."""
+    runs = [str(log.run) for log in logs if log.run is not None]
+    if runs:
+        raise TraceError(
+            f"it has several runs ({quote_names(runs)}), which are not attempts of one run"
+        )
+    return logs
 
 
-def _directory(path: str, columns: Mapping[str, str]) -> list[Trace]:
-    """Reads the runs of a directory.
+def _split_runs(path: str, logs: Sequence[Log]) -> list[Trace]:
+    """Divides the logs of a file or a directory into runs.
 
     TensorBoard files, typed records and healcore files in one directory are one run by convention.
     Each table, JSON Lines file or JSON document is a separate run.
     """
-    opening = Findings()
-    logs = _one_run(path, columns, opening)
-    if len(logs) == 1 or detect_format(read_head(logs[0].path)) not in _ONE_RUN_PER_FILE:
-        return [join_logs(path, logs, opening)]
+    one_run = detect_format(read_head(logs[0].path)) not in _ONE_RUN_PER_FILE
+    if (len(logs) == 1 and logs[0].run is None) or (one_run and not any(log.run for log in logs)):
+        return [join_logs(path, logs)]
     return [
-        join_logs(log.path, [log], Findings() if at else opening) for at, log in enumerate(logs)
+        join_logs(log.path if log.run is None else f"{log.path}#{log.run}", [log]) for log in logs
     ]
 
 
-def _one_run(path: str, columns: Mapping[str, str], opening: Findings) -> list[Log]:
-    """Reads the logs of a file or a directory that belongs to one run."""
-    if not os.path.isdir(path):
-        logs = _logs(path, columns)
-        if len(logs) > 1:
-            runs = quote_names([str(log.run) for log in logs])
-            raise TraceError(f"it has several runs ({runs}), which are not attempts of one run")
-        _check_usable(logs[0])
-        return logs
-    found: list[Log] = []
-    reasons: list[TraceFinding] = []
-    for file in _members(path, opening):
-        try:
-            found += _one_run(file, columns, opening)
-        except (TraceError, OSError) as error:
-            reasons.append(TraceFinding(file, None, _reason(error)))
-    if not found:
-        raise TraceError("; ".join(map(str, reasons)))
-    for reason in reasons:
-        opening.problem(*reason)
-    return found
+def _logs_of_directory(path: str, columns: Mapping[str, str]) -> list[Log]:
+    """Reads the files of the preferred format, in natural order: log-2 precedes log-10.
 
-
-def _members(path: str, opening: Findings) -> list[str]:
-    """Returns the files of the preferred format, in natural order: log-2 precedes log-10.
-
-    Adds a note for files of other formats, and a problem for unreadable files. Without a log in the
-    directory, the log in the newest checkpoint of the Hugging Face Trainer is read, which is
-    complete up to that step. Raises TraceError if no file has a known format.
+    Without a log in the directory, the log in the newest checkpoint of the Hugging Face Trainer is
+    read, which is complete up to that step. Raises TraceError if no file is a usable log.
     """
     by_format: dict[str, list[str]] = {}
     states: list[tuple[int, str]] = []
+    unusable: list[TraceFinding] = []
     for name in sorted(os.listdir(path), key=_natural):
         file = os.path.join(path, name)
         state = os.path.join(file, _TRAINER_STATE)
@@ -190,19 +154,23 @@ def _members(path: str, opening: Findings) -> list[str]:
         try:
             by_format.setdefault(detect_format(read_head(file)), []).append(file)
         except OSError as error:
-            opening.problem(file, None, _reason(error))
+            unusable.append(TraceFinding(file, None, _reason(error)))
         except TraceError:
             continue  # often weights and configurations
-    preferred = next((name for name in PREFERRED if name in by_format), None)
-    if preferred is None:
-        if states:
-            return [max(states)[1]]
+    preferred = next((by_format[name] for name in PREFERRED if name in by_format), None)
+    if preferred is None and not states:
         raise TraceError("it is a directory without a file of a known format. Pass the files")
-    for other, files in by_format.items():
-        if other != preferred:
-            names = quote_names([os.path.basename(file) for file in files])
-            opening.note(path, None, f"{names} ({other}): not read, only {preferred}")
-    return by_format[preferred]
+    logs: list[Log] = []
+    for file in preferred or [max(states)[1]]:
+        try:
+            logs += _logs(file, columns)
+        except (TraceError, OSError) as error:
+            unusable.append(TraceFinding(file, None, _reason(error)))
+    if not logs:
+        raise TraceError("; ".join(map(str, unusable)))
+    for finding in unusable:
+        logs[0].findings.problem(*finding)
+    return logs
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -212,7 +180,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _logs(path: str, columns: Mapping[str, str]) -> list[Log]:
-    """Reads the logs in one file: several logs for an export of several runs.
+    """Reads the usable logs in one file: several logs for an export of several runs.
 
     Raises TraceError, or OSError if the file cannot be read.
     """
@@ -220,29 +188,24 @@ def _logs(path: str, columns: Mapping[str, str]) -> list[Log]:
     if kind == TENSORBOARD:
         tensorboard_file.check_installed()
         scalars = functools.partial(tensorboard_file.scalars, path)
-        return [rows_of_records(path, scalars, columns)]
-    if kind != TABLE:
-        return read_records(path, RECORD_FORMATS[kind], columns)
-    header = read_header(path)
-    if len(header.names) == 1 and not columns and header.names[0].lower() != "loss":
-        raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN}")
-    return read_tables(path, header, columns)
-
-
-def _check_usable(log: Log) -> None:
-    """Raises TraceError if no row can be judged."""
-    if any(log.logged[name].any() for name in JUDGED if name in log.logged):
-        return
-    findings, rows = log.findings, len(log.line)
-    if not findings.problem_count:
-        empty = "it logs no values" if log.index is None else "it has no rows"
-        why = f"none of its {rows:,} rows logs a loss or a gradient norm" if rows else empty
-        raise TraceError(f"no usable row: {why}")
-    first = findings.problems[0]
-    place = "" if first.line is None else f"line {first.line}: "
-    count = findings.problem_count
-    plural = f"{count:,} problems, the first: " if count > 1 else ""
-    raise TraceError(f"no usable row: {plural}{place}{first.text}")
+        logs = [rows_of_records(path, scalars, columns)]
+    elif kind == TABLE:
+        header = read_header(path)
+        if len(header.names) == 1 and not columns and header.names[0].lower() != "loss":
+            raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN}")
+        logs = read_tables(path, header, columns)
+    else:
+        logs = read_records(path, RECORD_FORMATS[kind], columns)
+    usable = [
+        log for log in logs if any(log.logged[name].any() for name in JUDGED if name in log.logged)
+    ]
+    if usable:
+        return usable
+    findings, rows = logs[-1].findings, len(logs[-1].line)
+    if not findings.problems:
+        why = f"none of its {rows:,} rows logs" if rows else "it does not log"
+        raise TraceError(f"no usable row: {why} a loss or a gradient norm")
+    raise TraceError(f"no usable row: {findings.problem_count:,} problems, {findings.problems[0]}")
 
 
 # -- formats -------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ def rows_of_records(
     keys, notes = resolve(list(names), columns)
     findings = Findings()
     for text in (*notes, *([note] if note else [])):
-        findings.note(path, None, text)
+        findings.notes.append(text)
     collector = RowCollector(path, {name: f"'{key}'" for name, key in keys.items()}, findings)
     for line, fields in records(findings):
         cells = [fields.get(key) for key in keys.values()]

@@ -112,7 +112,7 @@ def read_tables(path: str, header: TableHeader, columns: Mapping[str, str]) -> l
     if not logs:
         raise TraceError(reasons[0])
     for reason in reasons:
-        logs[0].findings.note(path, None, reason)
+        logs[0].findings.notes.append(reason)
     return logs
 
 
@@ -163,7 +163,7 @@ def _read_table(
     """
     findings = Findings()
     for note in notes:
-        findings.note(path, None, note)
+        findings.notes.append(note)
     log = _load_numbers(path, header, columns, run, findings)
     if log is not None:
         return log

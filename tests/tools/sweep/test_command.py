@@ -98,7 +98,7 @@ def test_the_table_names_each_variant(traces):
 
 def test_bad_options_and_unreadable_traces(traces, tmp_path):
     wrong = CliRunner().invoke(app, ["sweep", *traces, "--vary", "max_skips=x"])
-    assert (wrong.exit_code, "not a number" in wrong.output) == (2, True)
+    assert (wrong.exit_code, "KEY=A,B,C" in wrong.output) == (2, True)
     absent = str(tmp_path / "absent.csv")
     partly = CliRunner().invoke(app, ["sweep", traces[0], absent, "--vary", "max_skips=5"])
     assert (partly.exit_code, "absent.csv" in partly.output) == (1, True)

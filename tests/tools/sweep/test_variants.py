@@ -25,28 +25,16 @@ def test_all_combinations_and_the_base_first():
     assert found[BASE.name] == BASE
 
 
-def test_a_number_of_a_rule():
-    rules = to_dict(BASE)["respond"]
-    place = next(i for i, rule in enumerate(rules) if "consecutive" in rule["when"])
-    found = variants(BASE, [f"respond[{place}].when.consecutive=3"])
-    *_, changed = found.values()
-    assert to_dict(changed)["respond"][place]["when"]["consecutive"] == 3
-
-
 @pytest.mark.parametrize(
     ("option", "key_word"),
     [
         ("max_skips", "KEY=A,B,C"),
         ("max_skips=", "KEY=A,B,C"),
-        ("max_skips=a", "not a number"),
-        ("max_skips=1,nan", "not a number"),
-        ("max_skips=5..9", "not a number"),
-        ("max_skips=1.5", "integer"),
+        ("max_skips=a", "KEY=A,B,C"),
+        ("max_skips=1,nan", "max_skips"),
         ("max_skips=-1", "max_skips"),
-        ("mode=1,2", "not a number"),
         ("detect.nothing.rise=1", "nothing"),
-        ("respond[99].when.count=1", "99"),
-        ("a b=1", "not a policy key"),
+        ("a b=1", "KEY=A,B,C"),
         ("max_skips=" + ",".join(map(str, range(1, 200))), "at most 100"),
     ],
 )

@@ -56,7 +56,7 @@ def test_events_give_the_rows_that_have_readings(tmp_path):
     table = load(trace)
     assert table.step.tolist() == [7, 9]
     assert column(table.values["loss"]) == [9, "nan"]
-    assert any("not the losses of healthy steps" in note.text for note in trace.notes)
+    assert any("not the losses of healthy steps" in note for note in trace.notes)
 
 
 def test_typed_records_torn_lines_and_other_types(tmp_path):

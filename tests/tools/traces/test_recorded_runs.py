@@ -27,4 +27,4 @@ def test_every_row_of_every_public_run(every):
         assert table.index.tolist() == list(range(len(frame)))
         assert table.step.tolist() == frame["step"].tolist()
         np.testing.assert_array_equal(table.values["loss"], frame["loss"].astype(np.float32))
-        assert (trace.problem_count, trace.note_count, len(trace.attempts)) == (0, 0, 1)
+        assert (trace.problem_count, trace.notes, len(trace.attempts)) == (0, (), 1)

@@ -38,7 +38,7 @@ def test_scalars_and_tensors_of_one_step_are_one_row(tmp_path):
     np.testing.assert_array_equal(table.values["loss"], 3 - np.arange(50, dtype=np.float32) / 64)
     assert table.logged["grad_norm"].all()
     assert np.flatnonzero(table.logged["eval_loss"]).tolist() == [19]  # written a step late
-    assert trace.problem_count == trace.note_count == 0
+    assert trace.problem_count == len(trace.notes) == 0
     assert len(trace.attempts) == 1
 
 
