@@ -123,7 +123,7 @@ def _closeness(check: Check) -> float:
 
 
 def _notes(trace: Trace) -> list[str]:
-    notes = [str(problem) for problem in trace.problems]
+    notes = list(trace.problems)
     if trace.problem_count > len(notes):
         notes.append(f"{trace.problem_count - len(notes)} further problems in this trace")
     if trace.stale:

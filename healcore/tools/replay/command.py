@@ -121,7 +121,7 @@ def show(console: Console, summaries: Sequence[Summary], traces: Sequence[Trace]
     console.print(table.summary_table(summaries))
     _print_first(
         console,
-        [str(problem) for trace in traces for problem in trace.problems],
+        [problem for trace in traces for problem in trace.problems],
         sum(trace.problem_count for trace in traces),
         "yellow",
     )

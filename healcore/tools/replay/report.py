@@ -130,7 +130,7 @@ def _and_repeats(firsts: int, repeats: int) -> str:
 
 def _trace_notes(trace: Trace) -> list[str]:
     """Returns the problems and notes of a trace as text, problems first."""
-    lines = [*map(str, trace.problems), *trace.notes]
+    lines = [*trace.problems, *trace.notes]
     more = trace.problem_count - len(trace.problems)
     return [*lines, *([f"and {more:,} more problems"] if more else [])]
 

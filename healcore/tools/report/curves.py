@@ -82,8 +82,8 @@ def _from_trace(run: Run, path: Path) -> RunCurves:
     if len(traces) > 1:
         names = ", ".join(trace.name for trace in traces)
         raise TraceError(f"the log has several runs ({names}): export only the run of these events")
-    problems = list(map(str, traces[0].problems))
-    notes = first_lines(f"{path.name}: damaged", problems, traces[0].problem_count)
+    problems, count = traces[0].problems, traces[0].problem_count
+    notes = first_lines(f"{path.name}: damaged", problems, count)
     collected = RowCollector()
     recorded = traces[0].rows
     names = {"loss", "grad_norm"} & set(recorded.logged)

@@ -20,7 +20,6 @@ from healcore.tools.traces.columns import (
     Rows,
     Trace,
     TraceError,
-    stale_rows,
 )
 
 _MAX_ATTEMPTS = 1000
@@ -75,13 +74,13 @@ def join_logs(name: str, logs: Sequence[Log]) -> Trace:
         )
         for number, at in enumerate(first.tolist())
     )
-    attempts = _with_ancestors(rows, attempts)
+    attempts, replaced = _with_ancestors(rows, attempts)
     return Trace(
         name=name,
         sources=tuple(log.path for log in logs),
         rows=rows,
         attempts=attempts,
-        stale=int(np.count_nonzero(stale_rows(rows, attempts))),
+        replaced=replaced,
         problems=tuple(problem for log in logs for problem in log.findings.problems),
         problem_count=sum(log.findings.problem_count for log in logs),
         notes=tuple(f"{log.path}: {note}" for log in logs for note in log.findings.notes),
@@ -216,21 +215,22 @@ def _merge(
     return row_of, first
 
 
-def _with_ancestors(rows: Rows, attempts: tuple[Attempt, ...]) -> tuple[Attempt, ...]:
+def _with_ancestors(
+    rows: Rows, attempts: tuple[Attempt, ...]
+) -> tuple[tuple[Attempt, ...], np.ndarray]:
     """Sets the row that each attempt resumes after.
 
-    A row of attempt a with step t is part of attempt k > a if and only if t is below the first step
-    of every attempt b with a < b <= k.
+    Returns the attempts, and bool (n,): rows that a later attempt replaced.
     """
-    first = np.array([attempt.first_step for attempt in attempts])
+    starts = np.searchsorted(rows.attempt, np.arange(len(attempts))).tolist()
+    # A row that is written late counts at the step that the run had reached.
+    reached = np.concatenate(list(map(np.maximum.accumulate, np.split(rows.step, starts[1:]))))
+    replaced = np.zeros(len(reached), bool)
     resumed = list(attempts)
-    for attempt in attempts[:-1]:
-        part = slice(*np.searchsorted(rows.attempt, (attempt.number, attempt.number + 1)))
-        # A row that is written late counts at the step that the run had reached.
-        reached = np.maximum.accumulate(rows.step[part])
-        limits = np.minimum.accumulate(first[attempt.number + 1 :])
-        before = np.searchsorted(reached, limits)
-        for place in np.flatnonzero(before).tolist():
-            later, row = attempt.number + 1 + place, int(rows.index[part][before[place] - 1])
-            resumed[later] = resumed[later]._replace(resumes_after=row)
-    return tuple(resumed)
+    for number, start in enumerate(starts[1:], 1):
+        replaced[:start] |= reached[:start] >= attempts[number].first_step
+        remaining = np.flatnonzero(~replaced[:start])
+        if remaining.size:
+            row = int(rows.index[remaining[-1]])
+            resumed[number] = resumed[number]._replace(resumes_after=row)
+    return tuple(resumed), replaced

@@ -68,33 +68,20 @@ class Attempt(NamedTuple):
     below `first_step`, and no later attempt replaced the row. None for an attempt from scratch."""
 
 
-class TraceFinding(NamedTuple):
-    """A problem at a place in a file."""
-
-    source: str
-    line: int | None
-    """Line number from 1, or None if the format has no lines."""
-    text: str
-
-    def __str__(self) -> str:
-        place = self.source if self.line is None else f"{self.source}, line {self.line}"
-        return f"{place}: {self.text}"
-
-
 class Findings:
     """Problems (unusable content) and notes (other remarks) of one file."""
 
     def __init__(self) -> None:
-        self.problems: list[TraceFinding] = []
-        """The first 100."""
+        self.problems: list[str] = []
+        """The first 100, each with file and line."""
         self.problem_count = 0
         self.notes: list[str] = []
 
-    def problem(self, source: str, line: int | None, text: str) -> None:
-        """Adds a problem. Line 0 means that the format has no lines."""
+    def problem(self, source: str, line: int, text: str) -> None:
+        """Adds a problem. The line is 0 in a format without lines."""
         self.problem_count += 1
         if len(self.problems) < _MAX_KEPT:
-            self.problems.append(TraceFinding(source, line or None, text))
+            self.problems.append(f"{source}, line {line}: {text}" if line else f"{source}: {text}")
 
 
 class Unreadable(NamedTuple):
@@ -115,9 +102,9 @@ class Trace:
     rows: Rows
     """All rows in the order of the files, including stale tails; at least one."""
     attempts: tuple[Attempt, ...]
-    stale: int
-    """Number of rows that a later attempt replaced."""
-    problems: tuple[TraceFinding, ...]
+    replaced: np.ndarray
+    """bool (n,): rows that a later attempt replaced, because it began at their step or earlier."""
+    problems: tuple[str, ...]
     """The first lines, cells and records of each file that could not be used, at most 100."""
     problem_count: int
     notes: tuple[str, ...]
@@ -128,27 +115,20 @@ class Trace:
         """Signals that some row logs."""
         return frozenset(name for name, logged in self.rows.logged.items() if logged.any())
 
+    @property
+    def stale(self) -> int:
+        """Number of rows that a later attempt replaced."""
+        return int(np.count_nonzero(self.replaced))
+
 
 def lineage(trace: Trace) -> Rows:
     """Returns the rows of the final run: without stale tails and repeated steps.
 
     If rows have the same step and signals, the last row remains.
     """
-    rows = trace.rows.select(~stale_rows(trace.rows, trace.attempts))
+    rows = trace.rows.select(~trace.replaced)
     repeated = np.zeros(len(rows.step), bool)
     for logged in rows.logged.values():
         repeated[:-1] |= logged[1:] & logged[:-1]
     repeated[:-1] &= rows.step[1:] == rows.step[:-1]
     return rows.select(~repeated)
-
-
-def stale_rows(rows: Rows, attempts: tuple[Attempt, ...]) -> np.ndarray:
-    """Returns bool (n,): rows that a later attempt replaced, because it began at their step."""
-    stale = np.zeros(len(rows.step), bool)
-    limit = np.inf  # the smallest first step of a later attempt
-    for attempt in reversed(attempts):
-        part = slice(*np.searchsorted(rows.attempt, (attempt.number, attempt.number + 1)))
-        # A row that is written late counts at the step that the run had reached.
-        stale[part] = np.maximum.accumulate(rows.step[part]) >= limit
-        limit = min(limit, attempt.first_step)
-    return stale

@@ -14,7 +14,6 @@ from healcore.tools.traces.columns import (
     JUDGED,
     Trace,
     TraceError,
-    TraceFinding,
     Unreadable,
 )
 from healcore.tools.traces.names import check_columns, quote_names
@@ -143,7 +142,7 @@ def _logs_of_directory(path: str, columns: Mapping[str, str]) -> list[Log]:
     """
     by_format: dict[str, list[str]] = {}
     states: list[tuple[int, str]] = []
-    unusable: list[TraceFinding] = []
+    unusable: list[str] = []
     for name in sorted(os.listdir(path), key=_natural):
         file = os.path.join(path, name)
         state = os.path.join(file, _TRAINER_STATE)
@@ -154,7 +153,7 @@ def _logs_of_directory(path: str, columns: Mapping[str, str]) -> list[Log]:
         try:
             by_format.setdefault(detect_format(read_head(file)), []).append(file)
         except OSError as error:
-            unusable.append(TraceFinding(file, None, _reason(error)))
+            unusable.append(f"{file}: {_reason(error)}")
         except TraceError:
             continue  # often weights and configurations
     preferred = next((by_format[name] for name in PREFERRED if name in by_format), None)
@@ -165,11 +164,11 @@ def _logs_of_directory(path: str, columns: Mapping[str, str]) -> list[Log]:
         try:
             logs += _logs(file, columns)
         except (TraceError, OSError) as error:
-            unusable.append(TraceFinding(file, None, _reason(error)))
+            unusable.append(f"{file}: {_reason(error)}")
     if not logs:
-        raise TraceError("; ".join(map(str, unusable)))
-    for finding in unusable:
-        logs[0].findings.problem(*finding)
+        raise TraceError("; ".join(unusable))
+    logs[0].findings.problems += unusable
+    logs[0].findings.problem_count += len(unusable)
     return logs
 
 

@@ -40,21 +40,21 @@ def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
         try:
             event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
         except DecodeError:
-            findings.problem(path, None, f"the record that ends at byte {end:,} is not an event")
+            findings.problem(path, 0, f"the record that ends at byte {end:,} is not an event")
             continue
         for value in event.summary.value:
             try:
                 number = _scalar(value)
             except (TypeError, ValueError, KeyError, OverflowError) as error:
                 text = f"'{value.tag[:60]}' at byte {end:,} is not a number: {str(error)[:100]}"
-                findings.problem(path, None, text)
+                findings.problem(path, 0, text)
                 continue
             if number is not None:
                 yield 0, {"step": event.step, value.tag: number}
     size = os.path.getsize(path)
     if end < size:
         text = f"truncated or damaged at byte {end:,}: the last {size - end:,} bytes cannot be read"
-        findings.problem(path, None, text)
+        findings.problem(path, 0, text)
 
 
 def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def write(path: Path, text: str) -> Path:
 
 def problems_of(trace: Trace) -> list[tuple[int | None, str]]:
     """The problems of a trace: line and text."""
-    return [(problem.line, problem.text) for problem in trace.problems]
+    pattern = re.compile(r".*?/[^/:]*?(?:, line (\d+))?: (.*)", re.S)
+    found = [pattern.fullmatch(problem) for problem in trace.problems]
+    return [(int(match[1]) if match[1] else None, match[2]) for match in found if match]
 
 
 def lineage_of(trace: Trace) -> list[int]:

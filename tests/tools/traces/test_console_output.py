@@ -34,8 +34,7 @@ DICTS = {
 }
 
 
-@pytest.mark.parametrize("lines", LINES)
-@pytest.mark.parametrize("dicts", DICTS)
+@pytest.mark.parametrize(("lines", "dicts"), list(zip(LINES, DICTS, strict=True)))
 def test_the_lines_of_a_trainer(tmp_path, lines, dicts):
     end = "{'train_runtime': 3.2, 'train_loss': 1.0}\n{'loss': 2.1, 'gra\n"
     path = write(tmp_path / "run.log", LINES[lines].format(*DICTS[dicts]) + end)

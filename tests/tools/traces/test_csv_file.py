@@ -73,7 +73,7 @@ def test_a_quote_that_is_never_closed_costs_a_part_of_the_file(tmp_path):
     rows = "".join(f"{step},1.5,\n" for step in range(2, 60_000))
     trace = open_one(write(tmp_path / "run.csv", f'step,loss,note\n0,1,\n1,2,"oops\n{rows}'))
     assert trace.problem_count == 1
-    assert "field larger than field limit" in trace.problems[0].text
+    assert "field larger than field limit" in trace.problems[0]
     assert len(trace.rows.index) > 40_000
     assert trace.rows.step[-1] == 59_999
 
