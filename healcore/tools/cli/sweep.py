@@ -64,7 +64,7 @@ def sweep(
     try:
         base = load(policy, **parse_overrides(set_))
         settings = variants(base, vary)
-        known = read_labels(labels) if labels else None
+        known = read_labels(labels) if labels else []
         opened, failed = open_traces(traces, columns=parse_columns(column), join=join)
     except (PolicyError, LabelError, SweepError, TraceError) as error:
         fail(str(error))

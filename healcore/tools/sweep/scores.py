@@ -115,28 +115,20 @@ def order_rows(judged: JudgedRows, config: EngineConfig) -> np.ndarray:
     return judged.index[judged.record.skip if skips else judged.record.cause != 0]
 
 
-class Labels:
-    """Labels by trace."""
-
-    def __init__(self, labels: Sequence[Label]) -> None:
-        self._by_name: dict[str, list[Label]] = {}
-        for label in labels:
-            self._by_name.setdefault(PurePath(label.file).name, []).append(label)
-
-    def of(self, trace: str) -> Label | None:
-        """Returns the label whose file is the end of the trace's path, or None."""
-        parts = Path(trace).absolute().parts  # the user may have passed a relative path
-        for label in self._by_name.get(parts[-1], ()):
-            wanted = PurePath(label.file).parts
-            if parts[-len(wanted) :] == wanted:
-                return label
-        return None
+def label_of(labels: Sequence[Label], trace: str) -> Label | None:
+    """Returns the label whose file is the end of the trace's path, or None."""
+    parts = Path(trace).absolute().parts  # the user may have passed a relative path
+    for label in labels:
+        wanted = PurePath(label.file).parts
+        if parts[-len(wanted) :] == wanted:
+            return label
+    return None
 
 
-def read_labels(path: Path) -> Labels:
+def read_labels(path: Path) -> list[Label]:
     """Reads a JSON list of `{"file", "points", "spikes", "ambiguous"}`, or raises LabelError."""
     try:
-        return Labels([_label(data) for data in json.loads(regular_file.read(path))])
+        return [_label(data) for data in json.loads(regular_file.read(path))]
     except OSError as error:
         raise LabelError(f"{path} cannot be read: {error.strerror or error}") from error
     except (

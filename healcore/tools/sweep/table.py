@@ -13,7 +13,7 @@ from rich.text import Text
 
 from healcore.policy import Policy
 from healcore.tools.replay import ReplayError, Summary, replay
-from healcore.tools.sweep.scores import Labels, Score, order_rows, score
+from healcore.tools.sweep.scores import Label, Score, label_of, order_rows, score
 from healcore.tools.traces import Trace, Unreadable
 
 _COUNTS = ("alarms", "incidents", "rollbacks", "skips", "clips")
@@ -22,7 +22,7 @@ _COUNTS = ("alarms", "incidents", "rollbacks", "skips", "clips")
 def rows_of(
     traces: Sequence[Trace],
     settings: Mapping[str, Policy],
-    labels: Labels | None,
+    labels: Sequence[Label],
     failed: list[Unreadable],
 ) -> Iterator[dict[str, Any]]:
     """Yields the sums of each variant over the traces; `failed` collects the other traces.
@@ -39,7 +39,7 @@ def rows_of(
                 failed.append(Unreadable(trace.name, error.problem))
                 continue
             summaries.append(result.summary)
-            label = labels.of(trace.name) if labels else None
+            label = label_of(labels, trace.name)
             if label is not None:
                 orders = order_rows(result.judged, result.engine.config)
                 found = score(orders, _nonfinite(trace), label)

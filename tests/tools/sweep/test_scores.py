@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from healcore.tools.sweep.scores import Label, LabelError, Labels, Score, Zone, read_labels, score
+from healcore.tools.sweep.scores import Label, LabelError, Score, Zone, label_of, read_labels, score
 
 SCORER = Path(__file__).parents[4] / "shared" / "tools" / "score_detectors.py"
 
@@ -76,9 +76,8 @@ def test_short_traces_are_left_out():
 
 
 def test_a_label_is_found_by_the_end_of_the_path():
-    labels = Labels(
-        [label()._replace(file=name) for name in ("calm/a.csv", "spiky/a.csv", "b.csv")]
-    )
+    names = ("calm/a.csv", "spiky/a.csv", "b.csv")
+    labels = [label()._replace(file=name) for name in names]
     for path, file in {
         "/data/spiky/a.csv": "spiky/a.csv",
         "calm/a.csv": "calm/a.csv",
@@ -87,7 +86,7 @@ def test_a_label_is_found_by_the_end_of_the_path():
         "x/a.csv": None,
         "c.csv": None,
     }.items():
-        found = labels.of(path)
+        found = label_of(labels, path)
         assert (found and found.file) == file, path
 
 
