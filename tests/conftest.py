@@ -77,7 +77,6 @@ SLOW = (
     "tests/torch/driver/test_sharded_ranks.py",
     "tests/torch/test_four_ranks.py",
     # The same bits once more: `tests/parity/test_fuzz.py` is in `make test`.
-    "tests/catalogue/test_every_policy.py::test_it_replays_the_same_in_jax",
     "tests/parity/test_compiled.py",
     "tests/parity/test_fuzz.py::test_the_detectors_of_the_catalogue_too",
     "tests/parity/test_moving.py",
