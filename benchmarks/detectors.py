@@ -9,98 +9,53 @@ it. Skips (one bad batch) have lines of their own. Alarms are scored by labelled
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 from labelled_runs import Run, Score, load, score
 from side_by_side import write_json
 
 import healcore.policy
-from healcore.core.engine import Engine
-from healcore.core.signals import Signals
-from healcore.core.tree import map_leaves
+from healcore.core.verdict import Action
+from healcore.tools.replay import replay
+from healcore.tools.traces import open_traces
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 POLICIES = ("default", "pretraining", "aggressive", "conservative")
 Alarms = dict[str, np.ndarray]
 
 
-def engine_alarms(engine: Engine, runs: Iterable[Run]) -> tuple[Alarms, Alarms]:
-    """Runs an engine on all runs side by side.
+def policy_alarms(policy: str, folder: Path, runs: Iterable[Run]) -> tuple[Alarms, Alarms]:
+    """Replays a policy on all runs.
 
     Returns:
         Rows where a rollback is ordered or due, and rows that are skipped, by file.
     """
     due: Alarms = {}
     skipped: Alarms = {}
-    for has_norm in (True, False):
-        some = [run for run in runs if (run.norm is not None) == has_norm]
-        if not some:
-            continue
-        recoveries, skips = _scan(engine, lanes(some))
-        for lane, run in enumerate(some):
-            due[run.file] = recoveries[: len(run.loss), lane]
-            skipped[run.file] = skips[: len(run.loss), lane]
+    for run in runs:
+        (trace,), _ = open_traces([str(folder / run.file)])
+        judged = replay(trace, policy).judged
+        for alarms, flags in (
+            (due, judged.action & int(Action.ROLLBACK) != 0),
+            (skipped, judged.record.skip),
+        ):
+            alarms[run.file] = np.zeros(len(run.loss), bool)
+            alarms[run.file][judged.index[flags]] = True
     return due, skipped
 
 
-def lanes(runs: list[Run]) -> Signals:
-    """Signals (rows, runs): a shorter run ends in externally skipped steps."""
-    shape = (max(len(run.loss) for run in runs), len(runs))
-    loss, norm, skipped = (
-        np.ones(shape, np.float32),
-        np.ones(shape, np.float32),
-        np.ones(shape, bool),
-    )
-    for lane, run in enumerate(runs):
-        rows = slice(len(run.loss))
-        loss[rows, lane], skipped[rows, lane] = run.loss, False
-        if run.norm is not None:
-            norm[rows, lane] = run.norm
-    return Signals(
-        loss=loss, grad_norm=None if runs[0].norm is None else norm, externally_skipped=skipped
-    )
-
-
-def _scan(engine: Engine, trace: Signals) -> tuple[np.ndarray, np.ndarray]:
-    """(due, skip), bool (rows, runs): in one jitted scan where JAX is installed."""
-    assert trace.loss is not None
-    initial = engine.init(batch=trace.loss.shape[1:])
-
-    def step(state: Any, seen: Signals, xp: Any) -> tuple[Any, tuple[Any, Any]]:
-        new, decision = engine.step(state, seen, xp=xp)
-        before, after = state.incident, new.incident
-        due = (after.recovered == 0) & ((before.recovered != 0) | (before.number != after.number))
-        return new, (due, decision.skip & ~seen.externally_skipped)
-
-    try:
-        import jax
-        import jax.numpy as jnp
-    except ImportError:
-        flag_rows = []
-        for row in range(len(trace.loss)):
-            seen = Signals(*(None if part is None else part[row] for part in trace))
-            initial, flags = step(initial, seen, np)
-            flag_rows.append(flags)
-        due, skip = (np.stack(column) for column in zip(*flag_rows, strict=True))
-        return due, skip
-    scan = jax.jit(lambda state, xs: jax.lax.scan(lambda s, x: step(s, x, jnp), state, xs)[1])
-    due, skip = scan(map_leaves(jnp.asarray, initial), map_leaves(jnp.asarray, trace))
-    return np.asarray(due), np.asarray(skip)
-
-
-def all_scores(runs: list[Run], policies: Iterable[str]) -> dict[str, dict[str, Score]]:
+def all_scores(
+    folder: Path, runs: list[Run], policies: Iterable[str]
+) -> dict[str, dict[str, Score]]:
     """Scores by kind of alarm and family."""
     scores: dict[str, dict[str, Score]] = {}
     skips: dict[str, dict[str, Score]] = {}
     for name in policies:
         policy = healcore.policy.load(name)
-        due, skipped = engine_alarms(policy.engine(), runs)
+        due, skipped = policy_alarms(name, folder, runs)
         scores[f"healcore {policy.name}: rollbacks"] = score(runs, due)
         skips[f"healcore {policy.name}: skips"] = score(runs, skipped)
     return scores | skips
@@ -221,7 +176,7 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.folder / "labels.json").is_file():
         parser.error(f"{options.folder} has no labels.json: pass a folder of labelled runs")
-    scores = all_scores(load(options.folder), options.policy or POLICIES)
+    scores = all_scores(options.folder, load(options.folder), options.policy or POLICIES)
     table = rows_of(scores)
     print(as_markdown(table) if options.markdown else as_text(table))
     write_json(options.json, {"scores": as_data(scores)})

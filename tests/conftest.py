@@ -96,7 +96,6 @@ SLOW = (
     "tests/parity/test_safety.py::test_a_thousand_steps_of_hundreds_of_runs",
     "tests/parity/test_scalars.py",
     "tests/parity/test_vmapped_policies.py",
-    "tests/tools/replay/test_backends.py",
     "tests/tools/replay/test_recorded.py",
     # Many random cases, of what `make test` has examples of.
     "tests/core/test_host_requests.py::test_the_core_goes_on_as_the_reference_does",
@@ -128,11 +127,8 @@ SLOW = (
     "tests/examples/test_lightning.py",
     "tests/examples/test_out_of_memory.py",
     "tests/healer/test_failure_table.py::test_each_row_happens_and_its_recipe_is_carried_out",
-    "tests/hostile/test_logs.py::test_zeros_in_a_gz",
-    "tests/tools/probe/test_loss.py::test_memory_does_not_grow_with_the_log",
     "tests/tools/cli/test_demo.py::test_a_broken_claim_exits_with_1",
     "tests/tools/probe/test_recorded_runs.py",
-    "tests/tools/traces/test_streaming.py",
     "tests/torch/trainers/huggingface/test_known_failures.py",
     "tests/torch/trainers/lightning/test_kills.py",
     # The other framework, store or optimizer for what `make test` shows with one.
@@ -169,7 +165,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 OPTIMIZED = (
     "tests.parity",
     "tests.core",
-    "tests.tools.replay",
     "tests.jax.test_bad_updates",
     "tests.jax.test_commit",
     "tests.jax.test_fixed_cost",

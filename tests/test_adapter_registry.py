@@ -8,7 +8,7 @@ from healcore import adapter_registry
 
 
 @pytest.mark.parametrize("framework", adapter_registry.FRAMEWORKS)
-@pytest.mark.parametrize("capability", ["driver", "plain_values", "row_runner", "demo_training"])
+@pytest.mark.parametrize("capability", ["driver", "plain_values", "demo_training"])
 def test_every_adapter_provides(framework, capability):
     pytest.importorskip("flax" if framework == "jax" else framework)
     provided = adapter_registry.find(framework, capability)

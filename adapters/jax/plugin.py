@@ -10,7 +10,6 @@ from healcore.adapter_registry import register
 _PARTS = {
     "driver": "healcore.jax.driver:JaxDriver",
     "plain_values": "healcore.jax.plain_values",
-    "row_runner": "healcore.jax.recorded_runs:JaxRowRunner",
     "demo_training": "healcore.jax.demo:train",
 }
 """Name of a part in the registry -> import path of its module or object."""

@@ -10,20 +10,13 @@ Dynamo (measured) and keeps torch's inexact `sqrt`.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from healcore.core.clipping.autoclip import EDGES
-from healcore.core.engine import EngineState
-from healcore.core.signals import Signals
-from healcore.core.tree import map_leaves
-from healcore.plugins.rows import DecisionColumns, NumpyRowRunner, judge_row, rolled_back
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -140,30 +133,3 @@ class Namespace:
 def on(device: torch.device | str) -> Any:
     """The namespace for arrays on `device`."""
     return Namespace(torch.device(device))
-
-
-class TorchRowRunner(NumpyRowRunner):
-    """Implements `RowRunner` of `healcore replay`, eagerly on the CPU.
-
-    It checks other backends. Rejected: `torch.compile`, which needs a compiler and half a minute.
-    """
-
-    def start(self) -> EngineState:
-        """The engine's first state as tensors."""
-        return map_leaves(lambda leaf: torch.from_numpy(np.array(leaf)), self.engine.init())
-
-    @torch.inference_mode()
-    def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
-        """See `RowRunner.on_rollback`."""
-        return rolled_back(self.engine, live, restored, xp=on("cpu"))
-
-    @torch.inference_mode()
-    def run(
-        self, state: EngineState, values: Mapping[str, Any], kind: np.ndarray
-    ) -> tuple[EngineState, DecisionColumns]:
-        """See `RowRunner.run`."""
-        tensors = {name: torch.from_numpy(np.array(each)) for name, each in values.items()}
-        return super().run(state, tensors, kind)
-
-    def _program(self, state: EngineState, signals: Signals) -> Callable[..., Any]:
-        return functools.partial(judge_row, self.engine, xp=on("cpu"))

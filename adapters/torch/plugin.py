@@ -10,7 +10,6 @@ from healcore.adapter_registry import register
 _PARTS = {
     "driver": "healcore.torch.driver:TorchDriver",
     "plain_values": "healcore.torch.plain_values",
-    "row_runner": "healcore.torch.namespace:TorchRowRunner",
     "demo_training": "healcore.torch.demo:train",
     "checkpoint_reader": "healcore.torch.checkpoint_contents",
 }

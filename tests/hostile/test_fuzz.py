@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gzip
 import io
 import json
 import os
@@ -27,7 +26,7 @@ from healcore.runtime.store.manifest import MANIFEST
 from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.optimizer import probe_optimizer
 from healcore.tools.probe.result import ProbeError
-from healcore.tools.replay.scores import LabelError, read_labels
+from healcore.tools.sweep.scores import LabelError, read_labels
 from healcore.tools.traces import TraceError, open_traces
 from healcore.torch.checkpoint_contents import stored_bytes
 from healcore.torch.inert_pickle import BadPickle, read
@@ -49,10 +48,7 @@ def _file(suffix: str, content: bytes, use: Callable[[Path], object]) -> None:
 
 
 def _traced(path: Path) -> None:
-    traces, _ = open_traces([os.fspath(path)])
-    for trace in traces:
-        trace.survey()
-        list(trace.rows())
+    open_traces([os.fspath(path)])
 
 
 def _checkpoint(path: Path) -> None:
@@ -137,9 +133,6 @@ READERS: dict[str, tuple[bytes, Callable[[bytes], object], tuple[type[Exception]
     ),
     "DCP": (_dcp(), _index, (ProbeError,)),
     "CSV": (ROWS.encode(), lambda data: _file(".csv", data, _traced), (TraceError,)),
-    "CSV.gz": (
-        gzip.compress(ROWS.encode()), lambda data: _file(".gz", data, _traced), (TraceError,)
-    ),
     "JSON Lines": (LINES.encode(), lambda data: _file(".jsonl", data, _traced), (TraceError,)),
     "Trainer": (DOCUMENT.encode(), lambda data: _file(".json", data, _traced), (TraceError,)),
     "TensorBoard": (_tensorboard(), lambda data: _file("", data, _traced), (TraceError,)),

@@ -24,6 +24,7 @@ def refused(reader: Reader, *args: object, **bounds: float) -> str:
 LOGS = {
     "a header of one long cell": b"step,loss," + b"x" * 200_000 + b"\n1,2\n",
     "a million columns": b"step,loss" + b",x" * 400_000 + b"\n1,2\n",
+    "a gz": gzip.compress(ROWS.encode()),
     "runs of one name": b",".join([b"step"] + [b"a - loss"] * 100_000) + b"\n1\n",
     "columns common to all runs": ",".join(
         [f"{at}epoch" for at in range(20_000)] + [f"{at} - loss" for at in range(20_000)]
@@ -32,9 +33,7 @@ LOGS = {
     "nested JSON": b'{"step": 1, "loss": ' + b"[" * 500_000 + b"\n",
     "nested in a document": b'{"log_history": [' + b'{"a":' * 500_000,
     "a line without end": b'{"step": 1, "loss": "' + b"x" * 40_000_000,
-    "lists": b'{"step": 1, "loss": [' + b"[]," * 3_000_000 + b"[]]}\n",
     "a log history of spaces": b'{"log_history"' + b" " * 2_000_000,
-    "commas": b'{"log_history": [' + b"," * 2_000_000,
     "quotes": b"step,loss\n" + b'"\n' * 500_000,
     "a number of 400,000 digits": b'{"step": 1, "loss": ' + b"9" * 400_000 + b"}\n",
 }
@@ -53,45 +52,6 @@ def test_a_whole_number_of_400_digits(reader, tmp_path):
     path.write_text("\n".join(lines))
     reader.probe("loss", path)
     assert reader.run("replay", path).status in (0, 1, 2)
-
-
-def test_zeros_in_a_gz(reader, tmp_path):
-    path = tmp_path / "log.csv.gz"
-    with gzip.GzipFile(path, "wb") as file:
-        file.write(ROWS.encode())
-        for _ in range(500):
-            file.write(bytes(1 << 20))
-    result = reader.probe("loss", path)
-    assert result.status in (0, 1)  # the rows in front of it are rows
-
-
-def test_records_in_a_gz(reader, tmp_path):
-    path = tmp_path / "log.jsonl.gz"
-    line = b'{"step": 1, "loss": 1, "x": [' + b"[]," * 30_000 + b"[]]}\n"
-    with gzip.GzipFile(path, "wb") as file:
-        for _ in range(50):
-            file.write(line)
-    reader.probe("loss", path)
-
-
-@pytest.mark.parametrize(
-    ("start", "line"),
-    [(b"step,loss\n", b"1,1\n"), (b"loss\n", b"1\n"), (b'{"step":1,"loss":1}\n', b"{\n")],
-    ids=["one step", "no steps", "damaged records"],
-)
-def test_millions_of_rows_in_a_small_gz(reader, tmp_path, start, line):
-    path = tmp_path / "log.gz"
-    path.write_bytes(gzip.compress(start + line * (12_000_000 // len(line))))
-    assert path.stat().st_size < 30_000
-    text = " ".join(reader.run("replay", path).text.split())
-    assert "pass the unpacked file" in text or "more like these" in text
-
-
-def test_a_gz_of_lines_that_are_as_it_should_be(reader, tmp_path):
-    path = tmp_path / "log.csv.gz"
-    with gzip.GzipFile(path, "wb") as file:
-        file.write(("step,loss\n" + "".join(f"{at},1.0\n" for at in range(300_000))).encode())
-    assert "all 300000 values" in reader.probe("loss", path).messages()
 
 
 def test_directories_that_hold_each_other(reader, tmp_path):
@@ -119,7 +79,7 @@ def event(step: int, **value: object) -> bytes:
     return event_pb2.Event(step=step, summary=summary).SerializeToString()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 1 << 40, 1 << 33])
+@pytest.mark.parametrize("length", [1 << 63, 1 << 33])
 def test_a_record_of_tensorboard_without_end(reader, tmp_path, length):
     from tensorboard.compat.proto import event_pb2
 
@@ -154,8 +114,7 @@ def test_a_bad_log_costs_no_other_its_verdict(reader, tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        *("[" * 300_000, '{"a":' * 300_000, '[{"file":"a","points":1e999}]', "9" * 400_000),
-        f'[{{"file":"log.csv","points":{10**400}}}]',
+        *("[" * 300_000, '[{"file":"a","points":1e999}]', "9" * 400_000),
         f'[{{"file":"log.csv","points":500,"spikes":[{{"onset":{10**400},"end":{10**400}}}]}}]',
         '[{"file":"log.csv","points":500,"ambiguous":[{"onset":0,"end":{}}]}]',
     ],
@@ -164,6 +123,6 @@ def test_labels_that_are_none(reader, tmp_path, text):
     labels, log = tmp_path / "labels.json", tmp_path / "log.csv"
     labels.write_text(text)
     log.write_text(ROWS)
-    result = reader.run("replay", log, "--labels", labels)
+    result = reader.run("sweep", log, "--vary", "max_skips=5", "--labels", labels)
     assert result.status == 2
     assert "list of labels" in result.text

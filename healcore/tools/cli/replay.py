@@ -53,21 +53,12 @@ def replay(
         ),
     ] = None,
     set_: SetOption = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(help="numpy, jax or torch, with equal results. Default: jax for long traces."),
-    ] = None,
     jsonl: Annotated[
         str | None,
         typer.Option(metavar="OUT", help="Write a JSON object per decision; - is standard output."),
     ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="OUT.html", help="Write an HTML page.")
-    ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Write a picture.")] = None,
-    labels: Annotated[
-        Path | None,
-        typer.Option(metavar="LABELS.json", help="Known faults, by which each policy is scored."),
     ] = None,
     column: ColumnOption = None,
     join: JoinOption = False,
@@ -76,20 +67,17 @@ def replay(
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError
     from healcore.tools.replay.command import Outputs
-    from healcore.tools.replay.scores import LabelError, read_labels
     from healcore.tools.traces import TraceError, open_traces
 
-    outputs = Outputs(jsonl, report, png)
+    outputs = Outputs(jsonl, report)
     try:
         policies = _policies(policy or ["default"], parse_overrides(set_))
-        known = read_labels(labels) if labels else None
-        _check_backend(backend)
-        outputs.check([*traces, *(policy or []), *([str(labels)] if labels else [])])
+        outputs.check([*traces, *(policy or [])])
         opened, unreadable = open_traces(traces, columns=parse_columns(column), join=join)
-    except (PolicyError, LabelError, MissingExtraError, TraceError, ValueError) as error:
+    except (PolicyError, MissingExtraError, TraceError, ValueError) as error:
         fail(str(error))
     try:
-        results, more = _run(opened, policies, backend, outputs, known)
+        results, more = _run(opened, policies, outputs)
     except BrokenPipeError:
         # The reader of `--jsonl -` has ended, and Python's flush at exit would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -104,40 +92,27 @@ def replay(
 
 
 def _run(
-    opened: Sequence[Trace],
-    policies: Mapping[str, Policy],
-    backend: str | None,
-    outputs: Outputs,
-    known: Any,
+    opened: Sequence[Trace], policies: Mapping[str, Policy], outputs: Outputs
 ) -> tuple[list[ReplayResult], list[Unreadable]]:
-    """Replays the traces, writes the files and prints the tables."""
-    from healcore.tools.replay.command import ReplayResult, draw, replay_all, show, survey_all
+    """Replays the traces, writes the files and prints the table."""
+    from healcore.tools.replay.command import ReplayResult, replay_all, show, write_page
 
     results: list[ReplayResult] = []
+    failed: list[Unreadable] = []
     with outputs.lines() as file, progress_bar() as progress:
-        reading = progress.add_task("reading", total=len(opened))
-        readable, failed = survey_all(opened, lambda: progress.advance(reading))
-        rows = sum(trace.survey().rows for trace in readable) * len(policies)
-        task = progress.add_task("replaying", total=rows)
-        for result in replay_all(
-            readable,
-            policies,
-            backend=backend,
-            jsonl=file,
-            labels=known,
-            reports=outputs.reports,
-            advance=lambda done: progress.advance(task, done),
-        ):
+        replays = replay_all(opened, policies, jsonl=file, reports=outputs.report is not None)
+        for result in progress.track(replays, len(opened) * len(policies), description="replaying"):
             if isinstance(result, ReplayResult):
                 results.append(result)
             else:
                 failed.append(result)
     if results:
-        written = draw(outputs, results)  # before the table, whose reader may end early (`| head`)
+        # Before the table, whose reader may end early (`| head`).
+        page = write_page(outputs.report, results) if outputs.report else None
         printer = outputs.console()
-        show(printer, results, readable)
-        for line in written:
-            printer.print(line, markup=False, highlight=False)
+        show(printer, [result.summary for result in results], opened)
+        if page:
+            printer.print(page, markup=False, highlight=False)
     return results, failed
 
 
@@ -148,13 +123,3 @@ def _policies(names: Sequence[str], overrides: Any) -> dict[str, Policy]:
     if repeated:
         raise ValueError(f"--policy {repeated[0]} is repeated: name each policy once")
     return {name: load(name, **overrides) for name in names}
-
-
-def _check_backend(backend: str | None) -> None:
-    from healcore.extras import require
-    from healcore.plugins.rows import BACKENDS
-
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend not in (None, "numpy"):
-        require(backend, backend)

@@ -1,4 +1,4 @@
-"""The command `healcore sweep TRACE... --policy NAME|FILE --vary KEY=LOW..HIGH`.
+"""The command `healcore sweep TRACE... --policy NAME|FILE --vary KEY=A,B,C`.
 
 Exit status: 0 all traces were swept, 1 a trace could not be read or judged, 2 the policy, a key or
 the command line is invalid, or no trace could be swept.
@@ -37,9 +37,9 @@ def sweep(
     vary: Annotated[
         list[str],
         typer.Option(
-            metavar="KEY=LOW..HIGH",
-            help="A number to vary: max_skips=5,10,20, or detect.divergence.rise=5..12 for five "
-            "values. Repeatable: all combinations are tried, at most 100.",
+            metavar="KEY=A,B,C",
+            help="Values of a number: max_skips=5,10,20. Repeatable: all combinations are tried, "
+            "at most 100.",
         ),
     ],
     policy: Annotated[
@@ -56,38 +56,25 @@ def sweep(
 ) -> None:
     """Count what variants of a policy would have done in recorded runs. Writes no file."""
     from healcore.policy import PolicyError, load
-    from healcore.tools.replay.command import replay_all, survey_all
-    from healcore.tools.replay.scores import LabelError, read_labels
-    from healcore.tools.replay.table import ReplayResult
     from healcore.tools.sweep import SweepError, variants
+    from healcore.tools.sweep.scores import LabelError, read_labels
     from healcore.tools.sweep.table import rows_of, table
     from healcore.tools.traces import TraceError, open_traces
 
     try:
         base = load(policy, **parse_overrides(set_))
         settings = variants(base, vary)
-        known = read_labels(labels) if labels else None
+        known = read_labels(labels) if labels else []
         opened, failed = open_traces(traces, columns=parse_columns(column), join=join)
     except (PolicyError, LabelError, SweepError, TraceError) as error:
         fail(str(error))
-    results: list[ReplayResult] = []
     with progress_bar() as bar:
-        readable, unreadable = survey_all(opened, lambda: None)
-        failed = [*failed, *unreadable]
-        total = sum(trace.survey().rows for trace in readable) * len(settings)
-        task = bar.add_task("sweeping", total=total)
-        for result in replay_all(
-            readable, settings, labels=known, advance=lambda done: bar.advance(task, done)
-        ):
-            if isinstance(result, ReplayResult):
-                results.append(result)
-            else:
-                failed.append(result)
+        counted = rows_of(opened, settings, known, failed)
+        rows = list(bar.track(counted, len(settings), description="sweeping"))
     for problem in dict.fromkeys(f"{each.path}: {each.problem}" for each in failed):
         echo(problem, err=True)
-    if not results:
+    if not rows:
         fail("no trace could be swept")
-    rows = rows_of(results)
     if as_json:
         echo_json(json.dumps(rows, indent=2, allow_nan=False))
     else:

@@ -20,7 +20,7 @@ from healcore.tools.probe.loss_curve import (
 )
 from healcore.tools.probe.loss_events import DetectorEventFinder, WindowEventFinder
 from healcore.tools.probe.result import FAIL, PASS, SKIP, WARN, Check, NothingToProbe, ProbeResult
-from healcore.tools.traces.trace import Survey, Trace, lineage
+from healcore.tools.traces import Trace, lineage
 
 _MIN_VALUES_FOR_SMOOTHNESS = 30
 _LOWEST_SMOOTHNESS = -3.0
@@ -35,14 +35,13 @@ _FATAL = ("finite", "gradient_norm", "zero_loss")
 
 
 def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
-    """Probes the curve of a run in bounded memory. Ignores rows that a resume replaced.
+    """Probes the curve of a run. Ignores rows that a resume replaced.
 
-    Raises TraceError if the trace cannot be read, NothingToProbe if it does not log the signal.
+    Raises NothingToProbe if the trace does not log the signal.
     """
     inputs = inputs or LossInputs()
-    survey = trace.survey()
-    if inputs.signal not in survey.signals:
-        logged_names = ", ".join(sorted(survey.signals)) or "no known signal"
+    if inputs.signal not in trace.signals:
+        logged_names = ", ".join(sorted(trace.signals)) or "no known signal"
         raise NothingToProbe(
             f"{trace.name} logs no {inputs.signal}, only {logged_names}: pass --signal for another "
             f"signal, or --column {inputs.signal}=NAME for a column with another name"
@@ -55,22 +54,18 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     is_loss = inputs.signal in ("loss", "eval_loss")
     detector = DetectorEventFinder(inputs.event_sigmas, inputs.event_points) if is_loss else None
     thinned = Envelope(inputs.curve_points)
-    by_step = None
     others = OtherColumns()
-    for rows in lineage(trace):
-        others.add(rows)
-        chunk = logged(rows, inputs.signal)
-        if not len(chunk.value):
-            continue
-        if by_step is None:
-            by_step = bool((chunk.step == np.rint(chunk.step)).all())
-        places = np.rint(chunk.step).astype(np.int64) if by_step else chunk.index
-        thinned.add(places, {"value": chunk.value})
-        values = curve.add(chunk.step, sign * chunk.value)
-        steps = chunk.step[np.isfinite(chunk.value)]
-        finder.add(steps, values)
-        if detector is not None:
-            detector.add(steps, values)
+    rows = lineage(trace)
+    others.add(rows)
+    chunk = logged(rows, inputs.signal)
+    by_step = bool((chunk.step == np.rint(chunk.step)).all())
+    places = np.rint(chunk.step).astype(np.int64) if by_step else chunk.index
+    thinned.add(places, {"value": chunk.value})
+    values = curve.add(chunk.step, sign * chunk.value)
+    steps = chunk.step[np.isfinite(chunk.value)]
+    finder.add(steps, values)
+    if detector is not None:
+        detector.add(steps, values)
     finder.finish()
     if detector is not None:
         finder.include(detector.finish())
@@ -91,7 +86,7 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     }
     checks = _checks(curve, finder, others, inputs, sign, facts)
     facts["score"] = score(checks, inputs)
-    return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(_notes(survey)))
+    return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(_notes(trace)))
 
 
 def score(checks: Sequence[Check], inputs: LossInputs) -> float | None:
@@ -127,12 +122,12 @@ def _closeness(check: Check) -> float:
     return 0.5  # the other bounds are no distance
 
 
-def _notes(survey: Survey) -> list[str]:
-    notes = [str(problem) for problem in survey.problems]
-    if survey.problem_count > len(notes):
-        notes.append(f"{survey.problem_count - len(notes)} further problems in this trace")
-    if survey.stale:
-        notes.append(f"{survey.stale} rows were repeated by a resume; the last value counts")
+def _notes(trace: Trace) -> list[str]:
+    notes = list(trace.problems)
+    if trace.problem_count > len(notes):
+        notes.append(f"{trace.problem_count - len(notes)} further problems in this trace")
+    if trace.stale:
+        notes.append(f"{trace.stale} rows were repeated by a resume; the last value counts")
     return notes
 
 

@@ -10,7 +10,7 @@ print(result.summary)
 from __future__ import annotations
 
 from healcore.tools.replay.decided import Decided
+from healcore.tools.replay.replayed import Replay, ReplayError, replay
 from healcore.tools.replay.summary import AttemptSummary, Summary
-from healcore.tools.replay.trace_replay import Replay, ReplayError, replay
 
 __all__ = ["AttemptSummary", "Decided", "Replay", "ReplayError", "Summary", "replay"]

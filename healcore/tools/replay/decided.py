@@ -13,7 +13,8 @@ import numpy as np
 
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause, names
-from healcore.tools.replay.summary import JudgedRows, Summary, shortest
+from healcore.tools.replay.judged import JudgedRows
+from healcore.tools.replay.summary import Summary, shortest
 
 
 class Decided(NamedTuple):
@@ -38,7 +39,7 @@ class Decided(NamedTuple):
 
 
 def select_decided(judged: JudgedRows, engine: Engine) -> Iterator[Decided]:
-    """Yields the rows of a chunk whose decision is not neutral, in order."""
+    """Yields the rows whose decision is not neutral, in order."""
     record, action, spent = judged.record, judged.action, judged.spent
     scores = _find_scores(judged, engine)
     clipping = scores.get("grad_norm")
@@ -46,7 +47,7 @@ def select_decided(judged: JudgedRows, engine: Engine) -> Iterator[Decided]:
         yield Decided(
             index=int(judged.index[row]),
             step=float(judged.step[row]),
-            attempt=judged.attempt,
+            attempt=int(judged.attempt[row]),
             cause=Cause(int(record.cause[row])),
             action=Action(int(action[row])),
             skip=bool(record.skip[row]),

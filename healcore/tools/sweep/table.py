@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,34 +11,57 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from healcore.tools.replay.scores import Score
-from healcore.tools.replay.table import ReplayResult
+from healcore.policy import Policy
+from healcore.tools.replay import ReplayError, Summary, replay
+from healcore.tools.sweep.scores import Label, Score, label_of, order_rows, score
+from healcore.tools.traces import Trace, Unreadable
 
 _COUNTS = ("alarms", "incidents", "rollbacks", "skips", "clips")
 
 
-def rows_of(results: Sequence[ReplayResult]) -> list[dict[str, Any]]:
-    """The sums of each variant over its traces, in the order of the variants.
+def rows_of(
+    traces: Sequence[Trace],
+    settings: Mapping[str, Policy],
+    labels: Sequence[Label],
+    failed: list[Unreadable],
+) -> Iterator[dict[str, Any]]:
+    """Yields the sums of each variant over the traces; `failed` collects the other traces.
 
     With labels also `events`, `found`, `in_time`, `latency` (median, rows) and `false` (alarms).
     """
-    by_variant: dict[str, list[ReplayResult]] = {}
-    for result in results:
-        by_variant.setdefault(result.summary.policy, []).append(result)
-    rows = []
-    for variant, own in by_variant.items():
-        row: dict[str, Any] = {"variant": variant, "traces": len(own)}
-        for name in ("rows", *_COUNTS):
-            row[name] = sum(getattr(each.summary, name) for each in own)
-        row["rollbacks"] -= sum(each.summary.repeats for each in own)
-        scores = [each.score for each in own if each.score is not None]
+    for name, policy in settings.items():
+        summaries: list[Summary] = []
+        scores: list[Score] = []
+        for trace in traces:
+            try:
+                result = replay(trace, policy, name=name)
+            except ReplayError as error:
+                failed.append(Unreadable(trace.name, error.problem))
+                continue
+            summaries.append(result.summary)
+            label = label_of(labels, trace.name)
+            if label is not None:
+                orders = order_rows(result.judged, result.engine.config)
+                found = score(orders, _nonfinite(trace), label)
+                scores += [found] if found is not None else []
+        if not summaries:
+            continue
+        row: dict[str, Any] = {"variant": name, "traces": len(summaries)}
+        for key in ("rows", *_COUNTS):
+            row[key] = sum(getattr(each, key) for each in summaries)
+        row["rollbacks"] -= sum(each.repeats for each in summaries)
         if scores:
-            score = functools.reduce(Score.plus, scores)
-            row |= {"events": score.events, "found": score.found, "in_time": score.in_time}
-            row["latency"] = float(np.median(score.latencies)) if score.latencies else None
-            row["false"] = score.false
-        rows.append(row)
-    return rows
+            total = functools.reduce(Score.plus, scores)
+            row |= {"events": total.events, "found": total.found, "in_time": total.in_time}
+            row["latency"] = float(np.median(total.latencies)) if total.latencies else None
+            row["false"] = total.false
+        yield row
+
+
+def _nonfinite(trace: Trace) -> np.ndarray:
+    """Returns the rows without a finite loss; none in a trace without losses."""
+    loss = trace.rows.values.get("loss")
+    return trace.rows.index[:0] if loss is None else trace.rows.index[~np.isfinite(loss)]
 
 
 def table(rows: Sequence[dict[str, Any]], policy: str) -> Table:

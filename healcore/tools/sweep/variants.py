@@ -1,23 +1,20 @@
-"""Variants of a policy in which some numbers differ: `--vary KEY=LOW..HIGH` or `KEY=A,B,C`."""
+"""Variants of a policy in which some values differ: `--vary KEY=A,B,C`."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-import re
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Sequence
 from typing import Any
 
 from healcore.core.errors import HealcoreError
-from healcore.policy import Policy, PolicyError, from_dict, to_dict
+from healcore.policy import Policy, PolicyError, load
+from healcore.policy.loader import merged
 
 MAX_VARIANTS = 100
 """A larger table is not read, and the best of many settings is the best by chance."""
-
-_STEPS = 5
-"""Number of values of a range, with both ends."""
-
-_PART = re.compile(r"(\w[\w-]*)((?:\[\d+\])*)")
 
 
 class SweepError(HealcoreError, ValueError):
@@ -29,89 +26,37 @@ def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
 
     Args:
         policy: the base policy.
-        vary: options `KEY=LOW..HIGH`, which are five evenly spaced values, or `KEY=A,B,C`.
+        vary: options `KEY=A,B,C` with the dotted keys of a policy file.
 
     Returns:
         The settings as text -> the policy with them. The first is the base policy, by its name.
 
     Raises:
-        SweepError: an option has another form, the key is not a number of the policy, the policy
-            rejects a value, or there are more than `MAX_VARIANTS` combinations.
+        SweepError: an option has another form, the policy rejects a value, or there are more than
+            `MAX_VARIANTS` combinations.
     """
-    base = to_dict(policy)
-    axes = [_parse(base, text) for text in vary]
-    count = math.prod(len(values) for _, values in axes)
+    axes = [_parse(text) for text in vary]
+    count = math.prod(map(len, axes))
     if count > MAX_VARIANTS:
         raise SweepError(f"--vary makes {count:,} variants; at most {MAX_VARIANTS} are compared")
     found = {policy.name: policy}
-    for numbers in itertools.product(*(values for _, values in axes)):
-        settings = dict(zip((key for key, _ in axes), numbers, strict=True))
-        name = " ".join(f"{key}={number:g}" for key, number in settings.items())
-        data = to_dict(policy)
-        for key, number in settings.items():
-            parent, last = _place(data, key)
-            parent[last] = number
+    for settings in itertools.product(*axes):
+        overrides: dict[str, Any] = functools.reduce(merged, map(tomllib.loads, settings), {})
+        name = " ".join(settings)
         try:
-            found[name] = from_dict(data, source=f"--vary {name}")
+            found[name] = load(policy, **overrides)
         except PolicyError as error:
-            raise SweepError(str(error)) from None
+            raise SweepError(f"--vary {name}: {error}") from None
     return found
 
 
-def _parse(base: Mapping[str, Any], text: str) -> tuple[str, list[float | int]]:
-    """The key and the values of one option."""
-    key, equals, values = (part.strip() for part in text.partition("="))
-    if not equals or not key or not values:
-        raise SweepError(f"--vary {text!r}: write KEY=LOW..HIGH or KEY=A,B,C")
-    parent, last = _place(base, key)
-    value = parent[last]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise SweepError(
-            f"{key} = {value!r} is not a number: a sweep varies numbers. Compare policies that "
-            "differ in texts or tables with: healcore replay --policy A --policy B"
-        )
-    ends = values.split("..")
-    numbers = [_number(text, part) for part in (ends if len(ends) > 1 else values.split(","))]
-    if len(ends) > 1:
-        if len(numbers) != 2 or not numbers[0] < numbers[1]:
-            raise SweepError(f"--vary {text!r}: LOW..HIGH needs two numbers, the smaller first")
-        low, high = numbers
-        numbers = [low + (high - low) * step / (_STEPS - 1) for step in range(_STEPS)]
-        if isinstance(value, int):
-            numbers = [float(round(number)) for number in numbers]
-    if isinstance(value, int) and any(number != round(number) for number in numbers):
-        raise SweepError(f"--vary {text!r}: {key} must be an integer")
-    kind = int if isinstance(value, int) else float
-    return key, [kind(number) for number in dict.fromkeys(numbers)]
-
-
-def _number(text: str, part: str) -> float:
+def _parse(text: str) -> list[str]:
+    """The settings `KEY=VALUE` of one option, each a line of TOML."""
+    key, _, values = text.partition("=")
+    settings = [f"{key.strip()}={value.strip()}" for value in values.split(",")]
     try:
-        number = float(part)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise SweepError(f"--vary {text!r}: {part.strip()!r} is not a number")
-    return number
-
-
-def _place(data: Any, key: str) -> tuple[Any, str | int]:
-    """The table or list that holds a key such as `respond[3].when.count`, and the last part."""
-    parts: list[str | int] = []
-    for part in key.split("."):
-        match = _PART.fullmatch(part)
-        if match is None:
-            raise SweepError(
-                f"{key!r} is not a policy key: write it as in the file, with dots, for example "
-                "detect.loss_spike.z_threshold or respond[3].when.consecutive"
-            )
-        parts += [match[1], *(int(index) for index in re.findall(r"\d+", match[2]))]
-    for place, part in enumerate(parts):
-        try:
-            inner = data[part]
-        except (KeyError, IndexError, TypeError):
-            keys = f"; its keys are {', '.join(data)}" if isinstance(data, Mapping) else ""
-            raise SweepError(f"{key}: the table in the base policy has no {part!r}{keys}") from None
-        if place < len(parts) - 1:
-            data = inner
-    return data, parts[-1]
+        for setting in settings:
+            tomllib.loads(setting)
+    except ValueError as error:
+        raise SweepError(f"--vary {text!r}: write KEY=A,B,C with numbers ({error})") from None
+    return list(dict.fromkeys(settings))

@@ -9,12 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from healcore.tools.traces.trace import SIGNALS, TraceError
+from healcore.tools.traces.columns import SIGNALS, TraceError
 
 STEP = "step"
-
-PROBED = 1000
-"""Number of first records whose keys decide what is read; later keys can only add signals."""
 
 _NAMES = {
     STEP: (
@@ -73,8 +70,6 @@ _NAMES = {
     ),
 }
 """Tiers of names by signal."""
-
-_RUN_NAME = re.compile("name|job_id|(run|trial)(_id|_name|_uuid)?")
 
 _REQUIRE_ONE = (STEP, "loss", "grad_norm")
 """Signals for which two equally good names are an error, not a note."""
@@ -155,25 +150,6 @@ def _check_choice(signal: str, name: str, names: Sequence[str]) -> str:
     if list(names).count(name) > 1:
         raise TraceError(f"two columns have the name '{name}': rename one of them")
     return name
-
-
-def is_run(name: str) -> bool:
-    """Whether a column name is a name of the run."""
-    return _RUN_NAME.fullmatch(normalize(name)) is not None
-
-
-def check_one_run(name: str, cells: Sequence[object], columns: Mapping[str, str]) -> None:
-    """Raises TraceError if most rows name another run, and the user has not chosen the steps.
-
-    `cells` has the first rows of the column `name`, for which `is_run` is true.
-    """
-    runs = len(set(map(str, cells)))
-    if STEP not in columns and runs > 1 and 2 * runs > len(cells):
-        raise TraceError(
-            f"it is a table of many runs, one row each: '{name}' has {runs:,} values in the first "
-            f"{len(cells):,} rows. Pass the log of one run, with a row for each step. If the rows "
-            "are steps of one run, name their column: --column step=NAME"
-        )
 
 
 def check_columns(columns: Mapping[str, str]) -> None:

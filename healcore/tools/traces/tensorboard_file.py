@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from healcore import extras, regular_file
-from healcore.tools.traces.text import is_compressed
-from healcore.tools.traces.trace import Findings, TraceError
+from healcore.tools.traces.columns import Findings, TraceError
 
 _FRAME_BYTES = 16
 """Size of the length and the two checksums of a record."""
 
 
-def check_readable(path: str) -> None:
-    """Raises TraceError for a compressed file, or if tensorboard is not installed."""
+def check_installed() -> None:
+    """Raises TraceError if tensorboard is not installed."""
     try:
         extras.require("tensorboard", "tensorboard")
     except extras.MissingExtraError:
@@ -24,8 +23,6 @@ def check_readable(path: str) -> None:
             "it is a TensorBoard event file, and tensorboard is not installed in this environment. "
             "In a checkout of healcore run: pip install '.[tensorboard]'"
         ) from None
-    if is_compressed(path):
-        raise TraceError("it is a compressed TensorBoard event file: unpack it first (gunzip)")
 
 
 def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -43,21 +40,21 @@ def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
         try:
             event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
         except DecodeError:
-            findings.problem(path, None, f"the record that ends at byte {end:,} is not an event")
+            findings.problem(path, 0, f"the record that ends at byte {end:,} is not an event")
             continue
         for value in event.summary.value:
             try:
                 number = _scalar(value)
             except (TypeError, ValueError, KeyError, OverflowError) as error:
                 text = f"'{value.tag[:60]}' at byte {end:,} is not a number: {str(error)[:100]}"
-                findings.problem(path, None, text)
+                findings.problem(path, 0, text)
                 continue
             if number is not None:
                 yield 0, {"step": event.step, value.tag: number}
     size = os.path.getsize(path)
     if end < size:
         text = f"truncated or damaged at byte {end:,}: the last {size - end:,} bytes cannot be read"
-        findings.problem(path, None, text)
+        findings.problem(path, 0, text)
 
 
 def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
 from healcore.tools.probe.inputs import LOSS_CHECKS, LossInputs
-from healcore.tools.probe.loss import probe_loss
 from healcore.tools.probe.result import NothingToProbe
-from healcore.tools.traces import open_traces
 from tests.tools.probe.curves import falling, probe, probe_values, verdict_of, write
 
 RANDOM = np.random.default_rng(20261120)
@@ -212,20 +208,6 @@ def test_wrong_inputs_are_refused():
             LossInputs.model_validate(wrong)
     with pytest.raises(ValueError, match="fail_regret"):
         LossInputs(warn_regret=0.5, fail_regret=0.2)
-
-
-def test_memory_does_not_grow_with_the_log(tmp_path):
-    peaks = []
-    for steps in (6_000, 12_000):
-        path = write(tmp_path, falling(steps, 0.05))
-        (trace,), _ = open_traces([str(path)])
-        trace.survey()
-        tracemalloc.start()
-        probe_loss(trace)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < 1.3 * peaks[0]
-    assert peaks[1] < 40 << 20
 
 
 class TestScore:

@@ -18,7 +18,24 @@ from healcore.tools.replay import replay
 from healcore.tools.replay.report import facts
 from tests.healer.training_loops import rules
 from tests.tools.replay import logs
-from tests.tools.replay.test_backends import OVERFIT
+
+OVERFIT = """
+schema = 1
+name = "overfit"
+[clip]
+kind = "autoclip"
+window = 50
+[detect.nonfinite]
+[detect.overfit]
+max_gap = 0.5
+[detect.update_spike]
+[[respond]]
+to = ["nonfinite", "update_spike"]
+do = ["skip"]
+[[respond]]
+to = ["overfit"]
+do = ["alert", "save"]
+"""
 
 STOPS = """
 schema = 1
@@ -99,8 +116,8 @@ def by_hand(engine: Engine, state, rows, index):
     return found, states
 
 
-def replayed(trace, policy, backend="numpy"):
-    result = replay(trace, policy, backend=backend)
+def replayed(trace, policy):
+    result = replay(trace, policy)
     lines = [
         (
             row.index,
@@ -254,7 +271,7 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
     assert "STOP" not in second.action
     assert "would roll back (once more if that had not helped)" in outcome(first)
     assert "would roll back (if that had not helped: it would stop)" in outcome(second)
-    shown = facts(summary, "numpy")
+    shown = facts(summary)
     assert shown["rollbacks"] == "2, and 2 more if rollbacks had not helped, 1 beyond the budget"
     assert shown["cuts of the learning rate"] == "2, and 2 more if rollbacks had not helped"
     assert shown["smallest learning-rate multiplier"] == (
@@ -321,12 +338,3 @@ def test_incidents_have_their_rows_and_steps(tmp_path):
     assert incident.lr_path == (1.0, 0.25)
     assert "would roll back" in outcome(incident)
     assert incident.skipped > 0
-
-
-def test_before_its_end_there_is_no_summary(tmp_path):
-    result = replay(logs.trace(logs.write(tmp_path / "a.csv", logs.noisy(50))), "pretraining")
-    with pytest.raises(RuntimeError, match="replay is not finished"):
-        _ = result.summary
-    assert result.finish().rows == 50
-    with pytest.raises(RuntimeError, match="runs once"):
-        list(result)

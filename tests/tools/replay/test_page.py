@@ -34,7 +34,7 @@ def lines(text: str) -> list[str]:
 def test_the_table_is_what_the_command_prints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(recorded_runs.FOLDER / "mlperf_v5.1" / LOG, "llama.csv")
-    options = ["-p", "default", "-p", "pretraining", "--jsonl", "out.jsonl", "--backend", "numpy"]
+    options = ["-p", "default", "-p", "pretraining", "--jsonl", "out.jsonl"]
     done = CliRunner().invoke(app, ["replay", "llama.csv", *options], env={"COLUMNS": "110"})
     assert done.exit_code == 0
     table = lines(block("text", "alarms"))
@@ -43,11 +43,11 @@ def test_the_table_is_what_the_command_prints(tmp_path, monkeypatch):
 
 
 def test_the_example_of_labels_is_read(tmp_path):
-    from healcore.tools.replay.scores import read_labels
+    from healcore.tools.sweep.scores import label_of, read_labels
 
     labels = tmp_path / "labels.json"
     labels.write_text(block("json", '"onset"'))
-    assert read_labels(labels).of("run.csv") is not None
+    assert label_of(read_labels(labels), "run.csv") is not None
 
 
 def test_the_program_runs(tmp_path, monkeypatch, capsys):

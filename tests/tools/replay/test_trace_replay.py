@@ -1,12 +1,29 @@
-"""Policies on traces that lack the signals that they read."""
+"""Policies on traces that lack the signals that they read, and policies that observe."""
 
 from __future__ import annotations
 
 import pytest
 
-from healcore.policy import loads
+from healcore.policy import load, loads
 from healcore.tools.replay import ReplayError, replay
+from healcore.tools.replay.decided import decided_line, summary_line
 from tests.tools.replay import logs
+
+ADAGC = """
+schema = 1
+name = "adagc"
+[clip]
+kind = "adagc"
+[detect.nonfinite]
+[detect.loss_spike]
+[[respond]]
+to = ["nonfinite", "loss_spike"]
+do = ["skip", "alert"]
+[[respond]]
+to = ["loss_spike"]
+when = { sustained = true }
+do = ["rollback", "cut_lr"]
+"""
 
 LOSS_ONLY = """
 schema = 1
@@ -29,10 +46,10 @@ def without(tmp_path, *names):
 
 
 def test_what_is_inactive_is_reported(tmp_path):
-    found = replay(without(tmp_path, "grad_norm"), "pretraining").finish().inactive
+    found = replay(without(tmp_path, "grad_norm"), "pretraining").summary.inactive
     assert found == {"grad_norm": ("clip", "grad_spike", "instability", "vanishing")}
-    assert replay(without(tmp_path), "pretraining").finish().inactive == {}
-    assert replay(without(tmp_path, "grad_norm"), "default").finish().inactive == {}
+    assert replay(without(tmp_path), "pretraining").summary.inactive == {}
+    assert replay(without(tmp_path, "grad_norm"), "default").summary.inactive == {}
 
 
 def test_nothing_left_to_judge(tmp_path):
@@ -47,10 +64,29 @@ def test_rows_with_evaluations_only_are_not_judged(tmp_path):
     run = logs.noisy(60)
     run["eval_loss"] = [""] * 59 + [3.0]
     run["loss"][59] = run["grad_norm"][59] = ""
-    summary = replay(logs.trace(logs.write(tmp_path / "a.csv", run)), "default").finish()
+    summary = replay(logs.trace(logs.write(tmp_path / "a.csv", run)), "default").summary
     assert (summary.rows, summary.unjudged) == (60, 1)
 
 
-def test_a_backend_that_is_none(tmp_path):
-    with pytest.raises(ValueError, match="numpy, jax, torch, got 'cupy'"):
-        replay(without(tmp_path), "default", backend="cupy")
+def lines(trace, policy):
+    """The lines of JSON of a replay, the summary last."""
+    result = replay(trace, policy)
+    decided = [decided_line(trace.name, result.policy, row) for row in result]
+    return [*decided, summary_line(result.summary)]
+
+
+def test_observing_orders_the_same(tmp_path):
+    """Observe mode reports what the same policy does in heal mode."""
+    trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(440)))
+    healing = load("pretraining").model_copy(update={"mode": "heal", "name": "same"})
+    watching = healing.model_copy(update={"mode": "observe"})
+    assert lines(trace, watching)[:-1] == lines(trace, healing)[:-1]
+
+
+def test_adagc_without_norms_of_tensors(tmp_path):
+    trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(440)))
+    output = lines(trace, loads(ADAGC))
+    assert '"clips": 0' in output[-1]
+    assert '"group_norms": ["clip"]' in output[-1]
+    assert '"ROLLBACK"' in "".join(output)
+    assert "threshold" not in "".join(output[:-1])

@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 from healcore.policy import dumps
 from healcore.policy import load as load_policy
 from healcore.tools.cli import app
+from healcore.tools.replay import replay
 from healcore.tools.sweep import variants
+from healcore.tools.sweep.scores import order_rows
+from healcore.tools.traces import open_traces
 
 SPIKE = 300
 
@@ -67,6 +70,25 @@ def test_labels_score_the_variants(traces, tmp_path):
         assert 0 <= row["latency"] <= 10
 
 
+def test_a_policy_is_scored_by_its_severest_order(traces, tmp_path):
+    alerts = tmp_path / "alerts.toml"
+    alerts.write_text(
+        'schema = 1\nname = "alerts"\nmax_skips = 5\n[clip]\nkind = "none"\n[detect.loss_spike]\n'
+        '[[respond]]\nto = ["loss_spike"]\ndo = ["alert"]\n'
+    )
+    (trace,), _ = open_traces([traces[1]])
+    counts = {}
+    for policy in ("pretraining", "axolotl-watchdog", "olmo2-skip-step", str(alerts)):
+        result = replay(trace, policy)
+        counts[policy] = len(order_rows(result.judged, result.engine.config))
+        kind = {"pretraining": "ROLLBACK", "axolotl-watchdog": "STOP"}.get(policy)
+        if kind:
+            assert counts[policy] == result.summary.actions[kind]
+    assert counts["olmo2-skip-step"] == replay(trace, "olmo2-skip-step").summary.skips
+    assert counts[str(alerts)] == replay(trace, str(alerts)).summary.alarms
+    assert all(counts.values())
+
+
 def test_the_table_names_each_variant(traces):
     result = CliRunner().invoke(app, ["sweep", *traces, "--vary", "max_skips=5,10"])
     assert result.exit_code == 0
@@ -76,7 +98,7 @@ def test_the_table_names_each_variant(traces):
 
 def test_bad_options_and_unreadable_traces(traces, tmp_path):
     wrong = CliRunner().invoke(app, ["sweep", *traces, "--vary", "max_skips=x"])
-    assert (wrong.exit_code, "not a number" in wrong.output) == (2, True)
+    assert (wrong.exit_code, "KEY=A,B,C" in wrong.output) == (2, True)
     absent = str(tmp_path / "absent.csv")
     partly = CliRunner().invoke(app, ["sweep", traces[0], absent, "--vary", "max_skips=5"])
     assert (partly.exit_code, "absent.csv" in partly.output) == (1, True)

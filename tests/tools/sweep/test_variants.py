@@ -11,48 +11,30 @@ BASE = load("pretraining")
 
 
 def test_all_combinations_and_the_base_first():
-    found = variants(BASE, ["detect.divergence.rise=5..9", "max_skips=5,10"])
+    found = variants(BASE, ["detect.divergence.rise=5,6,7", "max_skips=5,10"])
     assert list(found)[:3] == [
         BASE.name,
         "detect.divergence.rise=5 max_skips=5",
         "detect.divergence.rise=5 max_skips=10",
     ]
-    assert len(found) == 1 + 5 * 2
+    assert len(found) == 1 + 3 * 2
     documents = [to_dict(policy) for policy in list(found.values())[1:]]
     rises = [document["detect"]["divergence"]["rise"] for document in documents]
-    assert rises == [rise for rise in (5.0, 6.0, 7.0, 8.0, 9.0) for _ in range(2)]
-    assert [document["max_skips"] for document in documents] == [5, 10] * 5
+    assert rises == [rise for rise in (5.0, 6.0, 7.0) for _ in range(2)]
+    assert [document["max_skips"] for document in documents] == [5, 10] * 3
     assert found[BASE.name] == BASE
-
-
-def test_integers_of_a_range_are_whole_and_distinct():
-    found = variants(BASE, ["max_skips=5..7"])
-    assert [to_dict(policy)["max_skips"] for policy in list(found.values())[1:]] == [5, 6, 7]
-
-
-def test_a_number_of_a_rule():
-    rules = to_dict(BASE)["respond"]
-    place = next(i for i, rule in enumerate(rules) if "consecutive" in rule["when"])
-    found = variants(BASE, [f"respond[{place}].when.consecutive=3"])
-    *_, changed = found.values()
-    assert to_dict(changed)["respond"][place]["when"]["consecutive"] == 3
 
 
 @pytest.mark.parametrize(
     ("option", "key_word"),
     [
-        ("max_skips", "KEY=LOW..HIGH"),
-        ("max_skips=", "KEY=LOW..HIGH"),
-        ("max_skips=a", "not a number"),
-        ("max_skips=1,nan", "not a number"),
-        ("max_skips=9..5", "smaller first"),
-        ("max_skips=1..2..3", "two numbers"),
-        ("max_skips=1.5", "integer"),
+        ("max_skips", "KEY=A,B,C"),
+        ("max_skips=", "KEY=A,B,C"),
+        ("max_skips=a", "KEY=A,B,C"),
+        ("max_skips=1,nan", "max_skips"),
         ("max_skips=-1", "max_skips"),
-        ("mode=1,2", "not a number"),
         ("detect.nothing.rise=1", "nothing"),
-        ("respond[99].when.count=1", "99"),
-        ("a b=1", "not a policy key"),
+        ("a b=1", "KEY=A,B,C"),
         ("max_skips=" + ",".join(map(str, range(1, 200))), "at most 100"),
     ],
 )

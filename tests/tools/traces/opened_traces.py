@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from healcore.tools.traces import Rows, Trace, lineage, open_traces
-from healcore.tools.traces.trace import join_columns
 
 
 def open_one(path: str | os.PathLike[str], **options: Any) -> Trace:
@@ -35,12 +35,14 @@ def write(path: Path, text: str) -> Path:
 
 def problems_of(trace: Trace) -> list[tuple[int | None, str]]:
     """The problems of a trace: line and text."""
-    return [(problem.line, problem.text) for problem in trace.survey().problems]
+    pattern = re.compile(r".*?/[^/:]*?(?:, line (\d+))?: (.*)", re.S)
+    found = [pattern.fullmatch(problem) for problem in trace.problems]
+    return [(int(match[1]) if match[1] else None, match[2]) for match in found if match]
 
 
 def lineage_of(trace: Trace) -> list[int]:
     """Indices of the rows of the final lineage."""
-    return [int(index) for rows in lineage(trace) for index in rows.index]
+    return lineage(trace).index.tolist()
 
 
 def column(values: Any) -> list[float | str]:
@@ -48,19 +50,6 @@ def column(values: Any) -> list[float | str]:
     return ["nan" if np.isnan(value) else float(value) for value in np.asarray(values)]
 
 
-def load(trace: Trace) -> Any:
-    """A whole small trace: the fields of `Rows`, with the attempt of every row."""
-    chunks = list(trace.rows())
-    if not chunks:
-        none = np.empty(0, np.int64)
-        return Rows(none, np.empty(0), {}, {}, none, "", none)  # type: ignore[arg-type]
-    lengths = [len(chunk.index) for chunk in chunks]
-    return Rows(
-        np.concatenate([chunk.index for chunk in chunks]),
-        np.concatenate([chunk.step for chunk in chunks]),
-        join_columns([chunk.values for chunk in chunks], lengths, np.float32(np.nan)),
-        join_columns([chunk.logged for chunk in chunks], lengths, np.False_),
-        np.concatenate([chunk.line for chunk in chunks]),
-        chunks[0].source,
-        np.repeat([chunk.attempt for chunk in chunks], lengths),  # type: ignore[arg-type]
-    )
+def load(trace: Trace) -> Rows:
+    """All rows of a trace."""
+    return trace.rows

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 
 import numpy as np
 import pytest
 
-from healcore.tools.traces import TraceError, open_traces
+from healcore.tools.traces import open_traces
 from tests.tools.traces.opened_traces import column, load, open_one, refusal, write
 
 
@@ -16,22 +15,18 @@ from tests.tools.traces.opened_traces import column, load, open_one, refusal, wr
     ("text", "message"),
     [
         ("", "it is empty"),
-        (" \r\n\n", "it is empty"),
-        ("step,loss\n", "no usable row: it has no rows"),
+        ("step,loss\n", "no usable row: it does not log a loss"),
         ("step,loss\n1,\n2,\n", "no usable row: none of its 2 rows logs a loss or a gradient norm"),
-        ("step,loss,lr\n1,,0.1\n", "no usable row: none of its 1 rows logs"),
         ("step,accuracy\n1,2\n", "only 'step', 'accuracy'. Name one: --column loss="),
         ("1,2.5\n2,2.25\n", "its first line is data, not a header: '1,2.5'. Write the names"),
         (
             "step,loss\n1,x\n2,y\n",
-            "no usable row: 2 problems, the first: line 2: column 'loss': 'x'",
+            "column 'loss': 'x' is not a number",
         ),
-        ("step,loss\nx,1\n", "no usable row: line 2: column 'step': 'x' is not a number"),
         ("a log in prose\nof two lines\n", "its first line is 'a log in prose'. It is not a CSV"),
         ("\0\1\2", "it is binary"),
         ('{"torn', "it is JSON, but has no 'log_history'"),
-        ('{"step": 1, "loss": "x"}\n', "no usable row: line 1: 'loss': 'x' is not a number"),
-        ('{"step": 1, "loss": null}\n', "no usable row: it logs no values"),
+        ('{"step": 1, "loss": null}\n', "no usable row: it does not log a loss"),
         ("x" * (2 << 20), "first line is longer than a megabyte"),
     ],
 )
@@ -44,16 +39,7 @@ def test_a_run_that_is_nan_from_the_start_is_a_run(tmp_path, value):
     text = f"step,loss\n1,{value}\n2,{value}\n"
     trace = open_one(write(tmp_path / "run.csv", text))
     assert column(load(trace).values["loss"]) == [value if value == "nan" else np.inf] * 2
-    assert trace.survey().problem_count == 0
-
-
-def test_a_damaged_gzip_file(tmp_path):
-    path = tmp_path / "run.csv.gz"
-    whole = gzip.compress(b"step,loss\n1,2\n")
-    path.write_bytes(whole[:11])
-    assert refusal(path).startswith("its compressed data are damaged")
-    path.write_bytes(b"\x1f\x8b\xff" + whole[3:])
-    assert refusal(path).startswith("its compressed data are damaged")
+    assert trace.problem_count == 0
 
 
 def test_paths_that_cannot_be_read_do_not_stop_the_others(tmp_path):
@@ -82,19 +68,6 @@ def test_a_directory_of_several_kinds_reports_what_it_reads(tmp_path):
         "train-1.jsonl",
         "train-3.jsonl",
     ]
-    survey = trace.survey()
-    assert [note.text for note in survey.notes] == [
-        "'metrics.csv' (CSV): not read, only typed records",
-        "'train-2.jsonl': not read, unknown format",
-    ]
-
-
-def test_a_file_that_goes_away_is_a_clear_error(tmp_path):
-    path = write(tmp_path / "run.csv", "step,loss\n1,2\n")
-    trace = open_one(path)
-    path.unlink()
-    with pytest.raises(TraceError, match=r"run\.csv cannot be read: No such file"):
-        trace.survey()
 
 
 def test_a_file_of_a_directory_that_may_not_be_read_is_reported(tmp_path):
@@ -103,8 +76,8 @@ def test_a_file_of_a_directory_that_may_not_be_read_is_reported(tmp_path):
     write(tmp_path / "a.csv", "step,loss\n1,2\n").chmod(0)
     write(tmp_path / "b.csv", "step,loss\n1,2\n")
     traces, failed = open_traces([str(tmp_path)])
-    assert len(traces) == 1
-    assert failed == [(str(tmp_path / "a.csv"), "it cannot be read: Permission denied")]
+    assert not failed
+    assert "Permission denied" in str(traces[0].problems[0])
 
 
 def test_a_pipe_is_refused_with_a_message_and_without_waiting(tmp_path):

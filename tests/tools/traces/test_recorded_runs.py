@@ -27,5 +27,4 @@ def test_every_row_of_every_public_run(every):
         assert table.index.tolist() == list(range(len(frame)))
         assert table.step.tolist() == frame["step"].tolist()
         np.testing.assert_array_equal(table.values["loss"], frame["loss"].astype(np.float32))
-        survey = trace.survey()
-        assert (survey.problem_count, survey.note_count, len(survey.attempts)) == (0, 0, 1)
+        assert (trace.problem_count, trace.notes, len(trace.attempts)) == (0, (), 1)

@@ -38,8 +38,8 @@ def test_scalars_and_tensors_of_one_step_are_one_row(tmp_path):
     np.testing.assert_array_equal(table.values["loss"], 3 - np.arange(50, dtype=np.float32) / 64)
     assert table.logged["grad_norm"].all()
     assert np.flatnonzero(table.logged["eval_loss"]).tolist() == [19]  # written a step late
-    assert trace.survey().problem_count == trace.survey().note_count == 0
-    assert len(trace.survey().attempts) == 1
+    assert trace.problem_count == len(trace.notes) == 0
+    assert len(trace.attempts) == 1
 
 
 def test_a_resumed_run_in_one_directory(tmp_path):
@@ -47,7 +47,7 @@ def test_a_resumed_run_in_one_directory(tmp_path):
     log(tmp_path, 20, 40, suffix=".b")
     trace = open_one(tmp_path)
     assert len(trace.sources) == 2
-    assert [(a.first_step, a.resumes_after) for a in trace.survey().attempts] == [
+    assert [(a.first_step, a.resumes_after) for a in trace.attempts] == [
         (0, None),
         (20, 19),
     ]
@@ -66,7 +66,7 @@ def test_a_torn_record_and_a_damaged_one(tmp_path):
     assert problem.startswith("truncated or damaged at byte ")
     path.write_bytes(content[:4000] + b"?" + content[4001:])
     trace = open_one(path)
-    rows = trace.survey().rows
+    rows = len(trace.rows.index)
     assert 10 < rows < 40
     assert load(trace).step.tolist() == list(range(rows))
     ((_, problem),) = problems_of(trace)

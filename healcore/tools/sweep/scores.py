@@ -1,0 +1,151 @@
+"""Scores the orders of a policy against labelled events: recall, latency, false alarms.
+
+A policy is scored by the most severe order that its rules can give. An order at row i belongs to an
+event if onset - 5 <= i <= end + 40. Orders are ignored in an ambiguous zone (same margins), in the
+first 64 rows, and within 40 rows after a non-finite loss. False orders at most 40 rows apart are
+one false alarm. Traces of fewer than 200 points are too short for a score.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore import regular_file
+from healcore.core.engine import EngineConfig
+from healcore.core.errors import HealcoreError
+from healcore.core.verdict import Action
+from healcore.tools.replay.judged import JudgedRows
+
+EARLY_ROWS, LATE_ROWS, IGNORED_ROWS, MIN_ROWS, IN_TIME_ROWS = 5, 40, 64, 200, 10
+
+
+class LabelError(HealcoreError, ValueError):
+    """A file of labels cannot be used. The message has the reason."""
+
+
+class Zone(NamedTuple):
+    """A range of rows, both ends included."""
+
+    onset: int
+    end: int
+
+    @property
+    def widened(self) -> tuple[int, int]:
+        """First row and end of the zone with margins; the end is excluded."""
+        return max(0, self.onset - EARLY_ROWS), self.end + LATE_ROWS + 1
+
+
+class Label(NamedTuple):
+    """The labelled events of one trace."""
+
+    file: str
+    points: int
+    spikes: tuple[Zone, ...]
+    ambiguous: tuple[Zone, ...]
+
+
+class Score(NamedTuple):
+    """Counts of orders and events; `plus` adds scores."""
+
+    events: int = 0
+    latencies: tuple[int, ...] = ()
+    """Rows from the onset to the first order, for each found event."""
+    false: int = 0
+    """Number of false alarms."""
+
+    @property
+    def found(self) -> int:
+        """Number of events with an order."""
+        return len(self.latencies)
+
+    @property
+    def in_time(self) -> int:
+        """Number of events with an order within 10 rows of the onset."""
+        return sum(latency <= IN_TIME_ROWS for latency in self.latencies)
+
+    def plus(self, other: Score) -> Score:
+        """Returns the sum of two scores."""
+        pairs: Any = zip(self, other, strict=True)
+        return Score(*(left + right for left, right in pairs))
+
+
+def score(orders: np.ndarray, nonfinite: np.ndarray, label: Label) -> Score | None:
+    """Compares the orders of one trace with its events.
+
+    `orders` are row numbers, int (n,), `nonfinite` rows without a finite loss, int (m,), both
+    increasing. Returns None if the trace is too short.
+    """
+    if label.points < MIN_ROWS:
+        return None
+    latencies = []
+    for spike in label.spikes:
+        start, stop = spike.widened
+        found = orders[(start <= orders) & (orders < stop)]
+        if found.size:
+            latencies.append(max(int(found[0]) - spike.onset, 0))
+    false = orders[_is_false(orders, nonfinite, label)]
+    separate = int(np.count_nonzero(np.diff(false) > LATE_ROWS)) + bool(false.size)
+    return Score(len(label.spikes), tuple(latencies), separate)
+
+
+def _is_false(rows: np.ndarray, nonfinite: np.ndarray, label: Label) -> np.ndarray:
+    """Whether an order at each row (n,) is false, bool (n,)."""
+    allowed = rows < IGNORED_ROWS
+    for start, stop in (zone.widened for zone in (*label.ambiguous, *label.spikes)):
+        allowed |= (start <= rows) & (rows < stop)
+    last = np.searchsorted(nonfinite, rows, side="right") - 1  # last non-finite loss up to the row
+    allowed[last >= 0] |= (rows[last >= 0] - nonfinite[last[last >= 0]]) <= LATE_ROWS
+    return ~allowed
+
+
+def order_rows(judged: JudgedRows, config: EngineConfig) -> np.ndarray:
+    """Returns the rows with the most severe order in the policy's rules, int (n,).
+
+    From the most severe: rollbacks, stops, skips, alarms.
+    """
+    for action in (Action.ROLLBACK, Action.STOP):
+        if any(rule.action & int(action) for rule in config.rules):
+            return judged.index[judged.action & int(action) != 0]
+    skips = any(rule.skip for rule in config.rules)
+    return judged.index[judged.record.skip if skips else judged.record.cause != 0]
+
+
+def label_of(labels: Sequence[Label], trace: str) -> Label | None:
+    """Returns the label whose file is the end of the trace's path, or None."""
+    parts = Path(trace).absolute().parts  # the user may have passed a relative path
+    for label in labels:
+        wanted = PurePath(label.file).parts
+        if parts[-len(wanted) :] == wanted:
+            return label
+    return None
+
+
+def read_labels(path: Path) -> list[Label]:
+    """Reads a JSON list of `{"file", "points", "spikes", "ambiguous"}`, or raises LabelError."""
+    try:
+        return [_label(data) for data in json.loads(regular_file.read(path))]
+    except OSError as error:
+        raise LabelError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (
+        ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError
+    ) as error:  # fmt: skip
+        raise LabelError(
+            f'{path} is not a list of labels like [{{"file": "run.csv", "points": 1000, "spikes": '
+            f'[{{"onset": 400, "end": 430}}], "ambiguous": []}}]: {type(error).__name__} {error}'
+        ) from error
+
+
+def _label(data: Any) -> Label:
+    def zones(name: str) -> tuple[Zone, ...]:
+        return tuple(Zone(_row(zone["onset"]), _row(zone["end"])) for zone in data.get(name, ()))
+
+    return Label(str(data["file"]), _row(data["points"]), zones("spikes"), zones("ambiguous"))
+
+
+def _row(number: Any) -> int:
+    return int(np.int32(int(number)))  # raises OverflowError for a larger number
