@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from healcore.runtime.store.claim import LOCK
 from tests import forked_programs
 from tests.healer.run_directory import postmortems
 from tests.runtime.store.disk_faults import small_disk
@@ -21,7 +22,7 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def nothing_is_done(run: Path, *program: object) -> None:
     """Starts a program again whose run has completed."""
-    files = sorted(each for each in run.rglob("*") if each.is_file())
+    files = sorted(each for each in run.rglob("*") if each.is_file() and each.name != LOCK)
     contents = [each.read_bytes() for each in files]
     again = start(*program)
     assert again.returncode == 0, again.stderr

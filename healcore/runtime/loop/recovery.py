@@ -102,7 +102,6 @@ class Recovery:
             restorer.dominance = self.dominance
         driver.hold_numbers(lambda: ledger.numbers)
         self._evidence = Evidence(policy, driver, ranks, ledger, log, self.dominance)
-        self._rate_checked = policy.observes
 
     @property
     def rollbacks(self) -> int:
@@ -128,7 +127,6 @@ class Recovery:
 
         Returns the order, or None. Raises RunStopped if the order stops the run.
         """
-        self._check_rate()
         self.stop_if_never_finite(order)
         verdict = self._compare_weights(step)
         if order is not None:
@@ -183,18 +181,6 @@ class Recovery:
     def _rate_in_force(self) -> float | None:
         rate = self._driver.learning_rate()
         return None if rate is None else rate * self.monitor.lr_scale
-
-    def _check_rate(self) -> None:
-        """Logs once, after the first step, if the learning rate is unknown."""
-        if self._rate_checked:
-            return
-        self._rate_checked = True
-        if self._policy.engine.limits_lr and self._driver.learning_rate() is None:
-            self._log.info(
-                "the learning rate is unknown: a rollback can lower it by a factor, but not to the "
-                "last healthy rate. In JAX write optax.inject_hyperparams(optax.adamw)("
-                "learning_rate=...), or pass learning_rate=... to tx.update"
-            )
 
     # -- orders ---------------------------------------------------------------------------------
 

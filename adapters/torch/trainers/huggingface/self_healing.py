@@ -84,8 +84,7 @@ def heal_trainer(
         loss_fn: function that returns the loss of one batch, to compare the current weights with
             earlier weights. "auto" is the trainer's own `compute_loss`, except in a trainer that
             generates its own training data (GRPO, RLOO). With None, no weights are compared.
-        checkpoints: as for `healcore.Healer`. A restart point is also saved as often as the
-            trainer saves (`save_steps`).
+        checkpoints: as for `healcore.Healer`.
         logging: as for `healcore.Healer`.
         trackers: as for `healcore.Healer`, in addition to the trainer's `report_to`.
         hooks: as for `healcore.Healer`.
