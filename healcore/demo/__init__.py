@@ -1,1 +1,1 @@
-"""Data, faults and claims of the demo; `healcore.torch.demo` and `healcore.jax.demo` train."""
+"""Data and faults of the demo; `healcore.torch.demo` and `healcore.jax.demo` train."""

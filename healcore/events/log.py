@@ -182,8 +182,6 @@ def read(path: str | os.PathLike[str]) -> History:
     """
     events: list[Event] = []
     problems: list[LineProblem] = []
-    seen: dict[tuple[str, int], int] = {}
-    ended, warned = set[str](), set[str]()
     with open(path, "rb", opener=regular_file.opener) as file:
         for number, line in enumerate(json_lines.iter_lines(file), start=1):
             if not line.strip():  # two writers added a newline to the same torn line
@@ -193,19 +191,9 @@ def read(path: str | os.PathLike[str]) -> History:
                 torn = not line.endswith(b"\n")
                 problems.append(LineProblem(number, f"torn: {event}" if torn else event))
                 continue
-            run, key = event["run"], (event["run"], event["seq"])
-            if key in seen:
-                text = f"event {key[1]} of run {run} repeats the number of line {seen[key]}"
-                problems.append(LineProblem(number, text))
-            seen.setdefault(key, number)
             if event["schema"] > SCHEMA:
                 text = f"schema {event['schema']} needs a newer healcore"
                 problems.append(LineProblem(number, text))
-            if events and (before := events[-1]["run"]) != run:
-                ended.add(before)
-                if run in ended and run not in warned:
-                    warned |= {run, before}
-                    problems.append(LineProblem(number, f"runs {before} and {run} interleave"))
             events.append(event)
     return History(events, problems)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from healcore.events import LineProblem, Log, last, read
+from healcore.events import Log, last, read
 
 
 def event(seq: int, run: Any = "a", **fields) -> bytes:
@@ -104,21 +104,8 @@ def test_last_in_a_large_file_and_behind_a_large_line(path):
     assert found["seq"] == 3000
 
 
-def test_the_same_event_twice_is_a_problem(path):
-    path.write_bytes(b"\n".join([event(0), event(1), event(0), b""]))
-    assert read(path).problems == [LineProblem(3, "event 0 of run a repeats the number of line 1")]
-
-
 def test_a_newer_schema_is_read_with_a_warning(path):
     path.write_bytes(event(0, schema=3) + b"\n")
     history = read(path)
     assert len(history.events) == 1
     assert "newer healcore" in history.problems[0].problem
-
-
-def test_runs_one_after_another_are_no_problem_and_at_once_are(path):
-    one_by_one = [event(0), event(1), event(2, run="b"), event(3, run="c")]
-    path.write_bytes(b"\n".join([*one_by_one, b""]))
-    assert read(path).problems == []
-    path.write_bytes(b"\n".join([*one_by_one, event(4, run="b"), event(5, run="c"), b""]))
-    assert read(path).problems == [LineProblem(5, "runs c and b interleave")]
