@@ -142,7 +142,7 @@ def torch_loop(policy: Path) -> list[Decided]:
 
 
 def huggingface_loop(policy: Path) -> list[Decided]:
-    healing, decided = HealingCallback(policy, events=None), []
+    healing, decided = HealingCallback(policy), []
 
     class Keep(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:

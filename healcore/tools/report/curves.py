@@ -20,8 +20,7 @@ _MAX_LINES = 20
 _POINTS = "the points are the steps with an alarm"
 _WITHOUT_METRICS = (
     f"There is no metrics file: {_POINTS}, and other steps are unknown. The argument metrics= of "
-    "Healer, heal and LightningHealingCallback writes one. For a run with HealingCallback pass the "
-    "Trainer's own log: --metrics trainer_state.json"
+    "Healer, heal and LightningHealingCallback writes one"
 )
 
 

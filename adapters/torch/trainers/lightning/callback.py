@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -245,15 +245,6 @@ class LightningHealingCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the engine states of a Lightning checkpoint for the fit that begins."""
         self._engines = state_dict.get("engines", {})
-
-    def on_init_end(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raises TypeError: only a transformers Trainer calls this hook."""
-        raise TypeError(
-            "LightningHealingCallback is for a Lightning Trainer, and transformers has called it: "
-            "write callbacks=[healcore.torch.HealingCallback(policy)]"
-        )
-
-    on_train_begin = on_init_end  # the first hook of a callback added by `trainer.add_callback`
 
     def _restore_clip_value(self, trainer: Trainer) -> None:
         if self._clip_value is not None:

@@ -7,19 +7,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from healcore import console
 from healcore.core.engine import StateError
 from healcore.runtime.healer import Healer
-from healcore.runtime.incidents.run_metrics import METRICS
 from healcore.runtime.loop.setup import StoreNotEmpty
 from healcore.runtime.run_options import CHECKPOINTS
 from healcore.torch.attachment import attach
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.trainers import replaced
+from healcore.torch.trainers import logged_metrics, replaced
 from healcore.torch.trainers.lightning.feed import Feed
 from healcore.torch.trainers.lightning.progress import Progress
 
@@ -46,13 +44,7 @@ class InStep:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last step for a logger. One sync on a GPU."""
-        logged: dict[str, float] = {}
-        for name, healing in self.healings.items():
-            prefix = "heal/" if len(self.healings) == 1 else f"heal/{name}/"
-            values = healing.metrics()
-            numbers = torch.stack([values[f"heal/{key}"].float() for key in METRICS]).tolist()
-            logged |= {f"{prefix}{key}": n for key, n in zip(METRICS, numbers, strict=True)}
-        return logged
+        return logged_metrics(self.healings)
 
     def close(self, error: BaseException | None = None) -> None:
         """Detaches the engines."""

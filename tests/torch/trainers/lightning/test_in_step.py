@@ -14,25 +14,13 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from healcore.core.verdict import Cause
-from healcore.torch import AttachError, HealingCallback, LightningHealingCallback
+from healcore.torch import AttachError, LightningHealingCallback
 from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
-from tests.torch.trainers.huggingface import tiny_trainers
 from tests.torch.trainers.lightning.fits import Regression, data, trainer
 from tests.torch.trainers.lightning.test_healthy import Gan
 
 both = pytest.mark.parametrize("in_step_only", [True, False])
-
-
-def test_a_callback_of_the_wrong_library_is_refused_with_the_right_one(tmp_path: Path):
-    fit = trainer(HealingCallback())
-    with pytest.raises(TypeError, match=r"LightningHealingCallback\(policy\)"):
-        fit.fit(Regression(), DataLoader(data()))
-    theirs = tiny_trainers.plain(tmp_path, max_steps=1)
-    theirs.add_callback(LightningHealingCallback())
-    for begin in (theirs.train, lambda: theirs.callback_handler.on_init_end(None, None, None)):
-        with pytest.raises(TypeError, match=r"torch\.HealingCallback\(policy\)"):
-            begin()
 
 
 class Judged(LightningHealingCallback):
