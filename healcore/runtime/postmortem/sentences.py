@@ -172,13 +172,6 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "assessment": (_assessment, "verdict by"),
     "rollback": (_rollback, "checkpoint outcome initial repeated"),
     "lr": (_lr, "why"),
-    "grow": (
-        lambda event: (
-            f"tries parts of {_shown(event.size)} samples again instead of "
-            f"{_shown(event.size_before)}"
-        ),
-        "size size_before",
-    ),
     "vote": (
         lambda event: f"the ranks agreed: {event.outcome or ''} ({event.why or ''})",
         "outcome why",
