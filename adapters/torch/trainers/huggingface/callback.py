@@ -29,7 +29,6 @@ from healcore.torch.attachment import attach, unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.store.gloo import GlooRanks, initialized
-from healcore.torch.trainers import logged_metrics
 from healcore.torch.trainers.huggingface import checkpoints, signals
 
 
@@ -118,7 +117,7 @@ class HealingCallback(TrainerCallback, ExportableState):
                 optimizer = unwrapped(trainer.optimizer)
                 stack.enter_context(signals.clipped_after(trainer, optimizer, limit))
             stack.enter_context(signals.observed_losses(trainer, healing.observe))
-            metrics = functools.partial(logged_metrics, {"optimizer": healing})
+            metrics = functools.partial(signals.metrics_of, healing)
             stack.enter_context(signals.extended_log(trainer, metrics))
             healing.hooks.incident_log.take = self._take
             self._changes = stack.pop_all()
