@@ -57,7 +57,8 @@ def main() -> None:
         model = Net()
         trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), callbacks=[callback])
         trainer.train()
-    print(callback.report())
+    assert callback.healing is not None
+    print(f"steps skipped: {int(callback.healing.metrics()['heal/skips'])}")
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
     last = [row["loss"] for row in trainer.state.log_history if "loss" in row][-1]
     print(f"weights finite: {finite}, loss {last:.4f}")

@@ -62,7 +62,8 @@ def main() -> None:
             callbacks=[callback],
         )
         trainer.train()
-    print(callback.report())
+    assert callback.healing is not None
+    print(f"steps skipped: {int(callback.healing.metrics()['heal/skips'])}")
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 

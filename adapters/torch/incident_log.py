@@ -1,6 +1,6 @@
 """`IncidentLog`: logs incidents and likely mistakes, for `attach` without a Healer.
 
-On an accelerator records are copied every `READ_EVERY` steps, and read after they arrive.
+On an accelerator records are copied every `READ_EVERY` steps, and read `READ_EVERY` steps later.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class IncidentLog:
         self._open_orders = Action(0)
         """Orders that the loop has not answered yet."""
         self._ordered_at = 0
+        self.take: Callable[[StepRecord, Action], Action] = lambda record, action: action
+        """Receives the orders of a step. Returns the orders that the loop does not carry out."""
         self._pending: list[PendingRecords] = []
         self._read = self._answered = 0
         """Steps whose records were read; steps whose orders the loop has answered."""
@@ -108,14 +110,12 @@ class IncidentLog:
         if live_engine.is_capturing:
             self._steps -= 1  # the replays of a CUDA graph run no hooks
             return
-        self._read_arrived()
-        if not self._pending and self._steps % READ_EVERY == 0:
+        if self._steps % READ_EVERY == 0:
+            self._read_pending()
             self._pending = live_engine.pending_records()
-            self._read_arrived()
 
-    def _read_arrived(self) -> None:
-        if not self._pending or not self._pending[-1].has_arrived():
-            return
+    def _read_pending(self) -> None:
+        """Reads the steps whose copies began `READ_EVERY` steps ago, on all ranks at one step."""
         batches, self._pending = self._pending, []
         for record in itertools.chain.from_iterable(batch() for batch in batches):
             self._read += 1
@@ -136,9 +136,10 @@ class IncidentLog:
         if action & Action.CUT_LR and not observes and is_logged(record.incident):
             reset = ", moments reset" if self.resets_moments else ""
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}{reset}")
-        orders = Action(action) & (Action.ROLLBACK | Action.STOP)
-        if orders and not observes:
-            self._open_orders, self._ordered_at = orders, record.step - 1
+        if action and not observes:
+            orders = self.take(record, Action(action)) & (Action.ROLLBACK | Action.STOP)
+            if orders:
+                self._open_orders, self._ordered_at = orders, record.step - 1
 
     def _log_nonfinite_row(self, record: StepRecord, cause: int) -> None:
         """Logs an error after 100, 1,000, 10,000 steps in a row that were not finite."""
@@ -159,7 +160,8 @@ class IncidentLog:
                     str(order),
                     f"step {self._ordered_at}: the policy orders {names(order)[0]}, but the loop "
                     "continues to train: attach() alone cannot roll back or stop; use "
-                    f"healcore.Healer, or {answer} if heal.last_decision().action contains it",
+                    "healcore.Healer or healcore.torch.heal_trainer, or "
+                    f"{answer} if heal.last_decision().action contains it",
                 )
 
     def _incident_line(self, record: StepRecord, cause: int) -> str:

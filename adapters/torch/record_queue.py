@@ -18,10 +18,6 @@ class PendingRecords:
         self._copy = AsyncCopy(torch.stack(rows))
         self._records: list[StepRecord] = []
 
-    def has_arrived(self) -> bool:
-        """Whether a call would return without waiting."""
-        return self._copy.has_arrived()
-
     def __call__(self) -> list[StepRecord]:
         """The records, oldest first. Waits until the copy has arrived."""
         if not self._records:

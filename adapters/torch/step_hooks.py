@@ -22,7 +22,7 @@ from healcore.torch.enforcer import (
 from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine
 from healcore.torch.errors import ParametersChangedError
 from healcore.torch.incident_log import IncidentLog
-from healcore.torch.measurement import Measurement, Measurer, StepNorms
+from healcore.torch.measurement import Measurer, StepNorms
 from healcore.torch.signal_allreduce import SignalAllReduce
 from healcore.torch.skipped_step import ClosureUndo, StepSkipped
 
@@ -264,7 +264,6 @@ class StepHooks:
                 self._resets_next = cut is not None and self._cuts.add(cut)
             else:
                 order = order.to_host() if isinstance(order, DeviceOrder) else order
-                order = self.limited(order, measured)
                 self._order, self._skipped = order, order.skip
                 if self._undo.reevaluates:  # too late for this step, see `_before`
                     order = order._replace(lr_scale=1.0)
@@ -273,10 +272,6 @@ class StepHooks:
         norms = self.measurer.tensor_norms
         self.last_norms = StepNorms(params, norms, measured.grad_divisor, own_loss)
         self._report(self.last_norms)
-
-    def limited(self, order: HostOrder, measured: Measurement) -> HostOrder:
-        """Returns the order. Subclasses for trainers also apply the trainer's own limit."""
-        return order
 
     def _report(self, norms: StepNorms) -> None:
         """Reports a judged step to the Healer, or to the log if there is no Healer."""

@@ -227,7 +227,6 @@ class EventFields(_EventsModel):
     samples: PositiveInt = _maybe("Samples of the batch.")
     size_before: PositiveInt = _maybe("Samples in the largest part, before the change.")
     size: PositiveInt = _maybe("Samples in the largest part, after the change.")
-    bytes: NonNegativeInt = _maybe("Bytes that could not be allocated, if known.")
     hook: Text = _maybe("Name of the hook.")
     seconds: Seconds = _maybe("Duration, or the duration so far of a hang.")
     stacks: StacksList = _maybe(

@@ -82,10 +82,6 @@ KINDS: dict[str, EventKind] = {
         "all processes end the run.",
         ("outcome", "why", "of_ranks"),
     ),
-    "grow": EventKind(
-        "The run tries larger parts of a batch again after an earlier out-of-memory error.",
-        ("samples", "size_before", "size"),
-    ),
     "retried": EventKind("A network call has succeeded after a failure.", ("attempt",)),
     "stop": EventKind("The policy ends the run.", ("why", "diagnosis")),
     "problem": EventKind("A problem that does not stop the run.", ("problem",)),

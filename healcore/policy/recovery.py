@@ -135,8 +135,7 @@ class SkipBatch(Table):
     rules = (AtMost("consecutive", "count", "larger"), AtMost("count", "within", "larger"))
 
     consecutive: Annotated[int, whole(least=1, most=1000)] = 3
-    """Unreadable batches in a row that may be skipped. Also the number of batches per run that
-    may be skipped because they raised the same exception in two starts."""
+    """Unreadable batches in a row that may be skipped."""
     count: Annotated[int, whole(least=1, most=100_000)] = 10
     """Unreadable batches among the last `within` that may be skipped."""
     within: Steps = 1000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,13 @@ class HealingReport:
     """The rollbacks, oldest first."""
     counts: dict[str, int]
     """Name of a cause -> number of incidents. Other keys: `skips` and `clips` (steps),
-    `undone_skips` (skips that a rollback has undone), `lr_cuts`, `shrinks` of the micro-batch, and
-    `not_carried_out` (rollbacks that a transformers callback could not carry out)."""
+    `undone_skips` (skips that a rollback has undone), `lr_cuts`, and `shrinks` (micro-batch)."""
     lr_scale: float
     """Current multiplier of the schedule's learning rate."""
     last_good: int | None
     """Step of the newest known-good checkpoint, or None without one."""
     probation: int | None
     """Healthy steps after which a checkpoint is known-good."""
-    quarantined: tuple[int, ...]
-    """Steps of the Trainer's checkpoints that a transformers callback has moved to `_healcore`."""
     postmortem: Path | None
     """Path of this process's postmortem, or None without such a file."""
     diagnosis: str
@@ -68,7 +65,6 @@ class HealingReport:
         incidents: Sequence[IncidentRecord],
         driver: Driver,
         counts: Mapping[str, int],
-        quarantined: Iterable[int] = (),
         error: BaseException | None,
         **others: Any,
     ) -> HealingReport:
@@ -93,7 +89,6 @@ class HealingReport:
             lr_scale=end.lr_scale,
             last_good=end.last_good,
             probation=end.probation,
-            quarantined=tuple(quarantined),
             diagnosis=error.diagnosis if isinstance(error, RunStopped) else "",
             optimizers=driver.optimizer_reports(),
             **others,
@@ -125,8 +120,6 @@ class HealingReport:
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]
-        if self.quarantined:
-            lines.append(f"quarantined {', '.join(map(str, self.quarantined))}")
         return "\n".join(
             [*lines, *filter(None, [self.diagnosis]), *map(str, self.optimizers.values())]
         )

@@ -103,7 +103,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "why": "signal 15",
         "of_ranks": [{"rank": 1, "outcome": "end", "why": "signal 15"}],
     },
-    "grow": {"samples": 32, "size_before": 8, "size": 16},
     "retried": {"attempt": 3},
     "stop": {
         "why": "the budget is spent",

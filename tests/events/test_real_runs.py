@@ -72,7 +72,6 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
         "problem",
         "assessment",
         "retried",
-        "grow",
         "vote",
         "alert",  # see tests/healer/test_alerts.py
     }

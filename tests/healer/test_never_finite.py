@@ -20,7 +20,7 @@ from healcore.jax import metrics, protect
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.step_lines import FROM_START, IN_A_ROW
 from healcore.runtime.loop.termination import RunStopped
-from healcore.torch import HealingCallback, LightningHealingCallback, attach, heal_trainer
+from healcore.torch import LightningHealingCallback, attach, heal_trainer
 from tests.healer.run_directory import events
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.lightning.fits import Regression, trainer
@@ -109,7 +109,7 @@ def test_an_attached_policy_logs_an_error_at_powers_of_ten(caplog):
         heal.detach()
 
 
-@pytest.mark.parametrize("entry", ["callback", "heal_trainer", "lightning"])
+@pytest.mark.parametrize("entry", ["heal_trainer", "lightning"])
 @pytest.mark.parametrize("steps", [30, 120])
 def test_a_trainer_ends_too(entry, steps, tmp_path):
     scaled = dict.fromkeys(range(steps), math.nan)
@@ -119,9 +119,7 @@ def test_a_trainer_ends_too(entry, steps, tmp_path):
         bad = TensorDataset(torch.full((8 * steps, 8), math.nan), torch.zeros(8 * steps, 1))
         train = lambda: fit.fit(Regression(), DataLoader(bad, 8))  # noqa: E731
     else:
-        callbacks = [HealingCallback()] if entry == "callback" else []
-        fit = small_runs.trainer(tmp_path, steps=steps, scaled=scaled, callbacks=callbacks)
-        train = heal_trainer(fit, "default").train if entry == "heal_trainer" else fit.train
+        train = heal_trainer(small_runs.trainer(tmp_path, steps=steps, scaled=scaled)).train
     with pytest.raises(RunStopped, match=f"none of the first {min(steps, FROM_START)} steps was"):
         train()
 

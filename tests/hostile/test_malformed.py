@@ -254,7 +254,7 @@ DONE = PLAN | {"status": "applied", "target": 0}
         {"settings": []},
         {"ledger": {"a": 1}},
         {"microbatches": {"a": 1}},
-        {"microbatches": {"used": 1, "limits": {"x": {"elements": ""}}}},
+        {"microbatches": {"used": 1, "limit": ""}},
         {"rollback": PLAN | {"candidates": []}},
         {"rollback": PLAN | {"status": "ordered"}},
         {"rollback": PLAN | {"engines": {"a": 1}}},

@@ -26,7 +26,6 @@ import healcore.torch
 from healcore.core.verdict import Cause
 from healcore.jax.driver import JaxDriver
 from healcore.torch import HealingCallback, LightningHealingCallback
-from tests.healer.run_options import grouped
 
 RATE = 0.125
 STEPS = 160
@@ -142,7 +141,7 @@ def torch_loop(policy: Path) -> list[Decided]:
 
 
 def huggingface_loop(policy: Path) -> list[Decided]:
-    healing, decided = HealingCallback(policy, events=None), []
+    healing, decided = HealingCallback(policy), []
 
     class Keep(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -177,8 +176,8 @@ def huggingface_loop(policy: Path) -> list[Decided]:
     return decided
 
 
-def lightning_loop(policy: Path, **options: Any) -> list[Decided]:
-    healing, decided = LightningHealingCallback(policy, **grouped(options)), []
+def lightning_loop(policy: Path) -> list[Decided]:
+    healing, decided = LightningHealingCallback(policy), []
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -238,7 +237,6 @@ def jax_loop(policy: Path) -> list[Decided]:
 LOOPS = {
     "huggingface": huggingface_loop,
     "lightning": lightning_loop,
-    "lightning, in step": lambda policy: lightning_loop(policy, in_step_only=True),
     "jax": jax_loop,
 }
 

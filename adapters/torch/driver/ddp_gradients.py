@@ -1,31 +1,21 @@
 """`DDPGradients`: DistributedDataParallel (DDP) when a part of a batch may run out of memory.
 
-A part is a micro-batch, a window all parts since the last step. DDP communicates within a part: it
-broadcasts buffers in the forward pass, and reduces gradients in the backward pass, bucket by
-bucket. After a failure on one rank the other ranks would wait there. Therefore
-
-- buffers are broadcast before a batch's first part;
-- only the last part of a batch reduces gradients. In the first two windows, or if a part is not one
-  forward and one backward pass of DDP, `reduce` does. It runs after a vote that no rank has failed;
-- a failed rank completes the reduction without gradients (`complete`), and all drop the result.
-
-`reduce` and `complete` use DDP's own reducer, with its buckets, communication hooks and unused
-parameters: a backward pass through `_NoGradient` signals that all gradients have arrived.
+DDP broadcasts buffers in the forward pass, and reduces gradients in the backward pass. After a
+failure on one rank the other ranks would wait there. Therefore buffers are broadcast before the
+first part of a batch, the parts run as within `no_sync`, and the gradients are reduced after the
+last part, when all ranks have voted that no part has failed.
 """
 
 from __future__ import annotations
 
 import gc
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -33,11 +23,8 @@ from healcore.runtime.microbatches.window import MicrobatchError
 from healcore.torch.ranks import StepRanks
 from healcore.torch.store.gloo import GlooRanks
 
-_WINDOWS = 2
-"""Number of first windows without a reduction in backward passes. DDP changes its buckets after the
-first window."""
-PEER_TIMEOUT_S = 120.0
-"""Seconds that a failed rank waits for the other ranks to finish their parts."""
+_BUCKET_BYTES = 25 * 2**20
+"""Size of a copy of gradients that is reduced at once, as in DDP."""
 _WAITING = "the other ranks wait in a collective that this rank has left: "
 
 
@@ -68,7 +55,7 @@ def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: 
             "delay_all_reduce_named_params": bool(each._delay_all_reduce_params),
             "torch.compile's python_reducer": each._use_python_reducer,
             "join()": each._join_config.enable,
-            "a communication hook for buffers": hasattr(each, "buffer_hook"),
+            "a communication hook": bool(each._comm_hooks) or hasattr(each, "buffer_hook"),
         }
         for name, used in unlike.items():
             if used:
@@ -111,238 +98,98 @@ class DDPGradients:
         optimizers: Iterable[Optimizer],
         ranks: GlooRanks,
     ) -> None:
-        self._replicas = [_Replica(each) for each in modules]
+        self._modules = modules
         self._ranks = ranks
-        self._windows = 0
-        self._irregular = len(modules) != 1 or not self._replicas[0].may_complete
-        self._overlaps = self._in_part = self._last = False
-        self._completed = self._wanted = False
-        self._helper: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Started now, because after an out-of-memory error a thread may get no stack.
-        threading.Thread(target=_run_all, args=[self._helper], daemon=True).start()
-        self._handles: list[Any] = []
-        for each in self._replicas:
-            before: Any = torch.compiler.disable(self._before_forward(each))
-            after: Any = torch.compiler.disable(self._after_forward(each))
-            self._handles += [
-                each.ddp.register_forward_pre_hook(before),
-                each.ddp.register_forward_hook(after, always_call=True),
-            ]
+        self._params = [_reduced_parameters(each) for each in modules]
+        self._syncs = [True] * len(modules)
+        """Whether the loop wants each module's gradients reduced after this batch."""
+        self._broadcasts = [True] * len(modules)
+        """Whether each module was to broadcast its buffers at the start of the window."""
+        self._used: list[bool] = []
+        """Whether any rank has a gradient of each parameter."""
+        self._within_batch = False
         check: Any = torch.compiler.disable(self._check_step)
-        self._handles += [each.register_step_pre_hook(check) for each in optimizers]
+        self._handles = [each.register_step_pre_hook(check) for each in optimizers]
 
-    def begin_window(self) -> None:
-        """Decides whether backward passes reduce gradients, equally on every rank."""
-        self._windows += 1
-        self._overlaps = self._windows > _WINDOWS and not self._irregular
-        for each in self._replicas:
-            each.syncs_at_begin = each.ddp.require_forward_param_sync
+    def begin_batch(self, *, first: bool) -> None:
+        """Broadcasts buffers, as DDP's next forward pass would, and prevents other exchanges."""
+        if self._within_batch:  # the loop has left the last batch early
+            self._end_batch(self._broadcasts)
+        if first:
+            self._broadcasts = [each.require_forward_param_sync for each in self._modules]
+        self._syncs = [each.require_backward_grad_sync for each in self._modules]
+        self._within_batch = True
+        for each in self._modules:
+            if each.will_sync_module_buffers():
+                each._sync_buffers()
+            each.require_forward_param_sync = each.require_backward_grad_sync = False
 
-    def begin_batch(self) -> None:
-        """Does the communication of DDP's first forward pass."""
-        self._wanted = self._completed = False
-        for each in self._replicas:
-            each.before_batch()
-
-    def begin_part(self, *, last: bool) -> None:
-        """Prepares the forward passes of a part. `last` marks the last part of a batch."""
-        self._in_part, self._last = True, last
-        for each in self._replicas:
-            each.forwards, each.marked = 0, each.marks()
-
-    def end_part(self) -> None:
-        """Ends a part. Forward passes outside of parts are unchanged."""
-        self._in_part = False
-
-    def complete(self) -> bool:
-        """Takes part, without gradients, in the reduction of the other ranks' last part."""
-        self._completed = True
-        if not self._overlaps:
-            return True
-        (replica,) = self._replicas
-        outcome = SimpleQueue[bool]()
-
-        def run() -> None:
-            done = False
-            with suppress(RuntimeError):  # the part has failed inside the reducer
-                replica.complete(self._last)
-                done = True
-            outcome.put(done)
-
-        self._helper.put(run)  # may wait until the group's time-out
-        with suppress(Empty):
-            return outcome.get(timeout=PEER_TIMEOUT_S)
-        return False
-
-    def vote(self, *, failed: bool, grows: bool) -> tuple[bool, bool] | None:
-        """One `all_reduce` of 4 bytes, on the host: no rank waits for a device."""
-        if not failed and not self._completed:
-            self._look()
-        votes = [failed, grows, self._irregular, self._wanted]
-        try:
-            found = self._ranks.largest([*map(int, votes)], PEER_TIMEOUT_S if failed else None)
-        except RuntimeError:
-            if failed:
-                return None
-            raise
-        self._irregular, self._wanted = bool(found[2]), bool(found[3])
-        return bool(found[0]), bool(found[1])
+    def any_failed(self, failed: bool) -> bool:
+        """One `all_reduce` on the host, of a byte and of a byte for each parameter of DDP."""
+        used = [p.grad is not None for params in self._params for p in params]
+        votes = self._ranks.largest([failed, *used])
+        self._used = [bool(each) for each in votes[1:]]
+        # A repeated window broadcasts buffers as the failed window has.
+        self._end_batch(self._broadcasts if votes[0] else self._syncs)
+        return bool(votes[0])
 
     def reduce(self) -> None:
-        """Reduces gradients that no part has reduced, unless the loop uses `no_sync`."""
-        if self._wanted and not self._overlaps:
-            for each in self._replicas:
-                each.reduce_all()
-
-    def restart(self) -> None:
-        """Starts a repeated window, whose parts do not reduce gradients."""
-        self._overlaps = False
-        for each in self._replicas:
-            each.restart()
+        """Averages the gradients over each module's ranks, unless the loop uses `no_sync`."""
+        used = iter(self._used)
+        for each, params, syncs in zip(self._modules, self._params, self._syncs, strict=True):
+            params = [p for p in params if next(used)]
+            for bucket in _buckets(params) if syncs else ():
+                _average(bucket, each.process_group)
 
     def close(self) -> None:
-        """Removes the hooks, and ends the thread."""
-        self._helper.put(None)
+        """Restores the modules."""
+        if self._within_batch:
+            self._end_batch(self._broadcasts)
         for handle in self._handles:
             handle.remove()
 
-    # -- hooks ----------------------------------------------------------------------------------
-
-    def _before_forward(self, replica: _Replica) -> Callable[..., None]:
-        def before(module: nn.Module, args: Any) -> None:
-            if self._in_part:
-                wanted = replica.ddp.require_backward_grad_sync and torch.is_grad_enabled()
-                replica.wants, replica.forwards = wanted, replica.forwards + wanted
-                self._wanted |= wanted and self._last
-                replica.hold_back(reduces=self._overlaps and self._last)
-
-        return before
-
-    def _after_forward(self, replica: _Replica) -> Callable[..., None]:
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            replica.end_hold_back()
-
-        return after
+    def _end_batch(self, broadcasts: list[bool]) -> None:
+        self._within_batch = False
+        for each, syncs, broadcast in zip(self._modules, self._syncs, broadcasts, strict=True):
+            each.require_backward_grad_sync = syncs
+            each.require_forward_param_sync = broadcast
 
     def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._in_part and self._replicas:
+        if self._within_batch and self._modules:
             raise MicrobatchError(
-                "optimizer.step() was called within `with part:`, where the gradients are not "
-                "reduced over the ranks yet: call it after the loop over healer.microbatches"
+                "optimizer.step() was called before the end of the loop over healer.microbatches, "
+                "where the gradients are not reduced over the ranks yet: call it after the loop"
             )
 
-    def _look(self) -> None:
-        """Records whether the last part has used DDP in an unusual way."""
-        for each in self._replicas:
-            reduced = not self._overlaps or each.marks() != each.marked
-            self._irregular |= each.forwards != 1 or not reduced
+
+def _buckets(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters in lists of one dtype and device, of `_BUCKET_BYTES` or one parameter."""
+    bucket: list[Tensor] = []
+    for p in params:
+        nbytes = sum(each.nbytes for each in bucket) + p.nbytes
+        alike = not bucket or (p.dtype, p.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (not alike or nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket = []
+        bucket.append(p)
+    if bucket:
+        yield bucket
 
 
-def _run_all(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (task := tasks.get()) is not None:
-        task()
-
-
-class _Replica:
-    """A DDP module, and the gradients that its reducer has received."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.ddp = ddp
-        self._reducer: Any = ddp.reducer
-        self._params = _reduced_parameters(ddp)
-        self.may_complete = hasattr(self._reducer, "_reset_state")
-        self.may_complete &= len(self._params) == len(self.marks())
-        self.forwards = 0
-        """Forward passes of this part whose gradients the loop wants reduced."""
-        self.wants = False
-        """Whether the loop wants the last forward pass's gradients reduced."""
-        self.marked: list[int] = []
-        """`marks` at the start of the part."""
-        self.syncs_at_begin = True
-        self._held: bool | None = None
-
-    def marks(self) -> list[int]:
-        """A number for each parameter, which changes with each reduction of its gradient."""
-        return self._reducer.get_backward_stats()
-
-    def before_batch(self) -> None:
-        """Rebuilds buckets and broadcasts buffers, as the next forward pass would."""
-        self._reducer._rebuild_buckets()
-        if self.ddp.will_sync_module_buffers():
-            self.ddp._sync_buffers()
-            self.ddp.require_forward_param_sync = False
-
-    def hold_back(self, *, reduces: bool) -> None:
-        """Prepares a forward pass without a broadcast, whose backward pass may not reduce."""
-        self._held = self.ddp.require_backward_grad_sync
-        self.ddp.require_forward_param_sync = False
-        self.ddp.require_backward_grad_sync &= reduces
-
-    def end_hold_back(self) -> None:
-        """Ends `hold_back`. The next batch broadcasts if this batch's gradients are reduced."""
-        if self._held is not None:
-            self.ddp.require_backward_grad_sync, self._held = self._held, None
-            self.ddp.require_forward_param_sync = self.wants
-
-    def restart(self) -> None:
-        """Discards an interrupted reduction."""
-        self._forget()
-        self.ddp.require_forward_param_sync = self.syncs_at_begin
-
-    def reduce_all(self) -> None:
-        """Reduces all gradients."""
-        self._reduce([p for p in self._params if p.requires_grad], begins=True)
-        self._forget()
-
-    def complete(self, last: bool) -> None:
-        """Reduces the gradients that a failed part has not reduced."""
-        now = self.marks()
-        done = [last and a != b for a, b in zip(self.marked, now, strict=True)]
-        missing = [p for p, each in zip(self._params, done, strict=True) if not each]
-        if missing:
-            self._reduce(missing, begins=not any(done))
-
-    def _forget(self) -> None:
-        """Discards the order in which gradients have arrived, on every rank.
-
-        DDP builds its buckets in this order. Their reductions overlap with a backward pass only if
-        the order comes from a real backward pass.
-        """
-        if self.may_complete:
-            self._reducer._reset_state()
-
-    def _reduce(self, params: list[Tensor], *, begins: bool) -> None:
-        with torch.enable_grad():
-            scalar = _NoGradient.apply(*params)
-        if begins:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # there are no unused parameters
-                self._reducer.prepare_for_forward()
-                unused = self.ddp.find_unused_parameters
-                self._reducer.prepare_for_backward([scalar] if unused else [])
-        scalar.backward()
-        self._reducer._check_reducer_finalized()
-
-
-class _NoGradient(torch.autograd.Function):
-    """Sends None as the gradient of each argument, which the reducer counts as an arrival."""
-
-    @staticmethod
-    def forward(ctx: Any, *params: Tensor) -> Tensor:
-        ctx.number = len(params)
-        return params[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        return (None,) * ctx.number
+@torch.no_grad()
+def _average(params: list[Tensor], group: Any) -> None:
+    """Averages the gradients of some parameters over the ranks; a missing gradient counts as 0."""
+    for p in params:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    grads = [p.grad for p in params if p.grad is not None]
+    flat = _flatten_dense_tensors(grads).div_(dist.get_world_size(group))
+    dist.all_reduce(flat, group=group)
+    for grad, averaged in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
+        grad.copy_(averaged)
 
 
 def _reduced_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
-    """The parameters that a DDP module reduces, in the order of its reducer."""
-    named = [
-        (f"{path}.{name}" if path else name, p)
-        for path, module in ddp.module.named_modules()
-        for name, p in module.named_parameters(recurse=False)
-    ]
-    ignored = ddp.parameters_to_ignore
-    return [*{id(p): p for n, p in named if p.requires_grad and n not in ignored}.values()]
+    """The parameters that a DDP module reduces."""
+    named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
+    return [p for name, p in named if p.requires_grad and name not in ignored]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -189,7 +188,7 @@ class GradientWindow:
 
 
 def free_graphs(values: Iterable[Any], *, since: int) -> None:
-    """Frees the activations in the graphs of these tensors, whose backward pass does not run.
+    """Frees the graphs of these tensors, whose backward pass does not run.
 
     A variable of the loop (`loss`) keeps its graph, and so the activations, until the loop assigns
     it again after the next forward pass.
@@ -198,42 +197,16 @@ def free_graphs(values: Iterable[Any], *, since: int) -> None:
         values: tensors, containers of tensors, or other objects, which are ignored.
         since: lowest sequence number of the graph nodes to free.
     """
-    pending = [each.grad_fn for each in _tensors(values, _DEPTH)]
-    seen = set[Any]()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen or node._sequence_nr() < since:
-            continue
-        seen.add(node)
-        pending += [following for following, _ in node.next_functions]
-        for name in dir(node):
-            if name.startswith("_raw_saved_"):
-                _free(node, name)
-
-
-def _free(node: Any, name: str) -> None:
-    """Frees a node's saved tensors: registering a hook replaces the saved tensor immediately."""
-    with suppress(RuntimeError):  # a backward pass has freed them
-        saved = getattr(node, name)
-        for each in saved if isinstance(saved, (tuple, list)) else (saved,):
-            with suppress(RuntimeError):  # no tensor is saved
-                each.register_hooks(lambda _: None, _was_freed)
-
-
-def _was_freed(_: None) -> Tensor:
-    raise RuntimeError(
-        "this graph belongs to a micro-batch that ran out of memory, and its activations were "
-        "freed: call backward only on the loss of the current part"
-    )
+    for each in _tensors(values, _DEPTH):
+        if each.grad_fn is not None and each.grad_fn._sequence_nr() >= since:
+            with suppress(RuntimeError):  # a view
+                each.detach_()
 
 
 def _tensors(values: Iterable[Any], depth: int) -> Iterator[Tensor]:
     for each in values:
         if isinstance(each, Tensor):
             yield each
-        elif depth and isinstance(each, (Mapping, list, tuple)):
-            if len(each) <= _MOST:
-                inner = each.values() if isinstance(each, Mapping) else each
-                yield from _tensors(list(inner), depth - 1)
-        elif depth and dataclasses.is_dataclass(each) and not isinstance(each, type):
-            yield from _tensors(list(vars(each).values()), depth - 1)
+        elif depth and isinstance(each, (Mapping, list, tuple)) and len(each) <= _MOST:
+            inner = each.values() if isinstance(each, Mapping) else each
+            yield from _tensors(list(inner), depth - 1)

@@ -67,23 +67,13 @@ class GlooRanks:
             dist.all_gather_object(items, item, group)
         return items
 
-    def largest(self, values: Sequence[int], seconds: float | None = None) -> list[int]:
+    def largest(self, values: Sequence[int]) -> list[int]:
         """The maximum of each value (0 to 255) over the ranks, by one `all_reduce` of bytes.
 
-        Args:
-            values: the same number of values on every rank.
-            seconds: seconds to wait for the other ranks, or None for the group's time-out.
-
-        Raises:
-            RuntimeError: a rank has left, or did not call this in time.
+        Raises RuntimeError if a rank has left. `values` has the same length on every rank.
         """
         maxima = torch.tensor(values, dtype=torch.uint8)
-        work = dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        assert work is not None  # this rank is in the group
-        if seconds is None:
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=seconds))
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
         return maxima.tolist()
 
 

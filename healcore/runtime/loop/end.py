@@ -427,14 +427,8 @@ def log_end(loop: Loop[Any], end: RunEnd, notes: list[RankNote]) -> None:
     )
 
 
-def end_line(
-    end: RunEnd, *, rollbacks: int = 0, not_carried_out: int = 0, newest: int | None = None
-) -> str:
-    """The last line of a run on the console.
-
-    `not_carried_out` counts rollbacks that a trainer's callback could not carry out, and `newest`
-    is the step of the newest checkpoint on disk.
-    """
+def end_line(end: RunEnd, *, rollbacks: int = 0, newest: int | None = None) -> str:
+    """The last line of a run on the console; `newest` is the newest checkpoint on disk."""
     would = "would have " if end.observes else ""
     skipped = with_undone(counted(end.skips, "step"), end.undone_skips)
     done = [f"{would}skipped {skipped}"] if end.skips else []
@@ -444,7 +438,6 @@ def end_line(
             (end.clips, "clipped", "step"),
             (end.lr_cuts, "cut the learning rate", "time"),
             (rollbacks, "rolled back", "time"),
-            (not_carried_out, "could not roll back", "time"),
         )
         if number
     ]

@@ -67,12 +67,10 @@ class RankGroup:
         ranks: Ranks,
         driver: Driver,
         stop_file: str | os.PathLike[str] | None = None,
-        *,
-        votes: bool = True,
     ) -> None:
         self.processes = ranks
         self.rank, self.world, self.gather = ranks.rank, ranks.world, ranks.gather
-        self.votes = votes and ranks.world > 1 and driver.request_vote(False)
+        self.votes = ranks.world > 1 and driver.request_vote(False)
         self.ends_together = False
         self.stop_file = StopFile(stop_file)
         self.termination = TerminationWatch(self._propose_end if self.votes else None)

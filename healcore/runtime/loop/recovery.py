@@ -41,11 +41,7 @@ from healcore.runtime.store.ranks import Ranks, agreed
 
 
 class Recovery:
-    """Reads the steps, and carries out the orders of the monitor and of comparisons of weights.
-
-    Without a `restorer`, `instead` takes the orders to roll back, and `newest_good` returns step
-    and path of the newest known-good checkpoint.
-    """
+    """Reads the steps, and carries out the orders of the monitor and of comparisons of weights."""
 
     def __init__(
         self,
@@ -58,8 +54,6 @@ class Recovery:
         ledger: Ledger,
         hooks: Hooks,
         restorer: Restorer | None = None,
-        instead: Callable[[Rollback], object] = lambda order: None,
-        newest_good: Callable[[], tuple[int | None, str | None]] = lambda: (None, None),
         loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         self._policy = policy
@@ -68,8 +62,6 @@ class Recovery:
         self._ranks = ranks
         self._log = log
         self.restorer = restorer
-        self._instead = instead
-        self._newest_good = newest_good
         self.ledger = ledger
         self.reader = DelayedReader()
         every = 0 if self._checkpoints is None else self._checkpoints.every
@@ -344,7 +336,6 @@ class Recovery:
     def roll_back(self, order: Rollback) -> None:
         """Restores a checkpoint for an order, and reports the rollback."""
         if self.restorer is None:
-            self._instead(order)
             return
         # Unread steps belong to the trouble up to their last alarm.
         unread = list(self.reader.due(all=True))
@@ -484,7 +475,7 @@ class Recovery:
     def _last_good_checkpoint(self) -> tuple[int | None, str | None]:
         """Step and path of the newest known-good checkpoint."""
         if self._checkpoints is None:
-            return self._newest_good()
+            return None, None
         step = self._checkpoints.good
         return step, next((each.path for each in self._listed() if each.step == step), None)
 

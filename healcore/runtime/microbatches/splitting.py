@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -26,18 +25,8 @@ class UnsplittableBatch(HealcoreError, ValueError):
     """A batch without a common number of samples."""
 
 
-class BatchSize(NamedTuple):
-    """The size of a batch."""
-
-    samples: int
-    elements: int
-    """Elements of the split arrays; a sample without arrays counts as one element."""
-    kind: str
-    """Names and numbers of axes of the split arrays. Batches of one kind differ only in size."""
-
-
-def measure(batch: Any) -> BatchSize:
-    """Counts samples and array elements. Reads shapes only.
+def count_samples(batch: Any) -> int:
+    """The number of samples of a batch. Reads shapes only.
 
     Raises:
         UnsplittableBatch: the batch has no samples, or its arrays disagree on their number.
@@ -49,13 +38,7 @@ def measure(batch: Any) -> BatchSize:
         return leaf.value
 
     _mapped(batch, "", collect)
-    samples = _samples(leaves, batch)
-    divided = [leaf for leaf in leaves if samples in (leaf.rows, leaf.entries)]
-    return BatchSize(
-        samples,
-        sum(_elements(leaf.value) for leaf in divided),
-        " ".join(f"{leaf.path or 'batch'}:{_axes(leaf.value)}" for leaf in divided),
-    )
+    return _samples(leaves, batch)
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -66,12 +49,12 @@ def split(batch: Any, parts: int) -> list[Any]:
         parts: number of parts. 1 returns the batch itself.
 
     Raises:
-        UnsplittableBatch: as for `measure`.
+        UnsplittableBatch: as for `count_samples`.
         ValueError: `parts` is below 1 or above the number of samples.
     """
     if parts == 1:
         return [batch]
-    samples = measure(batch).samples
+    samples = count_samples(batch)
     if not 1 <= parts <= samples:
         raise ValueError(f"parts is from 1 to the {samples} samples of the batch, not {parts}")
     ends = [samples * number // parts for number in range(parts + 1)]
@@ -185,32 +168,15 @@ def _is_array(node: Any) -> bool:
     return len(getattr(node, "shape", ())) > 0 and hasattr(node, "__getitem__")
 
 
-def _arrays(node: Any) -> list[Any]:
-    arrays: list[Any] = []
+def _holds_array(nodes: Iterable[Any]) -> bool:
+    found = False
 
-    def collect(leaf: _Leaf) -> Any:
-        if _is_array(leaf.value):
-            arrays.append(leaf.value)
-        else:
-            for entry in leaf.value:
-                arrays.extend(_arrays(entry))
+    def look(leaf: _Leaf) -> Any:
+        nonlocal found
+        found = found or _is_array(leaf.value) or _holds_array(leaf.value)
         return leaf.value
 
-    if not isinstance(node, str):
-        _mapped(node, "", collect)
-    return arrays
-
-
-def _holds_array(node: Any) -> bool:
-    return any(_arrays(entry) for entry in node)
-
-
-def _elements(node: Any) -> int:
-    """Number of elements of an array, or of the samples of a list."""
-    if _is_array(node):
-        return math.prod(node.shape)
-    return sum(sum(math.prod(a.shape) for a in _arrays(entry)) or 1 for entry in node)
-
-
-def _axes(node: Any) -> str:
-    return str(len(node.shape)) if _is_array(node) else "list"
+    for node in nodes:
+        if not isinstance(node, str):
+            _mapped(node, "", look)
+    return found

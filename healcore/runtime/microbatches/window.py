@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime.microbatches.sizes import MicrobatchSizes, Resize
-from healcore.runtime.microbatches.splitting import BatchSize, UnsplittableBatch, measure, split
+from healcore.runtime.microbatches.sizes import MicrobatchSizes
+from healcore.runtime.microbatches.splitting import UnsplittableBatch, count_samples, split
 from healcore.runtime.store.ranks import Ranks
 
 Batch = TypeVar("Batch")
@@ -45,7 +45,6 @@ class Microbatch(Generic[Batch]):
         *,
         first: bool,
         last: bool,
-        on_enter: Callable[[], None],
         on_exit: Callable[[BaseException | None], bool],
     ) -> None:
         self.batch = batch
@@ -53,11 +52,10 @@ class Microbatch(Generic[Batch]):
         self.first = first
         self.last = last
         self.failed = self.entered = False
-        self._on_enter, self._on_exit = on_enter, on_exit
+        self._on_exit = on_exit
 
     def __enter__(self) -> Microbatch[Batch]:
         self.entered = True
-        self._on_enter()
         return self
 
     def __exit__(
@@ -102,44 +100,23 @@ class Gradients(Protocol):
 class Synchronization(Protocol):
     """Synchronizes several ranks although a part may fail on any of them.
 
-    No rank may wait for another rank within a part. Exchanges of the framework happen before or
-    after a part, or a failed rank completes them.
+    No rank may wait for another rank within a part, so the framework's exchanges happen before the
+    first part or after the last part of a batch.
     """
 
-    def begin_window(self) -> None:
-        """Called before the first part since the last step."""
-        ...
+    def begin_batch(self, *, first: bool) -> None:
+        """Does the exchanges of a forward pass. Called before the first part of a batch.
 
-    def begin_batch(self) -> None:
-        """Does the exchanges of a forward pass. Called before the first part of a batch."""
-        ...
-
-    def begin_part(self, *, last: bool) -> None:
-        """Called at the beginning of a part; `last`: whether it is the last of its batch."""
-        ...
-
-    def end_part(self) -> None:
-        """Called at the end of a part."""
-        ...
-
-    def complete(self) -> bool:
-        """Completes the exchanges of the other ranks after a failure. Returns its success."""
-        ...
-
-    def vote(self, *, failed: bool, grows: bool) -> tuple[bool, bool] | None:
-        """Whether any rank has failed, and whether any rank wants larger parts.
-
-        Every rank calls it once per batch. None if this rank has failed and the other ranks do not
-        answer.
+        `first`: whether it is the first batch since the last step, or of a repeated window.
         """
         ...
 
-    def reduce(self) -> None:
-        """Reduces the batch's gradients over the ranks, unless a part has already done so."""
+    def any_failed(self, failed: bool) -> bool:
+        """Whether any rank has failed. Every rank calls it once per batch."""
         ...
 
-    def restart(self) -> None:
-        """Restores the state of `begin_window`."""
+    def reduce(self) -> None:
+        """Reduces the batch's gradients over the ranks. Called unless a rank has failed."""
         ...
 
 
@@ -157,21 +134,12 @@ class Failure(NamedTuple):
     """A part that raised."""
 
     error: BaseException
-    size: Callable[[], BatchSize]
-    """Measures its batch."""
+    batch: Any
+    """The batch of the part."""
     parts: int
     """Number of parts of its batch."""
     redoable: bool
     """Whether all gradients come from the parts of this window."""
-
-
-class DistributedWindow(NamedTuple):
-    """Multi-rank part of an accumulation window."""
-
-    ranks: Synchronization
-    on_last: Callable[[Failure | None, BatchSize | None], bool]
-    """Called after a failed part and after the last part of a batch, with the failure and the size
-    that may be doubled, or None. Returns whether all ranks repeat the window."""
 
 
 class AccumulationWindow:
@@ -180,13 +148,16 @@ class AccumulationWindow:
     Args:
         gradients: gradients of the framework's driver.
         sizes: limits on the sizes of parts.
-        on_failure: called with a part that raised. Returns whether to repeat the window with the
-            new `sizes`. Its exceptions end the loop.
-        may_grow: called before a window. Returns the step, or None if the size must not grow now.
-        on_growth: called with a larger size that is tried.
+        decide: called with a part that raised, and if ranks are synchronized also with None after
+            the last part of a batch. Returns whether to repeat the window with the new `sizes`. Its
+            exceptions end the loop.
         on_redo: called before the batches since the last step are repeated.
         clear_cache: see `Gradients.redo_window`.
-        together: called before the first window. Returns None if this rank decides alone.
+        synchronize: called before the first window. Returns None if this rank decides alone.
+
+    Attributes:
+        part: the current part, or None.
+        synchronization: the result of `synchronize`.
     """
 
     def __init__(
@@ -194,29 +165,23 @@ class AccumulationWindow:
         gradients: Gradients,
         sizes: MicrobatchSizes,
         *,
-        on_failure: Callable[[Failure], bool],
-        may_grow: Callable[[], int | None],
-        on_growth: Callable[[Resize], None],
+        decide: Callable[[Failure | None], bool],
         on_redo: Callable[[], object] = lambda: None,
         clear_cache: bool = True,
-        together: Callable[[], DistributedWindow | None] = lambda: None,
+        synchronize: Callable[[], Synchronization | None] = lambda: None,
     ) -> None:
         self._gradients = gradients
         self.sizes = sizes
-        self._on_failure = on_failure
-        self._may_grow = may_grow
-        self._on_growth = on_growth
+        self._decide = decide
         self._on_redo = on_redo
         self._clear_cache = clear_cache
-        self._open_distributed = together
-        self._distributed: DistributedWindow | None = None
+        self._synchronize = synchronize
+        self.synchronization: Synchronization | None = None
         self._begun = False
-        self._growing: BatchSize | None = None
         self._entries: list[_Entry] = []
         self._redoable = True
         self._held: list[Any] = []
         self.part: Microbatch[Any] | None = None
-        """The current part."""
 
     def parts(
         self,
@@ -236,11 +201,11 @@ class AccumulationWindow:
             while True:
                 for part in self._parts(self._entries[done:], first=first):
                     self.part = part
-                    if part.weight or self._distributed is None:
+                    if part.weight or self.synchronization is None:
                         yield part
                     else:  # no token of this rank's batch counts, but tokens of other ranks do
                         with part:
-                            self._distributed.ranks.complete()
+                            pass
                     if not part.entered:
                         raise MicrobatchError(
                             "each part of healer.microbatches is a context manager: write "
@@ -254,8 +219,6 @@ class AccumulationWindow:
                 self._gradients.redo_window(self._held, clear_cache=self._clear_cache)
                 self._held.clear()
                 self._on_redo()
-                if self._distributed is not None:
-                    self._distributed.ranks.restart()
                 done, first = 0, True
         finally:
             self.part = None
@@ -272,9 +235,7 @@ class AccumulationWindow:
         self._redoable = not accumulating
         self._gradients.begin_window()
         if not self._begun:
-            self._begun, self._distributed = True, self._open_distributed()
-        if self._distributed is not None:
-            self._distributed.ranks.begin_window()
+            self._begun, self.synchronization = True, self._synchronize()
 
     def _parts(self, entries: list[_Entry], *, first: bool) -> Iterator[Microbatch[Any]]:
         for entry in entries:
@@ -283,8 +244,8 @@ class AccumulationWindow:
             weights = _weights(pieces, entry)
             # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
             pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
-            if self._distributed is not None:
-                self._distributed.ranks.begin_batch()
+            if self.synchronization is not None:
+                self.synchronization.begin_batch(first=first)
                 pairs = pairs or [(pieces[0], 0.0)]
             for i, (piece, weight) in enumerate(pairs):
                 ends = i == len(pairs) - 1
@@ -293,55 +254,29 @@ class AccumulationWindow:
                     weight,
                     first=first,
                     last=entry is entries[-1] and ends,
-                    on_enter=partial(self._entered, ends),
                     on_exit=partial(self._left, entry, number, ends),
                 )
                 first = False
 
     def _number_of_parts(self, entry: _Entry) -> int:
-        if not self.sizes.limited and entry.most is None:
+        if self.sizes.limit is None and entry.most is None:
             return 1
         try:
-            size = measure(entry.batch)
+            samples = count_samples(entry.batch)
         except UnsplittableBatch:
             if entry.most is not None:
                 raise
             return 1  # the whole batch may fit
-        if len(self._entries) == 1 and entry.most is None:
-            self._grow(size)
-        return self.sizes.parts(size, entry.most)
-
-    def _grow(self, size: BatchSize) -> None:
-        """Tries larger parts if it is time. Several ranks do so from the next batch on."""
-        step = self._may_grow()
-        if step is None:
-            return
-        if self._distributed is not None:
-            self._growing = size if self.sizes.may_grow(size, step) else None
-            return
-        grown = self.sizes.grow(size, step)
-        if grown is not None:
-            self._on_growth(grown)
-
-    def _entered(self, last: bool) -> None:
-        if self._distributed is not None:
-            self._distributed.ranks.begin_part(last=last)
+        return self.sizes.parts(samples, entry.most)
 
     def _left(self, entry: _Entry, parts: int, last: bool, error: BaseException | None) -> bool:
         """Ends one of the `parts` of a batch. Returns whether to repeat the window."""
-        distributed = self._distributed
-        if distributed is not None:
-            distributed.ranks.end_part()
-        if error is None and (distributed is None or not last):
-            return False
         failure = None
         if error is not None:
-            failure = Failure(error, lambda: measure(entry.batch), parts, self._redoable)
-        if distributed is not None:
-            growing, self._growing = self._growing, None
-            repeat = distributed.on_last(failure, growing)
-        else:
-            repeat = failure is not None and self._on_failure(failure)
+            failure = Failure(error, entry.batch, parts, self._redoable)
+        elif self.synchronization is None or not last:
+            return False
+        repeat = self._decide(failure)
         if repeat and error is not None:
             self._held = released(error)
         return repeat
@@ -374,7 +309,7 @@ def _weights(pieces: list[Any], entry: _Entry) -> list[float]:
     """The share of each part in its batch, or in `total`."""
     if len(pieces) == 1 and entry.total is None:
         return [1.0]
-    samples = [float(measure(piece).samples) for piece in pieces]
+    samples = [float(count_samples(piece)) for piece in pieces]
     counts = [_count(piece, entry) for piece in pieces] if entry.count else samples
     whole = sum(counts) if entry.total is None else float(entry.total)
     if not whole:

@@ -152,9 +152,6 @@ _SENTENCES: dict[str, Callable[[EventRecord], str]] = {
     "assessment": _assessment,
     "rollback": _rollback,
     "lr": _lr,
-    "grow": lambda event: (
-        f"tries parts of {_shown(event.size)} samples again instead of {_shown(event.size_before)}"
-    ),
     "vote": lambda event: f"the ranks agreed: {event.outcome or ''} ({event.why or ''})",
     "hook": _hook,
     "fault": _fault,

@@ -61,7 +61,7 @@ def _check_begun(rollback: Rollback) -> Rollback:
 
 
 _Ledger = Annotated[dict[str, Any], _read_by(Ledger.from_dict)]
-_Sizes = Annotated[dict[str, Any], _read_by(MicrobatchSizes(shrinks=0, grow_after=0).load)]
+_Sizes = Annotated[dict[str, Any], _read_by(MicrobatchSizes(shrinks=0).load)]
 
 
 @dataclass

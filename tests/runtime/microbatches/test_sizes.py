@@ -1,4 +1,4 @@
-"""The size that fits is found in few steps, kept, and tried again a bounded number of times."""
+"""The size that fits is found in few steps, and kept."""
 
 from __future__ import annotations
 
@@ -10,23 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes
-from healcore.runtime.microbatches.splitting import BatchSize, measure, split
+from healcore.runtime.microbatches.splitting import split
 
 
-def sizes(shrinks: int = 100, grow_after: int = 10) -> MicrobatchSizes:
-    return MicrobatchSizes(shrinks=shrinks, grow_after=grow_after)
+def sizes(shrinks: int = 100) -> MicrobatchSizes:
+    return MicrobatchSizes(shrinks=shrinks)
 
 
-def batch(samples: int, length: int = 1) -> BatchSize:
-    return BatchSize(samples, samples * length, "x:2")
-
-
-@given(samples=st.integers(1, 300), fits=st.integers(1, 300), length=st.integers(1, 50))
-def test_shrinking_ends_at_a_size_that_fits(samples, fits, length):
+@given(samples=st.integers(1, 300), fits=st.integers(1, 300))
+def test_shrinking_ends_at_a_size_that_fits(samples, fits):
     """At most log2(samples) failures, and the size is more than half of what fits."""
-    book, size, failures = sizes(), batch(samples, length), 0
-    while -(-samples // (parts := book.parts(size))) > fits:
-        book.shrink(size, parts, step=0)
+    book, failures = sizes(), 0
+    while -(-samples // (parts := book.parts(samples))) > fits:
+        book.shrink(samples, parts)
         failures += 1
     largest = -(-samples // parts)
     assert failures == book.used <= np.ceil(np.log2(samples))
@@ -36,85 +32,49 @@ def test_shrinking_ends_at_a_size_that_fits(samples, fits, length):
 @given(samples=st.integers(1, 300))
 def test_few_shapes(samples):
     """A step that is compiled for each shape sees two for each halving."""
-    book, size, shapes = sizes(), batch(samples), set()
+    book, shapes = sizes(), set()
     while True:
-        parts = book.parts(size)
+        parts = book.parts(samples)
         shapes |= {len(piece) for piece in split(np.zeros(samples), parts)}
         try:
-            book.shrink(size, parts, step=0)
+            book.shrink(samples, parts)
         except CannotShrink:
             break
     assert len(shapes) <= 2 * np.ceil(np.log2(samples)) + 1
 
 
-def test_short_sequences_are_split_less():
-    book = sizes()
-    book.shrink(batch(8, 1024), 1, step=0)
-    assert book.parts(batch(8, 1024)) == 2
-    assert book.parts(batch(8, 512)) == 1
-    assert book.parts(batch(8, 4096)) == 8
-    assert book.parts(BatchSize(64, 10**9, "other:4")) == 1, "another kind has its own limit"
-
-
-def test_nothing_is_measured_before_something_did_not_fit():
-    book = sizes()
-    assert not book.limited
-    book.shrink(batch(8), 1, step=0)
-    assert book.limited
-
-
 @pytest.mark.parametrize(("most", "parts"), [(8, 1), (4, 2), (3, 4), (1, 8), (100, 1)])
 def test_at_most_so_many_samples(most, parts):
-    assert sizes().parts(batch(8), most) == parts
+    assert sizes().parts(8, most) == parts
+
+
+def test_the_limit_holds_for_other_batches():
+    book = sizes()
+    book.shrink(8, 1)
+    assert [book.parts(samples) for samples in (4, 8, 32)] == [1, 2, 8]
+    assert book.parts(8, most=2) == 4
 
 
 def test_a_single_sample_cannot_shrink():
     book = sizes()
-    with pytest.raises(CannotShrink, match="a single sample does not fit"):
-        book.shrink(batch(8), 8, step=0)
+    with pytest.raises(CannotShrink, match="a single sample"):
+        book.shrink(8, 8)
     assert book.to_dict() == sizes().to_dict()
 
 
 def test_the_budget():
     book = sizes(shrinks=2)
-    book.shrink(batch(8), 1, step=0)
-    book.shrink(batch(8), 2, step=0)
+    book.shrink(8, 1)
+    book.shrink(8, 2)
     before = book.to_dict()
-    with pytest.raises(CannotShrink, match=r"2 samples do not fit .* permits it 2 times"):
-        book.shrink(batch(8), 4, step=0)
+    with pytest.raises(CannotShrink, match=r"permits it 2 times"):
+        book.shrink(8, 4)
     assert book.to_dict() == before
 
 
-def test_growth_waits_longer_after_each_failure_and_ends():
-    """Memory that never suffices for eight: three tries in ten thousand steps."""
-    book, tries = sizes(shrinks=1), []
-    book.shrink(batch(8), 1, step=0)
-    for step in range(10_000):
-        if book.grow(batch(8), step):
-            tries.append(step)
-            book.shrink(batch(8), book.parts(batch(8)), step)  # uses no budget: it undoes a growth
-    assert tries == [10, 30, 70]
-    assert book.used == 1
-    assert book.parts(batch(8)) == 2
-
-
-def test_growth_back_to_the_whole_batch():
-    book = sizes()
-    for parts in (1, 2, 4):
-        book.shrink(batch(8), parts, step=0)
-    grown = [
-        (step, resize.before, resize.after)
-        for step in range(100)
-        if (resize := book.grow(batch(8), step))
-    ]
-    assert grown == [(10, 1, 2), (20, 2, 4), (30, 4, 8)]
-    assert book.parts(batch(8)) == 1
-
-
 def test_saved_and_loaded():
-    book = sizes()
-    book.shrink(measure({"x": np.zeros((8, 3))}), 1, step=5)
-    other = sizes()
+    book, other = sizes(), sizes()
+    book.shrink(8, 1)
     other.load(json.loads(json.dumps(book.to_dict())))
     assert other.to_dict() == book.to_dict()
-    assert other.parts(measure({"x": np.zeros((8, 3))})) == 2
+    assert other.parts(8) == 2

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Logging
 from healcore.runtime.healer import Healer
-from healcore.torch.driver import ddp_gradients
 from tests.healer.memory_limit import limited
 from tests.healer.run_options import grouped
 from tests.torch.driver import out_of_memory_runs as runs
@@ -34,7 +33,6 @@ from tests.torch.worlds import serve
 WORLD = 3
 SECONDS = 1500
 STEPS, ACCUMULATED, BATCH = 4, 2, 8
-"""In the first two steps gradients are reduced after the parts, in the others within them."""
 
 
 class FailAt(runs.FailAt):
@@ -80,7 +78,6 @@ def train(
     most: Callable[[int], int | None] = lambda step: None,
     no_sync: bool = False,
     inner: bool = False,
-    prepare: Callable[[Any], object] = lambda model: None,
     **ddp: Any,
 ) -> dict[str, Any]:
     """Trains for `STEPS` steps of `ACCUMULATED` batches; what this rank has then."""
@@ -88,7 +85,6 @@ def train(
     torch.manual_seed(0)
     net = make().double()
     model = DistributedDataParallel(net, **ddp)
-    prepare(model)
     torch.manual_seed(rank)  # dropout
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     state = {"model": net if inner else model, "optimizer": optimizer}
@@ -205,22 +201,26 @@ def edges(folder: Callable[[str], Path]) -> Any:
     yield run("uneven", batches=uneven)
     yield run("uneven, limited", memory({1: 4}), batches=uneven)
 
-    def shrinks(samples: int, step: int) -> None:
-        memory({1: 2} if step == 0 else {})(samples, step)
-
-    yield run("grows", shrinks, batches=[rows(BATCH)] * 9, budget={"refund_after": 3})
     x, y = rows(BATCH)
     counted = torch.zeros(BATCH) if rank == 1 else torch.ones(BATCH)
     for name, fits in {"nothing counts": {}, "nothing counts, limited": {0: 4}}.items():
         tokens = [(x, y, counted)] * 4
         yield run(name, memory(fits), batches=tokens, count=lambda part: part[2].sum())
     yield run("step in a part", in_part=lambda optimizer: optimizer.step())
-    yield run("static graph", memory({0: 0, 1: 0, 2: 0}), wrap=static_graph)
+    nothing = memory({0: 0, 1: 0, 2: 0})
+    yield run("static_graph=True", nothing, wrap=static_graph)
+    yield run("a communication hook", nothing, wrap=compressed)
     yield "bytes", added(folder("bytes"))
 
 
 def static_graph(net: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(net, static_graph=True)
+
+
+def compressed(net: nn.Module) -> DistributedDataParallel:
+    model = DistributedDataParallel(net)
+    model.register_comm_hook(None, fp16_compress_hook)
+    return model
 
 
 def added(root: Path) -> dict[str, Any]:
@@ -243,20 +243,10 @@ def added(root: Path) -> dict[str, Any]:
                 found.append(calls.nbytes)
                 optimizer.zero_grad()
         weights.append(torch.cat([each.flatten().double() for each in net.state_dict().values()]))
-    # The first windows have other buckets, in which three ranks are added up in another order.
+    # Other buckets: three ranks are added up in another order.
     alike = torch.allclose(*weights, rtol=1e-12, atol=1e-12)
-    return {"without": found[4], "first": found[5], "later": found[9], "alike": alike}
-
-
-def waiting(folder: Callable[[str], Path]) -> Any:
-    """A case in which the other ranks wait in their parts for one that ends its process."""
-
-    def use(samples: int, step: int) -> None:
-        memory({1: 0})(samples, step)
-        dist.all_reduce(torch.zeros(1))
-
-    ddp_gradients.PEER_TIMEOUT_S = 1.0
-    yield "waiting", loop(folder("waiting") / "events.jsonl", use)
+    number = len([*net.parameters()])
+    return {"without": found[4], "with": found[9], "parameters": number, "alike": alike}
 
 
 def sharded(folder: Callable[[str], Path]) -> Any:
@@ -360,7 +350,6 @@ def cases(root: Path, every: int) -> Any:
         "many buckets": {"bucket_cap_mb": 1e-4},
         "no_sync": {"no_sync": True},
         "inner module": {"inner": True},
-        "compressed": {"prepare": lambda model: model.register_comm_hook(None, fp16_compress_hook)},
     }.items():
         fails = on({1: (9,), 2: (late,)})
         yield name, train(folder(name), fails, make=plain, **options)
@@ -368,7 +357,6 @@ def cases(root: Path, every: int) -> Any:
     yield "all of it", train(folder("all of it"), FailAt(), **unused)
     yield from edges(folder)
     yield "unused", train(folder("unused"), on({1: (12,), 2: (late,)}), **unused)
-    yield from waiting(folder)
 
 
 def outcomes(every: str) -> dict[str, Any]:
@@ -379,4 +367,4 @@ def outcomes(every: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(outcomes, seconds=SECONDS, ends=False)  # ranks have left while others wait for them
+    serve(outcomes, seconds=SECONDS, ends=False)  # sharded: a rank leaves while another waits

@@ -90,6 +90,7 @@ class Unhealed(SFTTrainer):
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": 2,
                 "steps_per_print": 10**9,
+                "gradient_clipping": 0.0,  # 1.0 by default
             },
         )
         checkpoint = CheckpointConfig(

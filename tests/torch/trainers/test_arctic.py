@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from healcore.core.verdict import Action, Cause, names
-from healcore.torch.trainers.arctic import order_line
 from tests.torch.trainers.deepspeed_engines import prepare
 from tests.torch.two_ranks import free_port, run_two_ranks
 
@@ -99,8 +97,7 @@ def test_an_order_that_is_not_carried_out_has_a_line(
         trainer.train()
     assert trainer.global_step == 9
     (line,) = [each.message for each in caplog.records if "orders" in each.message]
-    assert line.startswith("step 2: nonfinite loss")
-    assert "the policy orders rollback and cut_lr; " in line
+    assert "step 2: the policy orders ROLLBACK" in line
 
 
 def test_the_kill_switch_stops_between_two_steps(kinds: Any, tmp_path: Path):
@@ -130,20 +127,6 @@ def test_a_kill_switch_that_one_rank_sees_stops_both(kinds: Any, tmp_path: Path)
     assert [each["read"] for each in found] == [6, 6]
     assert found[0]["reason"] == "another rank has a reason to stop"
     assert "kill switch" in found[1]["reason"]
-
-
-def test_every_combination_of_actions_is_written_in_words():
-    for flags in range(2 ** len(Action)):
-        action = Action(flags)
-        line = order_line(7, Cause.LOSS_SPIKE, action)
-        if not action & (Action.SAVE | Action.ROLLBACK | Action.STOP):
-            assert not line, "the step itself has done it"
-            continue
-        assert line.startswith("step 7: loss spike: the policy orders ")
-        ordered = line.split("orders ")[1].split(";")[0].split(" and ")
-        assert ordered == [each.lower() for each in names(action)]
-        cannot = [each for each in ("save", "rollback") if each in ordered]
-        assert ("cannot carry out " + " and ".join(cannot) + ":" in line) == bool(cannot)
 
 
 def one_rank(rank: int, port: int, folder: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_healthy_run_is_the_same_to_the_bit_and_waits_for_nothing_more(kind: s
 def test_the_policy_sees_the_norm_of_the_whole_step_before_clipping(kind: str):
     """And DeepSpeed's own limit stays in force."""
     norms, ends = [], []
-    for clip, policy in ((0.0, policies.SKIPS), (0.05, None), (0.05, policies.SKIPS)):
+    for clip, policy in ((0.0, policies.SKIPS), (0.05, None), (0.05, "default")):
         loop = Loop({**KINDS[kind], "gradient_clipping": clip})
         heal = None if policy is None else heal_engine(loop.engine, policy)
         loop.step(0)
@@ -118,7 +118,7 @@ def test_under_default_deepspeeds_limit_clips_alone(first: str, kind: str):
 
 def test_detach_gives_the_engine_back():
     loop = Loop({"gradient_clipping": 0.5, **zero(1)})
-    heal_engine(loop.engine, policies.SKIPS).detach()
+    heal_engine(loop.engine, "default").detach()
     assert loop.engine.gradient_clipping() == 0.5
     assert loop.engine.optimizer.clip_grad == 0.5
     assert "backward" not in vars(loop.engine)
@@ -162,31 +162,35 @@ def test_a_rollback_restores_every_part(kind: str, tmp_path: Any):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (zero(3), "ZeRO-3 partitions the weights"),
+        (zero(3), "ZeRO-3"),
         (
             {
                 "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
                 "zero_force_ds_cpu_optimizer": False,
             },
-            "with offloading the update runs outside",
+            "offloading",
         ),
-        ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "compute_grad_norm is"),
-        (FP16, "divides the gradients by its loss scale"),
+        ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "compute_grad_norm"),
+        (FP16, "fp16"),
     ],
 )
-def test_what_cannot_be_healed_is_refused_in_words(config: Any, reason: str):
+def test_what_cannot_be_healed_is_refused(config: Any, reason: str):
     engine = Loop(config, groups=1).engine
     with pytest.raises(AttachError, match=reason):
         heal_engine(engine)
     assert "backward" not in vars(engine)
 
 
-def test_mistakes_are_refused_in_words():
+def test_mistakes_are_refused():
     loop = Loop(zero(1))
-    with pytest.raises(AttachError, match=r"pass the first result of deepspeed\.initialize"):
+    with pytest.raises(AttachError, match=r"deepspeed\.initialize"):
         heal_engine(loop.engine.optimizer)
     for wrong in (loop.engine, loop.engine.optimizer):
         with pytest.raises(AttachError, match=r"heal_engine\(engine\)"):
             attach(wrong)
-    with pytest.raises(AttachError, match="steps flattened groups"):
+    with pytest.raises(AttachError, match="flattened"):
         heal_engine(loop.engine, policies.ADAGC)
+    limited = Loop({"gradient_clipping": 0.5})
+    with pytest.raises(AttachError, match="gradient_clipping"):
+        heal_engine(limited.engine, policies.ADAGC)
+    assert limited.engine.gradient_clipping() == 0.5

@@ -13,20 +13,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 import torch.distributed as dist
 
-from healcore import console
-from healcore.core.verdict import Action, Cause, names
-from healcore.runtime.incidents.step_lines import cause_text, is_logged
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Action
 from healcore.torch.healing import Healing
 from healcore.torch.trainers.deepspeed.attachment import heal_engine
 
 if TYPE_CHECKING:
-    from healcore.core.verdict import Decision
     from healcore.policy import Overrides, PolicyLike
-
-_MISSING = Action.SAVE | Action.ROLLBACK
-"""Actions that this integration does not execute."""
-_HOST_ACTIONS = _MISSING | Action.STOP
-"""Actions of the host between steps. Other actions take effect within the step, or are alerts."""
 
 
 def arctic_callbacks(
@@ -39,8 +32,8 @@ def arctic_callbacks(
             callbacks = arctic_callbacks("default")
 
     Between two optimizer steps, the ranks agree on every reason to stop (iteration limits, the kill
-    switch, the policy's stop). If the policy orders a rollback or a save, the order is only logged,
-    because ArcticTraining's loop cannot roll back.
+    switch, the policy's stop). If the policy orders a rollback, the order is only logged, because
+    ArcticTraining's loop cannot roll back. Restart the same command to resume.
 
     Args:
         policy: as for `attach`.
@@ -84,8 +77,9 @@ class HealedRun:
         self._epoch_start = 0
         self._skip = 0
         self.cursor = {"epoch": trainer.epoch_idx, "batches": 0, "micro_steps": 0}
-        self._orders = 0
-        self._ordered_at = -1
+        self._stops = False
+        """Whether the policy has ordered a stop."""
+        heal.hooks.incident_log.take = self._take
         self._own_early_exit: Callable[[], bool] = trainer.need_early_exit
         trainer.need_early_exit = self._need_early_exit
 
@@ -140,25 +134,17 @@ class HealedRun:
         if not self.between_steps:
             return False  # the micro-batches of this step would be lost
         stop = self._own_early_exit()
-        decision = self.heal.last_decision()
-        if decision is not None:
-            self._log_orders(decision)
-        if not stop and decision is not None and decision.action & Action.STOP:
+        if self._stops and not stop:
             trainer.early_stop_reason, stop = "stopped by healcore's policy", True
         agreed = self._any_rank(stop)
         if agreed and not stop:
             trainer.early_stop_reason = "another rank has a reason to stop"
         return agreed
 
-    def _log_orders(self, decision: Decision) -> None:
-        """Logs the policy's host actions: the first ten, then each power of two."""
-        step = self._trainer.model.global_steps - 1
-        line = order_line(step, decision.cause, decision.action)
-        if line and step != self._ordered_at:
-            self._orders, self._ordered_at = self._orders + 1, step
-            self.heal.hooks.incident_log.answered()  # whose message would describe other loops
-            if is_logged(self._orders) and not (dist.is_initialized() and dist.get_rank()):
-                console.warning(line)
+    def _take(self, record: StepRecord, action: Action) -> Action:
+        """Keeps an order to stop. Returns the orders that are not carried out."""
+        self._stops |= bool(action & Action.STOP)
+        return action & ~Action.STOP
 
     def _any_rank(self, flag: bool) -> bool:
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -166,21 +152,6 @@ class HealedRun:
         flags = torch.tensor(float(flag), device=self._trainer.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags)
-
-
-def order_line(step: int, cause: Cause, action: Action) -> str:
-    """The log message about a step's host actions, or an empty string if it has none."""
-    if not action & _HOST_ACTIONS:
-        return ""
-    orders = " and ".join(names(action)).lower()
-    missing = " and ".join(names(action & _MISSING)).lower()
-    line = f"step {step}: {cause_text(cause)}: the policy orders {orders}"
-    if missing:
-        line += (
-            f"; ArcticTraining's loop cannot carry out {missing}: restart the same command to "
-            "resume from the newest healthy checkpoint"
-        )
-    return line
 
 
 class SkipFirstBatches:

@@ -38,8 +38,8 @@ def heal_engine(
     a `Healer`.
 
     DeepSpeed's own clipping is switched off, because the policy needs the norm before clipping. Its
-    limit (`gradient_clipping`) becomes the `max_norm` of the policy's clipping, or is enforced
-    after it. Under "default" this limit is then the only clipping, as without healcore.
+    limit (`gradient_clipping`) becomes the `max_norm` of the policy's clipping. Under "default"
+    this limit is then the only clipping, as without healcore.
 
     A step that DeepSpeed itself skips is judged when the next loss is observed, or earlier by the
     Healer. It counts as non-finite, unless DeepSpeed is searching a dynamic loss scale.
@@ -54,8 +54,9 @@ def heal_engine(
         The same handle as from `attach`. `detach()` restores the engine.
 
     Raises:
-        AttachError: a pipeline engine, ZeRO-3, offloading, experts, model parallelism, or anything
-            that `attach` refuses. The engine is unchanged.
+        AttachError: a pipeline engine, ZeRO-3, offloading, experts, model parallelism, a policy
+            that cannot hold DeepSpeed's limit, or anything that `attach` refuses. The engine is
+            unchanged.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
     """
     # Imported here, so that `import healcore.torch` does not load pydantic.
@@ -73,21 +74,17 @@ def heal_engine(
 
 def heal_basic_optimizer(engine: Any, core: Engine, process_group: Any = "auto") -> Healing:
     """Like `heal_engine`, for a checked engine and with a healcore Engine instead of a policy."""
-    _check_policy(engine, core)
-    basic, limit = engine.basic_optimizer, gradient_clipping(engine)
-    adopted_limit = None if core.mode == "observe" else limit
-    enforced_limit = 0.0
-    if adopted_limit is not None and not _enforces(core, adopted_limit):
-        enforced_limit = adopted_limit
-    # A scale that is applied outside of a single call of the optimizer has to be on the host.
-    needs_host = enforced_limit > 0.0 or (is_sharded(engine) and len(basic.param_groups) > 1)
+    limit = None if core.mode == "observe" else gradient_clipping(engine)
+    _check_policy(engine, core, limit)
+    basic, sharded = engine.basic_optimizer, is_sharded(engine)
     healing = heal_optimizer(
         basic,
         lambda: core,
-        engine="host" if needs_host else "auto",
+        # A decision for several calls of the optimizer has to be on the host.
+        engine="host" if sharded and len(basic.param_groups) > 1 else "auto",
         process_group=process_group,
         measurer=partial(EngineMeasurer, engine),
-        hooks=partial(EngineHooks, engine, adopted_limit, enforced_limit),
+        hooks=partial(EngineHooks, engine, limit),
     )
     backward = engine.backward
 
@@ -98,9 +95,9 @@ def heal_basic_optimizer(engine: Any, core: Engine, process_group: Any = "auto")
 
     changes: ExitStack = healing.hooks.changes  # type: ignore[attr-defined]
     changes.enter_context(replaced(engine, "backward", observed))
-    if adopted_limit:
+    if limit:
         _set_clipping(engine, 0.0)
-        changes.callback(_set_clipping, engine, adopted_limit)
+        changes.callback(_set_clipping, engine, limit)
     return healing
 
 
@@ -110,14 +107,6 @@ def gradient_clipping(engine: Any) -> float | None:
     if healing is not None and isinstance(healing.hooks, EngineHooks):
         return healing.hooks.adopted_limit
     return float(engine.gradient_clipping() or 0.0) or None
-
-
-def _enforces(core: Engine, limit: float) -> bool:
-    """Whether the policy always clips at `limit` or below, up to rounding."""
-    rule, config = core.config.clip or ("none", None)
-    # adagc applies its max_norm during warm-up only.
-    max_norm = None if rule == "adagc" else getattr(config, "max_norm", None)
-    return max_norm is not None and float(max_norm) <= limit * (1 + 1e-6)
 
 
 def _set_clipping(engine: Any, limit: float) -> None:
@@ -143,7 +132,7 @@ def check(engine: Any) -> None:
             raise AttachError(f"this DeepSpeed engine cannot be healed: {reason}")
 
 
-def _check_policy(engine: Any, core: Engine) -> None:
+def _check_policy(engine: Any, core: Engine, limit: float | None) -> None:
     """Raises AttachError if the policy needs something that this engine lacks."""
     flattened = is_sharded(engine) or hasattr(engine.optimizer, "fp32_groups_flat")
     if core.per_tensor and flattened:
@@ -151,48 +140,36 @@ def _check_policy(engine: Any, core: Engine) -> None:
             "this policy clips each tensor by its own history, and this DeepSpeed engine steps "
             'flattened groups: use clip={"kind": "zclip"}, or ZeRO stage 0'
         )
+    rule, config = core.config.clip or ("none", None)
+    # adagc applies its max_norm during warm-up only.
+    max_norm = None if rule == "adagc" else getattr(config, "max_norm", None)
+    if limit and (max_norm is None or float(max_norm) > limit * (1 + 1e-6)):
+        raise AttachError(
+            f"gradient_clipping = {limit:g} clips before the policy can measure the norm, and this "
+            "policy cannot hold the limit: set gradient_clipping to 0 in DeepSpeed's config"
+        )
 
 
 def _obstacles(engine: Any) -> list[tuple[bool, str]]:
     """Pairs of a condition and the reason why an engine with that condition cannot be healed."""
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-    zero = engine._config.zero_config
-    mpu = engine.mpu
-    parallel = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
+    stage, zero = engine.zero_optimization_stage(), engine._config.zero_config
+    parallel = getattr(engine.mpu, "get_model_parallel_world_size", lambda: 1)()
+    scalers = ("torch_autocast_z0_gradscaler", "torch_autocast_gradscaler")
+    float16 = any(getattr(x, name, None) for x in (engine, engine.optimizer) for name in scalers)
+    offloads = bool(zero.offload_optimizer or zero.offload_param or engine.zenflow)
+    without_norm = stage in (1, 2) and not zero.compute_grad_norm
     return [
         (hasattr(engine, "train_batch"), "a pipeline engine steps inside train_batch()"),
-        (
-            engine.basic_optimizer is None,
-            "it has no optimizer; pass optimizer=... to deepspeed.initialize",
-        ),
-        (
-            stage >= 3,
-            "ZeRO-3 partitions the weights, steps them in sub-groups, and may swap them out in "
-            "between, so the whole step is never available at once; use stage 1 or 2, or FSDP2 "
-            "with attach()",
-        ),
+        (engine.basic_optimizer is None, "it has no optimizer"),
+        (stage >= 3, "ZeRO-3 never has the whole step at once; use stage 1 or 2, or FSDP2"),
         (
             stage == 0 and engine.fp16_enabled(),
             "with fp16 and ZeRO stage 0 DeepSpeed 0.19 divides the gradients by its loss scale "
             "but does not multiply the loss by it, so the norm is wrong; use stage 1",
         ),
-        (
-            bool(zero.offload_optimizer or zero.offload_param or engine.zenflow),
-            "with offloading the update runs outside of optimizer.step(); remove "
-            "offload_optimizer, offload_param and zenflow",
-        ),
-        (
-            stage in (1, 2) and not zero.compute_grad_norm,
-            "zero_optimization.compute_grad_norm is false, and the policy needs the norm",
-        ),
+        (offloads, "with offloading the update runs outside of optimizer.step()"),
+        (without_norm, "zero_optimization.compute_grad_norm is false"),
         (engine.has_moe_layers, "the experts' gradients are on some ranks only"),
         (parallel > 1, "with model parallelism each rank has the norm of its part only"),
-        (
-            any(
-                getattr(owner, name, None)
-                for owner in (engine, optimizer)
-                for name in ("torch_autocast_z0_gradscaler", "torch_autocast_gradscaler")
-            ),
-            "torch_autocast with float16 has a GradScaler per group; use the fp16 or bf16 section",
-        ),
+        (float16, "torch_autocast with float16 has a GradScaler per group; use bf16"),
     ]

@@ -78,33 +78,22 @@ class EngineHooks(StepHooks):
 
     Args:
         deepspeed: the engine.
-        adopted_limit: DeepSpeed's max gradient norm, which healcore enforces instead, or None.
-        enforced_limit: the same limit if the policy's own clipping does not enforce it, else 0.
+        adopted_limit: DeepSpeed's max gradient norm, which the policy enforces instead, or None.
         *args: arguments of `StepHooks`.
 
     Attributes:
         changes: undoes the changes of the engine when the hooks are removed.
     """
 
-    def __init__(
-        self, deepspeed: Any, adopted_limit: float | None, enforced_limit: float, *args: Any
-    ) -> None:
+    def __init__(self, deepspeed: Any, adopted_limit: float | None, *args: Any) -> None:
         super().__init__(*args)
         self.adopted_limit = adopted_limit
         self.changes = ExitStack()
-        self._limit = enforced_limit
         self._first = gradients.parameters(self.optimizer)[0]
         self._group_order: HostOrder | None = None
         self._sharded = is_sharded(deepspeed)
         # DeepSpeed refers to the moment tensors, so they must not be replaced.
         self._resets_moments = self.incident_log.resets_moments = False
-
-    def limited(self, order: HostOrder, measured: Measurement) -> HostOrder:
-        """Lowers the order's gradient scale to DeepSpeed's limit."""
-        norm = float(self.live_engine.state.last.grad_norm) if self._limit else 0.0
-        if order.skip or not norm * order.grad_scale > self._limit:
-            return order
-        return order._replace(grad_scale=self._limit / (norm + 1e-6))
 
     def detach(self) -> None:
         """See `Healing.detach`."""

@@ -12,8 +12,6 @@ import types
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +19,8 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from healcore.core.verdict import NONFINITE, Cause
+from healcore.core.verdict import Cause
 from healcore.runtime.faults import classify
-from healcore.runtime.faults.failures import failures_of
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.live_state import RngState
@@ -40,17 +37,6 @@ class DryRun(NamedTuple):
     """Whether all losses and norms are finite."""
     would: tuple[tuple[str, ...], ...]
     """Names of the policy's causes and actions at each step, without clipping."""
-    peak_bytes: int | None
-    """Peak memory on the GPU in bytes, including the copy, or None on a CPU."""
-
-    @property
-    def hints(self) -> tuple[str, ...]:
-        """A diagnosis for each cause that the policy found."""
-        names = {name for step in self.would for name in step}
-        causes = reduce(or_, (cause for cause in Cause if cause.name in names), Cause(0))
-        if not self.finite and not causes & NONFINITE:
-            causes |= NONFINITE
-        return tuple(row.diagnosis for row in failures_of(causes))
 
 
 @contextmanager
@@ -93,13 +79,11 @@ def read_metrics(metrics: Path) -> DryRun:
     rows = [row for row in rows if row["kind"] == "step"]
     losses = tuple(float(row.get("loss", "nan")) for row in rows)
     norms = tuple(float(row.get("grad_norm", "nan")) for row in rows)
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return DryRun(
         losses,
         norms,
         all(map(math.isfinite, losses + norms)) and bool(rows),
         tuple((*row.get("cause", ()), *row.get("action", ())) for row in rows),
-        torch.cuda.max_memory_allocated() if cuda else None,
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from healcore.core.verdict import Cause
 from healcore.runtime.faults import classify
 from healcore.runtime.healer import Healer
-from healcore.runtime.microbatches.splitting import measure
+from healcore.runtime.microbatches.splitting import count_samples
 from healcore.torch.trainers.huggingface.progress import WindowCounts
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")
@@ -175,7 +175,7 @@ class SplitSteps:
         if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
             shifted = getattr(self._trainer, "_loss_shifts_labels", True)
             return int((labels[..., 1:] if shifted else labels).ne(-100).sum())
-        return measure(batch).samples
+        return count_samples(batch)
 
     def _pair_rows(self, inputs: Any, *, join: bool) -> Any:
         """Joins the chosen and rejected row of each pair, or separates them again.

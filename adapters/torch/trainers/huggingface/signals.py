@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from healcore.runtime.incidents.run_metrics import ChangedMetrics
+from healcore.runtime.incidents.run_metrics import METRICS, ChangedMetrics
 from healcore.torch.driver.loss_evaluation import copied
+from healcore.torch.healing import Healing
 from healcore.torch.trainers import replaced
 from healcore.torch.trainers.huggingface.progress import LossCounts
 
@@ -114,6 +115,14 @@ def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Itera
 
     with replaced(trainer, "log", log):
         yield
+
+
+def metrics_of(healing: Healing) -> dict[str, float]:
+    """Metrics of the last step for the log, such as `heal/skips`. One sync on a GPU."""
+    values = healing.metrics()
+    names = [f"heal/{name}" for name in METRICS]
+    numbers = torch.stack([values[name].float() for name in names]).tolist()
+    return dict(zip(names, numbers, strict=True))
 
 
 def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:

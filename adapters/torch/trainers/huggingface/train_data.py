@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 from healcore.runtime.data import DataError
 from healcore.runtime.data.loader_adapters import iterate
@@ -27,9 +25,8 @@ class RewindableBatches:
     sampler: accelerate's seeded sampler, GRPO's, groups by length, or shards over ranks.
 
     A collator that draws random numbers in the main process draws new numbers after a rewind,
-    because accelerate reads one batch ahead. An IterableDataset is rewound by reading it from its
-    beginning, provided that its first batch is the same again. Any other IterableDataset (a
-    generator, or a stream in random order) cannot be rewound and continues forward.
+    because accelerate reads one batch ahead. An IterableDataset continues forward after a rollback.
+    After a restart it is read from its beginning, and the used batches are dropped.
 
     Attributes:
         epoch: epoch of the next batch, from 0.
@@ -45,17 +42,9 @@ class RewindableBatches:
         self._loaded = False
         dataset = getattr(loader, "dataset", None)
         self._is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
-        self._first_digests: dict[int, str] = {}
-        """Epoch -> digest of its first batch, for an IterableDataset."""
+        self._begun = False
+        """Whether this process has read a batch."""
         self._running: Iterator[Any] | None = None
-        self._repeated: Iterator[Any] | None = None
-        """The batches of an epoch that `_check_repeats` has begun, or None."""
-        self._unrepeated: Iterator[Any] | None = None
-        """The rest of a stream that cannot be read again, including its batch that was read.
-
-        None unless `_check_repeats` has failed. A reference is kept, because deleting the iterator
-        would close a generator that other iterators delegate to.
-        """
 
     def __len__(self) -> int:
         """The number of batches of an epoch; TypeError if unknown."""
@@ -74,8 +63,7 @@ class RewindableBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the next batch."""
-        first = self._first_digests.get(self.epoch)
-        return {"epoch": self.epoch, "index": self.index, "random": self._random, "first": first}
+        return {"epoch": self.epoch, "index": self.index, "random": self._random}
 
     def advanced(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
         """Returns the position `count` batches later in the same epoch."""
@@ -85,15 +73,13 @@ class RewindableBatches:
         """Sets the position for the next `iter`.
 
         Raises:
-            DataError: the data cannot be read again. The position is unchanged.
+            DataError: the data cannot be rewound. The position is unchanged.
         """
         epoch, index = int(state["epoch"]), int(state["index"])
         unmoved = (epoch, index) == (self.epoch, self.index)
+        if self._is_stream and self._begun and not unmoved:
+            raise DataError("the train_dataset is an IterableDataset, which cannot be rewound")
         if not (self._is_stream and unmoved):
-            first = self._first_digests.get(epoch, state.get("first"))
-            if self._is_stream and first is not None:
-                self._check_repeats(epoch, state["random"], first)
-                self._first_digests[epoch] = first
             self.epoch, self.index, self._random = epoch, index, state["random"]
             self._running = None
         self._loaded = True
@@ -108,56 +94,29 @@ class RewindableBatches:
         repeats, self._random = self._random is not None, self._random or current
         if repeats:
             _set_random_state(self._random, generators)
-        repeated, self._repeated = self._repeated, None
-        if repeated is None:
-            batches = iterate(self._skip_to(self.index))
-        else:
-            batches = itertools.islice(repeated, self.index, None)
+        batches = iterate(self._skip_to(self.index))
         while True:
             try:
                 batch = next(batches, _END)
-                if batch is _END and self._unrepeated is not None:
-                    batch = next(self._unrepeated, _END)
                 if batch is _END:
                     break
             finally:
                 if repeats:  # the sampler has drawn its order
                     _set_random_state(current, [])
                     repeats = False
-            if self._is_stream and not self.index:
-                self._first_digests[self.epoch] = _digest(batch)
+            self._begun = True
             self.index += 1
             yield batch
         self._running = None
         self._next_epoch()
 
-    def _check_repeats(self, epoch: int, drawn: Mapping[str, Any] | None, first: str) -> None:
-        """Begins an epoch of an IterableDataset; raises DataError if its first batch differs."""
-        problem = "the train_dataset is an IterableDataset that cannot be read again in its order"
-        if self._unrepeated is not None:
-            raise DataError(problem)
-        generators = _generators(self._loader)
-        current = _random_state(generators)
-        self._set_epoch(epoch)
-        if drawn is not None:
-            _set_random_state(drawn, generators)
-        batches = iterate(self._loader)
-        batch = next(batches, _END)
-        _set_random_state(current, generators)
-        if batch is not _END and _digest(batch) == first:
-            self._repeated = itertools.chain([batch], batches)
-            return
-        self._set_epoch(self.epoch)
-        self._unrepeated = batches if batch is _END else itertools.chain([batch], batches)
-        raise DataError(problem)
-
-    def _set_epoch(self, epoch: int | None = None) -> None:
+    def _set_epoch(self) -> None:
         """Calls `set_epoch` on the same objects as `Trainer._run_epoch`."""
         inner = getattr(getattr(self._loader, "batch_sampler", None), "batch_sampler", None)
         for owner in (self._loader, inner):
             set_epoch = getattr(owner, "set_epoch", None)
             if set_epoch is not None:
-                set_epoch(self.epoch if epoch is None else epoch)
+                set_epoch(self.epoch)
 
     def _skip_to(self, index: int) -> Any:
         if not index:
@@ -167,18 +126,6 @@ class RewindableBatches:
 
             return skip_first_batches(self._loader, index)
         return itertools.islice(self._loader, index, None)
-
-
-def _digest(batch: Any) -> str:
-    """Hexadecimal digest of the values of a batch. One sync per tensor on a GPU."""
-    digest = hashlib.blake2b(digest_size=16)
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            flat = leaf.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
-        else:
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

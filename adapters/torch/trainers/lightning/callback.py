@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from healcore.policy.trainer_limit import with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
-from healcore.runtime.run_options import LOGGING, Checkpoints, Logging
+from healcore.runtime.run_options import Checkpoints, Logging
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.trainers.lightning.runs import InStep, WholeRun
+from healcore.torch.trainers.lightning.runs import WholeRun
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -69,14 +69,11 @@ class LightningHealingCallback(Callback):
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.
         store: a directory for checkpoints, a store, or None for host memory, which is lost with the
             process. `ModelCheckpoint` works as usual.
-        in_step_only: only clips and skips, without checkpoints, rollbacks and stops. Lightning's
-            own checkpoints then hold the policy's state. Implied by `fast_dev_run`.
         loss_fn: function that returns the loss of one batch on the module's device, to compare the
             current weights with earlier weights; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
         **options: further arguments of `healcore.Healer` (`checkpoints`, `logging`, `resume`, ...)
-            and values to replace in the policy. With `in_step_only`, only `attach`, values of
-            the policy, and `console` of `logging`.
+            and values to replace in the policy.
 
     Raises:
         healcore.policy.PolicyError: the policy does not exist or is invalid.
@@ -88,7 +85,6 @@ class LightningHealingCallback(Callback):
         policy: PolicyLike = "default",
         *,
         store: str | os.PathLike[str] | CheckpointStore | None = None,
-        in_step_only: bool = False,
         loss_fn: Callable[[Any], Any] | None = None,
         eval_loss: str | None = None,
         **options: Unpack[FitOptions],
@@ -96,22 +92,12 @@ class LightningHealingCallback(Callback):
         healer_options: dict[str, Any] = dict(options)
         overrides = {n: healer_options.pop(n) for n in _OVERRIDES & healer_options.keys()}
         self._policy = resolve(policy, overrides)
-        self._in_step_only = in_step_only
         self._eval_loss = eval_loss
-        if in_step_only:
-            if store is not None or loss_fn is not None:
-                raise ValueError("in_step_only=True saves no checkpoints: omit store and loss_fn")
-            if unknown := healer_options.keys() - {"attach", "logging"}:
-                raise TypeError(
-                    f"in_step_only=True does not accept {', '.join(sorted(unknown))}: omit it; "
-                    "only values of the policy, attach={...} and logging apply"
-                )
-        else:
-            healer_options |= {"store": store, "loss_fn": loss_fn}
-            Healer(self._policy, state={}, **healer_options)  # raises if an option is invalid
+        healer_options |= {"store": store, "loss_fn": loss_fn}
+        Healer(self._policy, state={}, **healer_options)  # raises if an option is invalid
         self._options = healer_options
-        self._run: InStep | WholeRun | None = None
-        self._last_run: InStep | WholeRun | None = None
+        self._run: WholeRun | None = None
+        self._last_run: WholeRun | None = None
         self._pending_losses: list[Tensor] = []
         """Losses since the last step, if the fit has several optimizers."""
         self._clip_value: float | None = None
@@ -126,12 +112,12 @@ class LightningHealingCallback(Callback):
 
     @property
     def healer(self) -> Healer[Any] | None:
-        """The Healer of the last fit, or None with `in_step_only` or before the first batch."""
-        return self._last_run.healer if isinstance(self._last_run, WholeRun) else None
+        """The Healer of the last fit, or None before the first batch."""
+        return None if self._last_run is None else self._last_run.healer
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the strategy, and makes the policy enforce the Trainer's `gradient_clip_val`."""
-        if stage != "fit":
+        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._restore_clip_value(trainer)  # an earlier fit may have raised before it began
         strategy = type(trainer.strategy)
@@ -148,22 +134,18 @@ class LightningHealingCallback(Callback):
             trainer.gradient_clip_val = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attaches the policy, or inserts the Healer between Lightning and its dataloaders."""
-        options, policy = self._options, self._fit_policy
-        if self._in_step_only or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            logging = options.get("logging", LOGGING)
-            attach = {"console": logging.console, **(options.get("attach") or {})}
-            self._run = InStep(trainer, policy, attach, self._engines)
-        else:
-            self._run = WholeRun(trainer, pl_module, policy, options, self._engines)
-            self._run.feed()
+        """Inserts the Healer between Lightning and its dataloaders. Not with `fast_dev_run`."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self._run = WholeRun(trainer, pl_module, self._fit_policy, self._options, self._engines)
+        self._run.feed()
         self._last_run = self._run
         self._metrics = ChangedMetrics(self._run.metrics)
         self._pending_losses.clear()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wraps dataloaders that were reloaded (`reload_dataloaders_every_n_epochs`)."""
-        if isinstance(self._run, WholeRun):
+        if self._run is not None:
             self._run.feed()
 
     def on_train_batch_start(
@@ -244,15 +226,6 @@ class LightningHealingCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the engine states of a Lightning checkpoint for the fit that begins."""
         self._engines = state_dict.get("engines", {})
-
-    def on_init_end(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raises TypeError: only a transformers Trainer calls this hook."""
-        raise TypeError(
-            "LightningHealingCallback is for a Lightning Trainer, and transformers has called it: "
-            "write callbacks=[healcore.torch.HealingCallback(policy)]"
-        )
-
-    on_train_begin = on_init_end  # the first hook of a callback added by `trainer.add_callback`
 
     def _restore_clip_value(self, trainer: Trainer) -> None:
         if self._clip_value is not None:

@@ -1,4 +1,4 @@
-"""Defines the two modes of the callback: `InStep` clips and skips, `WholeRun` runs a Healer."""
+"""Defines `WholeRun`, which runs a Healer within the fit loop."""
 
 from __future__ import annotations
 
@@ -7,56 +7,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from healcore import console
 from healcore.core.engine import StateError
 from healcore.runtime.healer import Healer
-from healcore.runtime.incidents.run_metrics import METRICS
 from healcore.runtime.loop.setup import StoreNotEmpty
-from healcore.torch.attachment import attach
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.trainers import replaced
 from healcore.torch.trainers.lightning.feed import Feed
 from healcore.torch.trainers.lightning.progress import Progress
-
-
-class InStep:
-    """Attaches an engine to each optimizer of a fit.
-
-    Attributes:
-        healings: handles of the optimizers, by the names of `_named_optimizers`.
-    """
-
-    def __init__(
-        self, trainer: Any, policy: Any, options: dict[str, Any], engines: Mapping[str, Any]
-    ) -> None:
-        self.healings: dict[str, Healing] = {}
-        options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **options}
-        try:
-            for name, optimizer in _named_optimizers(trainer).items():
-                self.healings[name] = attach(optimizer, policy, **options)
-        except BaseException:
-            self.close()
-            raise
-        _load_engines(self.healings, engines)
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the last step for a logger. One sync on a GPU."""
-        logged: dict[str, float] = {}
-        for name, healing in self.healings.items():
-            prefix = "heal/" if len(self.healings) == 1 else f"heal/{name}/"
-            values = healing.metrics()
-            numbers = torch.stack([values[f"heal/{key}"].float() for key in METRICS]).tolist()
-            logged |= {f"{prefix}{key}": n for key, n in zip(METRICS, numbers, strict=True)}
-        return logged
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Detaches the engines."""
-        for healing in self.healings.values():
-            healing.detach()
 
 
 @dataclass(eq=False)
@@ -93,8 +54,8 @@ class WholeRun:
         if any(c.__name__ == "_DataLoaderIterDataFetcher" for c in type(fit._data_fetcher).__mro__):
             raise AttachError(
                 "training_step takes dataloader_iter and reads the data itself, so a rollback "
-                "cannot rewind the data: write training_step(self, batch, batch_idx), or pass "
-                "in_step_only=True to the callback"
+                "cannot rewind the data: write training_step(self, batch, batch_idx), or heal the "
+                "optimizer with healcore.torch.attach"
             )
         fit._data_fetcher = Feed(self.trainer, fit._data_fetcher, self._progress, self._open)
 

@@ -110,6 +110,12 @@ def logged(of: Any, name: str) -> list[float]:
     return [row[name] for row in of.state.log_history if name in row]
 
 
+def counts(callback: Any, *names: str) -> list[float]:
+    """Values of some metrics of a HealingCallback, without the prefix `heal/`."""
+    metrics = callback.healing.metrics()
+    return [float(metrics[f"heal/{name}"]) for name in names]
+
+
 def calling(event: str, call: Callable[..., object], *, at: int | None = None) -> TrainerCallback:
     """A callback that calls `call(state, **kwargs)` at one event; with `at` only at that step."""
 

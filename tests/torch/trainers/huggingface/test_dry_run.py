@@ -50,7 +50,6 @@ def test_it_leaves_no_trace(kind: str, tmp_path: Path):
     assert not folder.exists() or not list(folder.rglob("*"))
     assert len(found.losses) == len(found.grad_norms) == 2
     assert found.finite
-    assert found.hints == ()
     # And it was these steps: a run has the same first losses.
     trainer.args.save_strategy = "no"
     healed.train()
@@ -93,7 +92,6 @@ def test_it_says_what_the_policy_would_do(tmp_path: Path):
     found = heal_trainer(trainer).dry_run(steps=2)
     assert not found.finite
     assert all("NONFINITE_LOSS" in each for each in found.would)
-    assert any("a log or a division of 0" in hint for hint in found.hints)
 
 
 def test_an_error_in_it_has_a_note_about_what_to_look_at(tmp_path: Path):

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from healcore.torch import heal_trainer
 from tests.healer.run_options import grouped
-from tests.torch.trainers.huggingface.small_runs import BATCH, Net, Rows, weights
+from tests.torch.trainers.huggingface.small_runs import (
+    BATCH,
+    Net,
+    Rows,
+    calling,
+    raising,
+    weights,
+)
 
 POLICY = {
     "save_every": 5,
@@ -25,7 +32,10 @@ POLICY = {
 
 
 class Stream(IterableDataset):
-    """The rows of some batches; `once`: a generator that is never made again."""
+    """The rows of some batches; `once`: a generator that is never made again.
+
+    The batch `bad` is bad in the first pass only.
+    """
 
     def __init__(self, batches: int, bad: int | None, *, once: bool) -> None:
         rows = Rows(batches, {} if bad is None else {bad: math.nan})
@@ -33,9 +43,10 @@ class Stream(IterableDataset):
         self.left = self.all()
 
     def all(self) -> Iterator[Any]:
-        for index in range(len(self.rows)):
+        rows, self.rows = self.rows, Rows(len(self.rows) // BATCH)
+        for index in range(len(rows)):
             self.read.append(index // BATCH)
-            yield self.rows[index]
+            yield rows[index]
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.left if self.once else self.all()
@@ -51,7 +62,14 @@ class Seen(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
 
-def run(folder: Path, *, once: bool, bad: int | None = None, healed: bool = True) -> Any:
+def run(
+    folder: Path,
+    *,
+    once: bool,
+    bad: int | None = None,
+    healed: bool = True,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Any:
     torch.manual_seed(0)
     args = TrainingArguments(
         output_dir=str(folder),
@@ -68,7 +86,7 @@ def run(folder: Path, *, once: bool, bad: int | None = None, healed: bool = True
         accelerator_config={"dispatch_batches": False},
         dataloader_pin_memory=False,
     )
-    trainer = Seen(model=Net(), args=args, train_dataset=Stream(20, bad, once=once))
+    trainer = Seen(Net(), args, train_dataset=Stream(20, bad, once=once), callbacks=list(callbacks))
     (
         heal_trainer(trainer, store=folder / "store", **grouped(POLICY)) if healed else trainer
     ).train()
@@ -83,13 +101,18 @@ def test_a_run_on_a_generator_completes_as_without_healing(tmp_path: Path):
 
 @pytest.mark.parametrize("once", [False, True])
 def test_after_a_rollback(once: bool, tmp_path: Path):
-    """Data that begin again are led back to the checkpoint; a generator goes on, and loses none."""
+    """The data continue forward, and lose none."""
     trainer = run(tmp_path, once=once, bad=12)
-    assert trainer.seen[:14] == list(range(14))
-    if once:
-        assert sorted(trainer.seen[14:]) == list(range(14, 20))
-        assert trainer.state.global_step == 20 - 9, "from step 14 back to 5"
-    else:
-        assert trainer.seen[14:22] == [*range(5, 12), 13]
-        assert trainer.state.global_step == 30
+    assert trainer.seen[:20] == list(range(20))
+    assert trainer.state.global_step == (20 - 9 if once else 30), "from step 14 back to 5"
     assert weights(trainer).isfinite().all()
+
+
+def test_after_a_restart(tmp_path: Path):
+    """The data are read from their start, and the used batches are dropped."""
+    fails = calling("on_step_end", raising(RuntimeError("stop")), at=7)
+    with pytest.raises(RuntimeError, match="stop"):
+        run(tmp_path, once=False, callbacks=[fails])
+    again = run(tmp_path, once=False)
+    assert again.seen == [*range(5, 20), *range(10)]  # from the checkpoint of step 5
+    assert torch.equal(weights(again), weights(run(tmp_path / "whole", once=False)))

@@ -286,7 +286,7 @@ def test_one_trainer_has_one_policy(tmp_path: Path):
     other = tiny.plain(tmp_path, max_steps=1)
     other.add_callback(HealingCallback("default"))
     other.add_callback(HealingCallback("zclip"))
-    with pytest.raises(AttachError, match=r"this one has 2 \(policies 'default', 'zclip'\)"):
+    with pytest.raises(AttachError, match="is healed already"):
         other.train()
 
 

@@ -17,10 +17,7 @@ from tests.healer.run_options import grouped
 from tests.torch.trainers.lightning.fits import Regression, data, trainer
 
 # Without clipping: ZClip may clip a healthy step, which is a decision and not an accident.
-KINDS = {
-    "in_step": {"in_step_only": True, "clip": None},
-    "whole_run": {"clip": {"kind": "fixed", "max_norm": 1e6}, "save_every": 3},
-}
+OPTIONS = {"clip": {"kind": "fixed", "max_norm": 1e6}, "save_every": 3}
 
 
 class Gan(lightning.LightningModule):
@@ -128,11 +125,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("in_step_only", [True, False])
-def test_the_trainers_clip_stays_as_it_was(in_step_only: bool):
+def test_the_trainers_clip_stays_as_it_was():
     """Under "default" it clips alone; only the norm is summed in another order."""
     plain, _ = fit(Regression, lambda: [shuffled()], gradient_clip_val=0.1)
-    callback = LightningHealingCallback(in_step_only=in_step_only)
+    callback = LightningHealingCallback()
     healed, _ = fit(Regression, lambda: [shuffled()], callback, gradient_clip_val=0.1)
     (healing,) = callback.healings.values()
     assert float(healing.metrics()["heal/clips"]) > 10
@@ -140,12 +136,11 @@ def test_the_trainers_clip_stays_as_it_was(in_step_only: bool):
         assert torch.allclose(theirs, ours, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_bits(case: str, kind: str):
+def test_the_same_bits(case: str):
     module, loaders, options = CASES[case]
     plain, running = fit(module, loaders, **options)
-    callback = LightningHealingCallback(**grouped(KINDS[kind]))
+    callback = LightningHealingCallback(**grouped(OPTIONS))
     healed, healing = fit(module, loaders, callback, **options)
     assert healed.seen == plain.seen
     assert all(map(torch.equal, plain.parameters(), healed.parameters()))

@@ -14,25 +14,11 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from healcore.core.verdict import Cause
-from healcore.torch import AttachError, HealingCallback, LightningHealingCallback
+from healcore.torch import AttachError, LightningHealingCallback
 from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
-from tests.torch.trainers.huggingface import tiny_trainers
 from tests.torch.trainers.lightning.fits import Regression, data, trainer
 from tests.torch.trainers.lightning.test_healthy import Gan
-
-both = pytest.mark.parametrize("in_step_only", [True, False])
-
-
-def test_a_callback_of_the_wrong_library_is_refused_with_the_right_one(tmp_path: Path):
-    fit = trainer(HealingCallback())
-    with pytest.raises(TypeError, match=r"LightningHealingCallback\(policy\)"):
-        fit.fit(Regression(), DataLoader(data()))
-    theirs = tiny_trainers.plain(tmp_path, max_steps=1)
-    theirs.add_callback(LightningHealingCallback())
-    for begin in (theirs.train, lambda: theirs.callback_handler.on_init_end(None, None, None)):
-        with pytest.raises(TypeError, match=r"torch\.HealingCallback\(policy\)"):
-            begin()
 
 
 class Judged(LightningHealingCallback):
@@ -61,9 +47,8 @@ def fit(callback: Any, module: Any = None, **options: Any) -> tuple[Any, Any]:
     return module, running
 
 
-@both
-def test_one_bad_batch_is_noticed_in_its_step(tmp_path: Path, in_step_only: bool):
-    callback = Judged(in_step_only=in_step_only)
+def test_one_bad_batch_is_noticed_in_its_step(tmp_path: Path):
+    callback = Judged()
     logs = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
     module, running = fit(callback, rows=data(bad=3), max_epochs=2, **logs)
     causes = [bool(each.cause & Cause.NONFINITE_LOSS) for each in callback.decisions]
@@ -73,10 +58,9 @@ def test_one_bad_batch_is_noticed_in_its_step(tmp_path: Path, in_step_only: bool
     assert running.global_step == 16
     with Path(running.logger.log_dir, "metrics.csv").open() as file:
         rows = {int(row["step"]): row for row in csv.DictReader(file)}
-    # Written before the step: of the step before it, or of the one before that.
-    late = 0 if in_step_only else 1
+    # Written before the step: of the step before the one before it.
     skips = {step: row["heal/skips"] for step, row in rows.items() if row["heal/skips"]}
-    assert skips == {4 + late: "1.0", 12 + late: "2.0"}
+    assert skips == {5: "1.0", 13: "2.0"}
     assert not any("heal/loss" in row for row in rows.values())
 
 
@@ -85,11 +69,10 @@ def test_without_the_callback_the_weights_are_lost():
     assert not all(p.isfinite().all() for p in module.parameters())
 
 
-@both
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_loss_is_the_one_that_training_step_returned(in_step_only: bool, parts: int):
+def test_the_loss_is_the_one_that_training_step_returned(parts: int):
     """Lightning hands `on_before_backward` the loss divided by the number of parts."""
-    callback = Judged(in_step_only=in_step_only, clip=None)
+    callback = Judged(clip=None)
     torch.manual_seed(0)
     module = Regression(rate=0.0)
     fit(callback, module, accumulate_grad_batches=parts)
@@ -99,9 +82,8 @@ def test_the_loss_is_the_one_that_training_step_returned(in_step_only: bool, par
     assert callback.losses == pytest.approx([sum(w) / len(w) for w in windows], rel=1e-6)
 
 
-@both
-def test_a_loss_that_a_scaler_has_multiplied(in_step_only: bool):
-    callback = Judged(in_step_only=in_step_only, clip=None)
+def test_a_loss_that_a_scaler_has_multiplied():
+    callback = Judged(clip=None)
     torch.manual_seed(0)
     module = Regression(rate=0.0)
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
@@ -135,9 +117,8 @@ def test_each_network_of_a_gan_is_judged_by_its_own_loss():
 # -- the Trainer's own clipping -------------------------------------------------------------------
 
 
-@both
-def test_the_norm_is_seen_before_clipping_and_the_limit_is_kept(in_step_only: bool):
-    callback = Judged(in_step_only=in_step_only)
+def test_the_norm_is_seen_before_clipping_and_the_limit_is_kept():
+    callback = Judged()
     torch.manual_seed(0)
     module = Regression(rate=1.0)
     before = [p.detach().clone() for p in module.parameters()]
@@ -149,13 +130,12 @@ def test_the_norm_is_seen_before_clipping_and_the_limit_is_kept(in_step_only: bo
     assert running.gradient_clip_val == 0.1, "put back after the fit"
 
 
-@pytest.mark.parametrize("in_step_only", [True, False])
-def test_the_limit_is_put_back_after_an_exception(in_step_only: bool):
+def test_the_limit_is_put_back_after_an_exception():
     class Raises(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise KeyError("of the user")
 
-    callback = LightningHealingCallback(in_step_only=in_step_only)
+    callback = LightningHealingCallback()
     running = trainer(callback, gradient_clip_val=0.1, max_epochs=1)
     with pytest.raises(KeyError):
         running.fit(Raises(), DataLoader(data()))
@@ -165,7 +145,7 @@ def test_the_limit_is_put_back_after_an_exception(in_step_only: bool):
 @pytest.mark.parametrize("kind", ["fixed", "autoclip", "none"])
 def test_of_two_limits_the_smaller_holds(kind: str):
     clip = {"kind": kind} | ({} if kind == "none" else {"max_norm": 5.0})
-    callback = LightningHealingCallback(in_step_only=True, clip=clip)
+    callback = LightningHealingCallback(clip=clip)
     fit(callback, gradient_clip_val=0.1, limit_train_batches=1)
     (healing,) = callback.healings.values()
     decision = healing.last_decision()
@@ -201,8 +181,6 @@ def test_what_cannot_be_taken_over_is_refused(options: Any, clip: Any, words: st
         ({"save_every": 0}, ValueError),
         ({"no_such_option": 1}, ValueError),
         ({"policy": "defualt"}, ValueError),
-        ({"in_step_only": True, "store": "here"}, ValueError),
-        ({"in_step_only": True, "save_every": 3}, TypeError),
         ({"clip": {"kind": "nothing"}}, ValueError),
     ],
 )
@@ -232,11 +210,8 @@ def test_an_iterator_that_the_module_reads_itself_is_refused():
             batch, _, _ = next(dataloader_iter)
             return self.loss(batch)
 
-    with pytest.raises(AttachError, match="in_step_only=True"):
+    with pytest.raises(AttachError, match="dataloader_iter"):
         fit(LightningHealingCallback(), Reads())
-    fit(callback := LightningHealingCallback(in_step_only=True), Reads())
-    (healing,) = callback.healings.values()
-    assert int(healing.live_engine.state.step) == 8
 
 
 # -- the cost -------------------------------------------------------------------------------------
@@ -249,15 +224,9 @@ class Counting(Regression):
         return self.loss(batch)
 
 
-@both
-def test_the_callback_itself_reads_nothing_on_the_host(tmp_path: Path, in_step_only: bool):
-    """Whatever the engine reads is in `Report.syncs_per_step`; the hooks around it add nothing.
-
-    Nor do the metrics in a logger, except in the step only, where a row of them is one wait.
-    """
-    logs: dict[str, Any] = {}
-    if not in_step_only:
-        logs = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
+def test_the_callback_itself_reads_nothing_on_the_host(tmp_path: Path):
+    """Whatever the engine reads is in `Report.syncs_per_step`; hooks and metrics add nothing."""
+    logs: dict[str, Any] = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
 
     def syncs(callback: Any) -> int:
         torch.manual_seed(0)
@@ -265,7 +234,7 @@ def test_the_callback_itself_reads_nothing_on_the_host(tmp_path: Path, in_step_o
             fit(callback, Counting(), accumulate_grad_batches=2, **logs)
         return counted.count
 
-    callback = LightningHealingCallback(in_step_only=in_step_only)
+    callback = LightningHealingCallback()
     added = syncs(callback) - syncs(None)
     (healing,) = callback.healings.values()
     assert healing.report().syncs_per_step == 0
@@ -273,10 +242,10 @@ def test_the_callback_itself_reads_nothing_on_the_host(tmp_path: Path, in_step_o
 
 
 def test_state_survives_lightnings_checkpoint(tmp_path: Any):
-    callback = LightningHealingCallback(in_step_only=True)
+    callback = LightningHealingCallback()
     _, running = fit(callback, rows=data(bad=3))
     (first,) = callback.healings.values()
-    callback_2 = LightningHealingCallback(in_step_only=True)
+    callback_2 = LightningHealingCallback()
     running.save_checkpoint(tmp_path / "last.ckpt")
     fit(callback_2, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
     (second,) = callback_2.healings.values()
