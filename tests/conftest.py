@@ -121,7 +121,6 @@ SLOW = (
     "tests/examples/test_out_of_memory.py",
     "tests/healer/test_failure_table.py::test_each_row_happens_and_its_recipe_is_carried_out",
     "tests/hostile/test_logs.py::test_zeros_in_a_gz",
-    "tests/tools/probe/test_loss.py::test_memory_does_not_grow_with_the_log",
     "tests/tools/cli/test_demo.py::test_a_broken_claim_exits_with_1",
     "tests/tools/probe/test_recorded_runs.py",
     "tests/tools/traces/test_streaming.py",

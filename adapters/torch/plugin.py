@@ -12,7 +12,7 @@ _PARTS = {
     "plain_values": "healcore.torch.plain_values",
     "row_runner": "healcore.torch.namespace:TorchRowRunner",
     "demo_training": "healcore.torch.demo:train",
-    "checkpoint_reader": "healcore.torch.checkpoint_contents",
+    "checkpoint_reader": "healcore.torch.probe_reader",
 }
 
 for _need, _place in _PARTS.items():

@@ -25,6 +25,8 @@ from healcore.tools.probe.adam_states import AdamState
 from healcore.tools.probe.loss_curve import MAD_TO_SIGMA
 from healcore.tools.probe.parameter_names import Parameter, Shape
 
+_BETA2 = 0.999
+"""Adam's beta2 if the state does not contain it, as the states of optax."""
 _MIN_SIMILAR = 3
 _MIN_SPREAD = 0.1
 """Lower bound of the spread of log v-hat among similar parameters, which may hardly differ."""
@@ -74,8 +76,8 @@ class Moments(NamedTuple):
         return math.log(self.mean) - math.log(correction)
 
 
-def measure(state: AdamState, parameter: Parameter, beta2: float, step: float | None) -> Moments:
-    """Reads the moments of a parameter. `beta2` and `step` are the defaults for missing values."""
+def measure(state: AdamState, parameter: Parameter, step: float | None) -> Moments:
+    """Reads the moments of a parameter. `step` is the default for a missing value."""
     size = nonfinite = negative = zeros = finite = 0
     total = 0.0
     for read in state.second.read():
@@ -104,7 +106,7 @@ def measure(state: AdamState, parameter: Parameter, beta2: float, step: float | 
         zeros=zeros,
         mean=total / finite if finite else math.nan,
         step=step if state.step is None else state.step,
-        beta2=beta2 if state.beta2 is None else state.beta2,
+        beta2=_BETA2 if state.beta2 is None else state.beta2,
     )
 
 

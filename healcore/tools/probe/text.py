@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,19 +17,9 @@ _COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red", SKIP: "cyan", ERROR: "ma
 
 
 def show(results: Sequence[ProbeResult], console: Console) -> None:
-    """Prints the results. After several results, prints the number of each verdict."""
+    """Prints the results."""
     for result in results:
         console.print(_rendered(result))
-    if len(results) > 1:
-        counted = Counter(result.verdict for result in results)
-        line = Text.assemble(
-            *(
-                Text(f"{counted[verdict]} {verdict.value}  ", f"bold {_COLOURS[verdict]}")
-                for verdict in ProbeVerdict
-                if counted[verdict]
-            )
-        )
-        console.print(Text.assemble(f"{len(results)} probed: ", line))
 
 
 def _rendered(result: ProbeResult) -> RenderableType:
@@ -47,48 +36,27 @@ def _rendered(result: ProbeResult) -> RenderableType:
         checks.add_row(label, check.name.replace("_", " "), Text(clean(check.message, keep="")))
     notes = (Text(clean(f"note: {note}", keep=""), "dim") for note in result.notes)
     return Group(
-        head, *(Padding(part, (0, 0, 0, 2)) for part in (checks, *_tables(result.facts), *notes))
+        head, *(Padding(part, (0, 0, 0, 2)) for part in (checks, *_layers(result.facts), *notes))
     )
 
 
-def _tables(facts: Mapping[str, Any]) -> list[Table]:
-    """Tables of the layers that deviate most and of the checkpoints of a store."""
-    tables = []
-    if facts.get("top"):
-        rows = [
-            (
-                layer["layer"],
-                layer["parameter"],
-                f"{layer['gradient_rms']:.2e}",
-                f"{layer['ratio']:.3g}",
-                f"{layer['sigmas']:+.1f}",
-            )
-            for layer in facts["top"]
-        ]
-        titles = ("layer", "farthest parameter", "gradient rms", "v-hat / similar", "sigma")
-        tables.append(_table(titles, rows))
-    if facts.get("checkpoints"):
-        rows = [
-            (
-                str(saved["step"]),
-                saved["status"],
-                "yes" if saved["intact"] else "NO",
-                "yes" if saved["finite"] else "NO",
-                f"{saved['bytes']:,}",
-            )
-            for saved in facts["checkpoints"]
-        ]
-        tables.append(_table(("step", "status", "intact", "finite", "bytes"), rows))
-    return tables
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _layers(facts: Mapping[str, Any]) -> list[Table]:
+    """A table of the layers that deviate most, if there are any."""
+    if not facts.get("top"):
+        return []
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in titles:
+    for title in ("layer", "farthest parameter", "gradient rms", "v-hat / similar", "sigma"):
         table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(clean(cell, keep="")) for cell in row))
-    return table
+    for layer in facts["top"]:
+        cells = (
+            layer["layer"],
+            layer["parameter"],
+            f"{layer['gradient_rms']:.2e}",
+            f"{layer['ratio']:.3g}",
+            f"{layer['sigmas']:+.1f}",
+        )
+        table.add_row(*(Text(clean(cell, keep="")) for cell in cells))
+    return [table]
 
 
 def _label(verdict: ProbeVerdict) -> Text:
