@@ -135,8 +135,8 @@ def _of_group(
     blocks = find_blocks(shapes)
     layers: list[tuple[str, Named]] = []
     if not all(names):
-        in_order = [match_in_order(shapes, model) for model, ordered in models if ordered]
-        names = max(in_order, key=lambda found: len(found) - found.count(None), default=names)
+        equal = [model for model, ordered in models if ordered and _is_model(shapes, model)]
+        names = [name for name, _ in equal[0]] if equal else [None] * len(shapes)
         layers = next(filter(None, (_layers(model, blocks, shapes) for model, _ in models)), [])
     known = {}
     for at, (number, name, shape) in enumerate(zip(numbers, names, shapes, strict=True)):
@@ -162,6 +162,13 @@ def _of_group(
     return known
 
 
+def _is_model(shapes: Sequence[Shape | None], model: Named) -> bool:
+    """Whether the parameters have the shapes of the model; a shape is None without a state."""
+    return len(shapes) == len(model) and all(
+        shape in (None, known) for shape, (_, known) in zip(shapes, model, strict=True)
+    )
+
+
 def _layers(
     model: Named, blocks: RepeatedBlocks, shapes: Sequence[Shape | None]
 ) -> list[tuple[str, Named]]:
@@ -182,34 +189,6 @@ def _layers(
         if not Counter(shapes[begin : begin + blocks.size]) <= Counter(of for _, of in members):
             return []
     return layers
-
-
-def match_in_order(
-    shapes: Sequence[Shape | None], model: Sequence[tuple[str, Shape]]
-) -> list[str | None]:
-    """Matches parameters in the model's order by shape; a name is None where not certain.
-
-    Each parameter is matched with the first possible parameter of the model, and from the back with
-    the last possible parameter. A name is certain if both agree. A shape is None without a state.
-    """
-    front = _places(shapes, [shape for _, shape in model])
-    back = _places(shapes[::-1], [shape for _, shape in model[::-1]])
-    if front is None or back is None:
-        return [None] * len(shapes)
-    back = [len(model) - 1 - at for at in back[::-1]]
-    return [model[a][0] if a == b else None for a, b in zip(front, back, strict=True)]
-
-
-def _places(shapes: Sequence[Shape | None], model: Sequence[Shape]) -> list[int] | None:
-    places, at = [], 0
-    for shape in shapes:
-        while at < len(model) and shape is not None and model[at] != shape:
-            at += 1
-        if at == len(model):
-            return None
-        places.append(at)
-        at += 1
-    return places
 
 
 def _models(tree: Tree, optimizers: Collection[Path]) -> list[tuple[Named, bool]]:

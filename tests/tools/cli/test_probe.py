@@ -93,7 +93,7 @@ def test_a_spec_has_bounds_and_weights_and_options_go_before_it(tmp_path):
     assert (result.exit_code, "score 1.00" in result.output) == (0, True)
     for text, message in (
         ("min_smoothnes = 1", f"min_smoothnes in {spec} is 1"),
-        ("[weights]\nregrets = 1", "weights has 'regrets', which is not a check"),
+        ("[weights]\nregrets = 1", "weights.regrets"),
         ("[weights", f"{spec} cannot be read as a TOML spec"),
     ):
         spec.write_text(text)

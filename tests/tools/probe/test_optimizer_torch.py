@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from healcore.tools.probe.parameter_names import find_blocks, match_in_order
+from healcore.tools.probe.parameter_names import find_blocks
 from healcore.torch.store import DCPStore
 from tests.tools.probe.trained_networks import Net, probe, saved, train, trained, unjudged, verdicts
 
@@ -577,29 +575,3 @@ def test_blocks_that_are_alike(text, found):
     shapes = [(ord(each),) for each in text]
     blocks = find_blocks(shapes)
     assert tuple(blocks) == found
-
-
-SHAPES = st.lists(st.sampled_from([(2,), (3,), (2, 3)]), max_size=8)
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(SHAPES, st.data())
-def test_names_are_right_or_left_out(shapes, data):
-    """Checked against every assignment of the parameters to those of the model."""
-    import itertools
-
-    chosen = sorted(
-        data.draw(st.sets(st.integers(0, len(shapes) - 1)) if shapes else st.just(set()))
-    )
-    model = [(str(at), shape) for at, shape in enumerate(shapes)]
-    given_shapes = [shapes[at] for at in chosen]
-    ways = [
-        way
-        for way in itertools.combinations(range(len(shapes)), len(chosen))
-        if [shapes[at] for at in way] == given_shapes
-    ]
-    for place, name in enumerate(match_in_order(given_shapes, model)):
-        possible = {str(way[place]) for way in ways}
-        assert (name is not None) == (len(possible) == 1)
-        if name is not None:
-            assert possible == {name}
