@@ -90,9 +90,31 @@ def _open_store(root: Path, step: int | None) -> Contents:
     return contents._replace(notes=(note, *contents.notes))
 
 
+def _stored_values(folder: Path) -> dict[tuple[str, ...], Any]:
+    """Reads the plain values in the state of a checkpoint, such as an optimizer's groups."""
+    values = {}
+    for file in sorted(folder.glob("state*.json")):
+        for name, entry in json.loads(regular_file.read(file)).items():
+            values |= dict(_values(entry.get("tree", {}), (name,)))
+    return values
+
+
+def _values(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(node, dict):
+        yield path, node
+        return
+    for tag, content in node.items():
+        if tag == "float":
+            yield path, float(content)
+        elif tag in ("dict", "list", "tuple"):
+            for key, part in content if tag == "dict" else enumerate(content):
+                yield from _values(part, (*path, *str(key).split(".")))
+
+
 def _open_folder(path: Path) -> Contents:
     if manifest.step_of(path) is not None and (path / manifest.DATA).is_dir():
-        return _open_folder(path / manifest.DATA)
+        contents = _open_folder(path / manifest.DATA)
+        return contents._replace(values={**_stored_values(path), **contents.values})
     if (path / ".metadata").is_file():
         return adapter_registry.find("torch", "checkpoint_reader").open_directory(path)
     if any(path.glob("*.distcp")):

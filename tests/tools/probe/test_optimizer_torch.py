@@ -109,10 +109,17 @@ class TestFormats:
         store.save(1, {"model": healthy[0], "optimizer": healthy[1]})
         store.wait()
         store.mark(1, "good")
-        store.save(2, {"model": net, "optimizer": optimizer})
+        groups = [{"params": [net.embed.weight]}, {"params": [*net.parameters()][1:]}]
+        split = torch.optim.AdamW(groups, betas=(0.9, 0.99))
+        split.state.update(optimizer.state)
+        store.save(2, {"model": net, "optimizer": split, "epoch": 3})
         store.wait()
-        self.check(tmp_path / "store", step=2)
-        self.check(Path(store.steps()[1].path or ""))
+        result = probe(tmp_path / "store", step=2)
+        assert result.facts["training"] == {"epoch": 3}
+        assert result.facts["top"][0]["layer"] == "blocks.3"
+        store.save(3, {"model": net, "optimizer": optimizer})
+        store.wait()
+        self.check(Path(store.steps()[2].path or ""))
         newest_good = probe(tmp_path / "store")
         assert newest_good.verdict.value == "PASS"
         assert "step 1 (good)" in newest_good.notes[0]
