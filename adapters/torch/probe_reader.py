@@ -23,7 +23,6 @@ from torch import Tensor
 
 from healcore import regular_file
 from healcore.plugins.checkpoint_contents import (
-    PIECE,
     Array,
     Contents,
     Damaged,
@@ -60,10 +59,7 @@ def open_file(path: Path) -> Contents:
 
 
 def open_directory(folder: Path) -> Contents:
-    """Opens a directory of DCP. Raises ProbeError if the index cannot be read.
-
-    One shard is in memory at a time.
-    """
+    """Opens a directory of DCP. Raises ProbeError if the index cannot be read."""
     arrays, values, notes = [], {}, []
     for name, entry in _index(folder).items():
         if entry.chunks:
@@ -137,17 +133,14 @@ def _array(path: tuple[str, ...], tensor: Tensor) -> Array:
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     # Tensors with the same part of a storage are one tensor. Empty tensors share nothing.
     storage = (tensor.data_ptr(), shape, tensor.stride(), dtype) if tensor.numel() else None
-    return Array(path, dtype, shape, lambda: _pieces(tensor), storage)
+    return Array(path, dtype, shape, lambda: _flat(tensor), storage)
 
 
-def _pieces(tensor: Tensor) -> Iterator[np.ndarray]:
-    """Yields a tensor's elements as NumPy arrays, and copies at most one piece at a time."""
+def _flat(tensor: Tensor) -> np.ndarray:
     flat = tensor.detach().reshape(-1)
-    for at in range(0, flat.numel(), PIECE):
-        piece = flat[at : at + PIECE]
-        if piece.is_floating_point() and piece.dtype not in (torch.float32, torch.float64):
-            piece = piece.float()
-        yield piece.resolve_conj().resolve_neg().numpy()
+    if flat.is_floating_point() and flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.float()
+    return flat.resolve_conj().resolve_neg().numpy()
 
 
 def _index(folder: Path) -> dict[str, IndexEntry]:
@@ -158,12 +151,11 @@ def _index(folder: Path) -> dict[str, IndexEntry]:
 
 
 def _sharded(folder: Path, path: tuple[str, ...], name: str, entry: IndexEntry) -> Array:
-    def read() -> Iterator[np.ndarray]:
+    def read() -> np.ndarray:
         if len(entry.places) != len(entry.chunks):
             counts = f"{len(entry.places)} of {len(entry.chunks)} parts of {name} are present"
             raise ProbeError(f"{folder}: {counts}")
-        for place in entry.places.values():
-            yield from _pieces(_part(folder, place))
+        return np.concatenate([_flat(_part(folder, place)) for place in entry.places.values()])
 
     return Array(path, entry.dtype, entry.shape, read, name)
 

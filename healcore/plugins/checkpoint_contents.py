@@ -7,7 +7,7 @@ nothing. `healcore.tools.probe` itself reads Orbax, which needs no framework.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +16,6 @@ from healcore.core.errors import HealcoreError
 
 Path = tuple[str, ...]
 """Keys from the root of the saved tree: ("optimizer", "state", "0", "exp_avg_sq")."""
-
-PIECE = 1 << 20
-"""Number of elements read at a time, if the format allows partial reads."""
 
 
 class ProbeError(HealcoreError, ValueError):
@@ -36,9 +33,9 @@ class Array(NamedTuple):
     dtype: str
     """Name of the dtype in NumPy, ml_dtypes and torch: "bfloat16"."""
     shape: tuple[int, ...]
-    read: Callable[[], Iterator[np.ndarray]]
-    """Yields each element once, in any order, in 1-d pieces. NumPy can compare and add their dtype
-    (float32 for the smaller floats)."""
+    read: Callable[[], np.ndarray]
+    """Returns the elements, 1-d, in any order. NumPy can compare and add their dtype (float32 for
+    the smaller floats)."""
     storage: Hashable | None = None
     """Equal values mark one array that is saved under several names."""
     in_order: bool = True
@@ -51,7 +48,7 @@ class Array(NamedTuple):
 
     def scalar(self) -> float:
         """The value of an array of one element."""
-        return float(next(piece[0] for piece in self.read() if len(piece)))
+        return float(self.read()[0])
 
 
 class Contents(NamedTuple):

@@ -59,7 +59,7 @@ def count_nonfinite(contents: Contents) -> dict[str, int]:
         seen.add(array.storage)
         if shared or array.dtype.startswith(("int", "uint", "bool")):
             continue
-        bad = sum(int(np.count_nonzero(~np.isfinite(piece))) for piece in array.read())
+        bad = int(np.count_nonzero(~np.isfinite(array.read())))
         if bad:
             nonfinite[dotted(array.path)] = bad
     return nonfinite

@@ -52,17 +52,11 @@ def probe_paths(
                 while len(results) < len(paths):
                     results.append(pickle.load(child.stdout))
         if len(results) < len(paths):
-            path = str(paths[len(results)])
-            message = f"{path}: the reader process ended while reading it ({_why(child)})"
+            path, status = str(paths[len(results)]), child.returncode
+            why = (signal.strsignal(-status) if status < 0 else None) or f"status {status}"
+            message = f"{path}: the reader process ended while reading it ({why})"
             results.append(ProbeResult(probe, path, (Check("readable", ERROR, message),)))
     return results
-
-
-def _why(child: subprocess.Popen) -> str:
-    if child.returncode == -signal.SIGXCPU:
-        return "it reached its limit of processor time for this size"
-    name = signal.strsignal(-child.returncode) if child.returncode < 0 else None
-    return name or f"status {child.returncode}"
 
 
 # -- in the child process --------------------------------------------------------------------------

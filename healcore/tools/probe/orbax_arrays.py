@@ -1,4 +1,4 @@
-"""Reads Orbax checkpoints array by array, one chunk in memory at a time.
+"""Reads Orbax checkpoints array by array.
 
 Uses TensorStore directly, because Orbax needs the devices of the run and reads whole trees.
 TensorStore allocates as much memory as a file asks for, and some damaged files crash the process.
@@ -7,10 +7,9 @@ TensorStore allocates as much memory as a file asks for, and some damaged files 
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from healcore import regular_file
 from healcore.extras import require
-from healcore.plugins.checkpoint_contents import PIECE, Array, Contents, ProbeError, first_line
+from healcore.plugins.checkpoint_contents import Array, Contents, ProbeError, first_line
 
 
 def open_orbax(folder: Path) -> Contents:
@@ -80,34 +79,15 @@ class _Tree:
         except Exception as error:  # TensorStore raises ValueError for any damage
             raise self._damaged(name, error) from None
 
-        def read() -> Iterator[np.ndarray]:
+        def read() -> np.ndarray:
             try:
-                yield from _pieces(opened)
+                values = np.asarray(opened.read().result()).reshape(-1)
             except Exception as error:
                 raise self._damaged(name, error) from None
+            # NumPy does not recognize NaN in the floats of ml_dtypes.
+            return values if values.dtype.kind in "fiubc" else values.astype(np.float32)
 
         return Array(path, opened.dtype.name, tuple(opened.shape), read)
 
     def _damaged(self, name: str, error: Exception) -> ProbeError:
         return ProbeError(f"{self._item}: {name[:200]} is damaged: {first_line(error)}")
-
-
-def _pieces(opened: Any) -> Iterator[np.ndarray]:
-    """Yields the elements of an array, 1-d, in dtypes that NumPy can compare and add.
-
-    Reads chunk by chunk, because a read across chunks would decode some chunks twice.
-    """
-    shape = tuple(opened.shape)
-    chunk = opened.chunk_layout.read_chunk.shape or shape
-    steps = [max(1, step or size) for size, step in zip(shape, chunk, strict=True)]
-    starts = (range(0, size, step) for size, step in zip(shape, steps, strict=True))
-    for corner in itertools.product(*starts):
-        box = tuple(
-            slice(at, min(at + step, size))
-            for at, step, size in zip(corner, steps, shape, strict=True)
-        )
-        values = np.asarray(opened[box].read().result()).reshape(-1)
-        for at in range(0, len(values), PIECE):
-            piece = values[at : at + PIECE]
-            # NumPy does not recognize NaN in the floats of ml_dtypes.
-            yield piece if piece.dtype.kind in "fiubc" else piece.astype(np.float32)
