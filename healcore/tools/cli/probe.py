@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from healcore.plugins.checkpoint_contents import ProbeError
 from healcore.tools.cli.options import ColumnOption, JoinOption, fail, parse_columns
 from healcore.tools.probe.inputs import CheckpointInputs, LossInputs, OptimizerInputs, read_spec
-from healcore.tools.terminal import console, echo_json
+from healcore.tools.terminal import echo_json
 
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from healcore.tools.probe.result import ProbeResult
@@ -199,7 +199,8 @@ def _finish(results: Sequence[ProbeResult], inputs: BaseModel, as_json: bool) ->
     else:
         from healcore.tools.probe.text import show
 
-        show(results, console())
+        for result in results:
+            show(result)
     raise typer.Exit(worst(result.verdict for result in results).exit_code)
 
 
