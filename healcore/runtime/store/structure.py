@@ -296,6 +296,22 @@ def nodes_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
     return {node["name"]: node for entry in entries.values() for node in arrays_of(entry)}
 
 
+def pickles_in(node: Node, path: Path) -> Iterator[str]:
+    """The places of nodes with a pickle, such as `state['scheduler']['last']`."""
+    if isinstance(node, list):
+        for number, part in enumerate(node):
+            yield from pickles_in(part, (*path, number))
+    elif isinstance(node, dict):
+        for tag, content in node.items():
+            if tag == "pickle":
+                yield place(path)
+            elif tag == "dict":
+                for key, part in content:
+                    yield from pickles_in(part, (*path, key))
+            elif tag != "array":
+                yield from pickles_in(content, path)
+
+
 def dumps(node: Node) -> bytes:
     """A node as the bytes of a JSON file."""
     return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,7 +105,7 @@ def score(checks: Sequence[Check], inputs: LossInputs) -> float | None:
         return 0.0
     if any(check.name == "length" for check in checks):
         return None
-    given: Mapping[str, float] = dict(inputs.weights)
+    given: dict[Any, float] = {**inputs.weights}
     weights = [given.get(check.name, 1.0) for check in counted]
     closeness = [_CLOSENESS[check.verdict] for check in counted]
     return float(np.average(closeness, weights=weights)) if sum(weights) > 0 else None
