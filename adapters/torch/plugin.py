@@ -11,7 +11,7 @@ _PARTS = {
     "driver": "healcore.torch.driver:TorchDriver",
     "plain_values": "healcore.torch.plain_values",
     "demo_training": "healcore.torch.demo:train",
-    "checkpoint_reader": "healcore.torch.checkpoint_contents",
+    "checkpoint_reader": "healcore.torch.probe_reader",
 }
 
 for _need, _place in _PARTS.items():

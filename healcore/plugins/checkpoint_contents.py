@@ -1,14 +1,14 @@
-"""The capability "checkpoint_reader": opens a framework's checkpoints for the probes.
+"""Contents of a checkpoint, as the capability "checkpoint_reader" of an adapter opens it.
 
-`healcore.tools.probe` itself reads the formats that need no framework (safetensors, Orbax).
+The reader has `open_file(path)` and `open_directory(folder)`, which return `Contents` and execute
+nothing. `healcore.tools.probe` itself reads Orbax, which needs no framework.
 """
 
 from __future__ import annotations
 
 import math
-import pathlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,12 +16,6 @@ from healcore.core.errors import HealcoreError
 
 Path = tuple[str, ...]
 """Keys from the root of the saved tree: ("optimizer", "state", "0", "exp_avg_sq")."""
-
-PIECE = 1 << 20
-"""Number of elements read at a time, if the format allows partial reads."""
-
-MOST_PARTS = 256
-"""Limit of the parts of a path; no program nests so deeply."""
 
 
 class ProbeError(HealcoreError, ValueError):
@@ -39,9 +33,9 @@ class Array(NamedTuple):
     dtype: str
     """Name of the dtype in NumPy, ml_dtypes and torch: "bfloat16"."""
     shape: tuple[int, ...]
-    read: Callable[[], Iterator[np.ndarray]]
-    """Yields each element once, in any order, in 1-d pieces. NumPy can compare and add their dtype
-    (float32 for the smaller floats)."""
+    read: Callable[[], np.ndarray]
+    """Returns the elements, 1-d, in any order. NumPy can compare and add their dtype (float32 for
+    the smaller floats)."""
     storage: Hashable | None = None
     """Equal values mark one array that is saved under several names."""
     in_order: bool = True
@@ -54,7 +48,7 @@ class Array(NamedTuple):
 
     def scalar(self) -> float:
         """The value of an array of one element."""
-        return float(next(piece[0] for piece in self.read() if len(piece)))
+        return float(self.read()[0])
 
 
 class Contents(NamedTuple):
@@ -69,67 +63,9 @@ class Contents(NamedTuple):
     """Names of parts that could not be read."""
 
 
-class CheckpointReader(Protocol):
-    """Opens the checkpoints of one framework without executing their contents."""
-
-    def open_file(self, path: pathlib.Path) -> Contents:
-        """Opens a single file.
-
-        Raises:
-            Damaged: the parts of the file contradict each other.
-            ProbeError: the file cannot be read, or only by executing its contents.
-        """
-        ...
-
-    def open_directory(self, folder: pathlib.Path) -> Contents:
-        """Opens a directory of shards; raises as `open_file` does."""
-        ...
-
-    def stored_arrays(self, data: pathlib.Path, names: Iterable[str]) -> dict[str, Array]:
-        """Returns the named arrays of a checkpoint in healcore's store, except missing ones.
-
-        Args:
-            data: the directory `data` of the checkpoint.
-            names: names as in the checkpoint's `state.json`.
-
-        Raises:
-            ProbeError: the checkpoint is damaged.
-        """
-        ...
-
-
-class PathBudget:
-    """Limits the paths of a checkpoint, so that a small file cannot name a huge tree.
-
-    A pickle can nest each list twice in the next list: n bytes give 2**n leaves. The total size of
-    the paths is limited to 1 MiB plus 256 bytes per byte of the file.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._left = (1 << 20) + 256 * nbytes
-
-    def take(self, path: Path) -> Path:
-        """Returns the path. Raises ProbeError if it or the sum of all paths is too long."""
-        self._left -= sum(map(len, path)) + 8 * len(path) + 8
-        if self._left < 0 or len(path) > MOST_PARTS:
-            raise ProbeError("its tree is cyclic, nested too deeply, or far larger than the file")
-        return path
-
-
 def dotted(path: Sequence[str]) -> str:
     """Joins a path for messages: `optimizer.state.0.exp_avg_sq`."""
     return ".".join(path)
-
-
-def shape_of(numbers: Any) -> tuple[int, ...]:
-    """Converts a shape from a file; ValueError if it is invalid or larger than any memory."""
-    if not isinstance(numbers, (list, tuple)) or len(numbers) > 64:
-        raise ValueError("it contains an invalid shape")
-    if any(type(size) is not int or not 0 <= size < 1 << 60 for size in numbers):
-        raise ValueError("it contains an invalid shape")
-    if math.prod(size for size in numbers if size) >= 1 << 60:
-        raise ValueError("it contains an array that is larger than any memory")
-    return tuple(numbers)
 
 
 def first_line(error: Exception) -> str:

@@ -31,25 +31,6 @@ def called(path: str, *args: bytes) -> bytes:
     return named(path) + b"(" + b"".join(args) + b"tR"
 
 
-def number(value: int) -> bytes:
-    """A whole number of any size."""
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8b" + struct.pack("<I", len(data)) + data
-
-
-def doubled(times: int) -> bytes:
-    """A list of 2**times leaves that takes a few bytes per doubling."""
-    data = b"]q\x00K\x01a"
-    for at in range(1, times):
-        data += b"]q" + bytes([at]) + b"(h" + bytes([at - 1]) * 1 + b"h" + bytes([at - 1]) + b"e"
-    return data
-
-
-def nested(times: int, opening: bytes = b"]", closing: bytes = b"a") -> bytes:
-    """A list in a list in a list."""
-    return opening * times + closing * (times - 1)
-
-
 def torch_file(path: Path, pickled: bytes, records: dict[str, bytes] | None = None) -> Path:
     """A file of torch with this pickle in it."""
     with zipfile.ZipFile(path, "w") as archive:
@@ -59,21 +40,6 @@ def torch_file(path: Path, pickled: bytes, records: dict[str, bytes] | None = No
         for name, content in (records or {}).items():
             archive.writestr(f"archive/{name}", content)
     return path
-
-
-def storage(elements: int, key: str = "0", kind: str = "torch.FloatStorage") -> bytes:
-    """A reference to a storage."""
-    count = number(elements)
-    return b"(" + text("storage") + named(kind) + text(key) + text("cpu") + count + b"tQ"
-
-
-def tensor(shape: tuple[int, ...], strides: tuple[int, ...], elements: int) -> bytes:
-    """A tensor of that storage."""
-    shapes = (b"(" + b"".join(map(number, numbers)) + b"t" for numbers in (shape, strides))
-    hooks = called("collections.OrderedDict")
-    return called(
-        "torch._utils._rebuild_tensor_v2", storage(elements), number(0), *shapes, b"\x89", hooks
-    )
 
 
 def dcp(folder: Path, index: bytes | None = None, **state: Any) -> Path:

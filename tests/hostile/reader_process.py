@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS, MIB = 20, 300
 """Bounds beyond the imports, far above what any file here needs."""
 _IMPORTS = (
-    "torch", "matplotlib", "healcore.torch.checkpoint_contents",
+    "torch", "matplotlib",
     "healcore.tools.report.page", "healcore.tools.report.runs", "healcore.tools.probe.optimizer",
     "healcore.tools.probe.checkpoint", "healcore.tools.probe.loss", "healcore.tools.probe.text",
     "healcore.tools.cli", "healcore.tools.sweep.scores",

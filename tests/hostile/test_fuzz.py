@@ -8,7 +8,6 @@ import functools
 import io
 import json
 import os
-import pickle
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -23,13 +22,11 @@ from healcore.events import log
 from healcore.policy import PolicyError, dumps, load, loads
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.manifest import MANIFEST
-from healcore.tools.probe.checkpoint import probe_checkpoint
-from healcore.tools.probe.optimizer import probe_optimizer
-from healcore.tools.probe.result import ProbeError
+from healcore.tools.probe import checkpoint, optimizer
+from healcore.tools.probe.inputs import CheckpointInputs, OptimizerInputs
+from healcore.tools.probe.result import judged
 from healcore.tools.sweep.scores import LabelError, read_labels
 from healcore.tools.traces import TraceError, open_traces
-from healcore.torch.checkpoint_contents import stored_bytes
-from healcore.torch.inert_pickle import BadPickle, read
 from healcore.torch.store import DCPStore
 from tests.hostile.pickles import dcp, packed
 from tests.hostile.run_directories import sealed_again
@@ -52,8 +49,8 @@ def _traced(path: Path) -> None:
 
 
 def _checkpoint(path: Path) -> None:
-    probe_checkpoint(path)
-    probe_optimizer(path)
+    judged("checkpoint", str(path), checkpoint.judge, path, CheckpointInputs())
+    judged("optimizer", str(path), optimizer.judge, path, OptimizerInputs())
 
 
 def _index(content: bytes) -> None:
@@ -121,17 +118,12 @@ DOCUMENT = json.dumps({"log_history": [json.loads(line) for line in LINES.splitl
 LABELS = json.dumps([{"file": "a", "points": 9, "spikes": [{"onset": 1, "end": 2}]}])
 
 READERS: dict[str, tuple[bytes, Callable[[bytes], object], tuple[type[Exception], ...]]] = {
-    "pickle": (pickle.dumps([1, {"a": (2, 3)}, {4}, b"x", 2**70], 4), read, (BadPickle,)),
-    "torch pickle": (
-        pickle.dumps(torch.nn.Linear(2, 2).state_dict(), 2), stored_bytes,
-        (BadPickle, pickle.UnpicklingError),
-    ),
-    "torch": (packed(STATE), lambda data: _file(".pt", data, _checkpoint), (ProbeError,)),
-    "old torch": (_legacy(), lambda data: _file(".pt", data, _checkpoint), (ProbeError,)),
+    "torch": (packed(STATE), lambda data: _file(".pt", data, _checkpoint), ()),
+    "old torch": (_legacy(), lambda data: _file(".pt", data, _checkpoint), ()),
     "safetensors": (
-        _safetensors(), lambda data: _file(".safetensors", data, _checkpoint), (ProbeError,)
+        _safetensors(), lambda data: _file(".safetensors", data, _checkpoint), ()
     ),
-    "DCP": (_dcp(), _index, (ProbeError,)),
+    "DCP": (_dcp(), _index, ()),
     "CSV": (ROWS.encode(), lambda data: _file(".csv", data, _traced), (TraceError,)),
     "JSON Lines": (LINES.encode(), lambda data: _file(".jsonl", data, _traced), (TraceError,)),
     "Trainer": (DOCUMENT.encode(), lambda data: _file(".json", data, _traced), (TraceError,)),
@@ -145,7 +137,7 @@ READERS: dict[str, tuple[bytes, Callable[[bytes], object], tuple[type[Exception]
         (PolicyError,),
     ),
     **{
-        name: (_stored(name), functools.partial(_with, name), (ProbeError,))
+        name: (_stored(name), functools.partial(_with, name), ())
         for name in ("state.json", "manifest.json", "data/.metadata")
     },
     "labels": (LABELS.encode(), lambda data: _file("", data, read_labels), (LabelError,)),

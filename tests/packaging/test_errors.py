@@ -15,7 +15,7 @@ import healcore
 
 # Raised and caught within healcore; nobody outside ever sees one.
 INTERNAL = {
-    "StepSkipped", "BadPickle", "ChecksumError", "NotRecordable", "NotProvided",
+    "StepSkipped", "ChecksumError", "NotRecordable", "NotProvided",
     "CannotShrink", "EpochChanged", "ProgramExit", "WeightsChanged",
 }  # fmt: skip
 HOMES = ("healcore", "healcore.errors", "healcore.jax", "healcore.torch", "healcore.policy")

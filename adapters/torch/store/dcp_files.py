@@ -1,6 +1,6 @@
 """The writer of torch.distributed.checkpoint (DCP) with digests, its reader with a checked index.
 
-DCP pickles its index. This module parses the index without pickle, and checks it for DCP.
+DCP pickles its index. This module reads the index as data, and checks it for DCP.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def check_index(
         Untrusted: a tensor is missing or differs, or the index is not as DCP writes it.
     """
     try:
-        entries = dcp_index.read(data / INDEX, only_dcp=True)
+        entries = dcp_index.read(data / INDEX)
     except OSError as error:
         raise _untrusted(data, f"it cannot be read ({error.strerror})") from None
     except ValueError as error:

@@ -1,4 +1,4 @@
 """Judges whether a loss curve, an optimizer state or a checkpoint is healthy.
 
-Readers of checkpoints execute nothing in a file and read arrays in pieces.
+Readers of checkpoints execute nothing in a file.
 """

@@ -1,8 +1,8 @@
 """The checkpoint probe: checks that a checkpoint is intact, finite and known-good.
 
 The probe reads a healcore store with the functions of `runtime.store`, because a store object
-would delete stale files. The probe takes no lock, so a run may write at the same time. A note lists
-checkpoints that the run deletes meanwhile. Other formats do not record known-good checkpoints.
+would delete stale files. The probe takes no lock, so a run may write at the same time. Other
+formats do not record known-good checkpoints.
 """
 
 from __future__ import annotations
@@ -13,17 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.plugins.checkpoint_contents import Contents, ProbeError, dotted
-from healcore.runtime.store import (
-    CheckpointDamaged,
-    StoreError,
-    inspection,
-    manifest,
-)
+from healcore.runtime.store import CheckpointDamaged, StoreError, inspection, manifest
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.protocol import Saved
-from healcore.tools.probe.formats import ArchiveCheck, check_archives, open_contents
+from healcore.tools.probe.formats import damaged_archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
-from healcore.tools.probe.limited_process import run_probe
+from healcore.tools.probe.limited_process import probe_paths
 from healcore.tools.probe.result import (
     ERROR,
     FAIL,
@@ -40,101 +35,70 @@ from healcore.tools.probe.result import (
 def probe_checkpoint(path: str | Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
     """Probes a store, one checkpoint of it, or a checkpoint of torch, safetensors, DCP or Orbax.
 
-    Raises ProbeError if the path cannot be read, NothingToProbe without a checkpoint or an array.
+    The verdict is ERROR if the path cannot be read, SKIP without a checkpoint or an array.
     """
-    return run_probe(judge, path, inputs or CheckpointInputs())
+    return probe_paths("checkpoint", judge, [path], inputs or CheckpointInputs())[0]
 
 
 def judge(path: Path, inputs: CheckpointInputs) -> ProbeResult:
-    """Runs the probe in the current process, without limits."""
+    """Runs the probe in the current process, without limits. Raises any exception for damage."""
     if not path.exists():
         raise ProbeError(f"{path}: no such file or directory")
-    return (_probe_store if is_store(path) else _probe_other)(path, inputs)
+    is_store = path.is_dir() and any(
+        manifest.step_of(folder) is not None for folder in (path, *path.iterdir())
+    )
+    return (_probe_store if is_store else _probe_other)(path, inputs)
 
 
-class FiniteCheck(NamedTuple):
-    """NaN and Inf in the arrays of a checkpoint."""
-
-    arrays: int
-    nonfinite: dict[str, int]
-    """Number of NaN and Inf elements by array name."""
-    unreadable: tuple[str, ...]
-    """Error messages of arrays that could not be read."""
-
-
-def check_finite(contents: Contents) -> FiniteCheck:
-    """Counts NaN and Inf in every floating-point array; reads each shared storage once."""
+def count_nonfinite(contents: Contents) -> dict[str, int]:
+    """Counts NaN and Inf by array, in floating-point arrays with any."""
     nonfinite: dict[str, int] = {}
-    unreadable = []
     seen = set()
     for array in contents.arrays:
-        if array.storage is not None and array.storage in seen:
-            continue
+        shared = array.storage is not None and array.storage in seen
         seen.add(array.storage)
-        if array.dtype.startswith(("int", "uint", "bool")):
+        if shared or array.dtype.startswith(("int", "uint", "bool")):
             continue
-        bad = 0
-        try:
-            for piece in array.read():
-                bad += len(piece) - int(np.count_nonzero(np.isfinite(piece)))
-        except (ProbeError, ValueError, TypeError, RuntimeError, MemoryError) as error:
-            unreadable.append(str(error) or f"{dotted(array.path)} needs too much memory")
-            continue
+        bad = int(np.count_nonzero(~np.isfinite(array.read())))
         if bad:
             nonfinite[dotted(array.path)] = bad
-    return FiniteCheck(len(contents.arrays), nonfinite, tuple(unreadable))
+    return nonfinite
 
 
 # -- a checkpoint that was not written by a healcore store -----------------------------------------
 
 
 def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
-    # Checked first, because torch may read wrong values from a damaged archive.
-    archives = check_archives(path)
+    damage = damaged_archives(path)
+    checks, facts, notes = [], {}, ()
     try:
         contents = open_contents(path)
+        found = count_nonfinite(contents)
     except ProbeError as error:
-        if archives is None or not archives.damage or not archives.records:
-            raise  # the file is probably no archive, and a report of damage would mislead
-        unread = Check("readable", ERROR, str(error))
-        return ProbeResult("checkpoint", str(path), (unread, _archive_digests(archives)))
-    if not contents.arrays:
-        raise NothingToProbe(
-            f"{path} is a {contents.format} without arrays: there is nothing to check"
-        )
-    found = check_finite(contents)
-    bad = inspection.disallowed(found.nonfinite, inputs.nonfinite_ok)
-    checks = []
-    if found.unreadable:
-        checks.append(Check("readable", ERROR, "; ".join(found.unreadable[:3])))
+        if not damage:
+            raise
+        checks.append(Check("readable", ERROR, str(error)))
     else:
-        checks.append(Check("readable", PASS, f"all {found.arrays} arrays"))
-    if bad:
-        message = f"NaN or Inf in {len(bad)} of {found.arrays} arrays: {first_three(bad)}"
-        checks.append(Check("finite", FAIL, message, len(bad), 0))
-    else:
-        message = f"no NaN and no Inf in {found.arrays - len(found.unreadable)} arrays"
-        checks.append(Check("finite", PASS, message, 0, 0))
-    if archives is None:
-        message = f"not known: a {contents.format} has no digests"
+        number, notes = len(contents.arrays), contents.notes
+        if not number:
+            raise NothingToProbe(f"{path} is a {contents.format} without arrays")
+        bad = inspection.disallowed(found, inputs.nonfinite_ok)
+        message = f"no NaN and no Inf in {number} arrays"
+        if bad:
+            message = f"NaN or Inf in {len(bad)} of {number} arrays: {first_three(bad)}"
+        checks.append(Check("finite", FAIL if bad else PASS, message, len(bad), 0))
+        facts = {"format": contents.format, "arrays": number, "nonfinite": found}
+    if damage is None:
+        message = "not known: only archives of torch and healcore stores have digests"
         checks.append(Check("digests", SKIP, message, decides=False))
+    elif damage:
+        checks.append(Check("digests", FAIL, first_three(damage, "; "), len(damage), 0))
     else:
-        checks.append(_archive_digests(archives))
+        checks.append(Check("digests", PASS, "the CRC-32 of all records match", 0, 0))
     message = "not known: only a healcore store records the health of later steps"
     checks.append(Check("known_good", SKIP, message, decides=inputs.require_good))
-    facts = {
-        "format": contents.format,
-        "arrays": found.arrays,
-        "nonfinite": found.nonfinite,
-        "known_good": None,
-    }
-    return ProbeResult("checkpoint", str(path), tuple(checks), facts, contents.notes)
-
-
-def _archive_digests(archives: ArchiveCheck) -> Check:
-    if archives.damage:
-        return Check("digests", FAIL, "; ".join(archives.damage[:3]), len(archives.damage), 0)
-    return Check("digests", PASS, f"the CRC-32 of all {archives.records} records match", 0, 0)
+    facts["known_good"] = None
+    return ProbeResult("checkpoint", str(path), tuple(checks), facts, notes)
 
 
 # -- a healcore store, or one checkpoint of it -----------------------------------------------------
@@ -145,22 +109,11 @@ class ProbedCheckpoint(NamedTuple):
 
     saved: Saved
     damage: tuple[CheckpointDamaged, ...]
-    counts: bool
-    """Whether the store uses this save; a step can have several saves."""
-    deleted: bool = False
-    """Whether the checkpoint was deleted during the probe."""
 
     @property
     def restorable(self) -> bool:
         """Whether a run could roll back to the checkpoint: intact, finite and known-good."""
         return not self.damage and self.saved.finite and self.saved.status == "good"
-
-
-def is_store(path: Path) -> bool:
-    """Whether a directory is a store, or one checkpoint in a store."""
-    return path.is_dir() and any(
-        manifest.step_of(folder) is not None for folder in (path, *path.iterdir())
-    )
 
 
 def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
@@ -174,53 +127,31 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     try:
         complete = manifest.complete(root)
         broken = [each for each in manifest.incomplete(root) if wanted(Path(each.path))]
-        problems = manifest.problems(root)
-    except (StoreError, OSError) as error:
+    except StoreError as error:
         raise ProbeError(str(error)) from None
     probed = [
-        _probe_saved(found, found is manifest.newest(saves), inputs)
+        _probe_saved(found, inputs)
         for saves in complete.values()
         for found in saves
         if wanted(found.folder)
     ]
-    present = [each for each in probed if not each.deleted]
-    if not present and not broken:
+    if not probed and not broken:
         which = "" if inputs.step is None else f" of step {inputs.step}"
         raise NothingToProbe(f"{path} contains no checkpoint{which}")
-    checks = [
-        _digests(present, broken),
-        _finite(present),
-        _known_good(present, inputs),
-    ]
-    newest = next((each.saved.step for each in reversed(present) if each.restorable), None)
+    checks = (_digests(probed, broken), _finite(probed), _known_good(probed, inputs))
+    newest = next((each.saved.step for each in reversed(probed) if each.restorable), None)
     facts = {
         "format": "store of healcore",
-        "checkpoints": [_row(each) for each in present],
+        "checkpoints": [_row(each) for each in probed],
         "newest_good": newest,
         "known_good": newest is not None,
     }
-    names = {Path(each.path).name for each in broken}
-    notes = [problem for problem in problems if not any(name in problem for name in names)]
-    notes += [f"step {each.saved.step} was deleted meanwhile" for each in probed if each.deleted]
-    return ProbeResult("checkpoint", str(path), tuple(checks), facts, tuple(notes))
+    return ProbeResult("checkpoint", str(path), checks, facts)
 
 
-def _probe_saved(
-    found: StoredCheckpoint, counts: bool, inputs: CheckpointInputs
-) -> ProbedCheckpoint:
-    saved = manifest.saved(found, inputs.nonfinite_ok)
+def _probe_saved(found: StoredCheckpoint, inputs: CheckpointInputs) -> ProbedCheckpoint:
     damage = manifest.find_damage(found, sorted(found.manifest.files))
-    if damage and not found.folder.exists():
-        return ProbedCheckpoint(saved, (), counts, deleted=True)
-    if inputs.deep and not damage:
-        read = check_finite(open_contents(found.folder))
-        damage = [
-            found.damaged(name, "holds NaN or Inf that its manifest does not record")
-            for name in read.nonfinite
-            if name not in found.manifest.nonfinite
-        ]
-        damage += [found.damaged("data", problem) for problem in read.unreadable]
-    return ProbedCheckpoint(saved, tuple(damage), counts)
+    return ProbedCheckpoint(manifest.saved(found, inputs.nonfinite_ok), tuple(damage))
 
 
 def _digests(probed: list[ProbedCheckpoint], broken: list[CheckpointDamaged]) -> Check:
@@ -234,8 +165,7 @@ def _digests(probed: list[ProbedCheckpoint], broken: list[CheckpointDamaged]) ->
     number = sum(bool(each.damage) for each in probed) + len(broken)
     if not bad:
         which = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"
-        message = "every file has its recorded digest"
-        return Check("digests", PASS, f"{which}: {message}", 0, 0)
+        return Check("digests", PASS, f"{which}: every file has its recorded digest", 0, 0)
     # The run has already noticed damage in a quarantined checkpoint.
     known = not broken and all(each.saved.status == "quarantined" for each in probed if each.damage)
     return Check("digests", WARN if known else FAIL, first_three(bad, "; "), number, 0)
@@ -278,11 +208,7 @@ def _row(each: ProbedCheckpoint) -> dict[str, Any]:
         "step": each.saved.step,
         "status": each.saved.status,
         "finite": each.saved.finite,
-        "nonfinite": each.saved.nonfinite,
         "intact": not each.damage,
-        "damage": [f"{wrong.file} {wrong.difference}" for wrong in each.damage],
-        "counts": each.counts,
         "bytes": each.saved.bytes,
-        "healing": each.saved.healing,
         "path": each.saved.path,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -12,8 +12,8 @@ from healcore import regular_file
 from healcore.plugins.checkpoint_contents import ProbeError
 
 _MAX_SPEC_BYTES = 1 << 20
-EVENT_SIGMAS, EVENT_POINTS, ROLLING_WINDOW = 5.0, 3, 16
-LOSS_CHECKS = (
+EVENT_SIGMAS = 5.0
+LossCheck = Literal[
     "finite",
     "final_loss",
     "progress",
@@ -24,7 +24,8 @@ LOSS_CHECKS = (
     "gradient_norm",
     "zero_loss",
     "eval_loss",
-)
+]
+LOSS_CHECKS: tuple[str, ...] = get_args(LossCheck)
 
 
 def read_spec(path: Path) -> dict[str, Any]:
@@ -41,26 +42,11 @@ class LossInputs(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    signal: Literal["loss", "eval_loss", "grad_norm", "update_norm"] = Field(
-        default="loss",
-        description="loss, eval_loss, grad_norm or update_norm; the default is loss.",
-    )
-    goal: Literal["down", "up"] = Field(
-        default="down", description="down, or up for a reward or an accuracy; the default is down."
-    )
     min_steps: int = Field(
         default=10, ge=4, description="A curve with fewer finite values is not judged."
     )
-    # Each end has at least 3 values.
-    ends: float = Field(
-        default=0.05,
-        gt=0,
-        le=0.5,
-        description="Fraction of the curve that counts as its start, and as its end.",
-    )
-    # With goal `up`, lower is worse.
     max_final_loss: float | None = Field(
-        default=None, description="FAIL if the end is worse; no bound by default."
+        default=None, description="FAIL if the end is larger; no bound by default."
     )
     # Checked only for losses above 0.
     max_convergence_ratio: float = Field(
@@ -82,12 +68,8 @@ class LossInputs(BaseModel):
         gt=0,
         description="Smallest height of an instability event, in noise units.",
     )
-    # Fewer high values are a jump, which is reported and does not count as an event.
-    event_points: int = Field(
-        default=EVENT_POINTS, ge=1, description="How many of 5 values must be that high."
-    )
     rolling_window: int = Field(
-        default=ROLLING_WINDOW,
+        default=16,
         ge=4,
         le=1000,
         description="Number of preceding values whose median is the level of a value.",
@@ -95,13 +77,7 @@ class LossInputs(BaseModel):
     max_events: int = Field(default=0, ge=0, description="WARN if there are more events.")
     # A curve that ends in NaN or Inf always fails.
     max_nonfinite: int = Field(default=0, ge=0, description="WARN if more values are NaN or Inf.")
-    curve_points: int = Field(
-        default=512,
-        ge=8,
-        le=100_000,
-        description="Largest number of points of the curve in the JSON; extremes are kept.",
-    )
-    weights: dict[str, float] = Field(
+    weights: dict[LossCheck, Annotated[float, Field(ge=0)]] = Field(
         default={}, description="Weight of each check in the score; the default is 1."
     )
 
@@ -111,21 +87,6 @@ class LossInputs(BaseModel):
             raise ProbeError(
                 f"fail_regret is {self.fail_regret}, below warn_regret {self.warn_regret}: "
                 "pass the larger one as fail_regret"
-            )
-        unknown = [name for name in self.weights if name not in LOSS_CHECKS]
-        if unknown:
-            raise ProbeError(
-                f"weights has {unknown[0]!r}, which is not a check: the checks are "
-                f"{', '.join(LOSS_CHECKS)}"
-            )
-        wrong = [name for name, weight in self.weights.items() if not weight >= 0]
-        if wrong or not any(self.weights.get(name, 1.0) for name in LOSS_CHECKS):
-            raise ProbeError(
-                f"weights is {self.weights}: each weight must be at least 0, and one above 0"
-            )
-        if self.event_points > 5:
-            raise ProbeError(
-                f"event_points is {self.event_points}, of 5 consecutive values: pass at most 5"
             )
         return self
 
@@ -146,10 +107,6 @@ class OptimizerInputs(BaseModel):
     )
     fail_young: bool = Field(
         default=False, description="FAIL instead of SKIP before --min-step, or without a step."
-    )
-    # The bias correction needs beta2; optax does not store it in the state.
-    beta2: float = Field(
-        default=0.999, ge=0, lt=1, description="Adam's beta2, if the state does not contain it."
     )
     fail_nonfinite: int = Field(
         default=2,
@@ -193,4 +150,3 @@ class CheckpointInputs(BaseModel):
     )
     # FAIL without a known-good checkpoint; SKIP if the format does not record it.
     require_good: bool = Field(default=False, description="Pass only with a known-good checkpoint.")
-    deep: bool = Field(default=False, description="Read every number, even if all digests match.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ from healcore.core.detectors import LossSpikeConfig
 from healcore.core.recorded import record
 from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
-from healcore.tools.probe.inputs import EVENT_POINTS, EVENT_SIGMAS, ROLLING_WINDOW
-from healcore.tools.probe.loss_curve import MAD_TO_SIGMA, Blocks
+from healcore.tools.probe.inputs import EVENT_SIGMAS
+from healcore.tools.probe.loss_curve import MAD_TO_SIGMA, block_medians
 
 _UNIT_VALUES = 64
 """Least number of values that the noise unit is estimated from."""
@@ -21,13 +22,14 @@ _Q90_TO_SIGMA = 1 / 1.2816
 """Standard deviation of Gaussian noise divided by its 90 % quantile."""
 _MIN_UNIT = 1e-3
 """Lower bound of the noise unit relative to the level, for curves without noise."""
-_ONSET_VALUES = 5
-"""Consecutive values that decide whether an event begins."""
+_ONSET_VALUES, _HIGH_VALUES = 5, 3
+"""Consecutive values that decide whether an event begins, and how many of these must be high."""
 _RETURN_HEIGHT = 3.0
 """An event ends at the first value less than this many units above the level before the event."""
 _MAX_EVENT_VALUES = 200
 """Largest length of an event. A longer rise is a new level, and the baseline starts again."""
-_MAX_KEPT = 1000
+_CHUNK = 4096
+"""Number of windows in memory at a time."""
 
 MAX_VALUES = 16_384
 """Largest number of values for the detector. A longer curve is reduced to block medians."""
@@ -52,216 +54,163 @@ class Event(NamedTuple):
     last: float
 
 
-class WindowEventFinder:
-    """Finds events in a stream of finite values, with sliding windows.
+class Events(NamedTuple):
+    """Instability events of a curve, in order."""
+
+    events: tuple[Event, ...]
+    jumps: int
+    """Number of single high values: bad batches."""
+    unfinished: Event | None
+    """The event that the curve ends in, or None."""
+
+
+def find_events(steps: np.ndarray, values: np.ndarray, sigmas: float, window: int) -> Events:
+    """Finds the events of a curve, float64 (n,) both.
+
+    The detector adds the events that overlap no event of the windows.
+    """
+    found, jumps, unfinished = window_events(steps, values, sigmas, window)
+    new = [
+        other
+        for other in detector_events(steps, values, sigmas)
+        if not any(known.step <= other.last and other.step <= known.last for known in found)
+    ]
+    alone = sum(not any(event.step <= step <= event.last for event in new) for step in jumps)
+    return Events(tuple(sorted([*found, *new])), alone, unfinished)
+
+
+# -- by sliding windows ----------------------------------------------------------------------------
+
+
+def window_events(
+    steps: np.ndarray, values: np.ndarray, sigmas: float, window: int
+) -> tuple[list[Event], list[float], Event | None]:
+    """Returns the events, the steps of single high values, and the event that the curve ends in.
 
     The level of a value is the median of the `window` values before it. The noise unit is a robust
     deviation of the last 64 values (or four windows) from their levels. The unit is the larger of
     two estimates, from the median and from the upper tail, because noise may be one-sided. An
-    event begins where `points` of five values in a row are more than `sigmas` units high. A single
-    high value is a bad batch and counts as a jump.
+    event begins where 3 of five values in a row are more than `sigmas` units high. A single high
+    value is a bad batch and counts as a jump.
     """
-
-    def __init__(self, sigmas: float, points: int, window: int = ROLLING_WINDOW) -> None:
-        self._window = window
-        self._unit_window = max(_UNIT_VALUES, 4 * window)
-        self.events: list[Event] = []
-        """The first 1000 events."""
-        self.count = 0
-        self.jumps = 0
-        self.unfinished: Event | None = None
-        """The event that the curve ends in, or None."""
-        self._jumps: list[float] = []
-        self._sigmas = sigmas
-        self._points = points
-        self._steps = np.empty(0)
-        self._values = np.empty(0)
-        self._levels = np.empty(0)
-        """Level of each value, NaN for the first `window` values."""
-        self._next = 0
-        """Place of the next value to judge."""
-
-    def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        """Adds the next values, float64 (n,) both."""
-        self._steps = np.concatenate([self._steps, steps])
-        self._values = np.concatenate([self._values, values])
-        # An event near the end of the buffer has to wait for its remaining values.
-        if len(self._values) - self._next >= 2 * _MAX_EVENT_VALUES:
-            self._judge(len(self._values) - _MAX_EVENT_VALUES)
-            self._forget()
-
-    def finish(self) -> None:
-        """Judges the remaining values at the end of the curve."""
-        self._judge(len(self._values))
-
-    def include(self, others: list[Event]) -> None:
-        """Adds the events that overlap no known event, and subtracts the jumps inside them."""
-        new = [
-            other
-            for other in others
-            if not any(
-                known.step <= other.last and other.step <= known.last for known in self.events
-            )
-        ]
-        self.jumps -= sum(
-            any(event.step <= step <= event.last for event in new) for step in self._jumps
-        )
-        self.count += len(new)
-        self.events = sorted([*self.events, *new], key=lambda event: event.step)[:_MAX_KEPT]
-
-    def _judge(self, until: int) -> None:
-        """Judges the values before `until`. An event may end after `until`."""
-        self._levels = np.append(self._levels, self._levels_from(len(self._levels), until))
-        first = max(self._next, 2 * self._window)  # levels before this value are unreliable
-        if first >= until:
-            return
-        units = self._units(first, until)
-        with np.errstate(invalid="ignore", over="ignore"):
-            rises = self._values[first:until] - self._levels[first:until]
-            high = np.flatnonzero(rises > self._sigmas * units)
-        self._next = first
-        for onset in high + first:
-            if onset >= self._next:  # not inside the previous event
-                self._next = self._event(int(onset), self._levels[onset], units[onset - first])
-        self._next = max(self._next, until)
-
-    def _event(self, onset: int, level: float, unit: float) -> int:
-        """Counts a jump or an event at `onset`. Returns the place after its last value."""
-        over = (self._values[onset : onset + _MAX_EVENT_VALUES] - level) / unit
+    unit_window = max(_UNIT_VALUES, 4 * window)
+    with np.errstate(invalid="ignore", over="ignore"):
+        levels = _rolling(values, window, lambda windows: np.median(windows, axis=1))
+        rises = values - levels
+        units = np.maximum(_rolling(rises, unit_window, _noise), _MIN_UNIT * np.abs(levels))
+        units = np.where(units > 0, units, np.inf)
+        heights = rises / units
+    events: list[Event] = []
+    jumps: list[float] = []
+    unfinished = None
+    following = 2 * window  # levels before this value are unreliable
+    for onset in np.flatnonzero(heights > sigmas).tolist():
+        if onset < following:  # inside the previous event
+            continue
+        over = (values[onset : onset + _MAX_EVENT_VALUES] - levels[onset]) / units[onset]
         # After many recent jumps, several high values in a row may be chance.
-        recent = slice(max(0, onset - self._unit_window), onset)
-        jumps = (self._values[recent] - self._levels[recent]) / unit > self._sigmas
-        needed = _ONSET_VALUES + 2 * int(np.count_nonzero(jumps))
-        if np.count_nonzero(over[:needed] > self._sigmas) < self._points * needed / _ONSET_VALUES:
-            self.jumps += 1
-            if len(self._jumps) < _MAX_KEPT:
-                self._jumps.append(float(self._steps[onset]))
-            return onset + 1
+        recent = rises[max(0, onset - unit_window) : onset] / units[onset] > sigmas
+        needed = _ONSET_VALUES + 2 * int(np.count_nonzero(recent))
+        if np.count_nonzero(over[:needed] > sigmas) < _HIGH_VALUES * needed / _ONSET_VALUES:
+            jumps.append(float(steps[onset]))
+            following = onset + 1
+            continue
         low = np.flatnonzero(over < _RETURN_HEIGHT)
-        # A low value among the first `points` values does not end an event.
-        low = low[low >= self._points]
+        # A low value among the first values does not end an event.
+        low = low[low >= _HIGH_VALUES]
         length = int(low[0]) if len(low) else len(over)
-        self.count += 1
-        event = Event(
-            float(self._steps[onset]),
-            length,
-            float(over[:length].max()),
-            bool(len(low)),
-            float(self._steps[onset + length - 1]),
-        )
-        if len(self.events) < _MAX_KEPT:
-            self.events.append(event)
-        if not event.back and length < _MAX_EVENT_VALUES:
-            self.unfinished = event
-        return onset + length
-
-    def _levels_from(self, first: int, until: int) -> np.ndarray:
-        if until <= first:
-            return np.empty(0)
-        missing = max(0, min(self._window, until) - first)
-        if until <= self._window:
-            return np.full(missing, np.nan)
-        windows = sliding_window_view(self._values[: until - 1], self._window)
-        with np.errstate(over="ignore", invalid="ignore"):
-            levels = np.median(windows[max(0, first - self._window) :], axis=1)
-        return np.append(np.full(missing, np.nan), levels)
-
-    def _units(self, first: int, until: int) -> np.ndarray:
-        """Robust standard deviation of the noise before each value, float64 (until - first,)."""
-        with np.errstate(invalid="ignore", over="ignore"):
-            residuals = self._values[: until - 1] - self._levels[: until - 1]
-            padded = np.append(np.full(self._unit_window, np.nan), residuals)
-            windows = sliding_window_view(padded, self._unit_window)[first:until]
-            # The NaN variants are several times slower, and only partly filled windows need them.
-            full = first >= self._unit_window + self._window
-            median, quantile = (np.median, np.quantile) if full else (np.nanmedian, np.nanquantile)
-            spread = MAD_TO_SIGMA * median(np.abs(windows), axis=1)
-            units = np.maximum(spread, _Q90_TO_SIGMA * quantile(windows, 0.9, axis=1))
-        units = np.maximum(units, _MIN_UNIT * np.abs(self._levels[first:until]))
-        return np.where(units > 0, units, np.inf)
-
-    def _forget(self) -> None:
-        cut = max(0, min(self._next, len(self._levels)) - self._unit_window - self._window)
-        self._steps, self._values = self._steps[cut:], self._values[cut:]
-        self._levels = self._levels[cut:]
-        self._next -= cut
+        following = onset + length
+        first, last = float(steps[onset]), float(steps[following - 1])
+        events.append(Event(first, length, float(over[:length].max()), bool(len(low)), last))
+        if not len(low) and length < _MAX_EVENT_VALUES:
+            unfinished = events[-1]
+    return events, jumps, unfinished
 
 
-class DetectorEventFinder:
-    """Finds events in a stream of finite values with the spike detector, `LossSpikeConfig`.
+def _rolling(
+    values: np.ndarray, window: int, function: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Applies a function to the `window` values before each value; NaN before the first value."""
+    windows = sliding_window_view(np.append(np.full(window, np.nan), values[:-1]), window)
+    parts = [function(windows[at : at + _CHUNK]) for at in range(0, len(windows), _CHUNK)]
+    return np.concatenate(parts) if len(values) else np.empty(0)
+
+
+def _noise(windows: np.ndarray) -> np.ndarray:
+    """Robust standard deviation of the noise in each window, float64 (k, n) -> (k,)."""
+    # The NaN variants are several times slower, and only partly filled windows need them.
+    full = not np.isnan(windows).any()
+    known = windows if full else windows[~np.isnan(windows).all(axis=1)]
+    median, quantile = (np.median, np.quantile) if full else (np.nanmedian, np.nanquantile)
+    spread = MAD_TO_SIGMA * median(np.abs(known), axis=1)
+    units = np.maximum(spread, _Q90_TO_SIGMA * quantile(known, 0.9, axis=1))
+    return np.append(np.full(len(windows) - len(known), np.nan), units)
+
+
+# -- by the spike detector -------------------------------------------------------------------------
+
+
+def detector_events(steps: np.ndarray, values: np.ndarray, sigmas: float) -> list[Event]:
+    """Finds events with the spike detector, `LossSpikeConfig`.
 
     The detector learns the noise of the run. It finds events that windows miss: a spike soon after
     another spike, recurring high values, and rises that begin slowly. It takes about 40 us per
-    value, so a long curve is reduced to block medians. `sigmas` and `points` scale its thresholds.
+    value, so a long curve is reduced to block medians. `sigmas` scales its threshold.
     """
-
-    def __init__(self, sigmas: float, points: int) -> None:
-        default = LossSpikeConfig()
-        config = default._replace(
-            z_threshold=default.z_threshold * sigmas / EVENT_SIGMAS,
-            evidence=default.evidence * points / EVENT_POINTS,
-        )
-        self._config = map_leaves(_scalar, config)
-        self._steps = Blocks(MAX_VALUES)
-        self._values = Blocks(MAX_VALUES)
-
-    def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        """Adds the next values, float64 (n,) both."""
-        self._steps.add(steps)
-        self._values.add(values)
-
-    def finish(self) -> list[Event]:
-        """Returns the events of the whole curve."""
-        steps = self._steps.medians()
-        votes, heights, sustained = self._run_detector(self._values.medians())
-        edges = np.diff(sustained.astype(np.int8), prepend=0, append=0)
-        events: list[Event] = []
-        last_first, last = 0, -1
-        for onset, end in zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0), strict=True):
-            first = max(0, onset - _MAX_LEAD)
-            quiet = np.flatnonzero(votes[first:onset] < _QUIET_VOTES)
-            first += int(quiet[-1]) + 1 if len(quiet) else 0
-            rising = first + np.flatnonzero(heights[first:onset] > _HIGH_SIGMAS)
-            # A small sustained rise has no value above _HIGH_SIGMAS.
-            first = int(rising[0]) if len(rising) else int(onset)
-            if first <= last:  # the votes have not faded, so the last event continues
-                first = last_first
-                events.pop()
-            over = max(_HIGH_SIGMAS, _END_FRACTION * heights[first:end].max())
-            high = first + np.flatnonzero(heights[first:end] > over)
-            last = int(high[-1]) if len(high) else int(end) - 1
-            last_first = first
-            events.append(
-                Event(
-                    step=float(steps[first]),
-                    values=(last + 1 - first) * self._values.size,
-                    height=float(heights[first:end].max()),
-                    back=bool(end < len(steps) and end - onset < 2 * self._config.window),
-                    last=float(steps[last]),
-                )
+    default = LossSpikeConfig()
+    config = default._replace(z_threshold=default.z_threshold * sigmas / EVENT_SIGMAS)
+    steps, reduced = block_medians(steps, MAX_VALUES), block_medians(values, MAX_VALUES)
+    size = max(1, round(len(values) / max(1, len(reduced))))
+    votes, heights, sustained = _run_detector(map_leaves(_scalar, config), reduced)
+    edges = np.diff(sustained.astype(np.int8), prepend=0, append=0)
+    events: list[Event] = []
+    last_first, last = 0, -1
+    for onset, end in zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0), strict=True):
+        first = max(0, onset - _MAX_LEAD)
+        quiet = np.flatnonzero(votes[first:onset] < _QUIET_VOTES)
+        first += int(quiet[-1]) + 1 if len(quiet) else 0
+        rising = first + np.flatnonzero(heights[first:onset] > _HIGH_SIGMAS)
+        # A small sustained rise has no value above _HIGH_SIGMAS.
+        first = int(rising[0]) if len(rising) else int(onset)
+        if first <= last:  # the votes have not faded, so the last event continues
+            first = last_first
+            events.pop()
+        over = max(_HIGH_SIGMAS, _END_FRACTION * heights[first:end].max())
+        high = first + np.flatnonzero(heights[first:end] > over)
+        last = int(high[-1]) if len(high) else int(end) - 1
+        last_first = first
+        events.append(
+            Event(
+                step=float(steps[first]),
+                values=(last + 1 - first) * size,
+                height=float(heights[first:end].max()),
+                back=bool(end < len(steps) and end - onset < 2 * config.window),
+                last=float(steps[last]),
             )
-        return events
+        )
+    return events
 
-    def _run_detector(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns votes, heights in standard deviations, and sustained flags, each (n,)."""
-        losses = numerics.bounded(values.astype(np.float32), True, xp=np)
-        state = map_leaves(_scalar, self._config.init())
-        votes, heights = np.zeros(len(losses)), np.zeros(len(losses))
-        sustained = np.zeros(len(losses), np.bool_)
-        # The engine also allows overflows and divisions by 0.
-        update = None
-        with np.errstate(all="ignore"):
-            for at, loss in enumerate(losses):
-                observed = Observed(
-                    loss, None, None, None, None, _FALSE, None, None, _TRUE, None, _FALSE
-                )
-                if update is None:
-                    update = record(self._config.update, state, observed)
-                state, reading = update(state, observed)
-                # `lasting` keeps an event open over single steps that return to the level.
-                votes[at], sustained[at] = state.votes, reading.sustained or state.lasting > 0
-                heights[at] = reading.z / _CHANGE_TO_SIGMA
-        return votes, heights, sustained
+
+def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns votes, heights in standard deviations, and sustained flags, each (n,)."""
+    losses = numerics.bounded(values.astype(np.float32), True, xp=np)
+    state = map_leaves(_scalar, config.init())
+    votes, heights = np.zeros(len(losses)), np.zeros(len(losses))
+    sustained = np.zeros(len(losses), np.bool_)
+    # The engine also allows overflows and divisions by 0.
+    update = None
+    with np.errstate(all="ignore"):
+        for at, loss in enumerate(losses):
+            observed = Observed(
+                loss, None, None, None, None, _FALSE, None, None, _TRUE, None, _FALSE
+            )
+            if update is None:
+                update = record(config.update, state, observed)
+            state, reading = update(state, observed)
+            # `lasting` keeps an event open over single steps that return to the level.
+            votes[at], sustained[at] = state.votes, reading.sustained or state.lasting > 0
+            heights[at] = reading.z / _CHANGE_TO_SIGMA
+    return votes, heights, sustained
 
 
 def _scalar(value: Any) -> Any:

@@ -25,6 +25,8 @@ from healcore.tools.probe.adam_states import AdamState
 from healcore.tools.probe.loss_curve import MAD_TO_SIGMA
 from healcore.tools.probe.parameter_names import Parameter, Shape
 
+_BETA2 = 0.999
+"""Adam's beta2 if the state does not contain it, as the states of optax."""
 _MIN_SIMILAR = 3
 _MIN_SPREAD = 0.1
 """Lower bound of the spread of log v-hat among similar parameters, which may hardly differ."""
@@ -74,37 +76,25 @@ class Moments(NamedTuple):
         return math.log(self.mean) - math.log(correction)
 
 
-def measure(state: AdamState, parameter: Parameter, beta2: float, step: float | None) -> Moments:
-    """Reads the moments of a parameter. `beta2` and `step` are the defaults for missing values."""
-    size = nonfinite = negative = zeros = finite = 0
-    total = 0.0
-    for read in state.second.read():
+def measure(state: AdamState, parameter: Parameter, step: float | None) -> Moments:
+    """Reads the moments of a parameter. `step` is the default for a missing value."""
+    second = state.second.read()
+    if np.iscomplexobj(second):
         # For a complex parameter, torch averages squares of real and imaginary parts separately.
-        piece = read.view(np.real(read).dtype) if np.iscomplexobj(read) else read
-        is_finite = np.isfinite(piece)
-        values = piece if is_finite.all() else piece[is_finite]
-        size += len(piece)
-        nonfinite += len(piece) - len(values)
-        negative += int(np.count_nonzero(values < 0))
-        zeros += int(np.count_nonzero(values == 0))
-        finite += len(values)
-        total += float(values.sum(dtype=np.float64))
+        second = second.view(np.real(second).dtype)
+    finite = second[np.isfinite(second)]
+    others = sum(int(np.count_nonzero(~np.isfinite(array.read()))) for array in state.others)
     return Moments(
         name=parameter.name,
         layer=parameter.layer,
         kind=parameter.kind,
-        size=size,
-        nonfinite=nonfinite
-        + sum(
-            int(np.count_nonzero(~np.isfinite(piece)))
-            for array in state.others
-            for piece in array.read()
-        ),
-        negative=negative,
-        zeros=zeros,
-        mean=total / finite if finite else math.nan,
+        size=len(second),
+        nonfinite=len(second) - len(finite) + others,
+        negative=int(np.count_nonzero(finite < 0)),
+        zeros=int(np.count_nonzero(finite == 0)),
+        mean=float(finite.mean(dtype=np.float64)) if len(finite) else math.nan,
         step=step if state.step is None else state.step,
-        beta2=beta2 if state.beta2 is None else state.beta2,
+        beta2=_BETA2 if state.beta2 is None else state.beta2,
     )
 
 

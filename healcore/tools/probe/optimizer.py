@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from healcore.tools.probe.adam_states import AdamState, Tree, adam_states, unsupported_optimizer
+from healcore.tools.probe.adam_states import AdamState, Tree, adam_states
 from healcore.tools.probe.formats import TRAINING_FACTS, open_contents
 from healcore.tools.probe.inputs import OptimizerInputs
-from healcore.tools.probe.limited_process import run_probe
+from healcore.tools.probe.limited_process import probe_paths
 from healcore.tools.probe.moments import Deviation, Moments, deviations, find_rounding, measure
-from healcore.tools.probe.parameter_names import ParameterNames
+from healcore.tools.probe.parameter_names import name_parameters
 from healcore.tools.probe.result import (
     FAIL,
     PASS,
@@ -28,29 +28,25 @@ from healcore.tools.probe.result import (
 def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> ProbeResult:
     """Probes the optimizer state in a checkpoint (any path that `open_contents` opens).
 
-    Raises ProbeError if the path cannot be read, NothingToProbe without an Adam-like optimizer.
+    The verdict is ERROR if the path cannot be read, SKIP without an Adam-like optimizer.
     """
-    return run_probe(judge, path, inputs or OptimizerInputs())
+    return probe_paths("optimizer", judge, [path], inputs or OptimizerInputs())[0]
 
 
 def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
-    """Runs the probe in the current process, without limits."""
+    """Runs the probe in the current process, without limits. Raises any exception for damage."""
     contents = open_contents(path, inputs.step)
     tree = Tree(contents)
-    states = adam_states(tree)
-    supported = [state for state in states if state.second.size and not _is_integer(state)]
-    unsupported = unsupported_optimizer(
-        tree, [array for state in supported for array in (state.second, *state.others)]
-    )
-    if not supported:
-        why = _unjudged(states) or unsupported or "it holds no optimizer state that healcore knows"
-        why = "; ".join([why, *contents.notes])
+    found = adam_states(tree)
+    states = [state for state in found if state.second.size and "int" not in state.second.dtype]
+    if not states:
+        why = "; ".join([_no_moments(tree, found), *contents.notes])
         raise NothingToProbe(f"{path} has no second moments to judge: {why}")
-    names = ParameterNames(tree, supported)
     training = _training(tree)
     step = training.get("global_step") if inputs.global_step is None else inputs.global_step
     step = None if step is None else float(step)
-    moments = [measure(state, names.of(state), inputs.beta2, step) for state in supported]
+    names = name_parameters(tree, states)
+    moments = [measure(*pair, step) for pair in zip(states, names, strict=True)]
     age = _step(moments, inputs)
     checks = [age, _finite(moments, inputs)]
     compared: list[Deviation] = []
@@ -74,8 +70,6 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         "top": _top(compared, inputs),
     }
     notes = [*contents.notes]
-    if unsupported is not None:
-        notes.append(f"some states were not judged: {unsupported}")
     if training:
         notes.append(", ".join(f"{name} {value}" for name, value in training.items()))
     if noise:
@@ -83,12 +77,6 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         notes.append(
             f"{len(noise)} parameters have only rounding errors as gradients, like a bias before a "
             f"norm, and are not compared: {first}"
-        )
-    if names.by_order:
-        notes.append("names come from the model's parameters, matched by order and shape")
-    if names.missing:
-        notes.append(
-            "a parameter without a certain name has its number in the optimizer as its name"
         )
     return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
 
@@ -103,18 +91,14 @@ def _training(tree: Tree) -> dict[str, Any]:
     return {name: found[name] for name in TRAINING_FACTS if name in found}
 
 
-def _is_integer(state: AdamState) -> bool:
-    return state.second.dtype.startswith(("int", "uint", "bool"))
-
-
-def _unjudged(states: Sequence[AdamState]) -> str | None:
-    """Reason why the states cannot be judged, or None without states."""
-    if not states:
-        return None
-    kinds = sorted({state.second.dtype for state in states if _is_integer(state)})
-    if not kinds:
-        return "the second moments have no elements"
-    return f"the values are integers ({', '.join(kinds)}): quantized moments, or other state"
+def _no_moments(tree: Tree, found: Sequence[AdamState]) -> str:
+    """Reason why no state can be judged."""
+    if found:
+        kinds = first_three(sorted({state.second.dtype for state in found}))
+        return f"they have no elements, or are integers ({kinds}): quantized moments"
+    names = sorted({path[-1] for path in tree.arrays if "state" in path[:-1]})
+    saved = f", only {', '.join(names[:8])}" if names else ""
+    return f"it holds no exp_avg_sq of torch, and no mu and nu of optax{saved}"
 
 
 def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Reads Orbax checkpoints array by array, one chunk in memory at a time.
+"""Reads Orbax checkpoints array by array.
 
 Uses TensorStore directly, because Orbax needs the devices of the run and reads whole trees.
 TensorStore allocates as much memory as a file asks for, and some damaged files crash the process.
@@ -7,12 +7,9 @@ TensorStore allocates as much memory as a file asks for, and some damaged files 
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,53 +17,28 @@ import numpy as np
 
 from healcore import regular_file
 from healcore.extras import require
-from healcore.plugins.checkpoint_contents import (
-    PIECE,
-    Array,
-    Contents,
-    PathBudget,
-    ProbeError,
-    first_line,
-    shape_of,
-)
-
-_ITEM = "state"
-_MAX_CHUNK_BYTES = 1 << 38
-"""TensorStore ends the process on a larger array instead of raising an error."""
+from healcore.plugins.checkpoint_contents import Array, Contents, ProbeError, first_line
 
 
 def open_orbax(folder: Path) -> Contents:
     """Opens an item of an Orbax checkpoint, or a checkpoint with all of its items.
 
-    Raises ProbeError if the checkpoint is damaged, or has an older format without `_METADATA`.
+    Raises ProbeError if the checkpoint is damaged.
     """
-    items = (
-        [folder]
-        if (folder / "_METADATA").exists()
-        else sorted(path.parent for path in folder.glob("*/_METADATA"))
-    )
-    if not items:
-        raise ProbeError(
-            f"{folder} has no _METADATA: it is not an Orbax checkpoint of the current format"
-        )
+    single = (folder / "_METADATA").exists()
+    items = [folder] if single else sorted(path.parent for path in folder.glob("*/_METADATA"))
     arrays, values = [], {}
     for item in items:
-        prefix = () if item == folder else (item.name,)
+        prefix = () if single else (item.name,)
         tree = _Tree(item)
         for keys, entry in tree.entries.items():
-            path = (*prefix, *keys)
+            # A key in healcore's own store is a dotted path.
+            path = (*prefix, *(part for key in keys for part in key.split(".")))
             if entry.get("skip_deserialize") or entry.get("value_type") in ("None", "string"):
                 values[path] = None
                 continue
             arrays.append(tree.array(path, ".".join(keys)))
     return Contents("Orbax checkpoint", arrays, values)
-
-
-def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
-    """Opens those of the named arrays that exist in the `data` of an `OrbaxStore` checkpoint."""
-    tree = _Tree(data / _ITEM)
-    wanted = {name: _escape(name) for name in names}
-    return {name: tree.array((key,), key) for name, key in wanted.items() if (key,) in tree.entries}
 
 
 class _Tree:
@@ -75,20 +47,13 @@ class _Tree:
     def __init__(self, item: Path) -> None:
         index = item / "_METADATA"
         try:
-            if not index.is_file():
-                raise ValueError
-            data = regular_file.read(index)
-            content, budget = json.loads(data), PathBudget(len(data))
+            content = json.loads(regular_file.read(index))
             self.entries: dict[tuple[str, ...], Mapping[str, Any]] = {
-                budget.take(tuple(str(key["key"])[:1000] for key in entry["key_metadata"])): {
-                    **entry["value_metadata"]
-                }
+                tuple(str(key["key"]) for key in entry["key_metadata"]): {**entry["value_metadata"]}
                 for entry in content["tree_metadata"].values()
             }
             self._ocdbt = bool(content.get("use_ocdbt", (item / "manifest.ocdbt").exists()))
             self._driver = "zarr3" if content.get("use_zarr3", False) else "zarr"
-        except OSError as error:
-            raise ProbeError(f"{index} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ProbeError(f"{index} is damaged") from None
         require("jax", "tensorstore")
@@ -111,44 +76,18 @@ class _Tree:
         spec = {"driver": self._driver, "kvstore": store}
         try:
             opened = self._open(spec, open=True, read=True, context=self._context).result()
-            dtype, shape = opened.dtype.name, shape_of(list(opened.shape))
         except Exception as error:  # TensorStore raises ValueError for any damage
             raise self._damaged(name, error) from None
 
-        def read() -> Iterator[np.ndarray]:
+        def read() -> np.ndarray:
             try:
-                yield from _pieces(opened)
+                values = np.asarray(opened.read().result()).reshape(-1)
             except Exception as error:
                 raise self._damaged(name, error) from None
+            # NumPy does not recognize NaN in the floats of ml_dtypes.
+            return values if values.dtype.kind in "fiubc" else values.astype(np.float32)
 
-        return Array(path, dtype, shape, read)
+        return Array(path, opened.dtype.name, tuple(opened.shape), read)
 
     def _damaged(self, name: str, error: Exception) -> ProbeError:
         return ProbeError(f"{self._item}: {name[:200]} is damaged: {first_line(error)}")
-
-
-def _pieces(opened: Any) -> Iterator[np.ndarray]:
-    """Yields the elements of an array, 1-d, in dtypes that NumPy can compare and add.
-
-    Reads chunk by chunk, because a read across chunks would decode some chunks twice.
-    """
-    shape = tuple(opened.shape)
-    chunk = opened.chunk_layout.read_chunk.shape or shape
-    steps = [max(1, step or size) for size, step in zip(shape, chunk, strict=True)]
-    if math.prod(steps) * opened.dtype.numpy_dtype.itemsize > _MAX_CHUNK_BYTES:
-        raise ValueError("a chunk is larger than any memory")
-    starts = (range(0, size, step) for size, step in zip(shape, steps, strict=True))
-    for corner in itertools.product(*starts):
-        box = tuple(slice(at, at + step) for at, step in zip(corner, steps, strict=True))
-        box = tuple(
-            slice(part.start, min(part.stop, size)) for part, size in zip(box, shape, strict=True)
-        )
-        values = np.asarray(opened[box].read().result()).reshape(-1)
-        for at in range(0, len(values), PIECE):
-            piece = values[at : at + PIECE]
-            # NumPy does not recognize NaN in the floats of ml_dtypes.
-            yield piece if piece.dtype.kind in "fiubc" else piece.astype(np.float32)
-
-
-def _escape(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.\-]", lambda match: f"%{ord(match[0]):02X}", name)

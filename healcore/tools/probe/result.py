@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel
 
+from healcore.core.errors import HealcoreError
 from healcore.plugins.checkpoint_contents import Damaged, ProbeError, first_line
 
 SCHEMA = 1
@@ -77,21 +78,22 @@ def worst(verdicts: Iterable[ProbeVerdict]) -> ProbeVerdict:
     return max(verdicts, key=_LEAST_SEVERE_FIRST.index, default=SKIP)
 
 
-def unreadable(probe: str, subject: str, error: Exception) -> ProbeResult:
-    """Returns the result for a subject that could not be probed."""
-    skip, fail = isinstance(error, NothingToProbe), isinstance(error, Damaged)
-    verdict = SKIP if skip else FAIL if fail else ERROR
-    return ProbeResult(probe, subject, (Check("readable", verdict, str(error)),))
-
-
-def unexpected(probe: str, subject: str, error: Exception) -> ProbeResult:
-    """Returns the result for a path whose reading raised an unexpected exception.
-
-    Damaged files can raise anything, and a traceback would exit with 1, the status of WARN.
-    """
-    name, line = type(error).__name__, first_line(error)
-    message = name if line == name else f"{name}: {line}"
-    return unreadable(probe, subject, ProbeError(f"{subject} could not be judged: {message}"))
+def judged(
+    probe: str, subject: str, judge: Callable[..., ProbeResult], *arguments: Any
+) -> ProbeResult:
+    """Calls a probe. Damaged files can raise any exception, and each exception becomes a result."""
+    try:
+        return judge(*arguments)
+    except (HealcoreError, OSError) as error:
+        verdict = SKIP if isinstance(error, NothingToProbe) else ERROR
+        verdict = FAIL if isinstance(error, Damaged) else verdict
+        message = str(error)
+    except MemoryError:
+        verdict, message = ERROR, "it needs more memory than its limit"
+    except Exception as error:
+        verdict, message = ERROR, f"{type(error).__name__}: {first_line(error)}"
+    where = "" if subject in message else f"{subject} could not be judged: "
+    return ProbeResult(probe, subject, (Check("readable", verdict, where + message),))
 
 
 def first_three(items: Sequence[str], separator: str = ", ") -> str:

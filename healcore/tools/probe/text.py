@@ -1,95 +1,25 @@
-"""Prints the results of probes in a terminal."""
+"""Prints the result of a probe in a terminal."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from healcore.tools.probe.result import ERROR, FAIL, PASS, SKIP, WARN, ProbeResult, ProbeVerdict
-from healcore.tools.terminal import clean
-
-_COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red", SKIP: "cyan", ERROR: "magenta"}
+from healcore.tools.probe.result import ProbeResult
+from healcore.tools.terminal import clean, echo
 
 
-def show(results: Sequence[ProbeResult], console: Console) -> None:
-    """Prints the results. After several results, prints the number of each verdict."""
-    for result in results:
-        console.print(_rendered(result))
-    if len(results) > 1:
-        counted = Counter(result.verdict for result in results)
-        line = Text.assemble(
-            *(
-                Text(f"{counted[verdict]} {verdict.value}  ", f"bold {_COLOURS[verdict]}")
-                for verdict in ProbeVerdict
-                if counted[verdict]
-            )
-        )
-        console.print(Text.assemble(f"{len(results)} probed: ", line))
-
-
-def _rendered(result: ProbeResult) -> RenderableType:
-    # rich would interpret brackets in a str as markup; a path may contain brackets.
-    head = Text.assemble(_label(result.verdict), " ", (clean(result.subject, keep=""), "bold"))
-    if result.facts.get("score") is not None:
-        head.append(f"  score {result.facts['score']:.2f}")
-    checks = Table.grid(padding=(0, 2))
-    checks.add_column(no_wrap=True)
-    checks.add_column(no_wrap=True)
-    checks.add_column(ratio=1, overflow="fold")  # a folded path can be copied whole
+def show(result: ProbeResult) -> None:
+    """Prints the verdict, the checks, the layers that deviate most and the notes."""
+    score = result.facts.get("score")
+    lines = [f"{result.verdict.value:5} {result.subject}"]
+    if score is not None:
+        lines[0] += f"  score {score:.2f}"
     for check in result.checks:
-        label = _label(check.verdict) if check.decides else Text("-", "dim")
-        checks.add_row(label, check.name.replace("_", " "), Text(clean(check.message, keep="")))
-    notes = (Text(clean(f"note: {note}", keep=""), "dim") for note in result.notes)
-    return Group(
-        head, *(Padding(part, (0, 0, 0, 2)) for part in (checks, *_tables(result.facts), *notes))
-    )
-
-
-def _tables(facts: Mapping[str, Any]) -> list[Table]:
-    """Tables of the layers that deviate most and of the checkpoints of a store."""
-    tables = []
-    if facts.get("top"):
-        rows = [
-            (
-                layer["layer"],
-                layer["parameter"],
-                f"{layer['gradient_rms']:.2e}",
-                f"{layer['ratio']:.3g}",
-                f"{layer['sigmas']:+.1f}",
-            )
-            for layer in facts["top"]
-        ]
-        titles = ("layer", "farthest parameter", "gradient rms", "v-hat / similar", "sigma")
-        tables.append(_table(titles, rows))
-    if facts.get("checkpoints"):
-        rows = [
-            (
-                str(saved["step"]),
-                saved["status"],
-                "yes" if saved["intact"] else "NO",
-                "yes" if saved["finite"] else "NO",
-                f"{saved['bytes']:,}",
-            )
-            for saved in facts["checkpoints"]
-        ]
-        tables.append(_table(("step", "status", "intact", "finite", "bytes"), rows))
-    return tables
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(clean(cell, keep="")) for cell in row))
-    return table
-
-
-def _label(verdict: ProbeVerdict) -> Text:
-    return Text(f"{verdict.value:5}", f"bold {_COLOURS[verdict]}")
+        label = check.verdict.value if check.decides else "-"
+        lines.append(f"  {label:5}  {check.name.replace('_', ' '):18}  {check.message}")
+    lines += [
+        f"  {layer['layer']}: {layer['parameter']} has a gradient rms of "
+        f"{layer['gradient_rms']:.2e}, and {layer['ratio']:.3g} times the second moment of similar "
+        f"parameters ({layer['sigmas']:+.1f} sigma)"
+        for layer in result.facts.get("top", ())
+    ]
+    lines += [f"  note: {note}" for note in result.notes]
+    echo("\n".join(clean(line, keep="") for line in lines))

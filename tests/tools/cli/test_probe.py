@@ -14,10 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from healcore.tools.cli import app
-from healcore.torch.store import DCPStore
-from tests.runtime.store.store_cases import DISKS
 from tests.tools.probe.curves import falling, write
-from tests.tools.probe.test_checkpoint import filled
 from tests.tools.probe.trained_networks import saved, trained
 
 
@@ -90,13 +87,13 @@ def test_a_spec_has_bounds_and_weights_and_options_go_before_it(tmp_path):
     assert document["verdict"] == "WARN"
     assert document["inputs"]["rolling_window"] == 20
     assert document["inputs"]["weights"] == {"regret": 2.0}
-    assert 0 < document["results"][0]["facts"]["score"] < 1
+    assert document["results"][0]["facts"]["score"] == 7.5 / 8
     assert "score 0." in run("loss", path, "--spec", spec).output
     result = run("loss", path, "--spec", spec, "--max-convergence-ratio", "1")
     assert (result.exit_code, "score 1.00" in result.output) == (0, True)
     for text, message in (
         ("min_smoothnes = 1", f"min_smoothnes in {spec} is 1"),
-        ("[weights]\nregrets = 1", "weights has 'regrets', which is not a check"),
+        ("[weights]\nregrets = 1", "weights.regrets"),
         ("[weights", f"{spec} cannot be read as a TOML spec"),
     ):
         spec.write_text(text)
@@ -109,7 +106,6 @@ def test_a_spec_has_bounds_and_weights_and_options_go_before_it(tmp_path):
 def test_a_reward_column(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("step,reward\n" + "\n".join(f"{i},{i / 100}" for i in range(100)) + "\n")
-    assert run("loss", path, "--column", "loss=reward", "--goal", "up").exit_code == 0
     assert run("loss", path, "--column", "loss=reward").exit_code == 2
 
 
@@ -155,63 +151,16 @@ def test_the_checkpoint_probe(tmp_path):
     assert run("checkpoint", tmp_path / "text.txt").exit_code == 3
 
 
-def flat(text: str) -> str:
-    """The text without a terminal's line breaks."""
-    return "".join(text.split())
-
-
-def test_a_store_is_no_log(tmp_path):
-    store = tmp_path / "store"
-    filled(DISKS[0], store, "good", "good", "candidate")
-    result = run("loss", store)
-    assert result.exit_code == 3
-    output = flat(result.output)
-    assert output.count("isacheckpointstore") == 1
-    assert flat(f"healcore probe checkpoint {store}") in output
-    assert "state.json" not in output
-    (one,) = strict(run("loss", store, "--json").output)["results"]
-    assert one["verdict"] == "ERROR"
-    folder = sorted(store.iterdir())[0]
-    assert "isacheckpointstore" in flat(run("loss", folder).output)
-
-
-@pytest.mark.parametrize("probe", ["optimizer", "checkpoint"])
-def test_a_log_is_no_checkpoint(tmp_path, probe):
-    path = write(tmp_path, falling(50, 0.1))
-    for each in (path, tmp_path):
-        result = run(probe, each)
-        assert result.exit_code == 3
-        assert flat(f"is the log of a run, not a checkpoint: healcore probe loss {each}") in flat(
-            result.output
-        )
-
-
-def test_every_checkpoint_of_a_store_is_counted(tmp_path):
-    store = DCPStore(tmp_path)
-    net, optimizer = trained()
-    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    for step, status in enumerate(("good", "quarantined", "candidate"), 1):
-        store.save(step, state)
-        store.wait()
-        if status != "candidate":
-            store.mark(step, status)
-    folders = len(list(tmp_path.glob("step-*")))
-    output = flat(run("optimizer", tmp_path).output)
-    assert flat(f"step 1 (good) of {folders} checkpoints (1 quarantined)") in output
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         ["loss"],
         ["loss", "x.csv", "--bogus"],
-        ["loss", "x.csv", "--min-steps", "many"],
         ["loss", "x.csv", "--min-steps", "1"],
-        ["loss", "x.csv", "--signal", "mood"],
         ["loss", "x.csv", "--column", "loss"],
         ["loss", "x.csv", "--column", "mood=a"],
         ["loss", "x.csv", "--warn-regret", "0.9"],
-        ["optimizer", "x.pt", "--beta2", "1.5"],
+        ["optimizer", "x.pt", "--fail-dead", "1.5"],
         ["bogus"],
         [],
     ],

@@ -11,14 +11,14 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from healcore.runtime.store.claim import claim
-from healcore.tools.probe.checkpoint import probe_checkpoint
+from healcore.tools.probe.checkpoint import judge
 from healcore.tools.probe.inputs import CheckpointInputs
-from healcore.tools.probe.result import NothingToProbe, ProbeError, ProbeResult
+from healcore.tools.probe.result import ProbeResult, judged
 from tests.runtime.store.store_cases import DISKS, TIERS, StoreCase, over
 
 
 def probe(path: Path, **inputs: object) -> ProbeResult:
-    return probe_checkpoint(path, CheckpointInputs.model_validate(inputs))
+    return judged("checkpoint", str(path), judge, path, CheckpointInputs.model_validate(inputs))
 
 
 def verdicts(result: ProbeResult) -> dict[str, str]:
@@ -154,7 +154,7 @@ def test_reading_changes_nothing_and_needs_no_lock(case, tmp_path):
     (tmp_path / ".tmp-healcore-999999-00000000-00000000").mkdir()
     held = claim(tmp_path)
     before = picture(tmp_path)
-    result = probe(tmp_path, deep=True)
+    result = probe(tmp_path)
     assert result.verdict.value == "PASS", result.checks
     assert picture(tmp_path) == before
     held.release()
@@ -173,20 +173,13 @@ def test_a_directory_that_may_not_be_written(case, tmp_path):
             path.chmod(0o755)
 
 
-@over(*DISKS)
-def test_deep_looks_at_the_numbers_again(case, tmp_path):
-    filled(case, tmp_path, "good")
-    assert probe(tmp_path, deep=True).verdict.value == "PASS"
-
-
 def test_there_is_nothing(tmp_path):
-    with pytest.raises(NothingToProbe, match="no checkpoint"):
-        probe(tmp_path)
-    with pytest.raises(ProbeError, match="no such file"):
-        probe(tmp_path / "nowhere")
+    assert probe(tmp_path).verdict.value == "SKIP"
+    assert probe(tmp_path / "nowhere").verdict.value == "ERROR"
     filled(DISKS[0], tmp_path / "store", "good")
-    with pytest.raises(NothingToProbe, match="step 9"):
-        probe(tmp_path / "store", step=9)
+    result = probe(tmp_path / "store", step=9)
+    assert result.verdict.value == "SKIP"
+    assert "step 9" in result.checks[0].message
 
 
 class TestOfOthers:

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import random
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,10 +20,10 @@ from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from healcore.tools.probe.checkpoint import probe_checkpoint
-from healcore.tools.probe.inputs import CheckpointInputs
-from healcore.tools.probe.optimizer import probe_optimizer
-from healcore.tools.probe.result import ProbeError, dumps
+from healcore.tools.probe import checkpoint, optimizer
+from healcore.tools.probe.inputs import CheckpointInputs, OptimizerInputs
+from healcore.tools.probe.limited_process import probe_paths
+from healcore.tools.probe.result import dumps
 from tests.tools.cli.test_probe import strict
 from tests.tools.probe.curves import probe_values
 from tests.tools.probe.trained_networks import saved, trained
@@ -57,11 +58,18 @@ def orbax(folder: Path) -> Path:
 @pytest.mark.parametrize("make", [torch_file, old_torch_file, dcp, orbax])
 def test_damage_of_every_kind(tmp_path, make, times):
     path = make(tmp_path)
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    files = [each for each in files if each.stat().st_size]
     rng = random.Random(20261120)
-    for _ in range(times):
-        file = rng.choice(files)
+    copies = []
+    for number in range(times):
+        copies.append(tmp_path / str(number) / path.name)
+        if path.is_file():
+            copies[-1].parent.mkdir()
+            shutil.copy(path, copies[-1])
+            file = copies[-1]
+        else:
+            shutil.copytree(path, copies[-1])
+            files = [each for each in sorted(copies[-1].rglob("*")) if each.is_file()]
+            file = rng.choice([each for each in files if each.stat().st_size])
         whole = file.read_bytes()
         spoilt, at = bytearray(whole), rng.randrange(len(whole))
         match rng.choice(["bit", "byte", "cut", "zeros"]):
@@ -74,14 +82,16 @@ def test_damage_of_every_kind(tmp_path, make, times):
             case "zeros":
                 spoilt[at : at + 40] = bytes(len(spoilt[at : at + 40]))
         file.write_bytes(spoilt)
-        for judge in (probe_optimizer, probe_checkpoint):
-            try:
-                result = judge(path)
-            except ProbeError as error:
-                assert str(tmp_path) in str(error)
-            else:
-                strict(dumps([result], CheckpointInputs()))
-        file.write_bytes(whole)
+    for probe, judge, inputs in (
+        ("optimizer", optimizer.judge, OptimizerInputs()),
+        ("checkpoint", checkpoint.judge, CheckpointInputs()),
+    ):
+        results = probe_paths(probe, judge, copies, inputs)
+        assert [result.subject for result in results] == list(map(str, copies))
+        strict(dumps(results, inputs))
+        for result in results:
+            if result.checks[0].name == "readable":
+                assert str(tmp_path) in result.checks[0].message
 
 
 def test_a_flipped_bit_of_a_tensor_in_a_torch_file_is_found(tmp_path):
@@ -91,17 +101,17 @@ def test_a_flipped_bit_of_a_tensor_in_a_torch_file_is_found(tmp_path):
     at = data.index(np.float32(1234).tobytes())
     data[at] ^= 1
     path.write_bytes(data)
-    result = probe_checkpoint(path)
+    result = checkpoint.judge(path, CheckpointInputs())
     assert result.verdict.value == "FAIL"
     assert "CRC-32" in next(check for check in result.checks if check.name == "digests").message
 
 
 @settings(max_examples=60)
-@given(st.lists(st.floats(width=32), max_size=120), st.sampled_from(["down", "up"]))
-def test_any_curve_has_an_answer(tmp_path_factory, values, goal):
+@given(st.lists(st.floats(width=32), max_size=120))
+def test_any_curve_has_an_answer(tmp_path_factory, values):
     if not values:
         return
-    result = probe_values(tmp_path_factory.mktemp("curve"), values, goal=goal)
+    result = probe_values(tmp_path_factory.mktemp("curve"), values)
     document = strict(dumps([result], CheckpointInputs()))
     finite = np.isfinite(values)
     if not finite[-1]:

@@ -3,68 +3,63 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import pytest
-from safetensors.numpy import save_file
+import torch
 
-from healcore.tools.probe import limited_process
-from healcore.tools.probe.checkpoint import probe_checkpoint
-from healcore.tools.probe.limited_process import Limits
-from healcore.tools.probe.result import NothingToProbe, ProbeError
+from healcore.tools.probe.checkpoint import judge, probe_checkpoint
+from healcore.tools.probe.inputs import CheckpointInputs
+from healcore.tools.probe.limited_process import probe_paths
+from healcore.tools.probe.result import ProbeResult
 from tests.hostile.pickles import BEGIN, END, called, torch_file
+
+
+def killed(path, inputs):
+    """A probe that crashes or never ends for some paths, and reports its limits for others."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_CPU)]
+    if path.name == "crashes":
+        os.abort()
+    if path.name == "endless":
+        resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+    while path.name == "endless":
+        pass
+    return ProbeResult(path.name, str(path), (), {"limits": limits})
 
 
 @pytest.fixture
 def good(tmp_path):
-    """A file of safetensors."""
-    import numpy as np
-
-    save_file({"w": np.ones(4)}, tmp_path / "good.safetensors")
-    return tmp_path / "good.safetensors"
+    """A file of torch."""
+    torch.save({"w": torch.ones(4)}, tmp_path / "good.pt")
+    return tmp_path / "good.pt"
 
 
-def test_what_asks_for_too_much_memory_is_an_error(tmp_path, good):
+def test_a_path_that_needs_too_much_costs_no_other_path_its_verdict(tmp_path, good):
+    """The hash of the key of `deep` needs a stack of gigabytes."""
+    deep = torch_file(tmp_path / "deep.pt", BEGIN + b"})" + b"\x85" * 400_000 + b"Ns" + END)
     size = b"\x8a\x05" + (10**11).to_bytes(5, "little")
-    bomb = BEGIN + called("builtins.bytearray", size) + END
-    with pytest.raises(ProbeError, match="memory"):
-        probe_checkpoint(torch_file(tmp_path / "bomb.pt", bomb))
-    assert probe_checkpoint(good).verdict.value == "PASS"
+    large = torch_file(tmp_path / "a.pt", BEGIN + called("builtins.bytearray", size) + END)
+    results = probe_paths("checkpoint", judge, [large, deep, good], CheckpointInputs())
+    assert [result.verdict.value for result in results] == ["ERROR", "ERROR", "PASS"]
+    assert "memory" in results[0].checks[0].message
+    assert "ended" in results[1].checks[0].message
 
 
-def test_what_ends_the_process_is_an_error_and_the_next_path_is_judged(tmp_path, good):
-    deep = BEGIN + b"})" + b"\x85" * 400_000 + b"Ns" + END  # the hash of such a tuple needs a stack
-    with pytest.raises(ProbeError, match="the reader process ended"):
-        probe_checkpoint(torch_file(tmp_path / "deep.pt", deep))
-    assert probe_checkpoint(good).verdict.value == "PASS"
+def test_a_process_that_ends_is_replaced(tmp_path):
+    paths = [tmp_path / name for name in ("small", "crashes", "endless", "large")]
+    for path in paths:
+        path.touch()
+    os.truncate(paths[3], 1 << 30)
+    results = probe_paths("x", killed, paths, CheckpointInputs())
+    assert [result.verdict.value for result in results] == ["SKIP", "ERROR", "ERROR", "SKIP"]
+    assert "Aborted" in results[1].checks[0].message
+    assert "ended" in results[2].checks[0].message
+    small, large = results[0].facts["limits"], results[3].facts["limits"]
+    assert large[0] - small[0] == 4 << 30
+    assert large[1] > small[1] + 200
 
 
-def test_a_process_that_has_ended_meanwhile_is_replaced(good):
-    probe_checkpoint(good)
-    (process,) = limited_process._running
-    os.kill(process._pid, 9)
-    with pytest.raises(ProbeError, match="Killed"):
-        probe_checkpoint(good)
-    assert probe_checkpoint(good).verdict.value == "PASS"
-    limited_process.close()
-    assert not limited_process._running
-
-
-def test_errors_keep_their_kind(tmp_path):
-    with pytest.raises(NothingToProbe, match="no checkpoint"):
-        probe_checkpoint(tmp_path)
-
-
-def test_limits_grow_with_what_is_stored(tmp_path):
-    (tmp_path / "a").write_bytes(b"x")
-    with open(tmp_path / "b", "wb") as file:
-        file.truncate(1 << 30)
-    small, large = Limits.of(tmp_path / "a"), Limits.of(tmp_path)
-    assert large.memory - small.memory == 4 << 30
-    assert large.seconds - small.seconds == 256
-
-
-def test_a_system_without_limits_says_so(good, monkeypatch):
-    monkeypatch.setattr(limited_process, "resource", None)
-    result = probe_checkpoint(good)
-    assert result.verdict.value == "PASS"
-    assert limited_process.NO_LIMITS in result.notes
+def test_one_path(tmp_path, good):
+    assert probe_checkpoint(str(good)).verdict.value == "PASS"
+    assert probe_checkpoint(tmp_path).verdict.value == "PASS"
+    assert probe_checkpoint(tmp_path / "nowhere").verdict.value == "ERROR"

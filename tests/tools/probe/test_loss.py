@@ -81,19 +81,15 @@ def test_noise_around_a_level_learns_nothing(tmp_path):
     assert verdict_of(probe_values(tmp_path, values), "progress") == "WARN"
 
 
-@pytest.mark.parametrize("goal", ["down", "up"])
-def test_the_number_next_to_the_bound_is_the_one_that_decided(tmp_path, goal):
+def test_the_number_next_to_the_bound_is_the_one_that_decided(tmp_path):
     """A step up at the very end: start and end differ, the trend does not."""
     values = 3 + 0.02 * RANDOM.normal(size=400)
     values[-40:] += 2.0
-    result = probe_values(tmp_path, values if goal == "down" else 10 - values, goal=goal)
+    result = probe_values(tmp_path, values)
     check = next(check for check in result.checks if check.name == "progress")
     assert check.verdict.value == "FAIL"
-    assert abs(check.value) > check.bound == 3
-    assert "trend" in check.message
-    assert "end against start" in check.message
+    assert check.value > check.bound == 3
     assert f"{check.value:+.1f} sigma" in check.message
-    assert (check.value > 0) == (goal == "down")  # as logged
 
 
 class TestSigned:
@@ -118,15 +114,6 @@ class TestSigned:
 
     def test_a_constant_0_warns(self, tmp_path):
         assert probe_values(tmp_path, [0.0] * 50).verdict.value == "WARN"
-
-
-def test_a_reward_should_rise(tmp_path):
-    rising = np.linspace(0.1, 0.9, 300) + 0.02 * RANDOM.normal(size=300)
-    assert probe_values(tmp_path, rising, goal="up").verdict.value == "PASS"
-    assert probe_values(tmp_path, rising[::-1], goal="up").verdict.value == "FAIL"
-    result = probe_values(tmp_path, rising, goal="up")
-    assert result.facts["end"] == pytest.approx(0.88, abs=0.03)
-    assert result.facts["best"] == pytest.approx(np.float32(rising.max()))
 
 
 def test_smoothness_follows_its_definition(tmp_path):
@@ -176,16 +163,11 @@ def test_a_row_logged_twice_counts_once(tmp_path):
     assert result.facts["values"] == 100
 
 
-def test_another_signal(tmp_path):
+def test_a_log_without_a_loss(tmp_path):
     path = tmp_path / "run.csv"
-    rows = [f"{i},{3 - i / 100},{'' if i % 10 else 2 + i / 100}" for i in range(200)]
-    path.write_text("\n".join(["step,loss,eval_loss", *rows]) + "\n")
-    assert verdict_of(probe(path), "progress") == "PASS"
-    result = probe(path, signal="eval_loss")
-    assert verdict_of(result, "progress") == "FAIL"
-    assert result.facts["values"] == 20
-    with pytest.raises(NothingToProbe, match="grad_norm"):
-        probe(path, signal="grad_norm")
+    path.write_text("step,grad_norm\n" + "\n".join(f"{i},1" for i in range(20)) + "\n")
+    with pytest.raises(NothingToProbe, match="loss"):
+        probe(path)
 
 
 def test_the_thinned_curve_keeps_the_extremes(tmp_path):
@@ -199,11 +181,10 @@ def test_the_thinned_curve_keeps_the_extremes(tmp_path):
     assert np.isnan(kept[15_000])
     assert kept[0] == np.float32(values[0])
     assert kept[19_999] == np.float32(values[-1])
-    assert len(probe_values(tmp_path, values, curve_points=64).facts["curve"]["value"]) <= 64
 
 
 def test_wrong_inputs_are_refused():
-    for wrong in ({"ends": 0.0}, {"min_steps": 2}, {"event_points": 6}, {"nonsense": 1}):
+    for wrong in ({"min_steps": 2}, {"nonsense": 1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             LossInputs.model_validate(wrong)
     with pytest.raises(ValueError, match="fail_regret"):
@@ -219,41 +200,18 @@ class TestScore:
         assert probe_values(tmp_path, np.append(values, np.nan)).facts["score"] == 0.0
         assert probe_values(tmp_path, values[:5]).facts["score"] is None
 
-    def test_it_falls_with_the_distance_to_a_bound(self, tmp_path):
-        values = falling(300, 0.05)
-        ratio = probe_values(tmp_path, values).checks[3].value
-        scores = [
-            probe_values(tmp_path, values, max_convergence_ratio=bound).facts["score"]
-            for bound in (1.0, 0.9 * ratio, 0.5 * ratio, 0.1 * ratio)
-        ]
-        expected = [(6 + closeness) / 7 for closeness in (1.0, 0.9, 0.5, 0.1)]
-        assert np.allclose(scores, expected)
-
-    def test_with_weights(self, tmp_path):
+    def test_a_warning_counts_half_of_its_weight(self, tmp_path):
         """The bounds that another tool's drift probe asserts."""
-        values = falling(300, 0.6)
-        wanted = {"min_smoothness": 0.7, "max_convergence_ratio": 0.7}
+        wanted = {"min_smoothness": 0.999}
         alone = dict.fromkeys(LOSS_CHECKS, 0.0) | {"smoothness": 1.0}
-        result = probe_values(tmp_path, values, **wanted, weights=alone)
-        smoothness = next(each.value for each in result.checks if each.name == "smoothness")
-        assert smoothness < 0.7
-        assert np.isclose(result.facts["score"], (smoothness + 3) / 3.7)
+        values = falling(300, 0.6)
+        assert probe_values(tmp_path, values, **wanted, weights=alone).facts["score"] == 0.5
         twice = probe_values(tmp_path, values, **wanted, weights={"smoothness": 2.0})
         once = probe_values(tmp_path, values, **wanted)
-        assert 0 < twice.facts["score"] < once.facts["score"] < 1
+        assert twice.facts["score"] == 7 / 8
+        assert once.facts["score"] == 6.5 / 7
 
     def test_weights_that_make_no_sense(self):
-        for wrong in ({"smoothnes": 1.0}, {"regret": -1.0}, dict.fromkeys(LOSS_CHECKS, 0.0)):
+        for wrong in ({"smoothnes": 1.0}, {"regret": -1.0}):
             with pytest.raises(ValueError, match="weights"):
                 LossInputs.model_validate({"weights": wrong})
-
-
-def test_the_level_is_the_median_of_the_rolling_window(tmp_path):
-    """A ramp of 20 values is an event for a long window; a short one follows it."""
-    values = 3 + 0.01 * RANDOM.normal(size=600)
-    values[300:400] += np.concatenate([np.linspace(0, 1, 50), np.linspace(1, 0, 50)])
-    events = [
-        probe_values(tmp_path, values, rolling_window=window).facts["events"][0]
-        for window in (4, 64)
-    ]
-    assert events[0].height < events[1].height

@@ -20,9 +20,7 @@ from orbax.checkpoint import v1 as ocp
 
 import healcore.jax
 from healcore.jax.store import OrbaxStore
-from healcore.tools.probe.result import NothingToProbe, ProbeError
-from healcore.tools.probe.saved_state import parse_key_path
-from tests.tools.probe.trained_networks import probe, verdicts
+from tests.tools.probe.trained_networks import probe, unjudged, verdicts
 
 STEPS, LAYERS = 60, 6
 
@@ -81,7 +79,6 @@ CHAINS = {
     "adamw": lambda: optax.adamw(1e-3),
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
     "amsgrad": lambda: optax.amsgrad(1e-3),
-    "nadamw": lambda: optax.nadamw(1e-3),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(1e-3, b2=0.95),
     "multi_transform": lambda: optax.multi_transform(
         {"kernel": optax.adamw(1e-3), "bias": optax.adam(1e-2)}, labels
@@ -89,7 +86,6 @@ CHAINS = {
     "masked": lambda: optax.masked(optax.adamw(1e-3), lambda p: jax.tree.map(lambda x: True, p)),
     "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=1),
     "bfloat16 mu": lambda: optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
-    "lamb": lambda: optax.lamb(1e-3),
 }
 
 
@@ -109,14 +105,9 @@ def test_a_healthy_one_passes(tmp_path, adamw):
     save(tmp_path / "c", {"params": weights, "opt_state": state})
     result = probe(tmp_path / "c")
     assert result.verdict.value == "PASS", result.checks
-    a, b = (
-        probe(tmp_path / "c", beta2=beta).facts["top"][0]["gradient_rms"] for beta in (0.999, 0)
-    )
-    assert a == pytest.approx(b / (1 - 0.999**STEPS) ** 0.5, rel=1e-6)
     (path,) = (tmp_path / "c").glob("*/_METADATA")
     path.write_text(path.read_text()[:100])
-    with pytest.raises(ProbeError, match="damaged"):
-        probe(tmp_path / "c")
+    unjudged(tmp_path / "c", "ERROR", "damaged")
 
 
 def test_protect(tmp_path):
@@ -170,32 +161,8 @@ def test_nan_in_any_parameter(tmp_path, adamw):
         assert len(result.facts["nonfinite"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("tx", "why"),
-    [
-        (optax.sgd(0.1, momentum=0.9), "SGD"),
-        (optax.lion(1e-3), "Lion"),
-        (optax.adafactor(1e-3, min_dim_size_to_factor=2), "Adafactor"),
-        (optax.rmsprop(1e-3), "RMSprop"),
-        (optax.adagrad(1e-3), "Adagrad"),
-    ],
-)
-def test_optimizers_unlike_adam(tmp_path, tx, why):
+def test_an_optimizer_unlike_adam(tmp_path):
     weights = params()
-    save(tmp_path / "c", {"params": weights, "opt_state": tx.init(weights)})
-    with pytest.raises(NothingToProbe, match=why):
-        probe(tmp_path / "c")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        (jax.tree_util.GetAttrKey("opt_state"), jax.tree_util.SequenceKey(0)),
-        (jax.tree_util.DictKey("a.b"), jax.tree_util.DictKey("it's")),
-        (jax.tree_util.DictKey("back\\slash"), jax.tree_util.FlattenedIndexKey(3)),
-        (jax.tree_util.DictKey(7), jax.tree_util.GetAttrKey("nu"), jax.tree_util.DictKey("]['")),
-    ],
-)
-def test_paths_of_jax(path):
-    names = [getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path]
-    assert parse_key_path(jax.tree_util.keystr(path)) == tuple(map(str, names))
+    state = optax.sgd(0.1, momentum=0.9).init(weights)
+    save(tmp_path / "c", {"params": weights, "opt_state": state})
+    unjudged(tmp_path / "c", "SKIP", "no mu and nu")

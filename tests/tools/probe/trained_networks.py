@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from healcore.tools.probe.inputs import OptimizerInputs
-from healcore.tools.probe.optimizer import probe_optimizer
-from healcore.tools.probe.result import ProbeResult
+from healcore.tools.probe.optimizer import judge
+from healcore.tools.probe.result import ProbeResult, judged
 
 torch.set_num_threads(1)  # more of them only wait for each other in nets of this size
 
@@ -80,7 +80,15 @@ def saved(folder: Path, net: nn.Module, optimizer: Any, name: str = "checkpoint.
 
 
 def probe(path: Path, **inputs: Any) -> ProbeResult:
-    return probe_optimizer(path, OptimizerInputs.model_validate(inputs))
+    """The probe's result, in this process."""
+    return judged("optimizer", str(path), judge, path, OptimizerInputs.model_validate(inputs))
+
+
+def unjudged(path: Path, verdict: str, reason: str, **inputs: Any) -> None:
+    """Checks that a path cannot be judged, and why."""
+    result = probe(path, **inputs)
+    assert result.verdict.value == verdict, result.checks
+    assert reason in result.checks[0].message
 
 
 def verdicts(result: ProbeResult) -> dict[str, str]:

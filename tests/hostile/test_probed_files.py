@@ -1,0 +1,151 @@
+"""Checkpoints of every format that are crafted: a verdict for each path, and no code runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from healcore.runtime.store import checksummed_json
+from healcore.runtime.store.manifest import MANIFEST, SCHEMA
+from healcore.torch.store import DCPStore
+from tests.hostile.pickles import BEGIN, END, called, changed_index, dcp, named, text, torch_file
+
+
+@pytest.fixture
+def ran(tmp_path) -> Path:
+    """The file that code in a checkpoint would make."""
+    return tmp_path / "ran"
+
+
+def test_no_code_of_a_torch_file_runs(reader, tmp_path, ran):
+    codes = (
+        called("os.system", text(f"touch {ran}")),
+        called("builtins.exec", text(f"open({str(ran)!r}, 'w')")),
+        named("builtins.eval") + b"(" + text(f"open({str(ran)!r}, 'w')") + b"t\x81",
+        called("builtins.getattr", named("os.path"), text("os")),
+    )
+    paths = [
+        torch_file(tmp_path / f"{number}.pt", BEGIN + code + END)
+        for number, code in enumerate(codes)
+    ]
+    outcome = reader.probe("checkpoint", *paths, seconds=60)
+    assert outcome.verdicts() == ["ERROR"] * 4
+    assert outcome.messages().count("could execute") == 4
+    assert not ran.exists()
+
+
+def test_no_code_of_an_index_of_dcp_runs_and_no_class_of_torch_changes(reader, tmp_path, ran):
+    module = "torch.distributed.checkpoint.metadata"
+    attributes = b"N}" + text("__setstate__") + named("collections.OrderedDict") + b"s\x86b"
+    indexes = [
+        called("os.system", text(f"touch {ran}")),
+        named(f"{module}.Metadata") + attributes,
+        named(f"{module}.TensorProperties") + attributes,
+        named("torch.Size") + attributes,
+        named("pathlib.PosixPath") + attributes,
+    ]
+    evil = [
+        dcp(tmp_path / str(number), BEGIN + index + END) for number, index in enumerate(indexes)
+    ]
+    good, bad = dcp(tmp_path / "good"), dcp(tmp_path / "bad", w=torch.tensor([float("nan")]))
+    outcome = reader.probe("checkpoint", *evil, good, bad, seconds=60)
+    assert outcome.verdicts() == ["ERROR"] * len(evil) + ["PASS", "FAIL"]
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd"])
+def test_an_index_of_dcp_with_a_file_outside(reader, tmp_path, path):
+    def move(metadata):
+        (info,) = metadata.storage_data.values()
+        info.relative_path = path
+
+    outcome = reader.probe("checkpoint", changed_index(dcp(tmp_path / "c"), move))
+    assert outcome.verdicts() == ["ERROR"]
+    assert "outside" in outcome.messages()
+
+
+def test_a_pipe_in_the_place_of_a_part(reader, tmp_path):
+    folder = dcp(tmp_path / "c")
+    (part,) = folder.glob("*.distcp")
+    part.unlink()
+    os.mkfifo(part)
+    assert reader.probe("checkpoint", folder).verdicts() == ["ERROR"]
+
+
+def orbax(folder: Path, name: str = "w", **zarray: object) -> Path:
+    """An item of one zarr array of ones, as Orbax writes it without OCDBT."""
+    (folder / "w").mkdir(parents=True)
+    array = {
+        "zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "<f4", "compressor": None,
+        "fill_value": None, "order": "C", "filters": None, "dimension_separator": ".", **zarray,
+    }  # fmt: skip
+    (folder / "w" / ".zarray").write_text(json.dumps(array))
+    (folder / "w" / "0").write_bytes(np.ones(4, np.float32).tobytes())
+    entry = {
+        "key_metadata": [{"key": name, "key_type": 2}],
+        "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+    }
+    tree = {"tree_metadata": {name: entry}, "use_ocdbt": False, "use_zarr3": False}
+    (folder / "_METADATA").write_text(json.dumps(tree))
+    return folder
+
+
+def test_orbax_checkpoints(reader, tmp_path):
+    nested = orbax(tmp_path / "nested")
+    (nested / "_METADATA").write_text("[" * 100_000)
+    paths = [
+        orbax(tmp_path / "crashes", shape=[1 << 50], chunks=[1 << 50]),
+        orbax(tmp_path / "outside", name="../good/w"),
+        nested,
+        orbax(tmp_path / "good"),
+    ]
+    outcome = reader.probe("checkpoint", *paths, seconds=60)
+    assert outcome.verdicts() == ["ERROR"] * 3 + ["PASS"]
+
+
+def test_safetensors(reader, tmp_path):
+    digits = '{"w": {"dtype": "F32", "shape": [' + "9" * 400_000 + '], "data_offsets": [0, 8]}}'
+    longer = (1 << 40).to_bytes(8, "little") + b'{"w":'
+    (tmp_path / "a").write_bytes(len(digits).to_bytes(8, "little") + digits.encode() + bytes(8))
+    (tmp_path / "b").write_bytes(longer)
+    save_file({"w": np.ones(4)}, tmp_path / "good")
+    outcome = reader.probe("checkpoint", tmp_path / "a", tmp_path / "b", tmp_path / "good")
+    assert outcome.verdicts() == ["FAIL", "FAIL", "PASS"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One checkpoint of a store."""
+    store = DCPStore(tmp_path / "store")
+    store.save(1, {"model": {"w": torch.ones(8)}})
+    store.wait()
+    (found,) = (each for each in (tmp_path / "store").iterdir() if each.is_dir())
+    return found
+
+
+def test_a_manifest_that_lists_files_outside(reader, folder):
+    content = checksummed_json.read(folder / MANIFEST)
+    content.pop("digest", None)
+    files = {"../../secret": {"bytes": 1, "xxh3_128": "0" * 32}}
+    content |= {"schema": SCHEMA, "files": files}
+    (folder / MANIFEST).write_bytes(checksummed_json.dumps(content))
+    outcome = reader.probe("checkpoint", folder)
+    assert outcome.status == 2
+    assert "outside" in outcome.messages()
+
+
+def test_no_code_of_an_index_in_a_store_runs(reader, folder, ran):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {ran}",)
+
+    (folder / "data" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    assert reader.probe("optimizer", folder).verdicts() == ["ERROR"]
+    assert not ran.exists()
