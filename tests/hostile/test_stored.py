@@ -87,9 +87,9 @@ def test_a_pipe_in_the_place_of_the_state(reader, folder):
 
 
 def test_a_pipe_next_to_the_state(reader, folder):
-    """Named like the state of another rank, and in no manifest."""
+    """Named like the state of another rank, and in no manifest: it is not read."""
     os.mkfifo(folder / "state-rank1.json")
-    assert reader.probe("checkpoint", folder.parent).status == 3
+    assert reader.probe("checkpoint", folder.parent).status == 1
 
 
 def test_its_index_runs_nothing(reader, folder, tmp_path):
