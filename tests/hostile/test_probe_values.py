@@ -22,7 +22,7 @@ def test_values_with_a_plain_form_of_their_own_are_checked(tmp_path):
     store = DCPStore(tmp_path, nonfinite_ok=["*"])
     store.save(1, {"x": Holder()})
     store.wait()
-    result = probe_checkpoint(next(tmp_path.glob("step-*")) / "..", CheckpointInputs(deep=True))
+    result = probe_checkpoint(next(tmp_path.glob("step-*")) / "..", CheckpointInputs())
     checks = {check.name: check for check in result.checks}
     assert checks["digests"].verdict.value == "PASS"
     assert checks["finite"].verdict.value == "FAIL"

@@ -1,4 +1,4 @@
-"""Lines of committed Python. Each commit lowers the ceilings to what it reached; none raises them."""
+"""Lines of committed Python. A commit lowers the ceilings to what it reached; none raises them."""
 
 from __future__ import annotations
 
