@@ -14,7 +14,7 @@ from tests.healer.training_loops import loop_of, rules, train
 
 
 def main(folder: str, how: str) -> None:
-    """Prints its steps. Waits for a line before each from step 7 on; its disk may hang from 5 on."""
+    """Prints its steps. From 7 on it waits for a line before each; its disk may hang from 5 on."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
     if how == "disk hangs":
         write = directory.commit.commit
