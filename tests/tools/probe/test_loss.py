@@ -163,6 +163,12 @@ def test_a_row_logged_twice_counts_once(tmp_path):
     assert result.facts["values"] == 100
 
 
+def test_the_facts_have_the_level_at_the_start_and_at_the_end(tmp_path):
+    values = falling(300, 0.0)
+    facts = probe_values(tmp_path, values).facts
+    assert values[0] >= facts["start"] > facts["end"] >= values[-1]
+
+
 def test_a_log_without_a_loss(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("step,grad_norm\n" + "\n".join(f"{i},1" for i in range(20)) + "\n")
