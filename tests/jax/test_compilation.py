@@ -1,4 +1,4 @@
-"""Steps without `jit`, and steps that `jax.export` has serialized."""
+"""Steps without `jit`, and steps that were compiled or serialized ahead of time."""
 
 from __future__ import annotations
 
@@ -72,10 +72,9 @@ def test_our_types_are_registered_for_export(kind):
         jax.export.register_namedtuple_serialization(kind, serialized_name="again")
 
 
-def test_a_serialized_step_makes_the_same_bits():
-    pytest.importorskip("flatbuffers", reason="jax.export serializes with it")
+@pytest.mark.parametrize("how", ["compiled", "serialized"])
+def test_a_step_prepared_ahead_of_time_makes_the_same_bits(how):
     tx = optax.chain(protect(optax.sgd(0.1), policies.CUT_LR), scale_by_heal_lr())
-    jax.export.register_namedtuple_serialization(optax.EmptyState, serialized_name="EmptyState")
 
     @jax.jit
     def step(params: Any, state: Any, grads: Any) -> Any:
@@ -85,9 +84,14 @@ def test_a_serialized_step_makes_the_same_bits():
     params = {"w": jnp.ones((2, 3))}
     ours = theirs = (params, tx.init(params))
     shapes = jax.eval_shape(lambda: (*ours, params))
-    exported = jax.export.deserialize(jax.export.export(step)(*shapes).serialize())
+    if how == "compiled":
+        prepared: Any = step.lower(*shapes).compile()
+    else:
+        pytest.importorskip("flatbuffers", reason="jax.export serializes with it")
+        jax.export.register_namedtuple_serialization(optax.EmptyState, serialized_name="EmptyState")
+        prepared = jax.export.deserialize(jax.export.export(step)(*shapes).serialize()).call
     for size in SIZES:
         grads = jax.tree.map(lambda p, size=size: p * size, params)
         *ours, made = step(*ours, grads)
-        *theirs, read = exported.call(*theirs, grads)
+        *theirs, read = prepared(*theirs, grads)
         assert_same_bits((ours, made), (theirs, read))

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import healcore
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -57,16 +55,3 @@ except ImportError as error:
     message = run(code)
     assert f"pip install '.[{extra}]'" in message
     assert hidden in message
-
-
-def test_an_unknown_part_lists_the_known_ones():
-    code = "import healcore\ntry: healcore.tensorflow\nexcept AttributeError as e: print(e)"
-    listed = run(code)
-    assert all(f"'{part}'" in listed for part in ("jax", "policy", "torch"))
-
-
-def test_a_store_is_looked_for_in_its_framework():
-    with pytest.raises(
-        AttributeError, match=r"healcore\.jax\.OrbaxStore, healcore\.torch\.DCPStore"
-    ):
-        _ = healcore.OrbaxStore  # type: ignore[attr-defined]

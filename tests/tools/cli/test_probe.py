@@ -130,6 +130,8 @@ def test_the_optimizer_probe(tmp_path):
     assert document["verdict"] == "WARN"
     assert document["results"][0]["facts"]["nonfinite"] == ["head.weight"]
     assert run("optimizer", ill, "--fail-nonfinite", "1").exit_code == 2
+    ill.write_bytes(b"PK\3\4 no zip")
+    assert "ERROR" in run("optimizer", ill).output
     weights = tmp_path / "weights.pt"
     torch.save(net.state_dict(), weights)
     result = run("optimizer", weights)

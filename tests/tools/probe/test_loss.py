@@ -154,6 +154,7 @@ def test_steps_trained_again_count_once(tmp_path):
     result = probe(write(tmp_path, values, steps=steps))
     assert result.verdict.value == "PASS", result.checks
     assert result.facts["values"] == 300
+    assert 20 > result.facts["start"] > result.facts["end"] > 0
     assert any("60 rows" in note for note in result.notes)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from healcore.runtime.healer import Healer
+from healcore.torch.driver import gradient_window
 from tests.torch.bit_comparison import bits
 from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, train
 
@@ -87,3 +89,13 @@ def test_activations_of_the_failed_part_are_freed_before_it_is_done_again():
             optimizer.step()
     assert at_begin[:3] == [0, 0, 0]
     assert len(at_begin) == 6, "whole, halves, four quarters"
+
+
+def test_the_cache_of_the_device_is_freed_before_the_step_is_repeated(tmp_path, monkeypatch):
+    calls = []
+    device = SimpleNamespace(empty_cache=lambda: calls.append(1))
+    fake = SimpleNamespace(is_available=lambda: True, current_accelerator=lambda **_: None)
+    monkeypatch.setattr(gradient_window.torch, "accelerator", fake)
+    monkeypatch.setattr(gradient_window.torch, "get_device_module", lambda kind: device)
+    train(FailAt(5), tmp_path / "run")
+    assert calls == [1]

@@ -72,7 +72,7 @@ class Poisons(TrainerCallback):
             self.handle.remove()
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "cpo"])
 def test_a_nan_step_is_skipped(tmp_path: Path, kind: str):
     callback = HealingCallback()
     run = trainer(kind, tmp_path, callbacks=[callback, Poisons(8)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -93,22 +95,29 @@ def sft(folder: Path, *, cls: Any = None, data: Any = None, **given: Any) -> Any
     )
 
 
-def dpo(folder: Path, **given: Any) -> Any:
-    from trl import DPOConfig, DPOTrainer  # pyright: ignore[reportPrivateImportUsage]
-
+def dpo(folder: Path, kind: str = "dpo", **given: Any) -> Any:
+    """The trainer on preferences of a kind of TRL's."""
+    module: Any = import_module("trl" if kind in ("dpo", "kto") else f"trl.experimental.{kind}")
     text = [[f"w{i}" for i in row] for row in rows()]
-    data = {
+    data: dict[str, Any] = {
         "prompt": [" ".join(row[:4]) for row in text],
         "chosen": [" " + " ".join(row[4:]) for row in text],
         "rejected": [" " + " ".join(reversed(row[4:])) for row in text],
     }
-    return DPOTrainer(
+    if kind == "kto":
+        labels = [i % 2 == 0 for i in range(len(text))]
+        data = {"prompt": data["prompt"], "completion": data["chosen"], "label": labels}
+    config = getattr(module, f"{kind.upper()}Config")
+    return getattr(module, f"{kind.upper()}Trainer")(
         model=model(),
-        ref_model=model(),
-        args=arguments(folder, DPOConfig, **{"gradient_checkpointing": False, **given}),
+        args=arguments(folder, config, **{"gradient_checkpointing": False, **given}),
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer(),
+        **({"ref_model": model()} if kind in ("dpo", "kto") else {}),
     )
+
+
+kto, orpo, cpo = (partial(dpo, kind=kind) for kind in ("kto", "orpo", "cpo"))
 
 
 def grpo(folder: Path, **given: Any) -> Any:
