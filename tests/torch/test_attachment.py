@@ -24,8 +24,6 @@ def optimizer(**options: Any) -> AdamW:
     [
         (None, "got NoneType.*whose step"),
         (Linear(2, 2), "not the model"),
-        ([torch.ones(2)], "got list"),
-        (torch.optim.lr_scheduler.ConstantLR(optimizer()), r"scheduler\.optimizer"),
     ],
 )
 def test_a_value_that_is_no_optimizer_is_rejected(given: Any, message: str):
@@ -37,8 +35,7 @@ def test_a_value_that_is_no_optimizer_is_rejected(given: Any, message: str):
     ("options", "message"),
     [
         ({"engine": "gpu"}, "engine must be"),
-        ({"compile": "yes"}, "compile must be"),
-        ({"scaler": 1024.0}, "GradScaler, got float"),
+        ({"scaler": 1024.0}, "GradScaler"),
     ],
 )
 def test_a_wrong_option_changes_nothing(options: dict[str, Any], message: str):
@@ -80,24 +77,6 @@ def test_what_cannot_be_healed_is_not_changed(given: Any, policy: Any, message: 
     with pytest.raises((AttachError, PolicyError), match=message):
         attach(given, policy)
     assert not given._optimizer_step_pre_hooks
-
-
-class Accelerated(torch.optim.Optimizer):
-    """As accelerate's AcceleratedOptimizer: an Optimizer by name, whose own hooks never fire."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.optimizer = inner
-
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step(closure)
-
-
-def test_the_optimizer_in_accelerates_wrapper_is_healed():
-    inner = optimizer()
-    heal = attach(Accelerated(inner), policies.SKIPS)
-    assert heal.optimizer is inner
-    with pytest.raises(AttachError, match="healed already"):
-        attach(inner, policies.SKIPS)
 
 
 @host_and_device

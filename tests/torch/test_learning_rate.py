@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim import LBFGS, SGD, AdamW
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim import SGD
 from torch.testing import assert_close
 
 from healcore.torch import attach
@@ -48,63 +47,6 @@ def test_a_cut_scales_the_update_of_every_group(where: Where, fused: bool, as_te
     assert scales[-1] == 1.0
     assert [4 * x for x, _ in moved] == [y for _, y in moved]
     assert float(heal.metrics()["heal/lr_scale"]) == 1.0
-
-
-@host_and_device
-def test_a_scheduler_never_sees_the_cut(where: Where):
-    rates = []
-    for healing in (True, False):
-        p = Parameter(torch.ones(1))
-        optimizer = AdamW([p], lr=0.1, fused=True)
-        scheduler = ExponentialLR(optimizer, 0.9)
-        heal = attach(optimizer, policies.CUTS, engine=where) if healing else None
-        seen = []
-        for i in range(6):
-            p.grad = torch.full((1,), NAN if healing and i == 1 else 1.0)
-            optimizer.step()
-            scheduler.step()
-            seen.append(scheduler.get_last_lr()[0])
-        rates.append(seen)
-        if heal is not None:
-            assert float(heal.metrics()["heal/lr_scale"]) == 0.5
-    assert rates[0] == rates[1]
-
-
-def test_a_rate_written_during_the_step_stays():
-    p = Parameter(torch.ones(1))
-    optimizer = SGD([p], lr=0.1)
-    attach(optimizer, policies.CUTS)
-
-    def closure() -> float:
-        p.grad = torch.ones(1)
-        return 1.0
-
-    def anneal(opt: Any, args: Any, kwargs: Any) -> None:
-        opt.param_groups[0]["lr"] = 0.05
-
-    p.grad = torch.full((1,), NAN)
-    optimizer.step()
-    optimizer.register_step_pre_hook(anneal)  # after ours: the rate is replaced by then
-    p.grad = torch.ones(1)
-    optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == 0.05
-
-
-def test_lbfgs_takes_the_cut_one_step_later():
-    p = Parameter(torch.tensor([1.0]))
-    optimizer = LBFGS([p], lr=1.0, max_iter=1)
-    attach(optimizer, policies.CUTS)
-    grads = iter([NAN, 0.5, 0.5])
-
-    def closure() -> torch.Tensor:
-        p.grad = torch.full((1,), next(grads))
-        return torch.tensor(1.0)
-
-    optimizer.step(closure)
-    assert p.item() == 1.0
-    optimizer.step(closure)
-    assert p.item() == pytest.approx(1.0 - 0.5 * 0.5)
-    assert optimizer.param_groups[0]["lr"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree"])

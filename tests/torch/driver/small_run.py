@@ -36,7 +36,6 @@ _ROLLS_BACK = EngineConfig(
 
 ROLLS_BACK = Engine(_ROLLS_BACK)
 """A NaN costs a rollback and half of the learning rate; a spike costs its step. Never clips."""
-OBSERVES = Engine(_ROLLS_BACK._replace(mode="observe"))
 CLIPS = Engine(_ROLLS_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
 
 

@@ -11,7 +11,6 @@ from torch.optim import SGD, AdamW
 
 from healcore.runtime.store import StateMismatch
 from healcore.torch.driver import TorchDriver
-from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import NAN, ROLLS_BACK, single_record
 from tests.torch.optimizer_cases import host_and_device
@@ -80,40 +79,3 @@ def test_an_earlier_checkpoint_does_not_fit_and_changes_nothing():
     run.step()
     run.driver.replace(store.restore(2, run.driver.items()).state)
     assert_same(snapshot(run.optimizer), after)
-
-
-def test_an_accumulation_is_detected_whichever_parameters_it_reaches():
-    run = Growing()
-    run.step()
-    run.body.requires_grad_(False)
-    run.grow()
-    run.optimizer.zero_grad()
-    assert run.driver.may_save()
-    run.backward()
-    assert not run.driver.may_save()
-    run.optimizer.step()
-    assert run.driver.may_save()
-    run.driver.close()
-    assert not any(p._post_accumulate_grad_hooks for p in run.head.parameters())
-
-
-@host_and_device
-def test_per_tensor_clipping_begins_a_history_for_added_parameters(where: str):
-    run = Growing(policies.ADAGC, where)
-    for _ in range(5):
-        run.step()
-    before = run.driver.healing()["optimizer"]
-    run.grow()
-    run.step()
-    after = run.driver.healing()["optimizer"]
-    assert (before["groups"], after["groups"]) == (2, 4)
-    assert only_step(run) == 6
-    run.step(NAN)
-    assert run.driver.healing()["optimizer"]["groups"] == 4
-    run.driver.load_healing({"optimizer": after})
-
-
-def only_step(run: Growing) -> int:
-    handle = run.driver.poll_step()
-    assert handle is not None
-    return handle.steps()[0][-1].step

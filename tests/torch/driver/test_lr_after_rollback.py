@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW
 from torch.optim import lr_scheduler as schedules
 
 from healcore.torch.driver import TorchDriver
 from tests.torch.driver.small_run import (
     HOLD,
     NAN,
-    OBSERVES,
-    RAMP,
     ROLLS_BACK,
     Run,
     ratios,
@@ -90,39 +88,6 @@ def test_the_cut_applies_from_the_next_step_and_ends_on_the_schedule(optimizer, 
 def only_rate(run: Run) -> float:
     (group,) = run.optimizer.param_groups
     return float(group["lr"])
-
-
-def test_the_ramp_is_as_long_as_in_the_policy():
-    assert SCALES.index(1.0) == HOLD + RAMP - 1
-
-
-@pytest.mark.parametrize("scheduler", ["plain", "warm-up and cosine"])
-def test_an_observing_policy_cuts_nothing(scheduler):
-    run, _, twin, _ = both("SGD", scheduler, policy=OBSERVES)
-    # The NaN did get in, and the rollback took it out again.
-    for i in range(SAVED, SAVED + 4):
-        for a, b in zip(run.step(i), twin.step(i), strict=True):
-            assert torch.equal(a, b)
-
-
-def test_lbfgs_reads_its_rate_before_it_is_judged_and_still_has_the_cut():
-    """Also in a new process, which has seen no step."""
-    moved = []
-    for factor in (NAN, 1.0):
-        run = Run(partial(LBFGS, lr=0.1, max_iter=1))
-        driver = TorchDriver(run.state, ROLLS_BACK)
-        store = driver.store(None, ())
-        run.step(0)
-        store.save(1, driver.items(), healing=driver.healing())
-        run.step(1, factor)
-        live = driver.healing()
-        fresh = Run(partial(LBFGS, lr=0.1, max_iter=1))
-        again = TorchDriver(fresh.state, ROLLS_BACK)
-        again.load_healing(live)
-        roll_back(again, store.restore(1, again.items()))
-        moved.append(fresh.step(1))
-    found = ratios(*moved)
-    torch.testing.assert_close(found, torch.full_like(found, 0.5))
 
 
 def test_a_restart_continues_at_the_cut_rate():

@@ -13,7 +13,6 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from healcore.torch import attach
 from tests.healer.run_options import grouped
@@ -149,38 +148,6 @@ def test_clipping_in_the_loop_is_noticed(caplog: pytest.LogCaptureFixture):
             assert "the gradient norm was 0.01 at 20 steps and never above" in said[0]
 
 
-def test_clipping_in_a_healers_loop_is_noticed(capfd: pytest.CaptureFixture[str]):
-    loop = Loop()
-    with Healer(policies.SKIPS, state=loop.state) as healer:
-        for batch in healer.batches(loop.loader):
-            loop.step(batch, healer.observe, clip=0.01)
-    assert capfd.readouterr().err.count("remove clip_grad_norm_") == 1
-
-
-def test_a_scaler_is_found_and_its_overflow_leaves_no_loss_behind():
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    accelerate.Accelerator(cpu=True)  # sets up the state that the wrapper reads
-    net = nn.Linear(3, 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=10**6)
-    optimizer = AcceleratedOptimizer(AdamW(net.parameters(), lr=0.01), scaler=scaler)
-    heal = attach(optimizer, policies.LOSSES)
-    x, skipped = torch.ones(2, 3), 0
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = (net(x) * 100).square().mean()
-        heal.observe(loss)
-        scaler.scale(loss).backward()
-        optimizer.step()
-        skipped += optimizer.step_was_skipped
-    assert 0 < skipped < 20
-    assert int(heal.metrics()["heal/skips"]) == 0
-    assert not heal.has_loss
-    heal.detach()
-    with pytest.warns(UserWarning, match=r'"scaler": accelerator.scaler'):
-        Healer(policies.LOSSES, state={"model": net, "optimizer": optimizer}).__enter__()
-
-
 def test_accelerates_own_checkpoints_hold_the_policys_state(tmp_path: Any):
     loop = Loop()
     heal = attach(loop.optimizer, policies.SKIPS)
@@ -197,47 +164,6 @@ def test_accelerates_own_checkpoints_hold_the_policys_state(tmp_path: Any):
     again.accelerator.load_state(str(tmp_path / "saved"))
     assert fresh.state_dict() == saved
     assert int(fresh.metrics()["heal/skips"]) == 1
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_rollback_goes_back_to_the_batch_too(accumulate: int):
-    loop = Loop(accumulate, stateful=True)
-    order = [int(batch[0]) for batch in loop.loader]
-    loop = Loop(accumulate, stateful=True)
-    bad = order[13]
-    seen: dict[str, int] = {}
-    with Healer(policies.ROLLS_BACK, state=loop.state, checkpoints=Checkpoints(every=2)) as healer:
-        for batch in healer.batches(loop.loader):
-            if healer.rollbacks and not seen:
-                seen = {"step": healer.step, "scheduler": loop.scheduler.scheduler.last_epoch}
-                seen["moments"] = int(loop.optimizer.state_dict()["state"][0]["step"])
-            loop.step(batch, healer.observe, bad=bad)
-    assert healer.rollbacks == 1
-    step = seen["step"]
-    assert 0 < step <= 13 // accumulate
-    # Weights, moments and schedule are of one step, and the batches go on after its last one.
-    assert seen == {"step": step, "scheduler": step, "moments": step}
-    first = loop.read.index(order[step * accumulate], step * accumulate + 1)
-    again = loop.read[first:]
-    left_out = [each for each in order[step * accumulate :] if each not in again]
-    assert bad in left_out
-    assert again == [each for each in order[step * accumulate :] if each not in left_out]
-    assert len(left_out) <= 3 * accumulate
-    assert all(bool(p.isfinite().all()) for p in loop.model.parameters())
-
-
-def test_a_plain_loader_goes_on_forward_and_that_is_said_once(capfd: pytest.CaptureFixture[str]):
-    loop = Loop()
-    with Healer(policies.ROLLS_BACK, state=loop.state, checkpoints=Checkpoints(every=2)) as healer:
-        for _ in range(2):
-            for batch in healer.batches(loop.loader):
-                loop.step(batch, healer.observe, bad=13)
-    assert healer.rollbacks == 1
-    assert sorted(loop.read) == sorted([*range(24)] * 2)
-    said = capfd.readouterr().err
-    assert said.count("after rollbacks the data continues forward") == 1
-    assert "DataLoaderConfiguration(use_stateful_dataloader=True)" in said
 
 
 def dropped(

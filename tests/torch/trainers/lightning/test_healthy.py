@@ -152,26 +152,3 @@ def test_the_same_bits(case: str):
     }, "all of Lightning's counters"
     taken = [int(each.live_engine.state.step) for each in callback.healings.values()]
     assert sum(taken) == running.global_step, "every step was judged"
-
-
-def test_the_older_package():
-    """`pytorch_lightning` is the same library under another name."""
-    older = pytest.importorskip("pytorch_lightning")
-
-    class Older(older.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(8, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return (self.net(batch[0]) - batch[1]).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
-
-    plain, _ = fit(Older, lambda: [stateful()], library=older)
-    callback = LightningHealingCallback(clip=None)
-    healed, _ = fit(Older, lambda: [stateful()], callback, library=older)
-    assert all(map(torch.equal, plain.parameters(), healed.parameters()))
-    assert callback.healer is not None
-    assert callback.healer.step == 24
