@@ -13,7 +13,7 @@ import torch
 
 import healcore.jax
 import healcore.torch
-from healcore.policy import dumps, load, loads, preset_names, recipe_names
+from healcore.policy import load, preset_names, recipe_names
 
 ALL = (*preset_names(), *recipe_names())
 STEPS, BAD = 14, 10
@@ -30,14 +30,6 @@ def gradients() -> np.ndarray:
 def losses() -> np.ndarray:
     """(steps,), finite."""
     return (2 + 0.02 * np.random.default_rng(1).normal(size=STEPS)).astype(np.float32)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_it_loads_and_survives_being_written(name):
-    policy = load(name)
-    assert policy.name == name
-    assert policy.description.endswith(".")
-    assert loads(dumps(policy)) == policy
 
 
 def test_no_two_files_are_one_policy_by_accident():

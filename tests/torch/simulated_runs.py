@@ -5,20 +5,17 @@ python -m tests.torch.simulated_runs decisions default
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_kit import attached
-from benchmarks.gpu_kit import device as kit_device
 from healcore import Checkpoints, Healer, Logging
 from healcore.events import read
 from healcore.torch import attach
@@ -165,22 +162,6 @@ def save() -> None:
     assert found_waits().total() == 1
     other.load_state_dict(saved)
     assert other.state_dict() == saved
-
-
-def gpu_kit() -> None:
-    """The check `decisions` of the GPU kit."""
-
-    @contextlib.contextmanager
-    def no_waits(*, asleep: bool = False) -> Iterator[None]:
-        found_waits()
-        uploads.clear()
-        yield
-        waited = found_waits()
-        assert waited.keys() <= {READ}, f"the host has waited for the device in {[*waited]}"
-        assert not uploads, f"no CUDA graph can capture the copies in {uploads}"
-
-    kit_device.DEVICE, kit_device.no_waits = DEVICE, no_waits
-    attached.decisions()
 
 
 def mixed() -> None:

@@ -1,52 +1,15 @@
-"""The learning rate is replaced for one step, and restored as the same object."""
+"""A cut of the learning rate in optimizers that keep two iterates."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim import SGD
 from torch.testing import assert_close
 
 from healcore.torch import attach
 from tests.torch import policies
-from tests.torch.optimizer_cases import NAN, Where, host_and_device
-
-SCALES = [0.5, 0.5, 0.5, 0.75, 1.0, 1.0]
-"""After a cut to one half: hold_steps 3, ramp_steps 2."""
-
-
-@host_and_device
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("as_tensor", [True, False])
-def test_a_cut_scales_the_update_of_every_group(where: Where, fused: bool, as_tensor: bool):
-    def rate(value: float) -> Any:
-        return torch.tensor(value) if as_tensor else value
-
-    a, b = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
-    groups = [{"params": [a], "lr": rate(1.0)}, {"params": [b], "lr": rate(4.0)}]
-    optimizer = SGD(groups, fused=fused)
-    own = [group["lr"] for group in optimizer.param_groups]
-    heal = attach(optimizer, policies.CUTS, engine=where)
-    a.grad, b.grad = torch.full((1,), NAN), torch.ones(1)
-    optimizer.step()
-    moved = []
-    quiet = policies.CUTS.config.incident.quiet_steps
-    for _ in range(quiet + len(SCALES)):
-        before = a.item(), b.item()
-        a.grad, b.grad = torch.ones(1), torch.ones(1)
-        optimizer.step()
-        moved.append((before[0] - a.item(), before[1] - b.item()))
-        assert [g["lr"] for g in optimizer.param_groups] == own
-        assert all(g["lr"] is o for g, o in zip(optimizer.param_groups, own, strict=True))
-    scales = [x for x, _ in moved]
-    assert set(scales) == {0.5, 0.75, 1.0}
-    assert scales == sorted(scales)
-    assert scales[-1] == 1.0
-    assert [4 * x for x, _ in moved] == [y for _, y in moved]
-    assert float(heal.metrics()["heal/lr_scale"]) == 1.0
+from tests.torch.optimizer_cases import NAN
 
 
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree"])

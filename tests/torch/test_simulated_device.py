@@ -28,7 +28,6 @@ def test_on_a_simulated_accelerator(check: str):
         "decisions default clip=autoclip",
         "decisions default clip=adagc",
         "rollback",
-        "gpu_kit",
     ],
 )
 def test_more_on_a_simulated_accelerator(check: str):

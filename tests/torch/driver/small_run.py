@@ -97,9 +97,9 @@ class Run:
         return self.backward(i, factor)
 
 
-def roll_back(driver: TorchDriver, saved: Any, *, engine: Engine = ROLLS_BACK) -> None:
+def roll_back(driver: TorchDriver, saved: Any) -> None:
     """The Healer's part of a rollback: state and detectors of then, the current budget and cut."""
-    live = driver.healing()
+    live, engine = driver.healing(), ROLLS_BACK
     driver.replace(saved.state)
     merged = {
         name: engine.to_dict(

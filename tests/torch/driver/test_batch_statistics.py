@@ -42,14 +42,12 @@ def mean(model: nn.Sequential) -> Tensor:
 class NormRun:
     """A healed model with statistics, on batches of small numbers or of given values."""
 
-    def __init__(
-        self, optimizer: Any, policy: Any = ROLLS_BACK, where: str = "host", **options: Any
-    ) -> None:
+    def __init__(self, optimizer: Any, where: str = "host", **options: Any) -> None:
         self.model = network(**options)
         self.norm: Any = self.model[1]
         self.optimizer = optimizer(self.model.parameters())
         self.state = {"model": self.model, "optimizer": self.optimizer}
-        self.driver = TorchDriver(self.state, policy, attach={"engine": where})
+        self.driver = TorchDriver(self.state, ROLLS_BACK, attach={"engine": where})
 
     @property
     def statistics(self) -> Any:

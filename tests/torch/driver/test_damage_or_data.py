@@ -128,23 +128,6 @@ def test_damage_that_comes_again_at_the_end_of_an_epoch_is_skipped(tmp_path):
     assert run.unseen_loss() < 0.2
 
 
-def test_damage_of_another_cause_than_the_last_one_is_tried_again_first(tmp_path):
-    """A rate that is limited, and within 500 steps damage that has no cause in the run."""
-    run = Run()
-    damage = once(700, lambda: times(run, 50.0))
-
-    def at(healer: Healer) -> None:
-        rate(run, 0.3 if healer.step >= CHANGE else 0.01)
-        damage(healer)
-
-    healer = run.train(tmp_path, at=at, steps=1000)
-    limited, repeated = events(tmp_path, "rollback")
-    assert limited["lr_limit"] == pytest.approx(0.01)
-    assert not repeated["batches"]
-    assert repeated["lr_limit"] == pytest.approx(0.01)
-    assert 0.3 * multiplier(healer) == pytest.approx(0.01)
-
-
 def test_a_rate_that_rises_slowly_is_not_the_only_suspect(tmp_path):
     run = OneBatchDamages()
 

@@ -18,14 +18,14 @@ from tests.torch.optimizer_cases import host_and_device
 fused = partial(AdamW, lr=0.01, fused=True)
 
 
-def driven(optimizer: Any, policy: Any, where: str = "host") -> tuple[Run, TorchDriver]:
+def driven(optimizer: Any, where: str = "host") -> tuple[Run, TorchDriver]:
     run = Run(optimizer)
-    return run, TorchDriver(run.state, policy, attach={"engine": where})
+    return run, TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
 
 
 @host_and_device
 def test_a_record_has_what_the_engine_ordered(where: str):
-    run, driver = driven(fused, ROLLS_BACK, where)
+    run, driver = driven(fused, where)
     assert driver.poll_step() is None
     driver.observe(7.0)
     run.step(0)
@@ -58,7 +58,7 @@ def test_a_record_has_what_the_engine_ordered(where: str):
 @host_and_device
 def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
     """Its record is unjudged: no step without an alarm, and not the step before."""
-    run, driver = driven(fused, ROLLS_BACK, where)
+    run, driver = driven(fused, where)
     run.step(0, NAN)
     judged = single_record(driver)
     run.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
 @host_and_device
 def test_the_first_step_after_a_rollback_was_judged(where: str):
     """It has the number of the last step before the rollback, and is another step."""
-    run, driver = driven(fused, ROLLS_BACK, where)
+    run, driver = driven(fused, where)
     run.step(0)
     engines = driver.healing()
     run.step(1)
@@ -105,7 +105,7 @@ def test_two_steps_of_one_batch_have_two_records():
 
 
 def test_gradients_left_after_a_step_are_not_an_accumulation():
-    run, driver = driven(fused, ROLLS_BACK)
+    run, driver = driven(fused)
     assert driver.may_save()
     run.backward(0)
     assert not driver.may_save()
@@ -120,7 +120,7 @@ def test_gradients_left_after_a_step_are_not_an_accumulation():
 
 
 def test_a_closure_evaluated_again_is_not_an_accumulation():
-    run, driver = driven(partial(LBFGS, max_iter=4), ROLLS_BACK)
+    run, driver = driven(partial(LBFGS, max_iter=4))
 
     def closure() -> torch.Tensor:
         run.optimizer.zero_grad()
@@ -136,6 +136,3 @@ def test_a_closure_evaluated_again_is_not_an_accumulation():
     run.backward(0)
     assert first.loss > 0
     assert not driver.may_save()
-
-
-# -- steps that are never polled ---------------------------------------------------------------

@@ -174,11 +174,3 @@ def test_one_sample_that_does_not_fit_stops_in_words(tmp_path: Path):
     assert report.postmortem
     assert report.postmortem.exists()
     assert "a single sample" in report.diagnosis
-
-
-def test_a_trainer_that_generates_its_batches_is_not_split(tmp_path: Path):
-    trainer = tiny.grpo(tmp_path, max_steps=3)
-    limit(trainer, 1, until=100)
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        heal_trainer(trainer, store=tmp_path / "store").train()
-    assert "generates its batches" in "".join(raised.value.__notes__)

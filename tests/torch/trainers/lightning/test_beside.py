@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -54,11 +53,3 @@ def test_two_sources_are_refused(tmp_path: Any):
     again = LightningHealingCallback(store=tmp_path / "store")
     with pytest.raises(AttachError, match="omit ckpt_path to continue"):
         fit(again, ckpt_path=tmp_path / "lightning" / "step=10.ckpt")
-
-
-def test_a_strategy_that_shards_gradients_out_of_sight_is_refused():
-    callback = LightningHealingCallback()
-    running = trainer(callback)
-    running._accelerator_connector.strategy = FSDPStrategy()  # on a CPU no Trainer makes one
-    with pytest.raises(AttachError, match=r"FSDPStrategy.*SingleDeviceStrategy"):
-        callback.setup(running, Regression(), "fit")

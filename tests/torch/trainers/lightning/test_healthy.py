@@ -51,13 +51,6 @@ class Gan(lightning.LightningModule):
         ]
 
 
-class Leaver(Regression):
-    """Leaves every epoch after five batches."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == 5 else None
-
-
 class Stream(IterableDataset):
     """A data set without a length."""
 
@@ -109,11 +102,8 @@ CASES = {
     "stateful": (Regression, lambda: [stateful()], {}),
     "manual": (Gan, lambda: [stateful()], {}),
     "accumulated": (Regression, lambda: [shuffled()], {"accumulate_grad_batches": 3}),
-    "limited": (Regression, lambda: [stateful()], {"limit_train_batches": 5}),
     "max_steps": (Regression, lambda: [shuffled()], {"max_steps": 13, "max_epochs": -1}),
     "validated": (Regression, lambda: [shuffled(), shuffled()], {"val_check_interval": 3}),
-    "reloaded": (Regression, lambda: [shuffled()], {"reload_dataloaders_every_n_epochs": 1}),
-    "left early": (Leaver, lambda: [stateful()], {}),
     "iterable": (Regression, lambda: [DataLoader(Stream(), 8), shuffled()], {}),
     "read once": (Regression, lambda: [DataLoader(Once(), 8)], {}),
     "no length, limited": (
