@@ -1,4 +1,4 @@
-"""The self-healing system for HF and TRL: its table of failures, its thresholds, its presets.
+"""The self-healing system for HF and TRL: its table of failures and its thresholds.
 
 Each row of its table is one test. Its rules are an oracle (`originals.SelfHealing`), with which the
 detectors are compared where they can express these rules.
@@ -36,9 +36,6 @@ def quiet(steps=420):
     return curves.healthy(steps, seed=6), (0.5 * np.exp(0.05 * rng.standard_normal(steps))).astype(
         np.float32
     )
-
-
-# -- the presets ----------------------------------------------------------------------------------
 
 
 # -- its table of failures ------------------------------------------------------------------------

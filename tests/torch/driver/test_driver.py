@@ -1,4 +1,4 @@
-"""Which states the driver accepts, and what it installs and removes."""
+"""Which states the driver accepts, and what it hands on to the optimizers."""
 
 from __future__ import annotations
 

@@ -60,6 +60,3 @@ def test_an_attacked_run_is_compared_and_ends_as_without(tmp_path, attack):
     assert comparison._prices, "weights were compared"
     plain, compared = ended
     assert all(torch.equal(plain[name], compared[name]) for name in plain)
-
-
-# -- evaluation loops -----------------------------------------------------------------------------
