@@ -129,7 +129,6 @@ SLOW = (
     "tests/healer/test_failure_table.py::test_each_row_happens_and_its_recipe_is_carried_out",
     "tests/tools/cli/test_demo.py::test_a_broken_claim_exits_with_1",
     "tests/tools/probe/test_recorded_runs.py",
-    "tests/torch/trainers/huggingface/test_known_failures.py",
     "tests/torch/trainers/lightning/test_kills.py",
     # The other framework, store or optimizer for what `make test` shows with one.
     "tests/healer/test_jax_loops.py",

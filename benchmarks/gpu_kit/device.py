@@ -1,8 +1,4 @@
-"""The device of the checks, and how to see whether the host waits for it.
-
-Checks read the names here as attributes of this module, so that a test can put a simulated device
-in their place (`tests/torch/simulated_runs.py`).
-"""
+"""The device of the checks, and how to see whether the host waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""One engine on each backend: NumPy arrays in, the state and the decision of every step out."""
+"""One engine on each backend: NumPy arrays in, the state and the decision of every step out.
+
+`host` is for one run at a time, `recorded` is what torch's host engine runs; `jax-scalars` runs
+lane after lane with 0-d arrays, which XLA rewrites in ways of its own. `torch-graph` is
+torch.compile without Inductor: one graph, run by torch.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +29,6 @@ Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
 _TORCH = namespace.on("cpu")
-
-NAMES = (
-    "numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled", "torch-graph",
-)  # fmt: skip
-"""`host` is for one run at a time, `recorded` is what torch's host engine runs; `jax-scalars`
-runs lane after lane with 0-d arrays, which XLA rewrites in ways of their own. `torch-graph` is
-torch.compile without Inductor: one graph, run by torch."""
 
 
 def missing(backend: str) -> str | None:

@@ -37,29 +37,6 @@ def test_with_scalars(config: EngineConfig, backend: str):
 
 
 @pytest.mark.stress
-def test_a_full_policy_on_fuzzed_steps_and_recorded_runs():
-    """One shape and one policy, so that it is compiled once."""
-    traces = [fuzz.signals(np.random.default_rng(50), 4000, LANES)]
-    if not recorded_runs.needed.args[0]:
-        traces.append(widened(recorded_runs.lanes(400, norms=True)))
-    compared = lockstep.steps_equal(
-        policies.full("zclip"), traces, ("torch-compiled",), lanes=LANES
-    )
-    assert compared >= 1_000_000
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("clip", ["adagc", "autoclip"])
-def test_each_other_clipping_rule(clip):
-    groups = policies.GROUPS if clip == "adagc" else 0
-    lanes = 64
-    trace = fuzz.signals(np.random.default_rng(51), 150, lanes, groups=groups)
-    lockstep.steps_equal(
-        policies.clip_only(clip), [trace], ("torch-compiled",), groups=groups, lanes=lanes
-    )
-
-
-@pytest.mark.stress
 @pytest.mark.parametrize("clip", [*policies.CLIPS, None])
 def test_every_policy_compiled_whole(clip):
     groups = policies.GROUPS if clip == "adagc" else 0

@@ -6,20 +6,18 @@ be committed here, so that the next regression is seen.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
-from healcore.jax import heal_zclip, namespace, protect
+from healcore.jax import namespace
 from healcore.policy import engine_of
 from healcore.torch import attach
 
@@ -98,52 +96,3 @@ def test_dispatches_of_the_device_engine(preset: str):
             optimizer.step()
     assert_near(found.counts.total(), COUNTS[preset].dispatches)
     assert "aten._local_scalar_dense.default" not in found.counts
-
-
-PARAMS = [jnp.ones((8, 8)), jnp.ones((8, 8)), jnp.zeros(8), jnp.zeros(8)]
-COMPILED = {
-    "clip": (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 321, 12),
-    "heal_zclip": (optax.chain(heal_zclip(), optax.adamw(1e-3)), 1901, 64),
-    "protect": (protect(optax.adamw(1e-3)), 1607, 80),
-}
-"""Transformation, then instructions and distinct kernels of its compiled step."""
-_NAME = re.compile(r"%[\w.\-]+")
-_NOTES = re.compile(r", (?:metadata|frontend_attributes)=\{[^}]*\}")
-
-
-def distinct_kernels(text: str) -> int:
-    """Kernels that XLA compiles for a program on a CPU: it compiles equal kernels once.
-
-    This is most of the time to compile. The number of instructions hardly matters.
-    """
-    bodies = dict(
-        re.findall(r"^(?:ENTRY )?(%\S+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
-    )
-    called = re.findall(r"(?:calls|to_apply)=(%[\w.\-]+)", text[text.index("\nENTRY ") :])
-    kernels = set[str]()
-    for name in called:
-        numbers: dict[str, str] = {}
-        kernels.add(
-            _NAME.sub(
-                lambda found, known=numbers: known.setdefault(found[0], str(len(known))),
-                _NOTES.sub("", bodies[name]),
-            )
-        )
-    return len(kernels)
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="counts the kernels of the CPU")
-@pytest.mark.parametrize("name", COMPILED)
-def test_size_of_a_compiled_step(name: str):
-    chosen, instructions, kernels = COMPILED[name]
-    tx = optax.with_extra_args_support(chosen)
-
-    def step(params: Any, state: Any, grads: Any, loss: Any) -> Any:
-        updates, state = tx.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
-    jitted = jax.jit(step, donate_argnums=(0, 1))
-    compiled = jitted.lower(PARAMS, tx.init(PARAMS), PARAMS, jnp.float32(1)).compile()
-    text = compiled.as_text() or ""
-    assert_near(len(re.findall(r"^\s+(?:ROOT )?\S+ = ", text, re.MULTILINE)), instructions)
-    assert distinct_kernels(text) <= kernels

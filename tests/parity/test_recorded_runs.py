@@ -47,15 +47,3 @@ def test_something_happens_on_them():
     assert got["cause"].any()
     assert got["skip"].any()
     assert (got["grad_scale"] < 1).any()
-
-
-@pytest.mark.stress
-@recorded_runs.needed
-@pytest.mark.parametrize("norms", [True, False], ids=["with norms", "loss only"])
-def test_every_row_of_them(norms):
-    rows = max(
-        len(loss) for _, loss, norm, _ in recorded_runs.all_runs() if (norm is not None) == norms
-    )
-    trace = recorded_runs.lanes(rows, norms=norms)
-    assert trace.loss is not None
-    lockstep.steps_equal(CONFIG, [trace], ("jax-scalars", "torch"), lanes=trace.loss.shape[1])

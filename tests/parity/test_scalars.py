@@ -39,14 +39,3 @@ def test_a_lane_is_a_run_of_its_own(clip):
         _, *single = alone(fresh, lockstep.scalar(trace, lane))
         mine = map_leaves(lambda leaf, lane=lane: leaf[:, lane], tuple(together))
         assert lockstep.first_difference(mine, tuple(single)) is None
-
-
-def test_two_batch_axes():
-    trace = fuzz.signals(np.random.default_rng(43), 60, 12)
-    engine = Engine(policies.full("zclip"))
-    run = backends.runner("numpy", engine)
-    _, *flat = run(engine.init(batch=(12,)), trace)
-    square = map_leaves(lambda leaf: leaf.reshape(60, 3, 4), trace)
-    _, *folded = run(engine.init(batch=(3, 4)), square)
-    folded = map_leaves(lambda leaf: leaf.reshape(60, 12, *leaf.shape[3:]), tuple(folded))
-    assert lockstep.first_difference(tuple(flat), folded) is None

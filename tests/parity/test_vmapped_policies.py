@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,10 +39,17 @@ def policy(numbers: dict[str, Any]) -> EngineConfig:
     )
 
 
-def test_vmap_over_policies_equals_one_run_each():
-    rng = np.random.default_rng(70)
-    numbers = zclip_variants(rng)
-    trace = lockstep.scalar(fuzz.signals(rng, STEPS, 1, wild=False), 0)
+def vmapped(
+    policy: Callable[[Any], EngineConfig], numbers: Any, trace: Any, rng: np.random.Generator
+) -> Any:
+    """Last states and decisions of all variants; some of them are compared with runs of their own.
+
+    Args:
+        policy: takes the numbers of one variant.
+        numbers: a tree of arrays with an element for each variant.
+        trace: scalar signals.
+        rng: chooses the variants that are compared.
+    """
 
     def run(numbers: Any) -> Any:
         engine = Engine(policy(numbers))
@@ -49,19 +57,27 @@ def test_vmap_over_policies_equals_one_run_each():
         body = lambda s, x: engine.step(s, x, xp=jnp)  # noqa: E731
         return jax.lax.scan(body, state, map_leaves(jnp.asarray, trace))
 
-    last, decisions = jax.jit(jax.vmap(run))({k: jnp.asarray(v) for k, v in numbers.items()})
-    got = map_leaves(np.asarray, (last, decisions))
-    assert len({float(x) for x in got[0].clip.mean}) > VARIANTS // 2, "the variants do differ"
+    got = jax.jit(jax.vmap(run))(jax.tree.map(jnp.asarray, numbers))
+    last, decisions = map_leaves(np.asarray, got)
     for i in rng.choice(VARIANTS, 15, replace=False):
-        plain = {k: v[i].item() for k, v in numbers.items()}  # Python numbers, as from a TOML file
+        plain = jax.tree.map(lambda v, i=i: v[i].item(), numbers)  # as from a TOML file
         engine = Engine(policy(plain))
         host = backends.runner("host", engine)
         _, states, alone = host(backends.start("host", engine.init()), trace)
-        mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], got[0])
+        mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], last)
         theirs = map_leaves(lambda leaf: leaf[-1:], states)
         assert lockstep.first_difference(mine, theirs) is None, plain
-        mine = map_leaves(lambda leaf, i=i: leaf[i], got[1])
+        mine = map_leaves(lambda leaf, i=i: leaf[i], decisions)
         assert lockstep.first_difference(mine, alone) is None, plain
+    return last, decisions
+
+
+def test_vmap_over_policies_equals_one_run_each():
+    rng = np.random.default_rng(70)
+    numbers = zclip_variants(rng)
+    trace = lockstep.scalar(fuzz.signals(rng, STEPS, 1, wild=False), 0)
+    last, _ = vmapped(policy, numbers, trace, rng)
+    assert len({float(x) for x in last.clip.mean}) > VARIANTS // 2, "the variants do differ"
 
 
 CATALOGUE: dict[str, dict[str, tuple[float, float]]] = {
@@ -112,26 +128,10 @@ def test_vmap_over_the_catalogue():
             ),
         )
 
-    def run(numbers: Any) -> Any:
-        engine = Engine(config(numbers))
-        body = lambda s, x: engine.step(s, x, xp=jnp)  # noqa: E731
-        state = map_leaves(jnp.asarray, engine.init())
-        return jax.lax.scan(body, state, map_leaves(jnp.asarray, trace))
-
-    got = map_leaves(np.asarray, jax.jit(jax.vmap(run))(jax.tree.map(jnp.asarray, numbers)))
-    averages = got[0].detectors[list(CATALOGUE).index("grad_ema")].mean
+    last, decisions = vmapped(config, numbers, trace, rng)
+    averages = last.detectors[list(CATALOGUE).index("grad_ema")].mean
     assert len({float(x) for x in averages}) > VARIANTS // 2, "the variants do differ"
-    assert len({tuple(each) for each in got[1].cause}) > VARIANTS // 10, "and what they decide"
-    for i in rng.choice(VARIANTS, 15, replace=False):
-        plain = {name: {k: v[i].item() for k, v in keys.items()} for name, keys in numbers.items()}
-        engine = Engine(config(plain))
-        host = backends.runner("host", engine)
-        _, states, alone = host(backends.start("host", engine.init()), trace)
-        mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], got[0])
-        theirs = map_leaves(lambda leaf: leaf[-1:], states)
-        assert lockstep.first_difference(mine, theirs) is None, plain
-        mine = map_leaves(lambda leaf, i=i: leaf[i], got[1])
-        assert lockstep.first_difference(mine, alone) is None, plain
+    assert len({tuple(each) for each in decisions.cause}) > VARIANTS // 10, "and what they decide"
 
 
 def test_the_same_in_numpy_with_a_policy_per_lane():
@@ -164,21 +164,20 @@ def limited(numbers: dict[str, Any]) -> EngineConfig:
 
 def test_vmap_over_growth_and_the_ceiling_of_the_learning_rate():
     rng = np.random.default_rng(73)
-    many = 500
     numbers: dict[str, np.ndarray] = {
-        "instability.growth": rng.uniform(0.0, 0.5, many).astype(np.float32),
-        "instability.records": rng.integers(2, 5, many).astype(np.int32),
-        "instability.norm_ratio": rng.uniform(1, 6, many).astype(np.float32),
-        "instability.patience": rng.integers(1, 20, many).astype(np.int32),
-        "records.alpha": rng.uniform(0.001, 0.3, many).astype(np.float32),
-        "records.record_rate": rng.uniform(0.1, 0.9, many).astype(np.float32),
-        "records.growth": rng.uniform(0.0, 0.5, many).astype(np.float32),
-        "records.warmup_steps": rng.integers(1, 12, many).astype(np.int32),
-        "lr.factor": rng.uniform(0.1, 0.9, many).astype(np.float32),
-        "lr.floor": rng.uniform(0.01, 0.1, many).astype(np.float32),
-        "lr.ceiling": np.maximum(rng.uniform(-0.3, 1.0, many), 0).astype(np.float32),
-        "lr.hold_steps": rng.integers(0, 10, many).astype(np.int32),
-        "lr.ramp_steps": rng.integers(0, 20, many).astype(np.int32),
+        "instability.growth": rng.uniform(0.0, 0.5, VARIANTS).astype(np.float32),
+        "instability.records": rng.integers(2, 5, VARIANTS).astype(np.int32),
+        "instability.norm_ratio": rng.uniform(1, 6, VARIANTS).astype(np.float32),
+        "instability.patience": rng.integers(1, 20, VARIANTS).astype(np.int32),
+        "records.alpha": rng.uniform(0.001, 0.3, VARIANTS).astype(np.float32),
+        "records.record_rate": rng.uniform(0.1, 0.9, VARIANTS).astype(np.float32),
+        "records.growth": rng.uniform(0.0, 0.5, VARIANTS).astype(np.float32),
+        "records.warmup_steps": rng.integers(1, 12, VARIANTS).astype(np.int32),
+        "lr.factor": rng.uniform(0.1, 0.9, VARIANTS).astype(np.float32),
+        "lr.floor": rng.uniform(0.01, 0.1, VARIANTS).astype(np.float32),
+        "lr.ceiling": np.maximum(rng.uniform(-0.3, 1.0, VARIANTS), 0).astype(np.float32),
+        "lr.hold_steps": rng.integers(0, 10, VARIANTS).astype(np.int32),
+        "lr.ramp_steps": rng.integers(0, 20, VARIANTS).astype(np.int32),
     }
     t = np.arange(STEPS)
     grown = np.where((t >= 40) & (t < 55), 1.5 ** np.clip(t - 40, 0, 15), 0.0)
@@ -191,22 +190,5 @@ def test_vmap_over_growth_and_the_ceiling_of_the_learning_rate():
         change_expected=np.zeros(STEPS, bool),
     )
 
-    def run(numbers: Any) -> Any:
-        engine = Engine(limited(numbers))
-        state = map_leaves(jnp.asarray, engine.init())
-        body = lambda s, x: engine.step(s, x, xp=jnp)  # noqa: E731
-        return jax.lax.scan(body, state, map_leaves(jnp.asarray, trace))
-
-    outputs = jax.jit(jax.vmap(run))({k: jnp.asarray(v) for k, v in numbers.items()})
-    last, decisions = map_leaves(np.asarray, outputs)
-    assert len({tuple(each) for each in decisions.lr_scale}) > many // 2, "the variants do differ"
-    for i in rng.choice(many, 15, replace=False):
-        plain = {k: v[i].item() for k, v in numbers.items()}
-        engine = Engine(limited(plain))
-        host = backends.runner("host", engine)
-        _, states, alone = host(backends.start("host", engine.init()), trace)
-        mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], last)
-        theirs = map_leaves(lambda leaf: leaf[-1:], states)
-        assert lockstep.first_difference(mine, theirs) is None, plain
-        mine = map_leaves(lambda leaf, i=i: leaf[i], decisions)
-        assert lockstep.first_difference(mine, alone) is None, plain
+    _, decisions = vmapped(limited, numbers, trace, rng)
+    assert len({tuple(each) for each in decisions.lr_scale}) > VARIANTS // 2, "they do differ"

@@ -38,22 +38,6 @@ Model = tuple[nn.Module, Callable[[Tensor], Tensor], int]
 """The module of the state, how to call it, and which data this rank has."""
 
 
-class Tied(nn.Module):
-    """An output layer that shares its weight with the first layer; sizes that two do not divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 5, bias=False)
-        self.middle = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Dropout(0.2), nn.Linear(3, 5))
-        self.last = nn.Linear(5, 7, bias=False)
-        self.last.weight = nn.Parameter(torch.empty(0))
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The shared weight, used twice."""
-        return self.middle(self.first(x)) @ self.last.weight
-
-
 class Counting(nn.Module):
     """Normalizes by the mean of the batches so far, a buffer that the forward pass changes."""
 
@@ -77,14 +61,12 @@ def data_parallel(**options: Any) -> Model:
     return module, module, dist.get_rank()
 
 
-def sharded(module: nn.Module | None = None, *, nested: bool = True, **options: Any) -> Model:
-    module = net() if module is None else module
+def sharded(**options: Any) -> Model:
+    module = net()
     mesh = options.pop("mesh", None) or init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in list(module.modules()) if nested else ():
-        if isinstance(layer, nn.Linear) and not isinstance(module, Tied):
+    for layer in module:
+        if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, **options)
-    if isinstance(module, Tied):
-        fully_shard(module.middle, mesh=mesh, **options)
     fully_shard(module, mesh=mesh, **options)
     return module, module, dist.get_rank()
 
@@ -133,14 +115,10 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 LAYOUTS: dict[int, dict[str, Callable[[], Model]]] = {
     2: {
         "DDP": data_parallel,
-        "DDP, static graph": lambda: data_parallel(static_graph=True),
         "DDP, unused parameters": lambda: data_parallel(find_unused_parameters=True),
         "FSDP2": sharded,
-        "FSDP2, one group": lambda: sharded(nested=False),
-        "FSDP2, kept gathered": lambda: sharded(reshard_after_forward=False),
         "FSDP2, bfloat16": lambda: sharded(mp_policy=HALF),
         "FSDP2, offloaded": lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
-        "FSDP2, tied": lambda: sharded(Tied()),
         "FSDP1": sharded_flat,
         "tensor parallel": tensor_parallel,
         "loss in parts": loss_of_parts,

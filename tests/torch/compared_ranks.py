@@ -1,6 +1,6 @@
 """One of several ranks that heal a run with a `loss_fn`. All worlds have the same global batches.
 
-A case is a layout and a fault, or one of `FAILURES`: the `loss_fn` fails on rank 1, or its clock.
+A case is a layout and a fault, or one of `FAILURES`: the `loss_fn` fails on rank 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS, FAULT, SAVE_EVERY, ROWS = 110, 65, 20, 16
 RATE, JUMP = 1e-2, 100.0
 FAULTS = ("damage", "rate", "healthy")
 """Two layers x 50, once; the rate x 100; targets x 10 from then on, which is no fault."""
-FAILURES = ("clock", "raises", "wrong", "gathered")
+FAILURES = ("raises", "gathered")
 FAILING_STEPS, FAILING_FAULT, WAIT_S = 60, 45, 2.0
 
 
@@ -137,15 +137,6 @@ def run(kind: str, fault: str) -> dict[str, Any]:
     }
 
 
-class Clock:
-    """Stands still."""
-
-    @staticmethod
-    def monotonic() -> float:
-        """Always the same time."""
-        return 5.0
-
-
 def failing(case: str) -> dict[str, Any]:
     """A run with damage, in which `loss_fn` fails on rank 1 at one of the next comparisons."""
     rank = dist.get_rank()
@@ -157,25 +148,22 @@ def failing(case: str) -> dict[str, Any]:
     else:
         model = DistributedDataParallel(net)
     optimizer = AdamW(net.parameters(), lr=1e-2)
-    calls, asked_at = 0, -1
+    asked_at = -1
 
     def loss_of(step: int) -> torch.Tensor:
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2 * step + rank))
         return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
     def loss_fn(step: int) -> Any:
-        nonlocal calls, asked_at
-        calls, asked_at = calls + 1, done
-        if case == "wrong" and rank == 1:
-            return torch.ones(2)
-        if case in ("raises", "gathered") and rank == 1 and done > FAILING_FAULT + 3:
+        nonlocal asked_at
+        asked_at = done
+        if rank == 1 and done > FAILING_FAULT + 3:
             raise ValueError("no such row")
         return loss_of(step)
 
     done, said = 0, ""
     problems: list[str] = []
     began = time.monotonic()
-    dominance.time = Clock if case == "clock" and rank == 1 else time  # type: ignore[assignment]
     healer = Healer(
         "default",
         state={"model": net, "optimizer": optimizer},
@@ -201,7 +189,7 @@ def failing(case: str) -> dict[str, Any]:
         said = f"{type(error).__name__}: {error}"
     taken = time.monotonic() - began
     weights = [] if case == "gathered" else [float(p.detach().sum()) for p in net.parameters()]
-    return {"steps": done, "calls": calls, "asked at": asked_at, "said": said, "took": taken,
+    return {"steps": done, "asked at": asked_at, "said": said, "took": taken,
             "problems": problems, "rank": rank, "weights": weights}  # fmt: skip
 
 

@@ -5,23 +5,20 @@ python -m tests.torch.simulated_runs decisions default
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_kit import attached
-from benchmarks.gpu_kit import device as kit_device
 from healcore import Checkpoints, Healer, Logging
 from healcore.events import read
-from healcore.torch import attach, enforcer, engines
+from healcore.torch import attach
 from tests.torch import simulated_device
 from tests.torch.simulated_device import DEVICE, uploads, waits
 
@@ -165,60 +162,6 @@ def save() -> None:
     assert found_waits().total() == 1
     other.load_state_dict(saved)
     assert other.state_dict() == saved
-
-
-def scaler() -> None:
-    """A GradScaler's overflow is skipped once, without a wait and without an alarm."""
-    run = Run(DEVICE)
-    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10)  # type: ignore[arg-type]
-    heal = attach(run.optimizer, "default", engine="device", compile=False, scaler=scaler)
-    for step in range(30):
-        batch = run.batch(step)
-        found_waits()
-        loss = run.loss(batch)
-        heal.observe(loss)
-        scaler.scale(loss).backward()
-        if step == 12:
-            run.model[0].weight.grad.fill_(math.inf)  # type: ignore[union-attr]
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad()
-        assert found_waits().keys() <= {READ}, step
-    tally = heal.state_dict()["state"]["tally"]
-    assert scaler.get_scale() < 2.0**10, "there was an overflow"
-    assert (tally["skips"], tally["alarms"]) == (0, 0)
-
-
-def gpu_kit(broken: str = "") -> None:
-    """The check `decisions` of the GPU kit, with healcore as it is or broken on purpose."""
-
-    @contextlib.contextmanager
-    def no_waits(*, asleep: bool = False) -> Iterator[None]:
-        found_waits()
-        uploads.clear()
-        yield
-        waited = found_waits()
-        assert waited.keys() <= {READ}, f"the host has waited for the device in {[*waited]}"
-        assert not uploads, f"no CUDA graph can capture the copies in {uploads}"
-
-    judge = engines.DeviceEngine.step
-
-    def changed(self: Any, measured: Any) -> Any:
-        if broken == "decision" and measured.loss is not None:
-            measured = measured._replace(loss=measured.loss * 1.001)
-        order = judge(self, measured)
-        if broken == "wait":
-            order.found_inf.item()
-        elif broken == "upload":
-            torch.ones(3).to(DEVICE, non_blocking=True)
-        return order
-
-    if broken == "enforcement":
-        enforcer.Enforcer.enforce_on_device = lambda *_: None  # type: ignore[method-assign]
-    elif broken:
-        engines.DeviceEngine.step = changed  # type: ignore[method-assign]
-    kit_device.DEVICE, kit_device.no_waits = DEVICE, no_waits
-    attached.decisions()
 
 
 def mixed() -> None:

@@ -24,8 +24,6 @@ def optimizer(**options: Any) -> AdamW:
     [
         (None, "got NoneType.*whose step"),
         (Linear(2, 2), "not the model"),
-        ([torch.ones(2)], "got list"),
-        (torch.optim.lr_scheduler.ConstantLR(optimizer()), r"scheduler\.optimizer"),
     ],
 )
 def test_a_value_that_is_no_optimizer_is_rejected(given: Any, message: str):
@@ -37,8 +35,7 @@ def test_a_value_that_is_no_optimizer_is_rejected(given: Any, message: str):
     ("options", "message"),
     [
         ({"engine": "gpu"}, "engine must be"),
-        ({"compile": "yes"}, "compile must be"),
-        ({"scaler": 1024.0}, "GradScaler, got float"),
+        ({"scaler": 1024.0}, "GradScaler"),
     ],
 )
 def test_a_wrong_option_changes_nothing(options: dict[str, Any], message: str):
@@ -69,48 +66,8 @@ def test_a_policy_by_name_object_or_engine(policy: Any):
     assert torch.equal(o.param_groups[0]["params"][0].detach(), torch.ones(2))
 
 
-@pytest.mark.parametrize(
-    ("given", "policy", "message"),
-    [
-        (SGD([Parameter(torch.ones(2, device="meta"))]), policies.SKIPS, "meta device"),
-        (optimizer(), "no_such_policy", "no_such_policy"),
-    ],
-)
-def test_what_cannot_be_healed_is_not_changed(given: Any, policy: Any, message: str):
-    with pytest.raises((AttachError, PolicyError), match=message):
-        attach(given, policy)
-    assert not given._optimizer_step_pre_hooks
-
-
-class Accelerated(torch.optim.Optimizer):
-    """As accelerate's AcceleratedOptimizer: an Optimizer by name, whose own hooks never fire."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.optimizer = inner
-
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step(closure)
-
-
-def test_the_optimizer_in_accelerates_wrapper_is_healed():
-    inner = optimizer()
-    heal = attach(Accelerated(inner), policies.SKIPS)
-    assert heal.optimizer is inner
-    with pytest.raises(AttachError, match="healed already"):
-        attach(inner, policies.SKIPS)
-
-
 @host_and_device
-def test_parameters_added_later_are_healed_unless_each_has_a_history(where: Any):
-    late = Parameter(torch.ones(3))
-    o = optimizer(fused=True)
-    heal = attach(o, policies.SKIPS, engine=where)
-    o.add_param_group({"params": [late]})
-    late.grad = torch.full((3,), float("nan"))
-    o.step()
-    assert torch.equal(late.detach(), torch.ones(3))
-    heal.detach()
-
+def test_parameters_added_later_are_refused_where_each_has_a_history(where: Any):
     o = optimizer()
     heal = attach(o, policies.ADAGC, engine=where)
     state = heal.state_dict()

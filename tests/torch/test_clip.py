@@ -45,31 +45,6 @@ def test_clip_is_that_of_clip_grad_norm(case: Case, where: Where):
         assert_same(snapshot(mine), snapshot(reference))
 
 
-@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_lbfgs_gets_one_factor_for_all_evaluations_of_a_step(line_search: str | None):
-    def run(max_norm: float) -> list[float]:
-        p = Parameter(torch.tensor([3.0, -4.0]))
-        optimizer = torch.optim.LBFGS([p], lr=0.1, max_iter=4, line_search_fn=line_search)
-        attach(optimizer, policies.fixed(max_norm))
-        norms = []
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = 0.5 * (p**2).sum()
-            loss.backward()
-            norms.append(float(p.detach().norm()))
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-        return norms
-
-    free, tight = run(1e9), run(1e-2)
-    assert tight[0] == free[0]
-    assert tight[1:] != free[1:]  # and it moves all the same:
-    assert tight[-1] < tight[0]
-
-
 @host_and_device
 @pytest.mark.parametrize("fused", [True, False])
 def test_adagc_clips_each_tensor_by_its_own_history(where: Where, fused: bool):

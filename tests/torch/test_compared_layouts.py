@@ -7,7 +7,7 @@ import pytest
 from tests.torch.compared_layouts import KEPT, LAYOUTS, SECONDS
 from tests.torch.worlds import Worlds, worlds_of
 
-FAST = ("DDP", "FSDP2", "FSDP2, one group", "FSDP2, bfloat16", "tensor parallel", "loss in parts")
+FAST = ("DDP", "FSDP2", "FSDP2, bfloat16", "tensor parallel", "loss in parts")
 SLOW = tuple(name for name in LAYOUTS[2] if name not in FAST)
 CASES = [
     *((2, FAST, name) for name in FAST),

@@ -83,35 +83,21 @@ def test_several_ranks_decide_as_one(
             assert mine["now"] == near
 
 
-# -- a `loss_fn` that fails on one of two ranks, and clocks that differ ----------------------------
-
-
-def test_a_clock_that_stands_still_on_one_rank_keeps_no_rank_waiting(worlds: Worlds):
-    first, second = worlds.of(2, FAILURES[:3], "clock")
-    assert first["steps"] == second["steps"] == FAILING_STEPS
-    assert first["calls"] == second["calls"] > 10
-    assert first["weights"] == second["weights"]
+# -- a `loss_fn` that fails on one of two ranks ----------------------------------------------------
 
 
 def test_a_loss_fn_that_raises_on_one_rank_is_not_called_again_on_any(worlds: Worlds):
-    outcomes = worlds.of(2, FAILURES[:3], "raises")
+    outcomes = worlds.of(2, FAILURES[:1], "raises")
     for each in outcomes:
         assert (each["steps"], each["said"]) == (FAILING_STEPS, "")
         assert FAILING_FAULT < each["asked at"] == outcomes[0]["asked at"] < FAILING_STEPS - 5
-        assert each["problems"] == [
-            "loss_fn raised ValueError: no such row; it is not called again"
-        ]
+        (problem,) = each["problems"]
+        assert "no such row" in problem
         assert each["weights"] == outcomes[0]["weights"]
 
 
-def test_a_wrong_loss_fn_of_one_rank_is_an_error_on_all_at_the_first_step(worlds: Worlds):
-    for each in worlds.of(2, FAILURES[:3], "wrong"):
-        assert "one number, got shape (2,)" in each["said"]
-        assert each["steps"] < 5
-
-
 def test_a_rank_that_raises_while_others_gather_parameters_ends_the_run(worlds: Worlds):
-    first, second = worlds.of(2, FAILURES[3:], "gathered")
+    first, second = worlds.of(2, FAILURES[1:], "gathered")
     assert second["said"] == "ValueError: no such row"
     assert "Connection closed" in first["said"]
     assert max(first["took"], second["took"]) < WAIT_S + 40

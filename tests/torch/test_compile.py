@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from typing import Any
 
 import pytest
 import torch
 
-from healcore.core.clipping import autoclip
-from healcore.core.signals import Signals
-from healcore.core.tree import leaves, map_leaves
-from healcore.policy import engine_of
-from healcore.torch import attach, engines, namespace
+from healcore.torch import attach, engines
 from tests.torch import policies
-from tests.torch.bit_comparison import assert_same, bits, snapshot
+from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.optimizer_cases import FUSED, NAN, Case, Where, host_and_device
-from tests.torch.sync_counter import CountSyncs
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))),
@@ -78,21 +72,6 @@ def test_the_compiled_engine_decides_as_the_eager_one():
     assert runs[0][1] == runs[1][1]
 
 
-def test_a_step_within_a_dispatch_mode_runs_once_and_eagerly():
-    """As of a FLOP counter. Later steps are compiled again."""
-    case = Case("", torch.optim.AdamW, {"fused": True})
-    states = []
-    for counts in (False, True):
-        optimizer = case.build()
-        heal = attach(optimizer, policies.CUTS, engine="device", compile=True)
-        for i, factor in enumerate(FACTORS):
-            with CountSyncs() if counts and i in (0, 3) else contextlib.nullcontext():
-                case.step(optimizer, i, heal=heal, factor=factor)
-        assert heal.report().compiled
-        states.append(heal.state_dict())
-    assert states[0] == states[1]
-
-
 def test_a_compiler_that_fails_has_a_warning_and_eager_steps(monkeypatch: pytest.MonkeyPatch):
     def missing(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
@@ -110,32 +89,3 @@ def test_a_compiler_that_fails_has_a_warning_and_eager_steps(monkeypatch: pytest
     assert not heal.report().compiled
     state = heal.state_dict()["state"]
     assert (state["step"], state["tally"]["skips"]) == (2, 1)
-
-
-def test_the_placed_namespace_traces_as_one_graph():
-    """Only the calls: tests/parity traces the module itself."""
-    engine, xp = policies.SKIPS, namespace.on("cpu")
-    step = torch.compile(lambda s, x: engine.step(s, x, xp=xp), fullgraph=True)
-    state = map_leaves(torch.tensor, engine.init())
-    signals = Signals(loss=torch.tensor(2.0), grad_norm=torch.tensor(3.0))
-    found, wanted = step(state, signals), engine.step(state, signals, xp=xp)
-    assert bits(leaves(found)) == bits(leaves(wanted))
-
-
-def test_a_compiled_step_takes_nothing_from_the_host():
-    """The table of autoclip too: a CUDA graph cannot capture its copy to the device."""
-    engine, xp = engine_of("default", {"clip": {"kind": "autoclip"}}), namespace.on("cpu")
-    graphs: list[Any] = []
-
-    def kept(graph: Any, inputs: Any) -> Any:
-        graphs.append((graph, inputs))
-        return graph
-
-    step = torch.compile(lambda s, x: engine.step(s, x, xp=xp), fullgraph=True, backend=kept)
-    state = map_leaves(torch.tensor, engine.init())
-    step(state, Signals(loss=torch.tensor(2.0), grad_norm=torch.tensor(3.0)))
-    ((graph, inputs),) = graphs
-    calls = {str(getattr(node.target, "__name__", node.target)) for node in graph.graph.nodes}
-    assert "as_tensor" not in calls
-    table = xp.asarray(autoclip.EDGES)
-    assert sum(each is table for each in inputs) == 1

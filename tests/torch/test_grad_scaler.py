@@ -16,12 +16,17 @@ from healcore.torch import attach
 from healcore.torch.grad_scaler import SEARCH
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.optimizer_cases import Where, host_and_device
+from tests.torch.optimizer_cases import Where
 
 SCALE = 1024.0
 every_way = pytest.mark.parametrize(
     ("fused", "where", "unscale"),
-    [(f, s, u) for f in (True, False) for s in ("host", "device") for u in (True, False)],
+    [
+        (True, "host", True),
+        (True, "device", False),
+        (False, "host", False),
+        (False, "device", True),
+    ],
 )
 
 
@@ -47,14 +52,6 @@ class Loop:
             self.scaler.unscale_(self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-
-
-@every_way
-def test_the_norm_is_that_of_the_unscaled_gradients(fused: bool, where: Where, unscale: bool):
-    loop = Loop(fused=fused)
-    heal = attach(loop.optimizer, policies.SKIPS, engine=where)
-    loop.step(unscale=unscale, heal=heal)
-    assert float(heal.metrics()["heal/grad_norm"]) == pytest.approx(math.sqrt(14), rel=1e-6)
 
 
 @every_way
@@ -139,38 +136,6 @@ def test_a_loss_that_is_not_finite_is_no_overflow(
     assert math.isfinite(float(heal.metrics()["heal/loss"]))
 
 
-@host_and_device
-def test_overflow_at_the_first_step_of_fused_momentum(where: Where):
-    """Without healcore, torch continues from uninitialised memory here."""
-    mine, twin = (Loop(SGD, fused=True, momentum=0.9) for _ in range(2))
-    heal = attach(mine.optimizer, policies.SKIPS, engine=where)
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
-    try:
-        mine.step(overflow=math.inf, unscale=False, heal=heal)
-        mine.scaler.update(SCALE)
-        for _ in range(3):
-            mine.step(unscale=False, heal=heal)
-            twin.step(unscale=False)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert_same(snapshot(mine.optimizer), snapshot(twin.optimizer))
-
-
-@host_and_device
-def test_a_grad_scale_of_the_users_own_is_respected(where: Where):
-    p = Parameter(torch.tensor([3.0, 4.0]))
-    optimizer = SGD([p], lr=1.0, fused=True)
-    heal = attach(optimizer, policies.fixed(1.0), engine=where)
-    own = torch.tensor(8.0)
-    optimizer.grad_scale = own  # type: ignore[attr-defined]
-    p.grad = p.detach() * 8
-    optimizer.step()
-    assert float(heal.metrics()["heal/grad_norm"]) == 5.0
-    torch.testing.assert_close(p.detach(), torch.tensor([2.4, 3.2]), rtol=1e-5, atol=0)
-    assert optimizer.grad_scale is own  # type: ignore[attr-defined]
-    assert float(own) == 8.0
-
-
 @every_way
 def test_overflows_that_do_not_end_are_counted(fused: bool, where: Where, unscale: bool):
     loop = Loop(fused=fused)
@@ -196,26 +161,6 @@ def test_overflows_that_do_not_end_are_counted(fused: bool, where: Where, unscal
     loop.step(overflow=math.inf, unscale=unscale, heal=heal)
     heal.judge_dropped()
     assert int(heal.metrics()["heal/alarms"]) == 5
-
-
-@host_and_device
-def test_a_scaler_of_two_optimizers_drops_only_the_one_it_steps(where: Where):
-    """One of the two is stepped every third time only."""
-    loop, other = Loop(fused=False), Loop(fused=False)
-    other.scaler = loop.scaler
-    heal = attach(other.optimizer, policies.SKIPS, engine=where, scaler=loop.scaler)
-    for i in range(4 * SEARCH):
-        if i % 3 == 0:
-            other.optimizer.zero_grad()
-            loss = (other.p**2).sum()
-            heal.observe(loss)
-            other.scaler.scale(loss).backward()
-            other.scaler.step(other.optimizer)
-        loop.step(unscale=False)
-        heal.observe(1.0)
-    metrics = heal.metrics()
-    assert int(metrics["heal/alarms"]) == 0
-    assert int(metrics["heal/steps"]) == -(-4 * SEARCH // 3)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -1,110 +1,15 @@
-"""The learning rate is replaced for one step, and restored as the same object."""
+"""A cut of the learning rate in optimizers that keep two iterates."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim import LBFGS, SGD, AdamW
-from torch.optim.lr_scheduler import ExponentialLR
 from torch.testing import assert_close
 
 from healcore.torch import attach
 from tests.torch import policies
-from tests.torch.optimizer_cases import NAN, Where, host_and_device
-
-SCALES = [0.5, 0.5, 0.5, 0.75, 1.0, 1.0]
-"""After a cut to one half: hold_steps 3, ramp_steps 2."""
-
-
-@host_and_device
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("as_tensor", [True, False])
-def test_a_cut_scales_the_update_of_every_group(where: Where, fused: bool, as_tensor: bool):
-    def rate(value: float) -> Any:
-        return torch.tensor(value) if as_tensor else value
-
-    a, b = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
-    groups = [{"params": [a], "lr": rate(1.0)}, {"params": [b], "lr": rate(4.0)}]
-    optimizer = SGD(groups, fused=fused)
-    own = [group["lr"] for group in optimizer.param_groups]
-    heal = attach(optimizer, policies.CUTS, engine=where)
-    a.grad, b.grad = torch.full((1,), NAN), torch.ones(1)
-    optimizer.step()
-    moved = []
-    quiet = policies.CUTS.config.incident.quiet_steps
-    for _ in range(quiet + len(SCALES)):
-        before = a.item(), b.item()
-        a.grad, b.grad = torch.ones(1), torch.ones(1)
-        optimizer.step()
-        moved.append((before[0] - a.item(), before[1] - b.item()))
-        assert [g["lr"] for g in optimizer.param_groups] == own
-        assert all(g["lr"] is o for g, o in zip(optimizer.param_groups, own, strict=True))
-    scales = [x for x, _ in moved]
-    assert set(scales) == {0.5, 0.75, 1.0}
-    assert scales == sorted(scales)
-    assert scales[-1] == 1.0
-    assert [4 * x for x, _ in moved] == [y for _, y in moved]
-    assert float(heal.metrics()["heal/lr_scale"]) == 1.0
-
-
-@host_and_device
-def test_a_scheduler_never_sees_the_cut(where: Where):
-    rates = []
-    for healing in (True, False):
-        p = Parameter(torch.ones(1))
-        optimizer = AdamW([p], lr=0.1, fused=True)
-        scheduler = ExponentialLR(optimizer, 0.9)
-        heal = attach(optimizer, policies.CUTS, engine=where) if healing else None
-        seen = []
-        for i in range(6):
-            p.grad = torch.full((1,), NAN if healing and i == 1 else 1.0)
-            optimizer.step()
-            scheduler.step()
-            seen.append(scheduler.get_last_lr()[0])
-        rates.append(seen)
-        if heal is not None:
-            assert float(heal.metrics()["heal/lr_scale"]) == 0.5
-    assert rates[0] == rates[1]
-
-
-def test_a_rate_written_during_the_step_stays():
-    p = Parameter(torch.ones(1))
-    optimizer = SGD([p], lr=0.1)
-    attach(optimizer, policies.CUTS)
-
-    def closure() -> float:
-        p.grad = torch.ones(1)
-        return 1.0
-
-    def anneal(opt: Any, args: Any, kwargs: Any) -> None:
-        opt.param_groups[0]["lr"] = 0.05
-
-    p.grad = torch.full((1,), NAN)
-    optimizer.step()
-    optimizer.register_step_pre_hook(anneal)  # after ours: the rate is replaced by then
-    p.grad = torch.ones(1)
-    optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == 0.05
-
-
-def test_lbfgs_takes_the_cut_one_step_later():
-    p = Parameter(torch.tensor([1.0]))
-    optimizer = LBFGS([p], lr=1.0, max_iter=1)
-    attach(optimizer, policies.CUTS)
-    grads = iter([NAN, 0.5, 0.5])
-
-    def closure() -> torch.Tensor:
-        p.grad = torch.full((1,), next(grads))
-        return torch.tensor(1.0)
-
-    optimizer.step(closure)
-    assert p.item() == 1.0
-    optimizer.step(closure)
-    assert p.item() == pytest.approx(1.0 - 0.5 * 0.5)
-    assert optimizer.param_groups[0]["lr"] == 1.0
+from tests.torch.optimizer_cases import NAN
 
 
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree"])

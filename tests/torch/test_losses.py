@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
-from healcore import Checkpoints
 from healcore.core.verdict import Cause
-from healcore.runtime.healer import Healer
 from healcore.torch import Healing, SignalError, attach
 from tests.torch import policies
 from tests.torch.optimizer_cases import Where, host_and_device
@@ -31,26 +29,13 @@ def take(p: Parameter, optimizer: AdamW, heal: Healing) -> float:
 
 
 @host_and_device
-def test_the_loss_is_nan_until_one_is_observed(where):
-    p, optimizer, heal = healed(where)
-    assert np.isnan(take(p, optimizer, heal))
-    heal.observe(0.0)
-    assert take(p, optimizer, heal) == 0
-
-
-@host_and_device
 @pytest.mark.parametrize(
     "loss",
     [
         2,
-        torch.tensor(2),
-        2.5,
-        np.float64(2.5),
         np.array([2.5], np.float32),
-        torch.tensor(2.5),
         torch.tensor([[2.5]], dtype=torch.float64),
-        torch.tensor(2.5, dtype=torch.bfloat16),
-        torch.tensor(2.5, dtype=torch.float16, requires_grad=True) * 1,
+        torch.tensor(2.5, dtype=torch.bfloat16, requires_grad=True) * 1,
     ],
     ids=repr,
 )
@@ -64,51 +49,22 @@ def test_one_number_of_any_kind_is_a_loss(where: Where, loss: Any):
 @pytest.mark.parametrize(
     "loss",
     [
-        3.5e38,
-        -1e300,
         10**400,
         float("nan"),
         torch.tensor(float("inf")),
-        np.float64(1e300),
-        torch.tensor(1e300, dtype=torch.float64),
         torch.tensor([1e300], dtype=torch.float64, requires_grad=True) * 1,
     ],
     ids=lambda loss: f"{loss:.6}" if isinstance(loss, float) else type(loss).__name__,
 )
-@pytest.mark.parametrize(("weight", "count"), [(1.0, 1), (2.0, 2)])
-def test_a_loss_that_float32_cannot_hold_skips(where, loss: Any, weight: float, count: int):
+def test_a_loss_that_float32_cannot_hold_skips(where: Where, loss: Any):
     p, optimizer, heal = healed(where)
-    for _ in range(count):
-        heal.observe(loss, weight=weight)
+    for _ in range(2):
+        heal.observe(loss, weight=2.0)
     take(p, optimizer, heal)
     decision = heal.last_decision()
     assert decision is not None
     assert decision.cause == Cause.NONFINITE_LOSS
     assert torch.equal(p.detach(), torch.ones(2))
-
-
-def test_a_healed_float64_loop_survives_a_loss_that_float32_cannot_hold():
-    model = torch.nn.Linear(2, 1, dtype=torch.float64)
-    optimizer = SGD(model.parameters(), 1e-3)
-    factors = [1.0] * 20 + [1e300] * 4 + [1.0] * 20
-    losses = []
-
-    def loss_fn(factor: float) -> torch.Tensor:
-        return model(torch.ones(1, 2, dtype=torch.float64)).square().mean() * factor
-
-    state = {"model": model, "optimizer": optimizer}
-    with Healer(
-        "default", state=state, loss_fn=loss_fn, checkpoints=Checkpoints(every=5)
-    ) as healer:
-        for factor in healer.batches(factors):
-            loss = loss_fn(factor)
-            healer.observe(loss)
-            healer.observe_eval(loss.detach())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
 
 
 @host_and_device
@@ -131,26 +87,12 @@ def test_a_loss_may_be_changed_in_place_afterwards(where: Where):
 
 
 @host_and_device
-def test_discard_drops_the_losses_since_the_last_step(where: Where):
-    p, optimizer, heal = healed(where)
-    heal.observe(float("nan"))
-    heal.discard()
-    heal.observe(1.0)
-    assert take(p, optimizer, heal) == 1.0
-    assert int(heal.metrics()["heal/skips"]) == 0
-
-
-@host_and_device
 @pytest.mark.parametrize(
     ("method", "loss", "word"),
     [
         ("observe", torch.ones(8), "mean"),
-        ("observe", True, "bool"),
         ("observe", torch.tensor(1j), "complex"),
-        ("observe", torch.ones((), device="meta"), "meta"),
         ("observe_eval", None, "None"),
-        ("observe_eval", "1.5", "str"),
-        ("observe_update_norm", np.ones((2, 1)), "shape"),
         ("observe_update_norm", torch.tensor(True), "bool"),
     ],
     ids=lambda value: type(value).__name__,  # repr has an address: xdist collects by name

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from healcore.torch import attach
-from healcore.torch.measurement import read_in_one_copy
 from tests.torch import policies
 from tests.torch.optimizer_cases import FUSED, PLAIN, Case, Where, host_and_device
 from tests.torch.sync_counter import CountSyncs
@@ -28,13 +27,6 @@ def counted(case: Case, where: Where, engine: Any, steps: int, *, attached: bool
     return syncs.count
 
 
-def test_the_counter_counts():
-    with CountSyncs() as syncs:
-        torch.ones(()).item()
-        bool(torch.ones(()) > 0)
-    assert syncs.count == 2
-
-
 @host_and_device
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
 @pytest.mark.parametrize("policy", ["EVERYTHING", "CUTS", "ADAGC", "OBSERVES"])
@@ -51,26 +43,3 @@ def test_other_optimizers_wait_no_more_than_without_healcore(case: Case):
     alone = counted(case, "host", None, steps, attached=False)
     assert counted(case, "host", policies.SKIPS, steps) == alone
     assert counted(case, "device", policies.SKIPS, steps) == alone
-
-
-def test_all_signals_are_copied_at_once():
-    """The path that accelerators take to the host, on the CPU."""
-    signals = [torch.tensor(1.5), None, torch.tensor([2.0, 3.0, 4.0]), torch.tensor(5.0)]
-    found = read_in_one_copy(signals)
-    assert [None if f is None else f.tolist() for f in found] == [1.5, None, [2.0, 3.0, 4.0], 5.0]
-    assert [f.shape for f in found if f is not None] == [(), (3,), ()]
-
-
-@pytest.mark.parametrize("case", FUSED[:1] + PLAIN[:1], ids=lambda case: case.name)
-def test_the_report_has_the_syncs_per_step(case: Case):
-    heal = attach(case.build(), policies.SKIPS)
-    report = heal.report()
-    assert report.engine == "host"
-    assert report.syncs_per_step == 0
-    assert report.skip == "grads"
-    assert report.clip == ("grad_scale" if case.fused else "one pass over the gradients")
-    heal.detach()
-    report = attach(case.build(), policies.SKIPS, engine="device").report()
-    assert report.skip == ("found_inf" if case.fused else "grads")
-    assert case.fused or "not built with fused=True" in report.skip_reason
-    assert "syncs   0 per step" in str(report)

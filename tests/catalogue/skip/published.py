@@ -114,8 +114,3 @@ def megatron_spiky(losses: np.ndarray) -> np.ndarray:
         else:
             large.append(value >= 10 * top)
     return np.array(large)
-
-
-def autoclip(norms: np.ndarray, percentile: float = 10.0) -> np.ndarray:
-    """The authors' autoclip.py (pseeth/autoclip 7de6a2f): limits, this norm's included."""
-    return np.array([np.percentile(norms[: i + 1], percentile) for i in range(len(norms))])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.catalogue.skip import published, traces
+from tests.catalogue.skip import traces
 
 RECIPE = "autoclip"
 BIN = 2 ** (1 / 16)
@@ -26,18 +26,6 @@ def test_the_limit_is_the_published_one_up_to_a_bin():
             low = np.percentile(held, 10.0, method="lower")
             high = np.percentile(held, 10.0, method="higher")
             assert low * (1 - 1e-5) <= ours.threshold[i] <= high * BIN * (1 + 1e-5), run.name
-
-
-def test_the_same_steps_are_clipped_but_for_norms_within_a_bin_of_the_limit():
-    runs, compared = traces.everything(), 0
-    for run, ours in zip(runs, traces.port(RECIPE, runs), strict=True):
-        limit = published.autoclip(run.norm)
-        clear = (run.norm < limit * 0.97) | (run.norm > limit * BIN * 1.03)
-        clear[:FEW] = False
-        theirs = run.norm > limit
-        np.testing.assert_array_equal((ours.grad_scale < 1)[clear], theirs[clear], run.name)
-        compared += int(clear.sum())
-    assert compared > 0.5 * sum(len(run.norm) for run in runs)
 
 
 def test_the_package_clips_the_same_steps():

@@ -94,13 +94,11 @@ class SelfHealing:
         nan_patience: int = 3,
         loss_spike_factor: float = 5.0,
         divergence_patience: int = 50,
-        zclip_z_threshold: float = 3.0,
     ) -> None:
         self.nan_patience, self.factor = nan_patience, loss_spike_factor
-        self.divergence_patience, self.z = divergence_patience, zclip_z_threshold
+        self.divergence_patience = divergence_patience
         self.window: deque[float] = deque(maxlen=100)
         self.nan = self.rises = 0
-        self.mean = self.deviation = 0.0
 
     def see(self, loss: float, norm: float) -> set[str]:
         """The failures of this step."""

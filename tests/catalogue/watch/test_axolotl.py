@@ -52,12 +52,6 @@ def test_the_same_step(name, threshold):
     assert stopped_on(name, threshold) == asked(SYNTHETIC[name], threshold)
 
 
-def test_the_curves_have_both_answers():
-    answers = [stopped_on(name, t) for name in SYNTHETIC for t in (2.2, 5.0)]
-    assert any(each is None for each in answers)
-    assert any(each is not None for each in answers)
-
-
 @recorded_runs.needed
 @curves.SOME_AND_ALL
 def test_the_same_step_on_recorded_runs(most):

@@ -1,4 +1,4 @@
-"""The self-healing system for HF and TRL: its table of failures, its thresholds, its presets.
+"""The self-healing system for HF and TRL: its table of failures and its thresholds.
 
 Each row of its table is one test. Its rules are an oracle (`originals.SelfHealing`), with which the
 detectors are compared where they can express these rules.
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action, Cause
-from healcore.policy import diff, load
+from healcore.policy import load
 from tests.catalogue.watch import curves
 from tests.parity import recorded_runs
 
@@ -36,41 +36,6 @@ def quiet(steps=420):
     return curves.healthy(steps, seed=6), (0.5 * np.exp(0.05 * rng.standard_normal(steps))).astype(
         np.float32
     )
-
-
-# -- the presets ----------------------------------------------------------------------------------
-
-
-def test_the_numbers_of_the_presets(preset):
-    policy, (nan, ratio, divergence, z, recoveries) = preset
-    assert policy.clip.z_threshold == z
-    assert policy.clip.ema_decay == 0.99
-    assert policy.detect.loss_ratio.ratio == ratio
-    assert policy.detect.loss_ratio.window == policy.detect.loss_ratio.warmup_steps == 100
-    assert policy.clip.target == "max"
-    assert policy.detect.divergence.patience == divergence
-    assert policy.detect.grad_ceiling.ceiling == 100
-    assert policy.detect.vanishing.threshold == 1e-7
-    assert policy.detect.plateau.chance_level == pytest.approx(0.693, abs=1e-3)
-    assert policy.detect.plateau.chance_margin == 0.01
-    assert policy.detect.overfit.max_gap == 2
-    assert policy.respond[1].when.consecutive == nan
-    budget, lr = policy.budget, policy.lr
-    assert (budget.recoveries, budget.lr_cuts) == (recoveries, 4)
-    assert (lr.factor, lr.floor) == (0.5, 0.5**4)
-
-
-def test_the_presets_differ_in_nothing_else():
-    differing = {
-        d.key
-        for name in ("aggressive", "conservative")
-        for d in diff(load("self-healing-trl-default"), load(f"self-healing-trl-{name}"))
-    }
-    assert differing == {
-        "name", "description", "references", "clip.z_threshold", "detect.loss_ratio.ratio",
-        "detect.divergence.patience", "respond[1].when.consecutive", "respond[2].when.count",
-        "budget.recoveries",
-    }  # fmt: skip
 
 
 # -- its table of failures ------------------------------------------------------------------------

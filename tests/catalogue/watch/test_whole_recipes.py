@@ -14,7 +14,6 @@ from healcore.core.signals import Signals
 from healcore.core.verdict import Action
 from healcore.policy import load
 from tests.catalogue.watch import curves
-from tests.parity import recorded_runs
 
 
 def spiked(steps=600, at=400, length=15, height=1.5):
@@ -34,27 +33,6 @@ def test_palm_goes_back_once_for_a_spike_and_touches_nothing_else():
     assert not decisions.orders(Action.CUT_LR).any()
     assert (decisions.lr_scale == 1).all()
     assert not decisions.skip.any()
-
-
-def test_palm_goes_to_a_hundred_steps_before_and_leaves_out_two_hundred():
-    policy = load("palm-rollback")
-    assert policy.rollback.probation == 100
-    assert 200 <= policy.rollback.skip_batches <= 500
-    assert policy.clip.config().max_norm == 1.0
-    assert policy.budget.recoveries == 20
-    assert not policy.engine().cuts_lr
-
-
-@recorded_runs.needed
-def test_palm_finds_the_spikes_of_recorded_runs():
-    """On Llama-3.1-8B, whose spikes were labelled by hand."""
-    found = 0
-    runs = [run for run in recorded_runs.all_runs() if "llama31_8b" in run[0] and run[3]][:3]
-    for _, losses, _, onset in runs:
-        decisions = curves.decisions_of("palm-rollback", losses[onset - 250 : onset + 30])
-        order = curves.first(decisions.orders(Action.ROLLBACK))
-        found += order is not None and 245 <= order <= 265
-    assert found == len(runs)
 
 
 # -- OPT ------------------------------------------------------------------------------------------

@@ -10,23 +10,21 @@ import gc
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Logging
 from healcore.runtime.healer import Healer
-from tests.healer.memory_limit import limited
 from tests.healer.run_options import grouped
 from tests.torch.driver import out_of_memory_runs as runs
-from tests.torch.four_ranks import Collectives
 from tests.torch.worlds import folder as shared_folder
 from tests.torch.worlds import serve
 
@@ -56,18 +54,6 @@ def data(rank: int) -> list[tuple[Tensor, Tensor]]:
 def plain() -> nn.Module:
     """Its gradients are those of the whole batch, however that is split."""
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
-class PartlyUsed(nn.Module):
-    """A branch of its own for each rank's data, and one that is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = plain()
-        self.branches = nn.ModuleList([nn.Linear(4, 2) for _ in range(WORLD + 1)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) + self.branches[dist.get_rank()](x)
 
 
 def train(
@@ -133,8 +119,6 @@ def loop(
     *,
     batches: Any = None,
     by_hand: bool = False,
-    passes: int = 1,
-    in_part: Callable[[Any], object] = lambda optimizer: None,
     wrap: Callable[[nn.Module], Any] = DistributedDataParallel,
     **options: Any,
 ) -> dict[str, Any]:
@@ -145,22 +129,18 @@ def loop(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sizes: list[list[int]] = []
     raised: dict[str, Any] = {}
-    count = options.pop("count", None)
     state = {"model": model, "optimizer": optimizer}
     try:
         with Healer(state=state, **grouped(options, events=events)) as healer:
             for batch in healer.batches(batches or [rows(BATCH)] * 4):
                 sizes.append([])
-                total = {} if count is None else {"count": count, "total": 4.0}
-                for part in healer.microbatches(batch, **total):
+                for part in healer.microbatches(batch):
                     with part:
                         x, y = part.batch[:2]
                         use(len(x), healer.step)
-                        for _ in range(passes):
-                            loss = (model(x) - y).square().mean() / passes
-                            (loss * part.weight).backward()
+                        loss = (model(x) - y).square().mean()
+                        (loss * part.weight).backward()
                         healer.observe(loss)
-                        in_part(optimizer)
                     if part.first:
                         sizes[-1].clear()
                     if not part.failed:
@@ -192,61 +172,13 @@ def edges(folder: Callable[[str], Path]) -> Any:
 
     yield run("loop")
     yield run("by hand", memory({1: 3}), by_hand=True)
-    yield run("two passes", memory({1: 3}), passes=2)
     yield run("one sample", memory({1: 0}))
-    yield run(
-        "whole batch", memory({1: 4}), batches=[(*rows(BATCH), torch.ones(5))] if rank else None
-    )
     uneven = [rows(6 + 5 * rank)] * 4
     yield run("uneven", batches=uneven)
     yield run("uneven, limited", memory({1: 4}), batches=uneven)
 
-    x, y = rows(BATCH)
-    counted = torch.zeros(BATCH) if rank == 1 else torch.ones(BATCH)
-    for name, fits in {"nothing counts": {}, "nothing counts, limited": {0: 4}}.items():
-        tokens = [(x, y, counted)] * 4
-        yield run(name, memory(fits), batches=tokens, count=lambda part: part[2].sum())
-    yield run("step in a part", in_part=lambda optimizer: optimizer.step())
-    nothing = memory({0: 0, 1: 0, 2: 0})
-    yield run("static_graph=True", nothing, wrap=static_graph)
-    yield run("a communication hook", nothing, wrap=compressed)
-    yield "bytes", added(folder("bytes"))
-
-
-def static_graph(net: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(net, static_graph=True)
-
-
-def compressed(net: nn.Module) -> DistributedDataParallel:
-    model = DistributedDataParallel(net)
-    model.register_comm_hook(None, fp16_compress_hook)
-    return model
-
-
-def added(root: Path) -> dict[str, Any]:
-    """The bytes of what is exchanged in a step of DDP without parts and with them."""
-    found: list[list[int]] = []
-    weights = []
-    for parts in (False, True):
-        torch.manual_seed(0)
-        net = DistributedDataParallel(runs.model_with_everything().double(), bucket_cap_mb=1e-5)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        with Healer(
-            state={"model": net, "optimizer": optimizer}, logging=Logging(events=root / f"{parts}")
-        ) as h:
-            for batch in h.batches([rows(BATCH)] * 5):
-                with Collectives() as calls:
-                    for part in h.microbatches(batch) if parts else [nullcontext()]:
-                        with part:
-                            (net(batch[0]) - batch[1]).square().mean().backward()
-                    optimizer.step()
-                found.append(calls.nbytes)
-                optimizer.zero_grad()
-        weights.append(torch.cat([each.flatten().double() for each in net.state_dict().values()]))
-    # Other buckets: three ranks are added up in another order.
-    alike = torch.allclose(*weights, rtol=1e-12, atol=1e-12)
-    number = len([*net.parameters()])
-    return {"without": found[4], "with": found[9], "parameters": number, "alike": alike}
+    static = partial(DistributedDataParallel, static_graph=True)
+    yield run("static graph", memory({0: 0, 1: 0, 2: 0}), wrap=static)
 
 
 def sharded(folder: Callable[[str], Path]) -> Any:
@@ -257,46 +189,6 @@ def sharded(folder: Callable[[str], Path]) -> Any:
         "sharded",
         loop(events, memory({1: 0}), wrap=lambda net: fully_shard(net, mesh=mesh)),
     )
-
-
-# -- an allocator that fails ----------------------------------------------------------------------
-
-
-class Layers(nn.Module):
-    """Keeps 4 MB for each layer, for a batch of 1024 samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(16, 512))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.scale:
-            x = torch.tanh(x) * layer
-        return x
-
-
-def with_a_limit(root: Path, limit: bool) -> dict[str, Any]:
-    """The kernel allows rank 1 less memory than its batch needs."""
-    model = DistributedDataParallel(Layers())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    random = torch.Generator().manual_seed(dist.get_rank())
-    batches = [torch.randn(1024, 512, generator=random) for _ in range(2)]
-    parts: list[int] = []
-    with (
-        Healer(
-            state={"model": model, "optimizer": optimizer}, logging=Logging(events=root / "events")
-        ) as healer,
-        limited(40 * 2**20) if limit and dist.get_rank() == 1 else nullcontext(),
-    ):
-        for batch in healer.batches(batches):
-            parts.append(0)
-            for part in healer.microbatches(batch):
-                with part:
-                    (model(part.batch).square().mean() * part.weight).backward()
-                parts[-1] = 0 if part.failed else parts[-1] + 1
-            optimizer.step()
-            optimizer.zero_grad()
-    return {"parts": parts, "weights": [p.flatten().tolist() for p in model.parameters()]}
 
 
 # -- all cases ------------------------------------------------------------------------------------
@@ -323,9 +215,6 @@ def cases(root: Path, every: int) -> Any:
     if not every:
         yield from sharded(folder)
         return
-    # First with the limit: what an allocator has kept would not count towards it.
-    yield "limit", with_a_limit(folder("limit"), limit=True)
-    yield "no limit", with_a_limit(folder("no limit"), limit=False)
     whole = train(folder("whole"), FailAt())
     yield "whole", whole
     for step in range(STEPS):
@@ -346,17 +235,12 @@ def cases(root: Path, every: int) -> Any:
     yield "plain", alike
     late = alike["operations"] * 2 // 3
     for name, options in {
-        "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
-        "many buckets": {"bucket_cap_mb": 1e-4},
-        "no_sync": {"no_sync": True},
-        "inner module": {"inner": True},
+        "many buckets": {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True},
+        "no_sync, inner module": {"no_sync": True, "inner": True},
     }.items():
         fails = on({1: (9,), 2: (late,)})
         yield name, train(folder(name), fails, make=plain, **options)
-    unused = {"make": PartlyUsed, "find_unused_parameters": True}
-    yield "all of it", train(folder("all of it"), FailAt(), **unused)
     yield from edges(folder)
-    yield "unused", train(folder("unused"), on({1: (12,), 2: (late,)}), **unused)
 
 
 def outcomes(every: str) -> dict[str, Any]:

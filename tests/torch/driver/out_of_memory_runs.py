@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from healcore import Logging
 from healcore.runtime.healer import Healer
-from tests.healer.run_options import grouped
 
 STEPS, ACCUMULATED, BATCH = 3, 2, 8
 
@@ -58,25 +58,18 @@ def data() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-@contextmanager
-def healed(policy: Any = "default", **options: Any) -> Iterator[tuple[Healer[Any], Any, Any]]:
-    """A Healer, its model and its optimizer."""
-    torch.manual_seed(0)
-    model = model_with_everything()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    state = {"model": model, "optimizer": optimizer}
-    with Healer(policy, state=state, **grouped(options)) as healer:
-        yield healer, model, optimizer
-
-
 def train(
     fail: FailAt, metrics: Path, *, most: Callable[[int], int | None] = lambda step: None
 ) -> Outcome:
     """Trains for `STEPS` steps of `ACCUMULATED` batches; `most`: by the step."""
-    with healed(metrics=metrics) as (healer, model, optimizer):
+    torch.manual_seed(0)
+    model = model_with_everything()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    state = {"model": model, "optimizer": optimizer}
+    with Healer(state=state, logging=Logging(metrics=metrics)) as healer:
         sizes = loop(healer, model, optimizer, data(), fail, most)
-        state = {name: each.clone() for name, each in model.state_dict().items()}
-    return Outcome(state, losses_in(metrics), sizes)
+        end = {name: each.clone() for name, each in model.state_dict().items()}
+    return Outcome(end, losses_in(metrics), sizes)
 
 
 def loop(

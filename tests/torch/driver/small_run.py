@@ -36,7 +36,6 @@ _ROLLS_BACK = EngineConfig(
 
 ROLLS_BACK = Engine(_ROLLS_BACK)
 """A NaN costs a rollback and half of the learning rate; a spike costs its step. Never clips."""
-OBSERVES = Engine(_ROLLS_BACK._replace(mode="observe"))
 CLIPS = Engine(_ROLLS_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
 
 
@@ -98,9 +97,9 @@ class Run:
         return self.backward(i, factor)
 
 
-def roll_back(driver: TorchDriver, saved: Any, *, engine: Engine = ROLLS_BACK) -> None:
+def roll_back(driver: TorchDriver, saved: Any) -> None:
     """The Healer's part of a rollback: state and detectors of then, the current budget and cut."""
-    live = driver.healing()
+    live, engine = driver.healing(), ROLLS_BACK
     driver.replace(saved.state)
     merged = {
         name: engine.to_dict(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from healcore import Checkpoints, Healer, Logging
-from healcore.events.models import validate
 from healcore.policy import load
-from healcore.runtime.dominance import dominance
-from healcore.runtime.postmortem.sentences import sentence
 from tests.healer.run_directory import flip_a_bit
 from tests.healer.run_options import grouped
 from tests.torch.driver.compared_run import (
@@ -25,12 +21,6 @@ from tests.torch.driver.compared_run import (
     multiplier,
     once,
 )
-
-
-@pytest.fixture(autouse=True)
-def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparisons take no time, so their distance does not depend on the load of the machine."""
-    monkeypatch.setattr(dominance, "time", SimpleNamespace(monotonic=lambda: 5.0))
 
 
 @pytest.fixture(scope="module")
@@ -71,21 +61,6 @@ def test_damaged_weights_are_rolled_back(tmp_path, damage, size, gives_loss, und
     assert run.unseen_loss() < 1.3 * undisturbed
 
 
-def test_the_step_of_a_verdict_and_the_step_of_its_rollback(tmp_path, capsys):
-    """The host reads a step one step later, so these are two steps."""
-    run = Run()
-    run.train(tmp_path, at=once(CHANGE, lambda: times(run, 50.0)), steps=450)
-    worse, found = events(tmp_path, "assessment")
-    (back,) = events(tmp_path, "rollback")
-    assert back["by"] == found["by"]
-    assert back["step"] == found["step"] + 1 + 1, "steps done, and index of the judged step"
-    lines = capsys.readouterr().err
-    assert f"step {worse['step']}: the weights of step" in lines
-    assert f"step {found['step']}: the weights of step" in lines
-    assert f"; from step {back['step']} back to the checkpoint of step" in lines
-    assert f"from step {back['step']} back to" in sentence(validate(back)[0])
-
-
 def test_damage_of_one_accumulation_is_rolled_back(tmp_path):
     run = Run(parts=3)
     healer = run.train(tmp_path, at=once(CHANGE, lambda: times(run, -4.0)), gives_loss=True)
@@ -107,17 +82,6 @@ def test_every_backward_pass_of_an_accumulation_is_compared(tmp_path):
         run.train(folder, loss_fn=loss_fn, gives_loss=gives_loss, steps=210)
         assert seen
         assert {3 * (number // 3) + i for number in seen for i in range(3)} == {*seen}
-
-
-def test_corrupt_batches_that_have_damaged_the_model_are_skipped(tmp_path):
-    """Batches with labels at random, at a rate that learns them."""
-    run = Run(lr=0.03)
-    run.shuffled = range(CHANGE, CHANGE + 60)
-    healer = run.train(tmp_path)
-    for back in events(tmp_path, "rollback"):
-        left_out = {index for _, index in back["batches"]}
-        assert left_out <= {*range(CHANGE - 10, CHANGE + 100)}
-    assert healer.rollbacks <= 1
 
 
 class OneBatchDamages(Run):
@@ -162,23 +126,6 @@ def test_damage_that_comes_again_at_the_end_of_an_epoch_is_skipped(tmp_path):
     assert healer.rollbacks == 2
     assert multiplier(healer) == 1.0
     assert run.unseen_loss() < 0.2
-
-
-def test_damage_of_another_cause_than_the_last_one_is_tried_again_first(tmp_path):
-    """A rate that is limited, and within 500 steps damage that has no cause in the run."""
-    run = Run()
-    damage = once(700, lambda: times(run, 50.0))
-
-    def at(healer: Healer) -> None:
-        rate(run, 0.3 if healer.step >= CHANGE else 0.01)
-        damage(healer)
-
-    healer = run.train(tmp_path, at=at, steps=1000)
-    limited, repeated = events(tmp_path, "rollback")
-    assert limited["lr_limit"] == pytest.approx(0.01)
-    assert not repeated["batches"]
-    assert repeated["lr_limit"] == pytest.approx(0.01)
-    assert 0.3 * multiplier(healer) == pytest.approx(0.01)
 
 
 def test_a_rate_that_rises_slowly_is_not_the_only_suspect(tmp_path):
@@ -362,25 +309,6 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
         assert torch.equal(mine, other)
 
 
-def test_rollbacks_that_do_not_help_undo_no_cut_of_the_policy(tmp_path, capsys):
-    """With `ceiling = 0` rollbacks limit no rate: a multiplier is the policy's own cut."""
-    run = Run()
-    damage = always(CHANGE, lambda: times(run, 50.0))
-
-    def at(healer: Healer) -> None:
-        run.scale = float("nan") if healer.step == 50 else 1.0
-        damage(healer)
-
-    rules = [
-        {"to": ["nonfinite"], "do": ["skip", "cut_lr"]},
-        {"to": ["nonfinite"], "when": {"consecutive": 10}, "do": ["rollback"]},
-    ]
-    policy = load("default", lr={"ceiling": 0.0, "hold_steps": 10_000}, respond=rules)
-    healer = run.train(tmp_path, at=at, policy=policy, steps=900)
-    assert "means it" in capsys.readouterr().err
-    assert multiplier(healer) == 0.25
-
-
 # -- what may not happen --------------------------------------------------------------------------
 
 
@@ -488,67 +416,6 @@ def test_a_copy_that_cannot_be_read_does_not_cost_the_newest_checkpoint(tmp_path
     (resumed,) = events(tmp_path / "b", "resume")
     assert f"{resumed['step']:010}" in newest.name
     assert healer.step == STEPS
-
-
-def test_parts_that_come_again_after_an_out_of_memory_are_counted_once(tmp_path):
-    """And each part by its weight: the comparison is of the loss that was trained on."""
-    run, compared = Run(), []
-    state = {"model": run.model, "optimizer": run.optimizer}
-    fits, passed = [48], [0]
-
-    def loss_fn(part: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x, y = part
-        if not torch.is_grad_enabled():
-            compared.append(len(x))
-        elif len(x) > fits[passed[0] > 0]:  # the first part of a batch fits
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
-        else:
-            passed[0] += 1
-        return torch.nn.functional.cross_entropy(run.model(x), y)
-
-    data = [run.batch(number) for number in range(210)]
-    with Healer("default", state=state, loss_fn=loss_fn) as healer:
-        for batch in healer.batches(data):
-            fits[1:], passed[0] = [12 if healer.step == 150 else 48], 0
-            for part in healer.microbatches(batch):
-                with part:
-                    (healer.loss(part.batch) * part.weight).backward()
-            comparison: Any = healer.run.recovery.dominance
-            (parts,) = healer.run.data._contents.values()
-            assert sum(len(each.content[0]) for each in parts) == 64
-            assert sum(each.weight for each in parts) == 1.0
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-    assert comparison.gives_loss
-    assert healer.rollbacks == 0
-    assert {*compared[1:]} <= {64, 32, 8}, "whole steps, in the parts that they were trained in"
-
-
-def test_the_checkpoints_of_all_earlier_weights_are_kept(tmp_path):
-    """Of the lowest mean loss, and of the last two saves: a rollback may go to each of them."""
-    healer = Run().train(tmp_path, steps=700)
-    assert healer.store is not None
-    copies = {each.step for each in healer.run.recovery.dominance.anchors}
-    assert {600, 700} <= copies
-    assert {each.step for each in healer.store.steps()} >= copies
-
-
-def test_better_weights_whose_checkpoints_are_bad_are_no_reason_to_stop(tmp_path):
-    """Somebody has quarantined them."""
-    run = Run()
-    damage = once(CHANGE, lambda: times(run, 50.0))
-
-    def at(healer: Healer) -> None:
-        damage(healer)
-        if healer.step == CHANGE + 40:
-            assert healer.store is not None
-            for saved in healer.store.steps():
-                healer.store.mark(saved.step, "quarantined")
-
-    healer = run.train(tmp_path, at=at, store=tmp_path / "store", steps=450)
-    assert healer.rollbacks == 0
-    assert any("are better, but" in e["problem"] for e in events(tmp_path, "problem"))
-    assert events(tmp_path, "end")[0]["ending"] == "completed"
 
 
 @pytest.mark.parametrize("asks", [False, True])

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from healcore import Healer
 from healcore.events.models import validate
-from healcore.runtime.dominance import dominance
-from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.postmortem.sentences import sentence
-from healcore.torch.enforcer import Enforcer
-from healcore.torch.optimizer_numbers import numbers
 from tests.healer.run_directory import new_process
 from tests.torch.driver.compared_run import CHANGE, Run, events, left_alone
 
 DECAY = "optimizer.param_groups[0].weight_decay"
-
-
-@pytest.fixture(autouse=True)
-def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparisons take no time, so their distance does not depend on the load of the machine."""
-    monkeypatch.setattr(dominance, "time", SimpleNamespace(monotonic=lambda: 5.0))
 
 
 class Decayed(Run):
@@ -81,52 +67,6 @@ def test_an_unusual_weight_decay_is_held_at_the_last_healthy_one(tmp_path, until
     assert run.unseen_loss() <= 1.1 * undamaged(tmp_path / "undamaged", steps)
 
 
-def test_a_schedule_of_the_weight_decay_is_in_force_in_the_end(tmp_path):
-    """Damage at each pass: all that applies is tried, and undone."""
-    run = Decayed(until=0)
-
-    def at(healer: Healer) -> None:
-        run.decay = 0.01 + healer.step / 10_000
-        run.at(healer)
-        if healer.step == CHANGE:
-            with torch.no_grad():
-                run.model[4].weight.mul_(50.0)  # type: ignore[operator]
-
-    run.train(tmp_path, at=at, steps=600)
-    assert events(tmp_path, "rollback")
-    assert run.in_force == {step: 0.01 + step / 10_000 for step in range(600)}
-
-
-def test_a_hold_that_has_not_helped_is_undone(tmp_path):
-    run = Decayed(until=10_000)
-
-    def at(healer: Healer) -> None:
-        run.at(healer)
-        if healer.step == CHANGE:
-            with torch.no_grad():
-                run.model[4].weight.mul_(50.0)  # type: ignore[operator]
-
-    run.train(tmp_path, at=at, steps=600)
-    backs = events(tmp_path, "rollback")
-    tried = ["why" in back for back in backs]
-    assert tried.count(True) == 1
-    assert not tried[-1], "undone"
-    assert {run.in_force[step] for step in range(CHANGE, 600)} == {10.0}
-
-
-def test_a_hold_ends_with_the_unusual_value(tmp_path):
-    """A later value is another one, which has not been tried."""
-    run = Decayed(until=450)
-
-    def at(healer: Healer) -> None:
-        run.decay = 0.01 if healer.step < 500 else 0.05
-        run.at(healer)
-
-    run.train(tmp_path, at=at, steps=600)
-    assert {run.in_force[step] for step in range(500)} == {0.01}
-    assert {run.in_force[step] for step in range(500, 600)} == {0.05}
-
-
 def test_a_hold_survives_a_kill(tmp_path):
     first = Decayed(until=10_000)
 
@@ -143,41 +83,3 @@ def test_a_hold_survives_a_kill(tmp_path):
     assert min(run.in_force) > 0, "resumed"
     assert {*run.in_force.values()} == {0.01}
     assert 10.0 in run.seen
-
-
-def test_the_numbers_of_an_optimizer():
-    """Without rates, tensors and switches. A tuple is replaced as a whole, for one step."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    group = optimizer.param_groups[0]
-    found = numbers("o", optimizer)
-    assert {name.rpartition(".")[2]: value for name, value in found.items()} == {
-        "betas[0]": 0.9,
-        "betas[1]": 0.999,
-        "eps": 1e-8,
-        "weight_decay": 0.01,
-    }
-    enforcer = Enforcer(optimizer, by_kernel=False, scales_lr=True)
-    group["betas"] = betas = (0.5, 0.999)
-    enforcer.hold_numbers("o", {name: HealthyRange.of(value) for name, value in found.items()})
-    assert group["betas"] == (0.9, 0.999)
-    enforcer.restore()
-    assert group["betas"] is betas
-
-
-@given(st.lists(st.floats(-10, 10), min_size=1), st.floats(-30, 30))
-def test_a_healthy_range(values, value):
-    found = None
-    for each in values:
-        found = HealthyRange.of(each, found)
-    assert found is not None
-    assert all(found.contains(each) and found.held(each) == each for each in values)
-    assert found.contains(found.held(value))
-    if not 2 * min(values) - max(values) <= value <= 2 * max(values) - min(values):
-        assert math.isclose(found.held(value), values[-1]) or found.contains(value)
-
-
-def test_an_int_stays_an_int():
-    """`max_iter` of L-BFGS is an argument of `range`."""
-    assert isinstance(HealthyRange.of(20.0).held(5), int)
-    assert HealthyRange.of(0.01).held(10) == 0.01

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from healcore.runtime.dominance import dominance
 from tests.torch.driver.compared_run import Run
-
-
-@pytest.fixture(autouse=True)
-def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparisons take no time, so their distance does not depend on the load of the machine."""
-    monkeypatch.setattr(dominance, "time", SimpleNamespace(monotonic=lambda: 5.0))
 
 
 def torch_draw() -> float:

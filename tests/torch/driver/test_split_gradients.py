@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import IncompleteRun
-from tests.torch.sync_counter import CountSyncs
 
 VOCABULARY, IGNORED = 11, -100
 
@@ -108,18 +106,6 @@ def test_mean_losses(run, loss_fn, options, batch, most):
 
 
 @settings(max_examples=30)
-@given(batch=BATCHES, most=st.integers(1, 33))
-def test_a_sum_needs_no_weight(run, batch, most):
-    healer, model = run
-    entropy(model, batch, "sum").backward()
-    expected = gradients(model)
-    for part in healer.microbatches(batch, most=most):
-        with part:
-            entropy(model, part.batch, "sum").backward()
-    assert relative(gradients(model), expected) < 1e-6
-
-
-@settings(max_examples=30)
 @given(batches=st.lists(BATCHES, min_size=2, max_size=4), most=st.integers(1, 33))
 def test_a_window_of_batches_weighted_by_its_total(run, batches, most):
     """As transformers' num_items_in_batch does; without `total` each batch has the weight 1."""
@@ -153,32 +139,3 @@ def test_a_part_without_a_token_that_counts_is_left_out(run):
         with part:
             parts.append((part.weight, part.first, part.last))
     assert parts == [(1.0, True, True)]
-
-
-def test_a_batch_without_a_token_that_counts_stays_what_it_is(run):
-    """Its loss is NaN without healcore as well, and the policy skips it."""
-    healer, model = run
-    batch = tokens(0, 4, 3, 0.0)
-    batch["labels"][:] = IGNORED
-    losses = []
-    for part in healer.microbatches(batch, most=2, count="labels"):
-        with part:
-            losses.append(float(entropy(model, part.batch).detach()) * part.weight)
-    assert len(losses) == 2
-    assert all(map(math.isnan, losses))
-
-
-def test_one_part_costs_nothing(run):
-    """The batch itself, not sliced; nothing is counted, and no tensor is read."""
-    healer, _ = run
-    batch = tokens(0, 4, 3, 0.0)
-
-    def count(part: Any) -> int:
-        raise AssertionError("nothing is split: nothing has to be counted")
-
-    with CountSyncs() as syncs:
-        for part in healer.microbatches(batch, count=count):
-            with part:
-                assert part.batch is batch
-                assert (part.weight, part.first, part.last) == (1.0, True, True)
-    assert syncs.count == syncs.operations == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,81 +10,8 @@ import torch
 from torch import nn
 
 from healcore import Healer
-from healcore.runtime.dominance import dominance
 from healcore.torch.driver.driver import TorchDriver
-from tests.healer.run_options import grouped
-from tests.torch.driver.compared_run import CHANGE, Run, events
-
-
-@pytest.fixture(autouse=True)
-def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparisons take no time, so their distance does not depend on the load of the machine."""
-    monkeypatch.setattr(dominance, "time", SimpleNamespace(monotonic=lambda: 5.0))
-
-
-class Contrast(nn.Module):
-    """Momentum contrast: a queue of keys from an average of the encoder."""
-
-    queue: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
-        self.momentum = copy.deepcopy(self.encoder)
-        self.register_buffer("queue", torch.randn(128, 8))
-
-    def forward(self, views: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        first, second = views
-        query = nn.functional.normalize(self.encoder(first), dim=1)
-        with torch.no_grad():
-            key = nn.functional.normalize(self.momentum(second), dim=1)
-        same = (query * key).sum(1, keepdim=True)
-        others = query @ nn.functional.normalize(self.queue, dim=1).T
-        logits = torch.cat([same, others], 1) / 0.2
-        return nn.functional.cross_entropy(logits, torch.zeros(len(first), dtype=torch.long))
-
-    @torch.no_grad()
-    def follow(self, second: torch.Tensor) -> None:
-        for old, new in zip(self.momentum.parameters(), self.encoder.parameters(), strict=True):
-            old.lerp_(new, 0.02)
-        self.queue.copy_(torch.cat([self.momentum(second), self.queue])[: len(self.queue)])
-
-
-def views(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    x = torch.randn(32, 8, generator=generator)
-    return tuple(x + 0.3 * torch.randn(32, 8, generator=generator) for _ in range(2))  # type: ignore[return-value]
-
-
-def train_contrast(folder: Path, *, compares: bool, steps: int = 500) -> tuple[Contrast, Healer]:
-    torch.manual_seed(0)
-    model = Contrast()
-    optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1, momentum=0.9)
-    state = {"model": model, "optimizer": optimizer}
-    options = {"loss_fn": model if compares else None, "save_every": 50}
-    with Healer("default", state=state, **grouped(options, events=folder / "e.jsonl")) as healer:
-        for batch in healer.batches([views(number) for number in range(steps)]):
-            loss = model(batch)
-            healer.observe(loss)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model.follow(batch[1])
-    return model, healer
-
-
-def test_a_momentum_encoder_is_compared_as_it_is(tmp_path):
-    """The run ends bit for bit as without comparisons."""
-    plain, _ = train_contrast(tmp_path / "plain", compares=False)
-    model, healer = train_contrast(tmp_path / "compared", compares=True)
-    assert healer.rollbacks == 0
-    assert not events(tmp_path / "compared", "assessment")
-    for name, value in plain.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
-    comparison: Any = healer.run.recovery.dominance
-    trained = {id(p) for p in model.encoder.parameters()}
-    assert comparison._prices, "weights were compared"
-    assert all(each.weights.keys() == trained for each in comparison.anchors)
+from tests.torch.driver.compared_run import CHANGE, Run
 
 
 def test_an_average_stays_current_while_earlier_weights_are_evaluated():

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from healcore import Checkpoints, Healer, Logging
+from healcore import Healer
 from tests.torch.driver.compared_run import (
     CHANGE,
     Run,
-    always,
     events,
     left_alone,
     once,
@@ -69,41 +68,3 @@ def test_steps_that_are_not_finite_for_long_are_skipped_while_the_weights_are_fi
     found = {(e["verdict"], e["by"]) for e in events(tmp_path, "assessment")}
     assert found == {("unknown", "nothing")}
     left_alone(tmp_path, healer)
-
-
-def test_a_finite_edit_of_the_weights_in_the_loop_is_left_alone(tmp_path):
-    run = Run()
-
-    def prune() -> None:
-        weight: Any = run.model[0].weight
-        weight[weight.abs() < weight.abs().flatten().quantile(0.3)] = 0.0
-
-    left_alone(tmp_path, run.train(tmp_path, at=always(CHANGE, prune), asks=False))
-
-
-def test_several_optimizers_that_leave_gradients_in_each_other_can_be_saved(tmp_path):
-    """A GAN's loop: the generator's backward reaches the discriminator."""
-    torch.manual_seed(0)
-    maker, judge = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
-    makes = torch.optim.Adam(maker.parameters(), lr=1e-3)
-    judges = torch.optim.Adam(judge.parameters(), lr=1e-3)
-    state = {"maker": maker, "judge": judge, "makes": makes, "judges": judges}
-    with Healer(
-        "default",
-        state=state,
-        logging=Logging(events=tmp_path / "e.jsonl"),
-        checkpoints=Checkpoints(every=10),
-    ) as healer:
-        for _ in healer.batches(range(35)):
-            fake = maker(torch.randn(8, 2))
-            judges.zero_grad()
-            loss = torch.nn.functional.softplus(judge(fake.detach())).mean()
-            healer.observe(loss, "judges")
-            loss.backward()
-            judges.step()
-            makes.zero_grad()
-            loss = torch.nn.functional.softplus(-judge(fake)).mean()
-            healer.observe(loss, "makes")
-            loss.backward()
-            makes.step()
-    assert [e["step"] for e in events(tmp_path, "save")][:4] == [0, 10, 20, 30]

@@ -132,10 +132,3 @@ class Observing(Unhealed):
 
     name = "observing"
     callbacks = arctic_callbacks(policies.OBSERVES)  # pyright: ignore
-
-
-class Ordering(Unhealed):
-    """Orders a rollback, which the loop cannot carry out."""
-
-    name = "ordering"
-    callbacks = arctic_callbacks(policies.ROLLS_BACK)  # pyright: ignore

@@ -89,17 +89,6 @@ def test_weights_that_are_not_finite_are_not_saved(kinds: Any, tmp_path: Path):
     assert (tmp_path / "latest").read_text() == "epoch_0_global_step_2"
 
 
-def test_an_order_that_is_not_carried_out_has_a_line(
-    kinds: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    trainer = kinds.Ordering(tmp_path, bad=5)
-    with caplog.at_level("WARNING", "healcore"):
-        trainer.train()
-    assert trainer.global_step == 9
-    (line,) = [each.message for each in caplog.records if "orders" in each.message]
-    assert "step 2: the policy orders ROLLBACK" in line
-
-
 def test_the_kill_switch_stops_between_two_steps(kinds: Any, tmp_path: Path):
     trainer = kinds.TinyTrainer(tmp_path)
     original = trainer.loss

@@ -118,12 +118,6 @@ def test_a_nan_on_one_rank_skips_the_step_on_both(kind: str, ranks: Any):
     assert first["skips"] == 1
 
 
-def test_the_norm_is_that_of_all_ranks(ranks: Any):
-    """With ZeRO-1 each rank has half of the gradient; without it the whole."""
-    whole, sharded = (ranks[kind][0]["one_nan"]["norms"][:5] for kind in ("float32", "ZeRO-1"))
-    assert sharded == pytest.approx(whole, rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_spike_on_one_rank_skips_the_step_on_both(kind: str, ranks: Any):
     first, second = (each["loss_spike"] for each in ranks[kind])

@@ -11,7 +11,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints
 from healcore.torch import LightningHealingCallback, heal_trainer
-from tests.healer.run_directory import new_process
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.lightning import fits
 
@@ -100,15 +99,4 @@ def test_each_batch_of_a_fit_is_used_by_one_step(at: int, tmp_path: Path):
     again, running = fit(tmp_path / "broken", accumulate_grad_batches=3)
     assert again.seen == whole.seen[at - at % 7 % 3 :]
     assert (running.global_step, running.current_epoch) == (expected.global_step, 2)
-    assert same_weights(whole, again)
-
-
-@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 5}])
-def test_a_completed_fit_is_continued_as_if_it_had_not_ended(options: Any, tmp_path: Path):
-    whole, expected = fit(tmp_path / "whole", epochs=3, every=None, **options)
-    first, _ = fit(tmp_path / "continued", every=None, **options)
-    new_process()
-    again, running = fit(tmp_path / "continued", epochs=3, every=None, **options)
-    assert [*first.seen, *again.seen] == whole.seen
-    assert (running.global_step, running.current_epoch) == (expected.global_step, 3)
     assert same_weights(whole, again)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints
@@ -17,7 +16,6 @@ from healcore.runtime.healer import Healer
 from healcore.torch import LightningHealingCallback, heal_trainer
 from tests.healer.run_directory import events
 from tests.torch.trainers.huggingface import small_runs
-from tests.torch.trainers.huggingface import tiny_trainers as tiny
 from tests.torch.trainers.lightning import fits
 from tests.torch.trainers.test_accelerate import fresh_accelerate  # noqa: F401 (a fixture)
 
@@ -97,14 +95,6 @@ def test_a_restart_knows_the_skipped_batches(tmp_path: Path):
     assert torch.equal(small_runs.weights(whole), small_runs.weights(continued))
 
 
-def test_trl(tmp_path: Path):
-    trainer = tiny.sft(tmp_path, max_steps=20)
-    trainer.train_dataset = corrupt(trainer.train_dataset, (7,))
-    heal_trainer(trainer, store=tmp_path / "store").train()
-    assert trainer.state.global_step == 20
-    assert [epoch for epoch, _ in skipped(tmp_path / "store")] == [0, 1]
-
-
 # -- Lightning ------------------------------------------------------------------------------------
 
 
@@ -176,22 +166,3 @@ def test_accelerate(stateful: bool, workers: int, tmp_path: Path):
     assert all("row" in each["problem"] for each in events(tmp_path, "fault"))
     with pytest.raises(OSError, match="row 7"):  # outside of the Healer the loader is as before
         list(loader)
-
-
-def test_a_generator_that_has_ended_is_not_answered(tmp_path: Path):
-    """No event says that its batch was skipped."""
-
-    class Stream(IterableDataset):
-        def __iter__(self) -> Iterator[Any]:
-            yield from [{"x": torch.ones(4), "labels": torch.tensor(1.0)}] * 9
-            raise OSError("the shard is cut off")
-
-    trainer = small_runs.trainer(
-        tmp_path, max_steps=20, accelerator_config={"dispatch_batches": False}
-    )
-    trainer.train_dataset = Stream()
-    with pytest.raises(OSError, match="cut off") as raised:
-        heal_trainer(trainer, store=tmp_path / "store").train()
-    assert any("as a generator does" in note for note in raised.value.__notes__)
-    (fault,) = events(tmp_path / "store", "fault")
-    assert fault["answer"] == "save"

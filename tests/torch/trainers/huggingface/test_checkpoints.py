@@ -58,23 +58,3 @@ def test_a_checkpoint_of_an_unhealed_run_with_nan_is_not_resumed_from(tmp_path: 
     again.train(resume_from_checkpoint=get_last_checkpoint(str(tmp_path)))
     assert weights(again).isfinite().all()
     assert again.state.global_step == 40
-
-
-def test_an_older_checkpoint_named_by_the_user_is_taken(tmp_path: Path):
-    trainer(tmp_path, callbacks=[HealingCallback()], **SAVES).train()
-    again = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
-    resumed: list[int] = []
-    begin = lambda state, **_: resumed.append(state.global_step)  # noqa: E731
-    again.add_callback(calling("on_train_begin", begin))
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
-    assert resumed == [20]
-
-
-def test_where_nothing_good_is_left_training_begins_anew(tmp_path: Path):
-    (tmp_path / "checkpoint-10").mkdir(parents=True)
-    run = trainer(tmp_path, callbacks=[HealingCallback()], steps=5)
-    run.train(resume_from_checkpoint=True)
-    assert run.state.global_step == 5
-    shutil.rmtree(tmp_path / "checkpoint-10")
-    with pytest.raises(ValueError, match="No valid checkpoint"):  # HF's own: there is none at all
-        trainer(tmp_path, callbacks=[HealingCallback()], steps=5).train(resume_from_checkpoint=True)

@@ -93,12 +93,6 @@ def run(
     return trainer
 
 
-def test_a_run_on_a_generator_completes_as_without_healing(tmp_path: Path):
-    alone, healed = (run(tmp_path / str(each), once=True, healed=each) for each in (False, True))
-    assert healed.state.global_step == alone.state.global_step == 20
-    assert torch.equal(weights(healed), weights(alone))
-
-
 @pytest.mark.parametrize("once", [False, True])
 def test_after_a_rollback(once: bool, tmp_path: Path):
     """The data continue forward, and lose none."""

@@ -24,7 +24,6 @@ from tests.torch.trainers.huggingface.small_runs import (
     Steps,
     calling,
     counts,
-    logged,
     trainer,
     weights,
 )
@@ -92,54 +91,6 @@ def test_the_lr_multiplier_survives_hfs_restore(tmp_path: Path, restored: bool):
     assert len(live) == 1
     assert counts(live[0], "lr_scale", "skips") == [0.5, 1]
     assert torch.equal(weights(first), weights(again))
-
-
-def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path):
-    """To the bit, with the default policy: baselines and budgets go on."""
-    scaled = {12: math.nan, 33: 50.0}
-    whole = trainer(tmp_path, scaled=scaled, callbacks=[HealingCallback()], **SAVES)
-    whole.train()
-    again = trainer(tmp_path, scaled=scaled, callbacks=[HealingCallback()], **SAVES)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
-    assert torch.equal(weights(whole), weights(again))
-    assert logged(whole, "heal/loss") == logged(again, "heal/loss")
-
-
-def test_a_callback_that_was_restored_once_takes_the_state_of_the_next_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    whole = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
-    whole.train()
-    restored = trainer(
-        tmp_path,
-        callbacks=[HealingCallback()],
-        restore_callback_states_from_checkpoint=True,
-        **SAVES,
-    )
-    restored.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
-    (live,) = [e for e in restored.callback_handler.callbacks if isinstance(e, HealingCallback)]
-    again = trainer(tmp_path, callbacks=[live], **SAVES)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
-    assert "are reset" not in capsys.readouterr().err
-    assert torch.equal(weights(whole), weights(again))
-
-
-def test_a_checkpoint_of_a_run_without_the_callback_is_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    trainer(tmp_path, **SAVES).train()
-    again = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
-    assert again.state.global_step == 40
-    assert "are reset" in capsys.readouterr().err
-
-
-def test_a_state_of_another_policy_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    trainer(tmp_path, callbacks=[HealingCallback("conservative")], **SAVES).train()
-    again = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
-    assert again.state.global_step == 40
-    assert "was not loaded" in capsys.readouterr().err
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 
 from healcore import Checkpoints
 from healcore.runtime.loop.termination import RunStopped
-from healcore.torch import AttachError, HealingCallback, heal_trainer
+from healcore.torch import AttachError, heal_trainer
 from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS
 from tests.healer.run_options import grouped
@@ -273,23 +273,6 @@ def test_killed_and_started_again(kind: str, tmp_path: Path):
     assert torch.equal(again[0], weights)
 
 
-def test_one_trainer_has_one_policy(tmp_path: Path):
-    both = tiny.plain(tmp_path, max_steps=1)
-    healed: Any = heal_trainer(both)
-    with pytest.raises(AttachError, match=r"call its train\(\), or pass its \.trainer"):
-        heal_trainer(healed)
-    both.add_callback(HealingCallback("default"))
-    for action in (lambda: heal_trainer(both), healed.train):
-        with pytest.raises(AttachError, match=r"remove_callback\(HealingCallback\)"):
-            action()
-    both.remove_callback(HealingCallback)
-    other = tiny.plain(tmp_path, max_steps=1)
-    other.add_callback(HealingCallback("default"))
-    other.add_callback(HealingCallback("zclip"))
-    with pytest.raises(AttachError, match="is healed already"):
-        other.train()
-
-
 def test_the_trainer_itself_is_healed(tmp_path: Path):
     """`heal(trainer)` without a use of what it returns; the policy that was given last holds."""
     trainer = tiny.plain(tmp_path, max_steps=3)
@@ -301,13 +284,6 @@ def test_the_trainer_itself_is_healed(tmp_path: Path):
     assert healed.report().policy == "default"
     with pytest.raises(AttachError, match="hyperparameter_search"):
         trainer.train(trial={"learning_rate": 0.1})
-
-
-def test_a_trainer_without_the_methods_is_refused_in_words(tmp_path: Path, monkeypatch: Any):
-    trainer = tiny.plain(tmp_path)
-    monkeypatch.delattr(Trainer, "_prepare_for_training")  # transformers 5.0 to 5.2
-    with pytest.raises(AttachError, match=r"5\.3 or later"):
-        heal_trainer(trainer)
 
 
 def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):

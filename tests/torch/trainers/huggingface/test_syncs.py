@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from transformers import TrainerCallback
 
-from healcore import Checkpoints
-from healcore.torch import HealingCallback, heal_trainer
+from healcore.torch import HealingCallback
 from tests.torch.sync_counter import CountSyncs
-from tests.torch.trainers.huggingface import tiny_trainers as tiny
 from tests.torch.trainers.huggingface.small_runs import trainer
 
 
@@ -38,41 +35,3 @@ def test_no_sync_is_added_to_a_step(
     assert healed[1] - healed[0] == plain[1] - plain[0]
     # And hardly any at the beginning and the end.
     assert healed[0] - plain[0] <= 2
-
-
-class CountSteps(TrainerCallback):
-    """Counts from the end of step 10 to the end of step 30."""
-
-    def __init__(self) -> None:
-        self.counter = CountSyncs()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 10:
-            self.counter.__enter__()
-        if state.global_step == 30:
-            self.counter.__exit__(None, None, None)
-
-
-def test_heal_adds_no_sync_to_a_step(tmp_path: Path):
-    """With fused AdamW, Trainer's default, and the decision made on the device."""
-    counts = []
-    for healed in (False, True):
-        trainer = tiny.plain(tmp_path, optim="adamw_torch_fused", logging_steps=3)
-        steps = CountSteps()
-        trainer.add_callback(steps)
-        if healed:
-            own: Any = heal_trainer(
-                trainer,
-                "fixed-clip",
-                store=None,
-                checkpoints=Checkpoints(every=1000),
-                attach={"engine": "device"},
-            )
-            own.train()
-            (healing,) = own.healer.driver.healings.values()
-            assert healing.report().engine == "device"
-        else:
-            trainer.train()
-        counts.append(steps.counter.count)
-    assert counts[0] > 0, "Trainer's own: its filter of NaN"
-    assert counts[1] == counts[0]

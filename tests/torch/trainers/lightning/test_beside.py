@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -28,15 +27,6 @@ def checkpoints(folder: Any) -> ModelCheckpoint:
     return ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=5, save_top_k=-1, save_last=True
     )
-
-
-def test_model_checkpoint_and_early_stopping_go_on(tmp_path: Any):
-    saves = checkpoints(tmp_path / "lightning")
-    stops = EarlyStopping("val_loss", patience=5)
-    healing = LightningHealingCallback(store=tmp_path / "store")
-    fit(saves, stops, healing, enable_checkpointing=True)
-    names = {each.name for each in (tmp_path / "lightning").glob("step=*.ckpt")}
-    assert names == {f"step={step}.ckpt" for step in (5, 10, 15, 20)}
 
 
 @pytest.mark.parametrize("at", [5, 10, 16])
@@ -63,11 +53,3 @@ def test_two_sources_are_refused(tmp_path: Any):
     again = LightningHealingCallback(store=tmp_path / "store")
     with pytest.raises(AttachError, match="omit ckpt_path to continue"):
         fit(again, ckpt_path=tmp_path / "lightning" / "step=10.ckpt")
-
-
-def test_a_strategy_that_shards_gradients_out_of_sight_is_refused():
-    callback = LightningHealingCallback()
-    running = trainer(callback)
-    running._accelerator_connector.strategy = FSDPStrategy()  # on a CPU no Trainer makes one
-    with pytest.raises(AttachError, match=r"FSDPStrategy.*SingleDeviceStrategy"):
-        callback.setup(running, Regression(), "fit")

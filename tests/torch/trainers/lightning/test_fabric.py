@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from healcore.runtime.data import Cursor
 from healcore.torch import attach
 from tests.torch.trainers.lightning.fits import NAN, data
 
@@ -44,18 +42,6 @@ def test_a_healthy_loop_is_the_same_bits():
     assert all(map(torch.equal, plain[1].parameters(), healed[1].parameters()))
 
 
-def test_clip_gradients_in_the_loop_hides_norms_but_no_nan():
-    """It runs before the policy sees the norm: the limit belongs into the policy instead."""
-    parts = setup()
-    heal = attach(parts[2])
-    for i in range(5):
-        step(parts, heal, i, limit=0.01)
-        if i != 3:
-            assert float(heal.metrics()["heal/grad_norm"]) == pytest.approx(0.01, rel=1e-3)
-    assert int(heal.metrics()["heal/skips"]) == 1
-    assert all(p.isfinite().all() for p in parts[1].parameters())
-
-
 def test_fabric_saves_and_loads_the_handle(tmp_path: Any):
     whole, first, second = setup(), setup(), setup()
     heals = [attach(parts[2]) for parts in (whole, first, second)]
@@ -72,10 +58,3 @@ def test_fabric_saves_and_loads_the_handle(tmp_path: Any):
         step(second, heals[2], i)
     assert heals[2].state_dict() == heals[0].state_dict()
     assert all(map(torch.equal, whole[1].parameters(), model.parameters()))
-
-
-def test_a_loader_of_fabric_says_what_to_use_instead():
-    fabric, _, _ = setup()
-    cursor = Cursor(fabric.setup_dataloaders(torch.utils.data.DataLoader(data(), 8)))
-    assert not cursor.can_rewind
-    assert "fabric.to_device(batch)" in (cursor.why_not or "")

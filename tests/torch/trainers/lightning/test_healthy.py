@@ -51,13 +51,6 @@ class Gan(lightning.LightningModule):
         ]
 
 
-class Leaver(Regression):
-    """Leaves every epoch after five batches."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == 5 else None
-
-
 class Stream(IterableDataset):
     """A data set without a length."""
 
@@ -109,11 +102,8 @@ CASES = {
     "stateful": (Regression, lambda: [stateful()], {}),
     "manual": (Gan, lambda: [stateful()], {}),
     "accumulated": (Regression, lambda: [shuffled()], {"accumulate_grad_batches": 3}),
-    "limited": (Regression, lambda: [stateful()], {"limit_train_batches": 5}),
     "max_steps": (Regression, lambda: [shuffled()], {"max_steps": 13, "max_epochs": -1}),
     "validated": (Regression, lambda: [shuffled(), shuffled()], {"val_check_interval": 3}),
-    "reloaded": (Regression, lambda: [shuffled()], {"reload_dataloaders_every_n_epochs": 1}),
-    "left early": (Leaver, lambda: [stateful()], {}),
     "iterable": (Regression, lambda: [DataLoader(Stream(), 8), shuffled()], {}),
     "read once": (Regression, lambda: [DataLoader(Once(), 8)], {}),
     "no length, limited": (
@@ -152,26 +142,3 @@ def test_the_same_bits(case: str):
     }, "all of Lightning's counters"
     taken = [int(each.live_engine.state.step) for each in callback.healings.values()]
     assert sum(taken) == running.global_step, "every step was judged"
-
-
-def test_the_older_package():
-    """`pytorch_lightning` is the same library under another name."""
-    older = pytest.importorskip("pytorch_lightning")
-
-    class Older(older.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(8, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return (self.net(batch[0]) - batch[1]).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
-
-    plain, _ = fit(Older, lambda: [stateful()], library=older)
-    callback = LightningHealingCallback(clip=None)
-    healed, _ = fit(Older, lambda: [stateful()], callback, library=older)
-    assert all(map(torch.equal, plain.parameters(), healed.parameters()))
-    assert callback.healer is not None
-    assert callback.healer.step == 24

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from healcore.core.verdict import Cause
-from healcore.torch import AttachError, LightningHealingCallback
-from tests.healer.run_options import grouped
+from healcore.torch import LightningHealingCallback
 from tests.torch.sync_counter import CountSyncs
 from tests.torch.trainers.lightning.fits import Regression, data, trainer
 from tests.torch.trainers.lightning.test_healthy import Gan
@@ -64,11 +62,6 @@ def test_one_bad_batch_is_noticed_in_its_step(tmp_path: Path):
     assert not any("heal/loss" in row for row in rows.values())
 
 
-def test_without_the_callback_the_weights_are_lost():
-    module, _ = fit(None, rows=data(bad=3))
-    assert not all(p.isfinite().all() for p in module.parameters())
-
-
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_loss_is_the_one_that_training_step_returned(parts: int):
     """Lightning hands `on_before_backward` the loss divided by the number of parts."""
@@ -80,17 +73,6 @@ def test_the_loss_is_the_one_that_training_step_returned(parts: int):
     losses = [float(module.loss(batch)) for batch in rows]
     windows = [losses[i : i + parts] for i in range(0, len(losses), parts)]
     assert callback.losses == pytest.approx([sum(w) / len(w) for w in windows], rel=1e-6)
-
-
-def test_a_loss_that_a_scaler_has_multiplied():
-    callback = Judged(clip=None)
-    torch.manual_seed(0)
-    module = Regression(rate=0.0)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    fit(callback, module, plugins=[plugin], accumulate_grad_batches=2)
-    losses = [float(module.loss(batch)) for batch in DataLoader(data(), batch_size=8)]
-    means = [sum(losses[i : i + 2]) / 2 for i in range(0, len(losses), 2)]
-    assert callback.losses == pytest.approx(means, rel=2e-3), "of half precision"
 
 
 def test_each_network_of_a_gan_is_judged_by_its_own_loss():
@@ -130,18 +112,6 @@ def test_the_norm_is_seen_before_clipping_and_the_limit_is_kept():
     assert running.gradient_clip_val == 0.1, "put back after the fit"
 
 
-def test_the_limit_is_put_back_after_an_exception():
-    class Raises(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise KeyError("of the user")
-
-    callback = LightningHealingCallback()
-    running = trainer(callback, gradient_clip_val=0.1, max_epochs=1)
-    with pytest.raises(KeyError):
-        running.fit(Raises(), DataLoader(data()))
-    assert running.gradient_clip_val == 0.1
-
-
 @pytest.mark.parametrize("kind", ["fixed", "autoclip", "none"])
 def test_of_two_limits_the_smaller_holds(kind: str):
     clip = {"kind": kind} | ({} if kind == "none" else {"max_norm": 5.0})
@@ -154,39 +124,7 @@ def test_of_two_limits_the_smaller_holds(kind: str):
     assert decision.grad_scale == pytest.approx(0.1 / norm, rel=1e-4)
 
 
-def test_observing_leaves_the_clipping_to_the_trainer():
-    plain, _ = fit(None, gradient_clip_val=0.1)
-    observed, _ = fit(LightningHealingCallback("observe"), gradient_clip_val=0.1)
-    assert all(map(torch.equal, plain.parameters(), observed.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("options", "clip", "words"),
-    [
-        ({"gradient_clip_algorithm": "value"}, None, 'gradient_clip_algorithm="norm"'),
-        ({}, {"kind": "adagc"}, "omit gradient_clip_val"),
-    ],
-)
-def test_what_cannot_be_taken_over_is_refused(options: Any, clip: Any, words: str):
-    with pytest.raises(AttachError, match=words):
-        fit(LightningHealingCallback(clip=clip), gradient_clip_val=0.1, **options)
-
-
 # -- options --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"save_every": 0}, ValueError),
-        ({"no_such_option": 1}, ValueError),
-        ({"policy": "defualt"}, ValueError),
-        ({"clip": {"kind": "nothing"}}, ValueError),
-    ],
-)
-def test_a_wrong_option_is_refused_at_construction(options: Any, error: Any):
-    with pytest.raises(error):
-        LightningHealingCallback(**grouped(options))
 
 
 def test_fast_dev_run_leaves_nothing_behind(tmp_path: Any):
@@ -202,16 +140,6 @@ def test_after_the_fit_nothing_is_left_on_trainer_and_optimizer():
     (optimizer,) = running.optimizers
     assert not optimizer._optimizer_step_pre_hooks
     assert "on_advance_end" not in vars(running.fit_loop.epoch_loop)
-
-
-def test_an_iterator_that_the_module_reads_itself_is_refused():
-    class Reads(Regression):
-        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-            batch, _, _ = next(dataloader_iter)
-            return self.loss(batch)
-
-    with pytest.raises(AttachError, match="dataloader_iter"):
-        fit(LightningHealingCallback(), Reads())
 
 
 # -- the cost -------------------------------------------------------------------------------------

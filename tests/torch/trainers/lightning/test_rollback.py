@@ -51,14 +51,6 @@ def went_back(module: Regression) -> list[tuple[Any, Any]]:
     return [(a, b) for a, b in pairwise(module.seen) if b.step != a.step + 1]
 
 
-def test_without_the_callback_it_is_lost():
-    torch.manual_seed(0)
-    module = Regression(rate=4.0, warmup=150)
-    loader = DataLoader(data(BATCHES), batch_size=8, shuffle=True)
-    trainer(max_epochs=EPOCHS).fit(module, loader)
-    assert not float(module.loss(data(BATCHES).tensors)) < 1.0
-
-
 @every_limit
 def test_rolled_back_in_place(limit: dict[str, int]):
     moves = Displacement()
@@ -117,23 +109,6 @@ def test_trouble_in_the_last_steps_is_read_before_the_fit_ends():
     assert module.seen[-1].index == 9, "Lightning counts it, for validation after an epoch"
     assert running.fit_loop.epoch_progress.current.completed == 1
     assert running.global_step == 9
-
-
-def test_validation_at_the_end_of_an_epoch_whose_last_batch_is_left_out():
-    module = Regression()
-    checks: list[int] = []
-    module.on_validation_epoch_end = lambda: checks.append(module.trainer.global_step)  # type: ignore[method-assign]
-    rules = [{"to": ["nonfinite"], "do": ["skip", "rollback"]}]
-    callback = LightningHealingCallback(
-        checkpoints=Checkpoints(every=2), respond=rules, rollback=BACK
-    )
-    running = trainer(callback, max_epochs=2, num_sanity_val_steps=0)
-    loader = StatefulDataLoader(data(10, bad=9), batch_size=8)
-    running.fit(module, loader, DataLoader(data(1), 8))
-    assert callback.healer is not None
-    assert callback.healer.rollbacks == 2
-    assert running.global_step == 18
-    assert checks[-1] == 18
 
 
 def test_spent_budgets_end_the_run_with_a_diagnosis(tmp_path: Any):
