@@ -5,19 +5,15 @@ from __future__ import annotations
 import select
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime.store import directory
 from tests.healer.training_loops import loop_of, rules, train
 
 
 def main(folder: str, how: str) -> None:
-    """Prints its steps. From step 7 on it waits for a line before each; its disk may hang."""
+    """Prints its steps. From step 7 on it waits for a line before each."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
-    if how == "disk hangs":
-        directory.commit.commit = lambda *args: threading.Event().wait()  # type: ignore
 
     def before(healer: Any, number: int) -> None:
         if number == 7 and not how:
