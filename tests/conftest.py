@@ -73,10 +73,8 @@ def small_heap() -> None:
 
 SLOW = (
     # Several processes; the ranks of `tests/healer/test_ranks.py` are in `make test`.
-    "tests/healer/test_cut_link.py",
     "tests/healer/test_elastic.py",
     "tests/healer/test_ending_ranks.py",
-    "tests/healer/test_failing_rank.py",
     "tests/healer/test_killed.py",
     "tests/jax/test_several_processes.py",
     "tests/jax/test_signals.py::test_inside_shard_map_on_four_devices",

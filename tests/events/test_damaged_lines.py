@@ -20,20 +20,6 @@ def path(tmp_path):
     return tmp_path / "run.events.jsonl"
 
 
-@pytest.mark.parametrize("size", [0, 1])
-def test_nothing(path, size):
-    path.write_bytes(b"\n" * size)
-    assert read(path) == ([], [])
-    assert last(path) is None
-
-
-def test_no_file(path):
-    with pytest.raises(FileNotFoundError):
-        read(path)
-    with pytest.raises(FileNotFoundError):
-        last(path)
-
-
 @pytest.mark.parametrize(
     ("junk", "reason"),
     [
@@ -91,17 +77,6 @@ def test_flipped_bits_cost_at_most_their_lines(path):
         damaged[place] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
         assert len(read(path).events) >= 48, "a line feed that is gone costs two"
-
-
-def test_last_in_a_large_file_and_behind_a_large_line(path):
-    with path.open("wb") as file:
-        for seq in range(3000):
-            file.write(event(seq, why="x" * 100) + b"\n")
-        file.write(event(3000, why="y" * (1 << 20)) + b"\n")
-        file.write(b"z" * (1 << 20))
-    found = last(path)
-    assert found is not None
-    assert found["seq"] == 3000
 
 
 def test_a_newer_schema_is_read_with_a_warning(path):

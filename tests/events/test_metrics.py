@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -85,20 +84,6 @@ def test_the_numbers_are_those_of_the_loop(tmp_path):
     assert [line["grad_norm"] for line in found] == pytest.approx(norms, rel=1e-6)
 
 
-def test_a_missing_signal_is_not_a_zero(tmp_path):
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    path = tmp_path / "m.jsonl"
-    with Healer(
-        rules(), state={"model": model, "optimizer": optimizer}, logging=Logging(metrics=path)
-    ) as healer:
-        for _ in healer.batches(range(4)):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all("loss" not in line and line["grad_norm"] > 0 for line in lines(path))
-
-
 @BOTH
 def test_writing_it_changes_nothing(framework, tmp_path):
     plain = loop_of(framework, Faults(once=[9]), rules())
@@ -130,27 +115,6 @@ def test_a_restart_goes_on_in_the_same_file(tmp_path):
     assert len({line["run"] for line in found}) == 2
     assert [line["step"] for line in found][-1] == 19
     assert sorted({line["step"] for line in found}) == list(range(20))
-
-
-def test_a_disk_that_fails_costs_lines_and_no_training(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    loop = loop_of("torch")
-    facts = train(loop, rules(), range(10), metrics=tmp_path / "file" / "m.jsonl")
-    assert facts["step"] == 10
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_does_not_write_the_parents_lines(tmp_path):
-    path = tmp_path / "m.jsonl"
-    metrics = Metrics(path, run="r")
-    metrics._lines.append('{"step":0}\n')
-    child = os.fork()
-    if child == 0:
-        metrics.close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    metrics.close()
-    assert len(path.read_text().splitlines()) == 1
 
 
 def test_metrics_lie_next_to_the_events_by_default(tmp_path):

@@ -85,11 +85,3 @@ def test_on_a_disk_that_cannot_be_written(tmp_path):
         train(loop, rules(), range(24), store=store, events=path)
     assert [e["step"] for e in read(path).events if e["kind"] == "rollback"], "from memory"
     assert kinds_in(path) >= {"save_failed", "problem", "rollback", "end"}
-
-
-def test_events_that_cannot_be_written_change_nothing(tmp_path):
-    """Fault 40 in a whole run."""
-    (tmp_path / "run.events.jsonl").mkdir()
-    loop = loop_of("torch", Faults(always=[9]))
-    facts = train(loop, rules(), range(16), events=tmp_path / "run.events.jsonl")
-    assert (facts["step"], facts["rollbacks"]) == (15, 1)

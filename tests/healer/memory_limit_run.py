@@ -1,4 +1,4 @@
-"""Trains with and without a limit of the kernel on memory: `memory_limit_run.py torch|jax`.
+"""Trains in JAX with and without a limit of the kernel on memory.
 
 Each layer keeps an array of the part for the backward pass, 16 MB for the whole batch. Each run
 prints a JSON object: samples of the parts of each step, of parts that failed, and the parameters
@@ -8,7 +8,6 @@ after the last step.
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -46,37 +45,6 @@ def limited(enabled: bool) -> AbstractContextManager[None]:
 def batches() -> list[np.ndarray]:
     random = np.random.default_rng(0)
     return [random.standard_normal((SAMPLES, WIDTH), np.float32) for _ in range(STEPS)]
-
-
-def in_torch(*, limit: bool) -> dict[str, Any]:
-    import torch
-
-    scale = torch.nn.Parameter(torch.ones(LAYERS, WIDTH))
-    optimizer = torch.optim.SGD([scale], lr=1.0)
-
-    def loss_fn(x: torch.Tensor) -> torch.Tensor:
-        for layer in scale:
-            x = torch.tanh(x) * layer
-        return x.square().mean()
-
-    loss_fn(torch.ones(1, WIDTH)).backward()  # starts autograd's threads
-    scale.grad = None
-    data, sizes, failed = [torch.from_numpy(each) for each in batches()], [], []
-    done: list[int] = []
-    state = {"scale": [scale], "optimizer": optimizer}
-    with Healer(POLICY, state=state) as healer, limited(limit):
-        for batch in healer.batches(data):
-            for part in healer.microbatches(batch):
-                with part:
-                    loss = loss_fn(part.batch)
-                    (loss * part.weight).backward()
-                if part.first:
-                    done = []
-                (failed if part.failed else done).append(len(part.batch))
-            sizes.append(done)
-            optimizer.step()
-            optimizer.zero_grad()
-    return {"sizes": sizes, "failed": failed, "parameters": scale.detach().tolist()}
 
 
 @cache
@@ -143,12 +111,7 @@ def in_jax(*, limit: bool, donate: bool = False) -> dict[str, Any]:
     return {"sizes": sizes, "failed": failed, "parameters": np.asarray(parameters).tolist()}
 
 
-def main(framework: str) -> None:
-    if framework == "torch":
-        # First with the limit: what an allocator has kept would not count towards it.
-        print(json.dumps(in_torch(limit=True)))
-        print(json.dumps(in_torch(limit=False)))
-        return
+def main() -> None:
     print(json.dumps(in_jax(limit=True)))
     print(json.dumps(in_jax(limit=False)))
     try:
@@ -158,4 +121,4 @@ def main(framework: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -110,16 +109,6 @@ def test_two_optimizers_are_one_run(tmp_path):
     assert alarm["engine"] == "opt_b"
 
 
-def test_a_loop_that_never_steps_is_reported(tmp_path):
-    loop = loop_of("jax", policy=rules())
-    healer = Healer(rules(), state=loop.state, store=tmp_path).__enter__()
-    for number in healer.batches(range(150)):
-        loop.step(None, number)  # the Healer never hears of it
-    with pytest.raises(IncompleteRun, match=r"healer\.update"):
-        healer.__exit__(None, None, None)
-    assert any("healer.update" in event["problem"] for event in events(tmp_path, "problem"))
-
-
 def test_used_where_it_cannot_be():
     loop = loop_of("torch")
     healer = Healer(rules(), state=loop.state)
@@ -149,46 +138,6 @@ def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_pa
     (start,) = events(tmp_path, "start")
     assert policies.loads(start["policy_toml"]) == policy
     assert start["fingerprint"] == policies.fingerprint(policy) != policies.fingerprint(SKIPS)
-
-
-def test_hooks_cannot_send_a_run_back_for_ever():
-    loop = loop_of("torch", Faults(always=range(10, 2000, 5)))
-
-    class Endless:
-        def __iter__(self):
-            yield from range(3000)
-
-    with pytest.raises(RunStopped, match="3 rollbacks have been made"):
-        train(loop, SKIPS, Endless(), on_incident=lambda incident: Action.ROLLBACK)
-    assert len(loop.faults.order) < 300
-
-
-def test_the_window_begins_with_the_trouble_that_was_ordered_for(tmp_path):
-    """An older incident that is still open does not drag innocent batches into the window."""
-    policy = policies.loads(
-        policies.dumps(rules())
-        .replace('to = ["nonfinite"]', 'to = ["nonfinite_loss"]')
-        .replace("quiet_steps = 2", "quiet_steps = 15")
-        + '\n[[respond]]\nto = ["grad_spike"]\ndo = ["skip", "alert"]\n[detect.grad_spike]\n'
-    )
-    loop = loop_of("torch", Faults(always=[60]))
-    batch = loop.faults.batch
-
-    def spiky(number):
-        inputs, targets = batch(number)
-        return inputs, targets * np.float32(1e4 if number == 50 else 1)
-
-    loop.faults.batch = spiky
-    train(loop, policy, range(80), store=tmp_path)
-    (rollback,) = events(tmp_path, "rollback")
-    assert rollback["onset"] == 50
-    assert rollback["batches"] == [[0, 60]]
-
-
-def test_a_hook_may_order_a_save(tmp_path):
-    loop = loop_of("torch", Faults(always=[23]))
-    train(loop, rules(), range(40), store=tmp_path, on_incident=lambda incident: Action.SAVE)
-    assert [e["step"] for e in events(tmp_path, "save") if e["why"] == "ordered"] == [25]
 
 
 @BOTH
@@ -232,30 +181,6 @@ def test_hooks_receive_saves_and_rollbacks_and_the_report_is_a_plain_dict(framew
     assert found["history"][0]["onset"] == 23
     assert list(found["optimizers"]) == (["optimizer"] if framework == "torch" else [])
     assert "completed at step 39" in str(report)
-
-
-def test_the_report_of_a_stopped_run_has_its_diagnosis(tmp_path):
-    healers = []
-
-    def stop(healer, number):
-        healers.append(healer)
-        if number == 5:
-            healer.stop("enough")
-
-    with pytest.raises(RunStopped):
-        train(loop_of("torch"), rules(), range(10), store=tmp_path, before=stop)
-    report = healers[-1].report()
-    assert report.ending == "stopped"
-    assert not report.converged
-    assert "enough" in report.diagnosis
-    assert report.postmortem is not None
-
-
-@pytest.mark.parametrize("option", ["on_incident", "on_saved", "on_rollback"])
-def test_a_hook_has_to_be_a_function(option):
-    options: dict[str, Any] = {option: ["print"]}
-    with pytest.raises(TypeError, match=f"{option} takes functions"):
-        Healer(state=loop_of("torch").state, **grouped(options))
 
 
 ROWS = policies.loads(

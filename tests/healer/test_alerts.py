@@ -102,12 +102,3 @@ def test_a_lasting_alert_is_an_incident_in_report_and_watch(cause: str, tmp_path
     lines = [sentence(history.add(each)) for each in found.events]
     assert sum(f"incident 1: {cause.lower()}" in line.lower() for line in lines) == 1
     assert events(tmp_path, "end")[0]["incidents"] == 1
-
-
-def test_a_nonfinite_step_within_a_plateau_is_an_incident_of_its_own(tmp_path: Path):
-    losses = [3.0] * 20 + [float("nan")] + [3.0] * 19
-    run(tmp_path, losses, evaluates=False)
-    causes = [each["cause"] for each in events(tmp_path, "incident")]
-    assert causes[0] == ["PLATEAU"]
-    assert "NONFINITE_LOSS" in causes[1][0]
-    assert len(causes) == 2

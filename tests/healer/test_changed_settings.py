@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,21 +79,6 @@ def test_the_same_program_again_gives_no_line(tmp_path: Path, scheduled: bool):
     assert warned(tmp_path) == []
 
 
-def test_the_first_line_has_the_rate_of_the_schedule_at_its_step(tmp_path: Path, capsys: Any):
-    def warm_up(optimizer: Any, steps: int) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / (2 * steps))
-
-    for stop_at in (4, None):
-        with suppress(KeyboardInterrupt):
-            fit(tmp_path, stop_at=stop_at, schedule=warm_up, save_every=2)
-    first, resumed = re.findall(
-        r"step (\d+): policy .*learning rate ([^;]+);", capsys.readouterr().err
-    )
-    assert first == ("0", "0.001")
-    assert int(resumed[0]) > 0
-    assert float(resumed[1]) == pytest.approx(0.001 * (int(resumed[0]) + 1))
-
-
 def test_a_completed_run_that_is_given_another_learning_rate_is_not_returned(tmp_path: Path):
     fit(tmp_path)
     with pytest.raises(AlreadyCompleted, match="nothing to do"):
@@ -104,27 +87,6 @@ def test_a_completed_run_that_is_given_another_learning_rate_is_not_returned(tmp
         fit(tmp_path, lr=0.5)
     with pytest.raises(AlreadyCompleted, match="nothing to do"):
         fit(tmp_path)  # the refusal has changed nothing
-
-
-@pytest.mark.parametrize(
-    ("given", "change"),
-    [
-        ({"kind": torch.optim.RMSprop, "lr": 0.5}, "optimizer: 'AdamW' -> 'RMSprop', "),
-        (
-            {"schedule": torch.optim.lr_scheduler.CosineAnnealingLR},
-            "scheduler: 'StepLR' -> 'CosineAnnealingLR'",
-        ),
-    ],
-)
-def test_a_completed_run_that_is_given_another_class_is_not_returned(
-    tmp_path: Path, given: dict[str, Any], change: str
-):
-    """The class comes before the hyperparameters; those that both classes have may be the same."""
-    fit(tmp_path)
-    with pytest.raises(StoreNotEmpty, match=rf"\(saved -> given\): {change}.*Nothing was trained"):
-        fit(tmp_path, **given)
-    with pytest.raises(AlreadyCompleted, match="nothing to do"):
-        fit(tmp_path)
 
 
 def test_a_changed_batch_size_and_policy_are_named(tmp_path: Path):

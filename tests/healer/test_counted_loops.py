@@ -6,7 +6,6 @@ import pytest
 
 from healcore import Checkpoints, Healer
 from healcore.errors import IncompleteRun
-from healcore.runtime.data.position import DataError
 from tests.healer.crashes import Crash, end_without_log
 from tests.healer.training_loops import loop_of, rules
 
@@ -76,64 +75,6 @@ def test_steps_continue_after_a_kill_and_end_at_the_total(framework, tmp_path):
     assert numbers == [*range(16, 30)]
 
 
-@BOTH
-def test_more_steps_than_iterations_without_a_step(framework):
-    loop = loop_of(framework, policy=rules())
-    with Healer(rules(), state=loop.state) as healer:
-        for number in healer.steps(1100):
-            loop.step(healer, number)
-    assert healer.step == 1100
-
-
-def test_steps_that_are_never_taken_end_the_run():
-    loop = loop_of("torch", policy=rules())
-    with (
-        pytest.raises(IncompleteRun, match="1000 iterations"),
-        Healer(rules(), state=loop.state) as healer,
-    ):
-        for _ in healer.steps(10):
-            pass
-
-
-@BOTH
-def test_a_resume_names_what_the_healer_does_not_restore(framework, tmp_path, caplog):
-    """Only for loops that read their own batches."""
-    own = "replay buffers and environments begin anew"
-
-    def steps(healer, step):
-        for number in healer.steps(30):
-            step(healer, number)
-
-    def after_step(healer, step):
-        for number in range(healer.step, 30):
-            step(healer, number)
-            healer.after_step()
-
-    def batches(healer, step):
-        for number in healer.batches(range(30)):
-            step(healer, number)
-
-    for program in (steps, after_step, batches):
-        store = tmp_path / program.__name__
-        with caplog.at_level("INFO", "healcore"):
-            start(framework, store, program, 17)
-            assert own not in caplog.text
-            start(framework, store, program)
-        assert caplog.text.count(own) == (program is not batches)
-        caplog.clear()
-
-
-def test_the_length_of_a_loader_without_a_length(tmp_path):
-    def program(healer, step):
-        batches = healer.batches(number for number in range(LENGTH))
-        with pytest.raises(TypeError, match="generator has no len, so batches"):
-            len(batches)
-        for batch in batches:
-            step(healer, batch)
-
-    start("torch", tmp_path, program)
-
-
 @pytest.mark.parametrize(("passes", "completed"), [(2, True), (1, False)])
 def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_path):
     """The next start trains nothing, and is complete if it repeats all passes from epoch 0 on."""
@@ -154,28 +95,3 @@ def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_p
     else:
         with pytest.raises(IncompleteRun):
             start("torch", tmp_path, program)
-
-
-def test_an_epoch_that_cannot_be_the_next_one_is_refused(tmp_path):
-    def program(healer, step):
-        for epoch in (0, 2):
-            for batch in healer.batches(loader, epoch=epoch):
-                step(healer, batch)
-
-    loader = list(range(LENGTH))
-    with pytest.raises(DataError, match="epoch 2 cannot be the next epoch"):
-        start("torch", tmp_path, program)
-
-
-@pytest.mark.parametrize("first", [1, 2])
-def test_a_loop_that_begins_at_its_own_epoch_is_not_completed_without_a_step(first, tmp_path):
-    loader = list(range(LENGTH))
-
-    def program(healer, step, begin=0):
-        for _ in range(begin, first + 1):
-            for batch in healer.batches(loader):
-                step(healer, batch)
-
-    start("torch", tmp_path, program, LENGTH * first + 5)
-    with pytest.raises(IncompleteRun, match=r"healer\.epochs"):
-        start("torch", tmp_path, lambda *given: program(*given, begin=first))

@@ -18,8 +18,6 @@ from healcore.runtime.recovery.journal import Journal
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.store.tiered import TieredStore
 from tests.healer.crashes import Crash, end_without_log
-from tests.healer.killed_runs import at_step, killed
-from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 POINTS = [
@@ -116,14 +114,3 @@ def test_the_budget_spent_by_a_rollback_survives_a_crash_right_after_it(tmp_path
     train(after, rules(), range(40), store=tmp_path, before=look)
     assert seen == {"lr": 0.5, "left": 2}
     assert 23 not in after.faults.order, "the bad batch was to be left out"
-
-
-def test_the_run_that_was_killed_gets_its_postmortem(tmp_path):
-    killed(at_step, tmp_path, 25)
-    assert postmortems(tmp_path) == []
-    train(loop_of("torch"), rules(), range(40), store=tmp_path)
-    first, completed = postmortems(tmp_path)
-    assert first["ending"] == "killed"
-    assert first["step"] >= 20
-    assert completed["ending"] == "completed"
-    assert [event["seq"] for event in events(tmp_path)] == list(range(len(events(tmp_path))))

@@ -57,22 +57,15 @@ def copy_of(killed: Path, folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
-@pytest.mark.parametrize("resume", ["auto", True, False])
 @pytest.mark.parametrize("damage", WAYS)
-def test_every_checkpoint_damaged_is_refused(damage, resume, killed, tmp_path):
+def test_every_checkpoint_damaged_is_refused(damage, killed, tmp_path):
     for each in copy_of(killed, tmp_path):
         damage(each)
     loop = loop_of("torch")
     before = sorted(path.name for path in tmp_path.glob("step-*"))
-    # A store that still lists checkpoints is refused by resume=False as ever.
-    match = "earlier run" if damage is flip_data and resume is False else r"step 20.*damaged"
-    with pytest.raises(Exception, match=match) as raised:
-        train(loop, rules(), range(40), store=tmp_path, resume=resume)
-    if not (damage is flip_data and resume is False):
-        assert isinstance(raised.value, NoGoodCheckpoint)
-        assert str(tmp_path) in str(raised.value)
-        assert "empty directory" in str(raised.value)
-        assert "end" in [event["kind"] for event in events(tmp_path)]
+    with pytest.raises(NoGoodCheckpoint, match="damaged"):
+        train(loop, rules(), range(40), store=tmp_path)
+    assert "end" in [event["kind"] for event in events(tmp_path)]
     assert loop.faults.order == []
     assert sorted(path.name for path in tmp_path.glob("step-*")) == before, "nothing is deleted"
 

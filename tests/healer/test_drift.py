@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from healcore import policy as policies
-from healcore.runtime.store import Keep
-from healcore.torch.store import DCPStore
 from tests.healer.killed_runs import is_poisoned, poison
 from tests.healer.run_directory import events
 from tests.healer.training_loops import RULES, loop_of, train
@@ -43,11 +41,3 @@ def test_it_is_left_behind(framework, tmp_path):
     assert len(events(tmp_path, "good")) > 8, "and the newest three had left it behind long since"
     assert not is_poisoned(loop)
     assert facts["step"] > SEEN
-
-
-def test_with_keep_given_as_before_only_the_newest_stay(tmp_path):
-    keep = Keep(good=2, candidates=4)
-    train(loop_of("torch"), deep(), range(40), store=tmp_path, save_every=2, keep=keep)
-    good = [saved.step for saved in DCPStore(tmp_path).steps() if saved.status == "good"]
-    assert len(good) <= 2
-    assert min(good) >= 24

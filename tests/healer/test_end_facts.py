@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from healcore import HealcoreError, Healer
-from tests.healer.run_directory import events, postmortems
+from healcore import Healer
+from tests.healer.run_directory import postmortems
 
 
 def run(folder: Path, *, stop_at: int | None = None, limit: int = 99) -> None:
@@ -51,11 +49,3 @@ def test_batches_that_were_split_are_an_intervention(tmp_path: Path, capsys: Any
     end = capsys.readouterr().err.splitlines()[-1]
     assert "split the batch 1 time when memory ran out" in end
     assert "no intervention" not in end
-
-
-def test_a_loop_that_ends_by_its_own_limit_has_not_used_the_data_up(tmp_path: Path):
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, stop_at=6)
-    with suppress(HealcoreError):
-        run(tmp_path, limit=3)
-    assert not any("exhausted" in each["problem"] for each in events(tmp_path, "problem"))

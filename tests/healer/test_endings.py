@@ -38,20 +38,6 @@ def test_completed(framework, tmp_path):
     assert events(tmp_path, "save")[-1]["step"] == 12, "the last state is saved"
 
 
-def test_metrics_are_of_steps_that_were_not_undone_also_after_the_block():
-    seen = []
-
-    def look(healer, number):
-        seen.append((healer, healer.rollbacks, healer.metrics()))
-
-    train(loop_of("torch", Faults(always=[8])), rules(), range(14), before=look)
-    after_rollback = next(metrics for _, rollbacks, metrics in seen if rollbacks)
-    assert after_rollback == {}
-    last = seen[-1][0].metrics()
-    assert (last["heal/rollbacks"], last["heal/lr_cuts"]) == (1, 1)
-    assert 0 < last["heal/loss"] < 10
-
-
 @BOTH
 def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
     bad = range(20, 40)
@@ -232,36 +218,6 @@ def test_a_loop_that_ends_within_an_accumulation_is_saved(loop, steps, tmp_path)
     assert events(tmp_path, "save")[-1]["step"] == steps
     (problem,) = [each["problem"] for each in events(tmp_path, "problem")]
     assert "the run ends within an accumulation window" in problem
-
-
-def test_the_programs_own_handler_is_called_too(tmp_path):
-    called = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
-    try:
-        with pytest.raises(Terminated):
-            train(
-                loop_of("torch"),
-                rules(),
-                range(12),
-                before=lambda healer, number: os.kill(os.getpid(), signal.SIGTERM),
-            )
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert called == [signal.SIGTERM]
-
-
-def test_a_forked_child_does_not_end_its_parents_run(tmp_path):
-    loop = loop_of("torch")
-    with Healer(rules(), state=loop.state, store=tmp_path) as healer:
-        child = os.fork()
-        if not child:
-            healer.__exit__(None, None, None)
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert events(tmp_path, "end") == []
-        for number in healer.batches(range(3)):
-            loop.step(healer, number)
-    assert len(postmortems(tmp_path)) == 1
 
 
 @BOTH

@@ -319,19 +319,3 @@ def test_a_recipe_is_what_the_default_policy_does(cause):
     assert set(row.recipe) == done
     if row.recipe:
         assert Respond(to=(NAMES[cause],), do=row.recipe).do == row.recipe
-
-
-def test_orders_declined_again_and_again_have_few_lines(tmp_path, capsys):
-    high = [Step(8.0 + 0.5 * (n % 3), 3.0) for n in range(400)]
-    rule = {"to": ["loss_spike"], "do": ["rollback"], "when": {"sustained": True}}
-    Run(tmp_path, respond=[rule], incident={"patience": 1})([*healthy(80), *high])
-    declined = [e for e in events(tmp_path) if e["kind"] == "assessment"]
-    *printed, end = capsys.readouterr().err.splitlines()
-    assert f"declined {len(declined)} orders" in end
-    lines = [e for e in printed if "therefore no rollback" in e]
-    assert len(declined) > 16
-    assert all("cannot tell without loss_fn whether the model is worse" in line for line in lines)
-    first, tenth, *_ = lines
-    assert len(lines) <= 3
-    assert first.endswith("therefore no rollback")
-    assert tenth.endswith("therefore no rollback (10 times so far)")

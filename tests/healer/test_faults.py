@@ -108,12 +108,6 @@ def test_an_unreadable_batch_is_left_out_and_logged(framework, tmp_path):
     assert "batch 5 of epoch 0 cannot be read: ValueError" in faults[0]["problem"]
 
 
-def test_the_last_batch_of_an_epoch(tmp_path):
-    loop = loop_of("torch")
-    train(loop, with_answers(), loader(10, [9]), store=tmp_path, epochs=2)
-    assert loop.faults.order == [*range(9), *range(9)]
-
-
 @pytest.mark.parametrize(
     ("bad", "limits", "last"),
     [
@@ -134,14 +128,6 @@ def test_beyond_the_limits_the_error_ends_the_run(bad, limits, last, tmp_path):
     assert "ValueError" in found["exception"]
 
 
-@pytest.mark.parametrize("policy", [rules(), with_answers(mode="observe")])
-def test_without_a_rule_and_where_the_policy_observes_the_error_goes_on(policy, tmp_path):
-    with pytest.raises(ValueError, match="sample 5"):
-        train(loop_of("torch"), policy, loader(20, [5]), store=tmp_path)
-    (fault,) = events(tmp_path, "fault")
-    assert "answer" not in fault
-
-
 def test_a_generator_that_has_died_does_not_pass_for_the_end_of_the_data(tmp_path):
     def numbers():
         yield from range(5)
@@ -150,18 +136,6 @@ def test_a_generator_that_has_died_does_not_pass_for_the_end_of_the_data(tmp_pat
     with pytest.raises(ValueError, match="no image"):
         train(loop_of("torch"), with_answers(), numbers(), store=tmp_path)
     assert [each["ending"] for each in postmortems(tmp_path)] == ["exception"]
-
-
-@pytest.mark.parametrize("error", [MemoryError(), ConnectionResetError("x")])
-def test_what_is_no_fault_of_the_data_goes_on(error, tmp_path):
-    class Failing(Corrupt):
-        def __getitem__(self, index: int) -> int:
-            if index == 5:
-                raise error
-            return super().__getitem__(index)
-
-    with pytest.raises(type(error)):
-        train(loop_of("torch"), with_answers(), Failing(20, []), store=tmp_path)
 
 
 @pytest.mark.parametrize("data", [Corrupt, loader])
@@ -301,19 +275,6 @@ def test_a_state_that_a_failed_step_has_donated_cannot_be_saved(tmp_path):
     assert after.faults.order == [5, 6, 7, 8, 9, 10, 11]
 
 
-def test_the_postmortem_says_what_the_exception_means(tmp_path):
-    def fail(healer, number):
-        if number == 7:
-            torch.empty(1 << 50)
-
-    with pytest.raises(RuntimeError):
-        train(loop_of("torch"), with_answers(), range(12), store=tmp_path, before=fail)
-    (found,) = postmortems(tmp_path)
-    assert "Memory ran out" in found["diagnosis"]
-    (fault,) = events(tmp_path, "fault")
-    assert (fault["cause"], fault["sign"]) == (["OOM"], "ENOMEM")
-
-
 # -- network --------------------------------------------------------------------------------------
 
 
@@ -346,20 +307,6 @@ def test_the_call_is_repeated_and_not_the_run(framework, tmp_path):
     assert all(0 < each["wait_s"] <= 0.02 for each in faults)
     (done,) = events(tmp_path, "retried")
     assert (done["step"], done["attempt"]) == (7, 3)
-
-
-def test_a_call_that_fails_for_good_ends_the_run_with_its_diagnosis(tmp_path):
-    policy = with_answers(retry=QUICK)
-    with serving(403) as server:
-
-        def upload(healer, number):
-            healer.retrying(get)(server.url)
-
-        with pytest.raises(requests.HTTPError):
-            train(loop_of("torch"), policy, range(12), store=tmp_path, before=upload)
-    assert server.requests == 1
-    (found,) = postmortems(tmp_path)
-    assert "the credentials" in found["diagnosis"]
 
 
 def test_a_signal_ends_a_wait_and_saves_the_step_that_was_done(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from healcore import Checkpoints, RunStopped
 from healcore.errors import IncompleteRun
@@ -36,31 +35,6 @@ def test_a_run_without_a_step_is_an_error_and_the_next_start_trains(framework, t
     assert train(loop, rules(), range(12), store=tmp_path)["step"] == 12
     assert loop.faults.order == list(range(12))
     assert ended(tmp_path)[-1] == "completed"
-
-
-def test_an_empty_block_is_no_completed_run(tmp_path):
-    with (
-        pytest.raises(IncompleteRun, match="0 batches read"),
-        Healer(rules(), state=loop_of("torch").state, store=tmp_path),
-    ):
-        pass
-
-
-@BOTH
-def test_a_resumed_run_without_a_step_is_an_error_too(framework, tmp_path):
-    def fail(healer: Any, number: int) -> None:
-        if number == 7:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train(loop_of(framework, policy=rules()), rules(), range(12), store=tmp_path, before=fail)
-    loop = loop_of(framework, policy=rules())
-    with (
-        pytest.raises(IncompleteRun),
-        Healer(rules(), state=loop.state, store=tmp_path) as healer,
-    ):
-        list(healer.batches(range(12)))
-    assert train(loop, rules(), range(12), store=tmp_path)["step"] == 12
 
 
 @pytest.mark.parametrize("framework", ["torch", "nnx"])
@@ -114,43 +88,3 @@ def test_a_break_before_the_end_of_the_data_is_resumed(framework, tmp_path, capl
     run(11)  # at the last batch: that is no early end
     assert loop.faults.order == [8, 9, 10, 11]
     assert ended(tmp_path) == ["requested", "completed"]
-
-
-def test_a_break_is_the_end_of_a_loop_without_end(tmp_path):
-    loop = loop_of("torch")
-    for data, options in ((iter(range(40)), {}), (range(12), {"epochs": None})):
-        with Healer(rules(), state=loop.state, store=tmp_path / str(len(options))) as healer:
-            for number in healer.batches(data, **options):
-                loop.step(healer, number)
-                if healer.step == 6:
-                    break
-    assert ended(tmp_path / "0") == ended(tmp_path / "1") == ["completed"]
-
-
-def test_a_limit_at_the_top_of_the_loop_may_be_reached_already(tmp_path):
-    """Started again, such a loop reads one batch and takes no step."""
-    for _ in range(2):
-        loop = loop_of("torch")
-        with Healer(rules(), state=loop.state, store=tmp_path) as healer:
-            for number in healer.batches(range(12), epochs=3):
-                if healer.step >= 20:
-                    break
-                loop.step(healer, number)
-    assert ended(tmp_path) == ["requested", "requested"]
-
-
-def test_a_step_that_one_of_two_optimizers_takes_is_trained(tmp_path):
-    """Only what no optimizer has trained on counts as skipped."""
-    nets = {name: torch.nn.Linear(2, 1) for name in ("g", "d")}
-    optimizers = {name: torch.optim.SGD(net.parameters(), 0.01) for name, net in nets.items()}
-    state = {**nets, **{f"opt_{name}": each for name, each in optimizers.items()}}
-    with Healer(SKIPS, state=state, store=tmp_path) as healer:
-        for rows in healer.batches([torch.ones(4, 2)] * 12):
-            for name, net in nets.items():
-                loss = net(rows).square().mean() * (torch.nan if name == "d" else 1.0)
-                healer.observe(loss, f"opt_{name}")
-                loss.backward()
-                optimizers[name].step()
-                optimizers[name].zero_grad()
-    assert healer.report().counts["skips"] == 12
-    assert ended(tmp_path) == ["completed"]

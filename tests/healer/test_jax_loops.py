@@ -16,7 +16,6 @@ from flax import nnx
 
 from healcore.jax import HealStateError, protect
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import RunStopped
 from tests.healer.run_directory import events
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import SKIPS, rules
@@ -29,14 +28,6 @@ EVERY = 4
 def accumulated(inner: Any, policy: Any) -> Any:
     """`protect` inside: an update is judged, not each micro-batch."""
     steps = optax.MultiSteps(protect(inner, policy), every_k_schedule=EVERY)
-    return optax.GradientTransformationExtraArgs(steps.init, steps.update)
-
-
-def finite_only(inner: Any, policy: Any) -> Any:
-    """The same with optax's own gate before the accumulator."""
-    steps = optax.MultiSteps(
-        protect(inner, policy), EVERY, should_skip_update_fn=optax.skip_not_finite
-    )
     return optax.GradientTransformationExtraArgs(steps.init, steps.update)
 
 
@@ -102,23 +93,6 @@ def test_a_nan_that_stays_in_the_accumulator_is_left_out_with_its_whole_accumula
     assert rollback["onset"] == 11
     assert rollback["batches"] == [[0, number] for number in range(8, 48)]
     assert {each["incident"] for each in events(tmp_path, "alarm")} == {1}
-
-
-def test_a_gate_before_the_accumulator_saves_the_rollback(tmp_path):
-    run = plain(policy=RULES, wrap=finite_only)
-    healer = train(run, RULES, range(41), lambda number: number == 29, store=tmp_path)
-    assert events(tmp_path, "alarm") == []
-    assert healer.step == 41
-    (engine,) = healer.driver.healing().values()
-    assert engine["state"]["step"] == 10
-
-
-def test_a_lasting_fault_spends_the_budget(tmp_path):
-    run = plain(policy=RULES, wrap=accumulated)
-    with pytest.raises(RunStopped, match="budget"):
-        train(run, RULES, range(200), lambda number: number > 28, store=tmp_path, save_every=5)
-    assert len(events(tmp_path, "rollback")) == 3  # RULES' recoveries
-    assert [each["action"] for each in events(tmp_path, "order")][-1] == ["STOP", "CUT_LR"]
 
 
 def test_a_loop_that_ignores_the_restored_state_is_reported(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from healcore import Checkpoints, adapter_registry
+from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
@@ -50,48 +50,3 @@ def test_a_loop_that_breaks_off_starts_the_next_epoch_from_its_beginning(tmp_pat
         healer.after_step()
         assert healer.step == 15
     assert loop.faults.order == [0, 1, 2, 3, 4] * 3
-
-
-def test_a_new_loader_for_every_epoch(tmp_path):
-    def run(stop_at):
-        loop = loop_of("torch")
-        with Healer(
-            rules(), state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
-        ) as healer:
-            for epoch in range(20):
-                for number in healer.batches([epoch, epoch + 100]):
-                    loop.step(healer, number)
-                    if healer.step == stop_at:
-                        raise RuntimeError("power")
-            assert len(healer.store.steps()) < 20
-            positions = healer.run.data.loaders.position()
-            assert len(positions) == 8 + len({"count", "epoch"}), "of the last eight loaders"
-        return loop.faults.order
-
-    with pytest.raises(RuntimeError, match="power"):
-        run(26)
-    after = run(None)
-    assert after == [n for epoch in range(12, 20) for n in (epoch, epoch + 100)][1:]
-
-
-class TwoAlike:
-    """Two ranks that have the same at every exchange."""
-
-    rank, world = 0, 2
-
-    def gather(self, item):
-        return [item, item]
-
-
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_several_ranks_try_the_loss_fn_at_the_first_step(framework, monkeypatch):
-    loop, calls = loop_of(framework, policy=rules()), []
-
-    def loss_fn(*arguments):
-        calls.append(arguments)
-        return 1.0
-
-    driver = adapter_registry.find(framework, "driver")
-    monkeypatch.setattr(driver, "ranks", lambda self: TwoAlike())
-    train(loop, rules(), range(3), loss_fn=loss_fn)
-    assert 1 <= len(calls) <= 2, "once, and once with the weights before the first step"

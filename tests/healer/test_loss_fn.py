@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from torch import nn
 from healcore import Healer
 from healcore.errors import SignalError
 from healcore.jax import protect
-from tests.healer.run_directory import new_process
 from tests.healer.run_options import grouped
 
 DATA = [[float(i), 1.0] for i in range(5)]
@@ -67,24 +65,6 @@ def test_in_torch_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):
         torch_run(loss_fn)
 
 
-def test_a_loss_fn_without_enough_memory_is_no_error():
-    calls = count()
-
-    def loss_fn(model: Any, batch: Any) -> Any:
-        next(calls)
-        raise torch.OutOfMemoryError
-
-    torch_run(loss_fn)
-    assert next(calls) == 1
-
-
-def test_a_run_that_had_completed_tries_nothing(tmp_path):
-    torch_run(None, store=tmp_path)
-    new_process()
-    with pytest.raises(SystemExit):
-        torch_run(lambda: 0.0, store=tmp_path)
-
-
 def jax_run(loss_fn: Any) -> None:
     tx = protect(optax.sgd(0.1))
     params = {"w": jnp.ones(2)}
@@ -94,18 +74,6 @@ def jax_run(loss_fn: Any) -> None:
             old = healer.state
             updates, opt = tx.update({"w": batch}, old["opt"], value=jnp.float32(1.0))
             healer.update({"params": optax.apply_updates(old["params"], updates), "opt": opt})
-
-
-def test_in_jax_the_function_is_called_three_times():
-    calls = count()
-
-    def loss_fn(state: Any, batch: Any) -> Any:
-        next(calls)
-        return (state["params"]["w"] * batch).sum()
-
-    jax_run(loss_fn)
-    assert next(calls) == 3
-    jax_run(lambda state, batch: float(batch.sum()))  # cannot be traced
 
 
 @pytest.mark.parametrize(

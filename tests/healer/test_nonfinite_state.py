@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from healcore import Checkpoints
 from healcore import policy as policies
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import (
     RunStopped,
 )
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import RULES, SKIPS, Faults, loop_of, rules, train
-from tests.runtime.store.store_cases import damage_in_memory
+from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -74,16 +72,6 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     (after,) = postmortems(tmp_path)
     assert "NaN or Inf in" in after["diagnosis"]
     assert "step 25" in after["diagnosis"]
-
-
-def test_only_the_batch_of_the_skipped_step_is_skipped_after_a_long_probation(tmp_path):
-    """The ledger remembers steps since the last verified checkpoint, not of the probation alone."""
-    it = Spoils("torch", SKIPS, at=[32])
-    it.loop.faults.always = frozenset([32])
-    train(it.loop, SKIPS, range(80), store=tmp_path, before=it.before, save_every=20)
-    (logged,) = events(tmp_path, "rollback")
-    assert (logged["checkpoint"], logged["batches"]) == (20, [[0, 32]])
-    assert it.batches.count(32) == 1
 
 
 @BOTH
@@ -182,21 +170,6 @@ def test_harmless_nonfinite_arrays_are_rolled_back_once(framework, tmp_path):
     assert any("nonfinite_ok" in each["problem"] for each in events(tmp_path, "problem"))
 
 
-def test_damage_in_memory_is_reported_although_the_disk_has_repaired_it(tmp_path):
-    def flip(healer: Any, number: int) -> None:
-        if number == 23 and not healer.rollbacks:
-            healer.store.wait()
-            for saved in healer.store.memory.steps():
-                if saved.step:
-                    damage_in_memory(healer.store.memory, saved.step)
-
-    loop = loop_of("torch", Faults(always=[23]))
-    facts = train(loop, rules(), range(40), store=tmp_path, before=flip)
-    assert facts["rollbacks"] == 1
-    assert "memory" in events(tmp_path, "damaged")[0]["problem"]
-    assert "Check the machine's RAM" in postmortems(tmp_path)[0]["diagnosis"]
-
-
 def test_a_mask_of_minus_infinity_is_allowed_after_a_restart_too(tmp_path):
     def loop():
         made = loop_of("torch")
@@ -213,22 +186,3 @@ def test_a_mask_of_minus_infinity_is_allowed_after_a_restart_too(tmp_path):
     assert events(tmp_path, "good")
     assert train(loop(), rules(), range(40), store=tmp_path)["good"]
     assert events(tmp_path, "resume")[0]["checkpoint"] == 25
-
-
-def test_a_model_with_a_mask_in_memory_only():
-    loop = loop_of("torch", Faults(always=[23]))
-    loop.model.register_buffer("mask", torch.full((3,), -torch.inf))
-    assert train(loop, rules(), range(40))["rollbacks"] == 1
-
-
-def test_nonfinite_ok_reaches_a_store_that_was_given(tmp_path):
-    from healcore.torch.store import DCPStore
-
-    store = DCPStore(tmp_path, nonfinite_ok=["model.a"])
-    Healer(
-        rules(),
-        state=loop_of("torch").state,
-        store=store,
-        checkpoints=Checkpoints(nonfinite_ok=["model.b"]),
-    ).__enter__()
-    assert store.nonfinite_ok == ("model.a", "model.b")

@@ -8,29 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import torch
 from flax import nnx
-from torch import nn
 
 from healcore import Healer
 from healcore.jax import protect
-
-
-class Answers:
-    """An object of the user that has a value for every attribute."""
-
-    seen = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.seen = state["seen"]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return "a value"
 
 
 def nnx_run(rngs: Any, store: Any, steps: int) -> float:
@@ -54,16 +35,3 @@ def test_generators_of_nnx_resume_exactly(make, tmp_path):
         nnx_run(make(), tmp_path / "killed", 3)
     expected = nnx_run(make(), tmp_path / "whole", -1)
     assert nnx_run(make(), tmp_path / "killed", -1) == expected
-
-
-def test_an_object_of_the_user_in_torch_is_only_saved(tmp_path):
-    model, counter = nn.Linear(2, 1), Answers()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    state = {"model": model, "optimizer": optimizer, "counter": counter}
-    with Healer("default", state=state, store=tmp_path) as healer:
-        for x in healer.batches(list(torch.randn(6, 4, 2))):
-            healer.observe(loss := model(x).square().mean())
-            loss.backward()
-            optimizer.step()
-            counter.seen += 1
-    assert counter.seen == healer.step == 6, "no trainer owns the loop"

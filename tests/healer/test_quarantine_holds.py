@@ -57,26 +57,3 @@ def test_a_damaged_status_does_not_take_a_quarantine_back(how, killed, tmp_path)
         status.unlink()
     assert go_on(tmp_path) == {"at": 15, "lr": 0.5, "left": 2}
     assert 20 in [event["checkpoint"] for event in events(tmp_path, "quarantine")[1:]]
-
-
-def test_a_mark_set_by_a_person_counts(killed, tmp_path):
-    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    DCPStore(tmp_path).mark(20, "good")
-    assert go_on(tmp_path)["at"] == 20
-
-
-def test_a_status_that_nothing_explains_is_passed_over_while_there_is_another(killed, tmp_path):
-    """Quarantined by a person, or known-good: the file was there, so it was one of the two."""
-    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    flip(status_of(tmp_path, 15), 100)
-    assert go_on(tmp_path)["at"] == 10
-    assert 15 in [event["checkpoint"] for event in events(tmp_path, "quarantine")]
-
-
-def test_it_is_used_when_there_is_no_other(killed, tmp_path):
-    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    flip(status_of(tmp_path, 15), 100)
-    for each in tmp_path.glob("step-*"):
-        if "0015" not in each.name:
-            shutil.rmtree(each)
-    assert go_on(tmp_path) == {"at": 15, "lr": 0.5, "left": 2}

@@ -55,17 +55,7 @@ class Pair:
     @property
     def refusals(self) -> list[str]:
         """What each rank says to other options on the ranks."""
-        return [json.loads(out.splitlines()[-2]) for out, _ in self._ends]
-
-    @property
-    def destroyed(self) -> list[str]:
-        """What each rank says to a process group that is destroyed within the block."""
         return [json.loads(out.splitlines()[-1]) for out, _ in self._ends]
-
-    @property
-    def exchanges(self) -> list[Any]:
-        """What each rank finds after a signal whose handler raises within an exchange."""
-        return [json.loads(out.splitlines()[-3]) for out, _ in self._ends]
 
     def lines(self, rank: int) -> str:
         """What a rank has written on standard error."""
@@ -122,21 +112,6 @@ def test_other_options_on_the_ranks_are_refused_on_each(pair):
         "rank 1 has another policy, save_every than rank 0",
         "rank 0 has another policy, save_every than rank 1",
     ]
-
-
-def test_a_rank_that_waits_for_the_healers_of_the_others_says_so(pair):
-    waited = "has waited 0.2 s for the other ranks"
-    assert [waited in pair.lines(rank) for rank in (0, 1)] == [True, False]
-
-
-def test_a_process_group_destroyed_too_early_is_named_as_the_cause(pair):
-    for error in pair.destroyed:
-        assert "destroy_process_group() within the Healer's block" in error
-
-
-def test_a_signal_handler_that_raises_leaves_no_exchange_half_way(pair):
-    """The next exchange would meet the rest of it, and gloo would abort the process."""
-    assert pair.exchanges == [[False, [0, 1]], [True, [0, 1]]]
 
 
 def test_the_most_severe_of_two_hooks_wins(pair):

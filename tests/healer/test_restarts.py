@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -12,12 +11,8 @@ from healcore import Checkpoints
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.postmortem import postmortem
-from healcore.runtime.store import StateMismatch
-from healcore.runtime.store.directory import DirectoryStore
-from healcore.torch.store import DCPStore
 from tests.healer.crashes import crash
-from tests.healer.run_directory import events, postmortems
+from tests.healer.run_directory import events
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 BAD = [23, 24]
@@ -40,9 +35,6 @@ def test_a_request_is_not_lost_behind_a_save(tmp_path, monkeypatch):
 
 def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
     """A loop that calls `batches` once for every epoch."""
-    import torch
-
-    from healcore.runtime.healer import Healer
 
     def go(drawn: list[float], folder: Any, die: bool = False) -> None:
         state = loop_of("torch").state
@@ -123,20 +115,6 @@ def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypat
     assert faults.seen[13] == 1
 
 
-def test_a_disk_that_verifies_slowly_does_not_make_a_rollback_deeper(tmp_path, monkeypatch):
-    verify = DirectoryStore.verify
-
-    def slowly(self: Any, step: int) -> Any:
-        time.sleep(0.05)
-        return verify(self, step)
-
-    monkeypatch.setattr(DirectoryStore, "verify", slowly)
-    loop = loop_of("torch", Faults(always=[23]))
-    train(loop, rules(), range(40), store=tmp_path)
-    (logged,) = events(tmp_path, "rollback")
-    assert logged["checkpoint"] == 15
-
-
 def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path, monkeypatch):
     """The checkpoint that it went to is damaged by the next start, which takes an older one."""
 
@@ -162,74 +140,6 @@ def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path, m
 
     go(look)
     assert seen == {"at": 10, "left": 2, "done": 1}
-
-
-def test_the_step_a_process_started_from_is_not_older_than_earlier_targets(tmp_path):
-    from healcore.runtime.recovery.checkpoint_choice import choose
-    from healcore.runtime.store import Saved
-
-    saves = [
-        Saved(15, "good", True, 1, 0.0, True, None),
-        Saved(20, "candidate", True, 1, 0.0, True, None),
-    ]
-    found = choose(saves, onset=23, tried=[15], initial=[20])
-    assert found.order[0] == 15
-    assert found.repeated
-
-
-def test_a_rollback_at_the_end_leaves_its_target_known_good(tmp_path):
-    """There are no batches left to go on with: the state is that checkpoint's."""
-    loop = loop_of("torch", Faults(always=[38]))
-    facts = train(loop, rules(), iter(range(40)), store=tmp_path)
-    (logged,) = events(tmp_path, "rollback")
-    assert facts["step"] == logged["checkpoint"]
-    last = DCPStore(tmp_path).steps()
-    assert [each.status for each in last if each.step == facts["step"]] == ["good"]
-
-
-def test_a_start_does_not_log_an_earlier_cut_again(tmp_path):
-    def stumble(healer: Any, number: int) -> None:
-        if healer.rollbacks and healer.step == 17:
-            raise RuntimeError("power")
-
-    def go(before: Any = None) -> None:
-        loop = loop_of("torch", Faults(always=[23]))
-        train(loop, rules(), range(40), store=tmp_path, before=before)
-
-    with pytest.raises(RuntimeError, match="power"):
-        go(stumble)
-    go()
-    logged = [(e["step"], e["lr_scale_before"], e["lr_scale"]) for e in events(tmp_path, "lr")]
-    assert [each[::2] for each in logged] == [(23, 0.5), (21, 1.0)]
-
-
-def test_no_end_is_logged_before_the_postmortem_is_written(tmp_path, monkeypatch):
-    """If it were killed between the two, the run would never have one."""
-    write, logged = postmortem.write, []
-
-    def look(path: Any, found: Any) -> Any:
-        logged.extend(events(tmp_path, "end"))
-        return write(path, found)
-
-    monkeypatch.setattr(postmortem, "write", look)
-    train(loop_of("torch"), rules(), range(5), store=tmp_path)
-    assert logged == []
-    assert len(events(tmp_path, "end")) == len(postmortems(tmp_path)) == 1
-
-
-def test_a_refused_start_is_not_taken_for_a_killed_run(tmp_path):
-    def stumble(healer, number):
-        if number == 12:
-            raise RuntimeError("power")
-
-    with pytest.raises(RuntimeError, match="power"):
-        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
-    other = torch.nn.Linear(2, 2)
-    state = {"model": other, "optimizer": torch.optim.AdamW(other.parameters())}
-    with pytest.raises(StateMismatch):
-        Healer(rules(), state=state, store=tmp_path).__enter__()
-    train(loop_of("torch"), rules(), range(40), store=tmp_path)
-    assert "killed" not in {each["ending"] for each in postmortems(tmp_path)}
 
 
 def test_a_restart_whose_data_are_used_up_is_reported(tmp_path):

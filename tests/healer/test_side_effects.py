@@ -9,7 +9,6 @@ import contextlib
 import random
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -138,27 +137,6 @@ def test_a_loss_fn_that_changes_its_batch_is_an_error(convert, write, part):
         run(loss_fn, data, healed=True)
     assert part in str(raised.value)
     assert all(torch.equal(x, each["x"]) for x, each in zip(before, data, strict=True))
-
-
-@dataclass(frozen=True)
-class Rows:
-    x: torch.Tensor
-    more: list[torch.Tensor]
-
-    def __len__(self) -> int:
-        return 2
-
-
-def test_a_batch_may_be_a_dataclass():
-    data = [Rows(**each) for each in batches()[:3]]
-    before = [each.x.clone() for each in data]
-
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        return model(batch.x.mul_(2)).square().mean()
-
-    with pytest.raises(SignalError, match=r"batch\.x"):
-        run(loss_fn, data, healed=True)
-    assert all(torch.equal(x, each.x) for x, each in zip(before, data, strict=True))
 
 
 @pytest.mark.parametrize("first", [None, {}, {"x": torch.ones(1, 4)}])

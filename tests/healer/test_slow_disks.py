@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -149,26 +148,3 @@ def test_the_rollback_target_depends_only_on_the_steps(kind, slow, tmp_path, mon
     assert fast["failed"] == []
     for name, other in outcomes.items():
         assert other == fast, name
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_the_thread_that_trains_waits_for_no_disk(kind, tmp_path, monkeypatch):
-    """Marking, deleting and writing wait for the disk in another thread."""
-    framework, make = STORES[kind]
-    waited: list[int] = []
-    fsync, at = os.fsync, {"step": -1}
-
-    def watched(handle: int) -> None:
-        if threading.current_thread() is threading.main_thread() and at["step"] >= 0:
-            waited.append(at["step"])
-        fsync(handle)
-
-    def before(healer: Any, number: int) -> None:
-        at["step"] = number if number < 59 else -1
-
-    monkeypatch.setattr(os, "fsync", watched)
-    loop, log = loop_of(framework, policy=rules()), tmp_path / "events.jsonl"
-    store = make(tmp_path / "it")
-    train(loop, rules(), range(60), store=store, events=log, before=before)
-    assert len([e for e in events_of(log) if e["kind"] == "good"]) >= 10
-    assert waited == []

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -26,12 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from healcore import Checkpoints
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop import rank_group, termination
+from healcore.runtime.loop import termination
 from healcore.runtime.loop.rank_group import Proposal
 from healcore.runtime.loop.termination import (
     EndRequested,
     Interrupted,
-    LastStateNotSaved,
     RunStopped,
     Terminated,
 )
@@ -39,7 +37,6 @@ from healcore.runtime.store import Keep
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
 from healcore.torch.store import MemoryStore as TorchMemoryStore
-from healcore.torch.store.gloo import GlooRanks
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt, with_answers
 from tests.healer.training_loops import Faults, rules
@@ -229,55 +226,6 @@ def refusal(root: Path) -> str:
         return str(error)
 
 
-def destroyed_group(root: Path) -> str:
-    """What a Healer says whose process group the program destroys before the block's end."""
-    net = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    state = {"model": net, "optimizer": optimizer}
-    rank_group.WARN_AFTER_S = 0.2
-    time.sleep(dist.get_rank())  # rank 0 has to wait for it
-    try:
-        with Healer(rules(), state=state, store=root / "destroyed") as healer:
-            for _ in healer.batches(range(3)):
-                loss = net(torch.ones(1, 4)).sum()
-                healer.observe(loss)
-                loss.backward()
-                optimizer.step()
-            healer.store.wait()  # the first save needs the group too
-            # Both ranks have ended their loops: otherwise one might miss the other's last message.
-            messages: Any = distributed_c10d._get_default_store()
-            messages.set(f"loop ended/{dist.get_rank()}", "")
-            messages.wait(["loop ended/0", "loop ended/1"])
-            dist.destroy_process_group()  # which the program should do after the block
-    except LastStateNotSaved as error:
-        return str(error)
-    return ""
-
-
-def interrupted_exchange() -> Any:
-    """The exchange after one in which a handler of a signal has raised on rank 1."""
-    ranks, all_gather, raised = GlooRanks(), distributed_c10d.all_gather, False
-
-    def handler(number: int, frame: Any) -> None:
-        raise InterruptedError
-
-    def signalled(*args: Any, **options: Any) -> Any:  # the first of the exchange's two collectives
-        distributed_c10d.all_gather = all_gather
-        found = all_gather(*args, **options)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return found
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    if ranks.rank:
-        distributed_c10d.all_gather = signalled
-    try:
-        ranks.gather("x" * 1000 * ranks.rank)
-    except InterruptedError:
-        raised = True
-    signal.signal(signal.SIGUSR1, before)
-    return raised, ranks.gather(ranks.rank)
-
-
 def main(rank: int, root: Path, scenarios: list[str]) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2
@@ -287,9 +235,7 @@ def main(rank: int, root: Path, scenarios: list[str]) -> None:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         print(json.dumps(run(scenario, root / scenario)), flush=True)
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    print(json.dumps(interrupted_exchange()), flush=True)
     print(json.dumps(refusal(root)), flush=True)
-    print(json.dumps(destroyed_group(root)), flush=True)
 
 
 if __name__ == "__main__":

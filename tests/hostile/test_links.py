@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from healcore.runtime.recovery.journal import NAME, JournalError
-from healcore.runtime.store import CheckpointNotFound, StoreError, files
+from healcore.runtime.store import CheckpointNotFound, StoreError
 from healcore.runtime.store.claim import LOCK
-from healcore.tools.cli import app
-from healcore.tools.output_files import replacing
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer.training_loops import loop_of, rules, train
 from tests.hostile.run_directories import cut_short
-from tests.hostile.test_events import EVENT
 
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 EVENTS, METRICS = "healcore.events.jsonl", "healcore.metrics.jsonl"
@@ -56,68 +52,12 @@ def test_a_link_in_the_run_directory_is_not_written_through(name, there, root, p
     assert not there or precious.read_text() == "precious\n"
 
 
-def test_a_link_that_comes_later_is_not_written_through_either(root, precious):
-    def swap(healer: Any, number: int) -> None:
-        if number == 6:
-            (root / EVENTS).unlink()
-            (root / EVENTS).symlink_to(precious)
-
-    run(root, before=swap)
-    assert precious.read_text() == "precious\n"
-
-
 def test_a_link_that_the_user_names_is_written_through(root, tmp_path):
     there, link = tmp_path / "there.jsonl", tmp_path / "link.jsonl"
     link.symlink_to(there)
     run(root, events=link)
     assert '"kind":"start"' in there.read_text().replace(" ", "")
     assert link.is_symlink()
-
-
-@pytest.mark.parametrize("name", [NAME, "healcore.postmortem.x.json"])
-def test_a_file_that_is_replaced_takes_the_place_of_the_link(name, root, precious):
-    (root / name).symlink_to(precious)
-    files.replace(root / name, b"new")
-    assert precious.read_text() == "precious\n"
-    assert not (root / name).is_symlink()
-
-
-def test_a_new_file_goes_through_no_link(root, precious):
-    (root / "x").symlink_to(precious)
-    with pytest.raises(FileExistsError):
-        files.write_new(root / "x", b"new")
-    precious.unlink()
-    with pytest.raises(FileExistsError):
-        files.write_new(root / "x", b"new")
-    assert not precious.exists()
-
-
-def test_the_draft_of_an_output_cannot_be_foreseen(tmp_path, precious):
-    """Links under every name that it used to have."""
-    for suffix in (".html", ".jsonl", ""):
-        (tmp_path / f".page.{os.getpid()}.part{suffix}").symlink_to(precious)
-        with replacing(tmp_path / f"page{suffix}") as draft:
-            assert draft.suffix == suffix
-            draft.write_text("page")
-        assert (tmp_path / f"page{suffix}").read_text() == "page"
-    assert precious.read_text() == "precious\n"
-
-
-def test_a_temporary_file_is_in_a_private_folder(tmp_path):
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    folder.chmod(0o777)
-    with replacing(folder / "page.html") as draft:
-        assert draft.parent.stat().st_mode & 0o077 == 0
-        draft.write_text("page")
-    assert (folder / "page.html").stat().st_mode & 0o777 == 0o666 & ~_umask()
-    assert sorted(path.name for path in folder.iterdir()) == ["page.html"]
-
-
-def _umask() -> int:
-    now = os.umask(0)
-    os.umask(now)
-    return now
 
 
 def in_time(code: str, *arguments: str, seconds: int = 120) -> str:
@@ -199,50 +139,3 @@ def test_the_lock_is_held_as_long_as_the_run_lasts(root):
 
     run(root, before=look)
     assert looked == ["held"] * 3
-
-
-def test_a_held_lock_is_not_waited_for_without_end(root):
-    """The lock of a process that never writes its name."""
-    pytest.importorskip("fcntl")
-    out = in_time(
-        """
-        import fcntl, subprocess, sys, time
-        held = open(sys.argv[1], "wb+")
-        fcntl.flock(held, fcntl.LOCK_EX)
-        code = "import sys; from healcore.runtime.store.claim import claim; claim(sys.argv[1])"
-        root = sys.argv[2]
-        done = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True)
-        print(done.stderr)
-        """,
-        str(root / LOCK),
-        str(root),
-    )
-    assert "StoreInUse" in out
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_report_is_not_written_through_what_is_at_its_default_path(kind, root, precious):
-    (root / EVENTS).write_bytes(EVENT)
-    page = root / "healcore.report.html"
-    page.symlink_to(precious) if kind == "link" else os.mkfifo(page)
-    result = CliRunner().invoke(app, ["report", str(root / EVENTS)])
-    assert result.exit_code == 2
-    assert "is a link or not a regular file" in result.output
-    assert precious.read_text() == "precious\n"
-    if kind == "link":  # the user may name the link
-        result = CliRunner().invoke(app, ["report", str(root / EVENTS), "--out", str(page)])
-        assert result.exit_code == 0
-        assert precious.read_text().startswith("<!")
-
-
-@pytest.mark.parametrize("place", ["link", "folder"])
-def test_the_demo_writes_only_to_a_new_folder(place, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("mine")
-    mine.rename("healcore-demo") if place == "folder" else Path("healcore-demo").symlink_to(mine)
-    refused = CliRunner().invoke(app, ["demo", "--framework", "torch", "--steps", "30"])
-    assert refused.exit_code == 2
-    assert "--out" in refused.output
-    assert [path.name for path in Path("healcore-demo").iterdir()] == ["thesis.txt"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +10,6 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from healcore.runtime.store import checksummed_json
-from healcore.runtime.store.manifest import MANIFEST, SCHEMA
-from healcore.torch.store import DCPStore
 from tests.hostile.pickles import BEGIN, END, called, changed_index, dcp, named, text, torch_file
 
 
@@ -71,14 +66,6 @@ def test_an_index_of_dcp_with_a_file_outside(reader, tmp_path, path):
     assert "outside" in outcome.messages()
 
 
-def test_a_pipe_in_the_place_of_a_part(reader, tmp_path):
-    folder = dcp(tmp_path / "c")
-    (part,) = folder.glob("*.distcp")
-    part.unlink()
-    os.mkfifo(part)
-    assert reader.probe("checkpoint", folder).verdicts() == ["ERROR"]
-
-
 def orbax(folder: Path, name: str = "w", **zarray: object) -> Path:
     """An item of one zarr array of ones, as Orbax writes it without OCDBT."""
     (folder / "w").mkdir(parents=True)
@@ -118,34 +105,3 @@ def test_safetensors(reader, tmp_path):
     save_file({"w": np.ones(4)}, tmp_path / "good")
     outcome = reader.probe("checkpoint", tmp_path / "a", tmp_path / "b", tmp_path / "good")
     assert outcome.verdicts() == ["FAIL", "FAIL", "PASS"]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """One checkpoint of a store."""
-    store = DCPStore(tmp_path / "store")
-    store.save(1, {"model": {"w": torch.ones(8)}})
-    store.wait()
-    (found,) = (each for each in (tmp_path / "store").iterdir() if each.is_dir())
-    return found
-
-
-def test_a_manifest_that_lists_files_outside(reader, folder):
-    content = checksummed_json.read(folder / MANIFEST)
-    content.pop("digest", None)
-    files = {"../../secret": {"bytes": 1, "xxh3_128": "0" * 32}}
-    content |= {"schema": SCHEMA, "files": files}
-    (folder / MANIFEST).write_bytes(checksummed_json.dumps(content))
-    outcome = reader.probe("checkpoint", folder)
-    assert outcome.status == 2
-    assert "outside" in outcome.messages()
-
-
-def test_no_code_of_an_index_in_a_store_runs(reader, folder, ran):
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {ran}",)
-
-    (folder / "data" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    assert reader.probe("optimizer", folder).verdicts() == ["ERROR"]
-    assert not ran.exists()

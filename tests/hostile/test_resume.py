@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime.data import Cursor
 from healcore.runtime.store import StoreError
 from healcore.torch.store import DCPStore
 from tests.hostile.run_directories import (
@@ -48,11 +47,6 @@ def ran(tmp_path) -> Path:
 @pytest.fixture
 def root(tmp_path) -> Path:
     return tmp_path / "run"
-
-
-def test_the_code_of_these_tests_runs_where_a_pickle_is_read(ran):
-    pickle.loads(code(ran))
-    assert ran.is_dir()
 
 
 # -- what healcore keeps of the process ------------------------------------------------------------
@@ -88,17 +82,6 @@ def test_the_state_of_a_loader_runs_no_code(framework, root, ran):
         change_state(root, change)
         with pytest.raises(HealcoreError, match=r"cannot be read|damaged"):
             go_on(framework, root)
-    assert not ran.exists()
-
-
-@pytest.mark.parametrize("as_text", [True, False])
-def test_a_cursor_takes_no_pickled_position(ran, as_text):
-    cursor = Cursor([1, 2, 3])
-    cursor.next()
-    bad = json.dumps({"pickle": base64_of(code(ran))}) if as_text else code(ran)
-    assert not cursor.rewind({**cursor.position(), "state": bad})
-    assert "cannot be read" in (cursor.why_not or "")
-    assert cursor.next()[0] == 2
     assert not ran.exists()
 
 
@@ -188,16 +171,6 @@ def test_the_index_of_dcp_runs_no_code(tmp_path, ran):
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("where", ["planner_data", "storage_meta", "version"])
-def test_unused_parts_of_the_index_run_no_code(where, tmp_path, ran):
-    store, index = stored(tmp_path)
-    metadata = pickle.loads(index.read_bytes())
-    setattr(metadata, where, Code(ran))
-    index.write_bytes(pickle.dumps(metadata))
-    refused(store, index, r"\.metadata")
-    assert not ran.exists()
-
-
 def test_a_value_in_the_place_of_a_tensor_is_not_unpickled(tmp_path, ran):
     """DCP reads what its index calls bytes with pickle, whatever it is to be read into."""
     store, index = stored(tmp_path)
@@ -214,7 +187,7 @@ def test_a_value_in_the_place_of_a_tensor_is_not_unpickled(tmp_path, ran):
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("name", ["../../../elsewhere", "/etc/hostname", "sub/../../x", "", "."])
+@pytest.mark.parametrize("name", ["../../../elsewhere", "/etc/hostname", ""])
 def test_an_index_leads_nowhere_else(name, tmp_path):
     store, index = stored(tmp_path)
     metadata = pickle.loads(index.read_bytes())
@@ -233,59 +206,13 @@ def other_shape(metadata: Metadata, shape: tuple[int, ...]) -> None:
     metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, [chunk])
 
 
-@pytest.mark.parametrize("shape", [(5,), (2, 2), (1 << 62,), (-4,), ()])
+@pytest.mark.parametrize("shape", [(5,), (1 << 62,), (-4,)])
 def test_an_index_of_another_shape(shape, tmp_path):
     store, index = stored(tmp_path)
     metadata = pickle.loads(index.read_bytes())
     other_shape(metadata, shape)
     index.write_bytes(pickle.dumps(metadata))
     refused(store, index, r"\.metadata")
-
-
-def test_an_index_changes_no_class(tmp_path):
-    """BUILD on a class that a pickle names would set attributes on it for the whole process."""
-    store, index = stored(tmp_path)
-    before = dict(vars(ChunkStorageMetadata)), dict(vars(TensorProperties))
-    name = b"ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n"
-    index.write_bytes(b"\x80\x04" + name + b"(dS'sizes'\nS'spoiled'\nsb.")
-    refused(store, index, r"\.metadata")
-    assert (dict(vars(ChunkStorageMetadata)), dict(vars(TensorProperties))) == before
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x80\x04K\x01r\xff\xff\xff\x7f.",  # a place in the memo that would take gigabytes
-        b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f",  # bytes that are not there
-        b"\x80\x04" + b"(" * 100_000,
-        b"\x80\x04" + b"]" * 50_000 + b"a" * 49_999 + b".",
-        b"",
-        b".",
-    ],
-)
-def test_an_index_that_is_damaged_in_a_clever_way(data, tmp_path):
-    store, index = stored(tmp_path)
-    index.write_bytes(data)
-    refused(store, index, r"\.metadata")
-
-
-def test_shapes_that_nothing_lies_behind_take_no_memory(tmp_path):
-    """The state of an object is read by its structure, which lies in the directory."""
-
-    class Holder:
-        def state_dict(self) -> dict[str, Any]:
-            return {"z": torch.arange(4.0)}
-
-    store = DCPStore(tmp_path / "store")
-    store.save(1, {"y": Holder()})
-    store.wait()
-
-    def change(entries):
-        item_of(entries["y"], "z")[1]["array"]["shape"] = [1 << 40]
-
-    change_state(store.root, change)
-    with pytest.raises(StoreError, match="z"):
-        store.restore(1, {"y": Holder()})
 
 
 # -- the structure of the state --------------------------------------------------------------------
@@ -295,17 +222,10 @@ def test_shapes_that_nothing_lies_behind_take_no_memory(tmp_path):
     "node",
     [
         '{"list":' * 100_000 + "[]" + "}" * 100_000,
-        "1" * 10_000,
         '{"array":{"name":"y.z","kind":"tensor","dtype":"load","shape":[4]}}',
-        '{"array":{"name":"y.z","kind":"numpy","dtype":"O","shape":[4]}}',
         '{"array":{"name":"y.z","kind":"tensor","dtype":"float32","shape":[-4]}}',
-        '{"array":{"name":"y.z","kind":"tensor","dtype":"float32","shape":["4"]}}',
-        '{"array":3}',
         '{"os.system":"true"}',
-        '{"list":3}',
-        '{"torch":{"dtype":"load"}}',
         '{"subclass":{"class":"os.system","context":null,"shape":[],"stride":[],"parts":[]}}',
-        "{}",
     ],
 )
 def test_a_structure_that_healcore_does_not_write(node, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from healcore.tools.terminal import clean, clean_json
 from tests.hostile.test_events import EVENT
 from tests.hostile.test_logs import ROWS
 
-TOOLS = Path(__file__).parents[2] / "healcore" / "tools"
 NASTY = "a\x1b]52;c;aGk=\x07b\x1b[2Jc\x9b31md\u202ee\u2066f\x7fg\u200bh"
 EXECUTED = "\x1b\x07\x9b\u202e\u2066\x7f\u200b\x90\x9d"
 
@@ -46,33 +44,15 @@ def commands(folder: Path):
     yield "events", "show", events
     yield "report", events, "--out", folder / "out.html"
     yield "policy", "show", policy
-    yield "policy", "check", wrong, policy
-    yield "policy", "diff", policy, "default"
-    yield "policy", "diff", wrong, "default"
     yield "replay", log, "--policy", policy
     yield "replay", log, "--policy", wrong
     yield "probe", "loss", log
     yield "probe", "checkpoint", named
-    yield "probe", "checkpoint", named, "--json"
     yield "probe", "checkpoint", folder / NASTY.replace("/", "")
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(8))
 def test_no_command_prints_what_a_terminal_executes(reader, tmp_path, number):
     result = reader.run(*list(commands(tmp_path))[number])
     assert result.text
     assert not set(result.text) & set(EXECUTED), result.text
-
-
-def test_nothing_else_prints():
-    """All output goes through `healcore.tools.terminal`."""
-    found = []
-    for path in TOOLS.rglob("*.py"):
-        if path.name == "terminal.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                if called in ("print", "typer.echo", "typer.secho", "Console"):
-                    found.append(f"{path.relative_to(TOOLS)}:{node.lineno} {called}")
-    assert found == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,19 +69,6 @@ def test_the_table_has_the_numbers_of_each_run(demo, framework):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_each_healed_run_has_its_report(demo, framework):
-    page = (demo.out / f"{framework}-healed" / "events.report.html").read_text(encoding="utf-8")
-    assert page.startswith("<!DOCTYPE html>")
-    assert f"{framework}-healed/events.jsonl" in page
-
-
-def test_the_picture_is_a_png_of_some_size(demo):
-    png = (demo.out / "curves.png").read_bytes()
-    assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    assert min(struct.unpack(">II", png[16:24])) > 300
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_events_and_the_postmortem_are_the_healers(demo, text, framework):
     folder = demo.out / f"{framework}-healed"
     history = events.read(folder / "events.jsonl")
@@ -143,15 +129,3 @@ def broken(text: Any, plain: float, healed: float, back: EventRecord | None) -> 
 def test_a_claim_can_be_broken(text, plain, healed, changes, complaint):
     (said,) = broken(text, plain, healed, BACK.model_copy(update=changes))
     assert complaint in said
-
-
-def test_claims_that_hold(text):
-    assert broken(text, math.nan, 2.0, BACK) == []
-
-
-def test_undone_steps_do_not_count():
-    run = DemoRun("torch", "healed")
-    # 0 to 5, back to 3, to 4 without batches 4 and 5.
-    taken = [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (3, 3), (4, 6), (5, 7)]
-    run.steps = [Step(step, batch, float(row), 1.0) for row, (step, batch) in enumerate(taken)]
-    assert run.mean_loss(until=7) == (0 + 1 + 2 + 6 + 7) / 5

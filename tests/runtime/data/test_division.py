@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Cursor
@@ -51,16 +51,6 @@ def test_the_same_global_batches_with_another_number_of_ranks(kind, before, now,
     assert global_batches(others) == expected
 
 
-def test_a_list_that_every_rank_cuts():
-    cursor = Cursor(range(10))
-    for _ in range(4):
-        cursor.next()
-    position = positions.of_other_ranks(cursor.position(), 2)
-    other = Cursor(range(10))
-    assert other.rewind(position)
-    assert other.next()[0] == 4
-
-
 @pytest.mark.parametrize(
     ("before", "now", "why"),
     [
@@ -85,18 +75,3 @@ def test_another_division_is_refused(before, now, why):
     assert "saved by 2 ranks" in str(error.value)
     assert "Start the run with 2 ranks" in str(error.value)
     assert other.next()[1] == (0, 0), "nothing was read"
-
-
-def test_a_loader_in_order_that_has_no_length():
-    class Trainers:
-        """As a trainer's loader, which has the sampler of the one within and yields its batches."""
-
-        def __init__(self) -> None:
-            self.sampler = SequentialSampler(range(10))
-
-        def __iter__(self):
-            return iter(range(10))
-
-    cursor = Cursor(Trainers())
-    cursor.next()
-    assert cursor.position()["division"] is None

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from healcore.runtime.data import BatchId, Cursor, DataError, EmptyLoader, UnusableLoader
-from tests.runtime.data.loaders import BATCHES, EXAMPLES, SIZE, generator, plain, take
+from healcore.runtime.data import Cursor, EmptyLoader, UnusableLoader
+from tests.runtime.data.loaders import BATCHES, EXAMPLES, SIZE, generator, take
 
 
 def distributed(sampler_type: Any = DistributedSampler, loader_type: Any = DataLoader) -> Any:
@@ -76,20 +76,6 @@ def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor):
     assert take(resumed) == handed[6:]
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_a_position_between_two_epochs_knows_the_next_number(recorded):
-    pytest.importorskip("torchdata")
-    from torchdata.stateful_dataloader import StatefulDataLoader
-    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-
-    sampler_type = StatefulDistributedSampler if recorded else DistributedSampler
-    cursor = Cursor(distributed(sampler_type, StatefulDataLoader))
-    take(cursor)
-    resumed = Cursor(distributed(sampler_type, StatefulDataLoader), epochs=2)
-    assert resumed.rewind(cursor.position())
-    assert by_epoch(take(resumed)) == by_hand([0, 1])[1:]
-
-
 def test_a_loop_outside_after_a_resume():
     """Its first rounds give nothing, until it has come to where the run was."""
     pytest.importorskip("torchdata")
@@ -107,60 +93,11 @@ def test_a_loop_outside_after_a_resume():
     assert len(rounds[3]) == BATCHES
 
 
-def test_a_loop_outside_after_a_rewind():
-    """It first gets the rest of the earlier epoch, then the present one."""
-    cursor = Cursor(range(4))
-    take(cursor, 3)
-    position = cursor.position()
-    take(cursor)
-    cursor.extend()
-    take(cursor, 2)
-    assert cursor.rewind(position)
-    names = [which for which, _ in take(cursor)]
-    assert names == [(0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
-
-
-def test_a_range_left_out_ends_with_the_epoch():
-    cursor = Cursor(range(4), epochs=2)
-    cursor.leave_out(BatchId(0, index) for index in range(2, 50))
-    assert [which for which, _ in take(cursor)] == [(0, 0), (0, 1), *((1, at) for at in range(4))]
-    assert cursor.skipped() == [BatchId(0, 2), BatchId(0, 3)]
-    assert cursor.skipped() == []
-
-
-def test_an_epoch_left_out_whole_is_not_empty():
-    cursor = Cursor(range(4), epochs=2)
-    cursor.leave_out(BatchId(0, index) for index in range(4))
-    assert [which.epoch for which, _ in take(cursor)] == [1] * 4
-
-
 @pytest.mark.parametrize("epochs", [1, 3, None])
 @pytest.mark.parametrize("empty", [[], {}, torch.empty(0, 2), DataLoader([], batch_size=2)])  # type: ignore[arg-type]
 def test_an_empty_loader(empty, epochs):
     with pytest.raises(EmptyLoader, match="gave no batch in epoch 0: is the dataset empty"):
         Cursor(empty, epochs=epochs).next()
-
-
-def test_an_empty_loader_whose_first_batch_is_left_out():
-    cursor = Cursor([], epochs=None)
-    cursor.leave_out([BatchId(0, 0)])
-    with pytest.raises(EmptyLoader):
-        cursor.next()
-
-
-def test_epochs_without_batches_do_not_spin():
-    class Once:
-        """Gives the same iterator again, which is through by then."""
-
-        batches = iter([1, 2])
-
-        def __iter__(self):
-            return self.batches
-
-    cursor = Cursor(Once(), epochs=None)
-    take(cursor, 2)
-    with pytest.raises(EmptyLoader, match="in epoch 1: it can be iterated over only once"):
-        cursor.next()
 
 
 def test_an_iterator_has_one_epoch():
@@ -172,13 +109,3 @@ def test_an_iterator_has_one_epoch():
     assert take(cursor) == []
     with pytest.raises(UnusableLoader, match="is an iterator and has one epoch, not 2"):
         Cursor(iter([1, 2]), epochs=2)
-
-
-@pytest.mark.parametrize("epochs", [0, -1, 1.5, True, "2"])
-def test_epochs_that_are_none(epochs):
-    with pytest.raises(DataError, match="epochs is a whole number >= 1"):
-        Cursor([1], epochs=epochs)
-
-
-def test_no_end():
-    assert take(Cursor(plain(), epochs=None), 50)[-1][0] == BatchId(12, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DataLoader
 
-from healcore.runtime.data import BatchId, Cursor, DataError, EmptyLoader, UnusableLoader
+from healcore.runtime.data import BatchId, Cursor
 from tests.runtime.data.loaders import SIZE, Squares, stateful, take
 
 
@@ -26,41 +26,6 @@ def test_a_batch_that_cannot_be_read_can_be_left_out():
     cursor.leave_out([BatchId(0, 1)])
     assert [which.index for which, _ in take(cursor)] == [0, 2, 3]
     assert cursor.skipped() == [BatchId(0, 1)]
-
-
-def test_back_over_a_batch_that_cannot_be_read():
-    pytest.importorskip("torchdata")
-    loader = stateful(shuffle=True)
-    cursor = Cursor(loader)
-    positions, handed = [cursor.position()], []
-    loader.dataset.bad = 7
-    while True:
-        try:
-            batch = take(cursor, 1)
-        except OSError:
-            continue
-        if not batch:
-            break
-        handed += batch
-        positions.append(cursor.position())
-    assert len(handed) == 3
-    for place in (3, 2, 1, 0):
-        assert cursor.rewind(positions[place])
-        (bad,) = {0, 1, 2, 3} - {which.index for which, _ in handed}
-        cursor.leave_out([BatchId(0, bad)])
-        assert take(cursor) == handed[place:]
-
-
-def test_a_generator_that_raises_is_through():
-    def batches():
-        yield 1
-        raise OSError("gone")
-
-    cursor = Cursor(batches())
-    take(cursor, 1)
-    with pytest.raises(OSError, match="gone"):
-        cursor.next()
-    assert take(cursor) == []
 
 
 def dying():
@@ -85,23 +50,6 @@ def test_the_end_of_a_generator_by_an_exception_is_not_that_of_the_data():
         left_out.next()
 
 
-def test_the_last_batch_of_a_loader_with_a_length():
-    cursor = Cursor(DataLoader(Squares(bad=10), batch_size=SIZE), epochs=2)
-    take(cursor, 3)
-    with pytest.raises(OSError, match="example 10") as caught:
-        cursor.next()
-    _, which = cursor.next(after=caught.value)
-    assert which == BatchId(1, 0)
-
-
-def test_an_object_with_only_getitem_goes_on_after_an_item_that_raises():
-    cursor = Cursor(Squares(bad=4))
-    assert [value for _, value in take(cursor, 4)] == [0, 1, 4, 9]
-    with pytest.raises(OSError, match="example 4"):
-        cursor.next()
-    assert take(cursor, 1) == [(BatchId(0, 5), 25)]
-
-
 def test_fast_forward_over_a_batch_that_cannot_be_read():
     first = Cursor(DataLoader(Squares(bad=4), batch_size=SIZE))
     take(first, 1)
@@ -110,18 +58,6 @@ def test_fast_forward_over_a_batch_that_cannot_be_read():
     again = Cursor(DataLoader(Squares(bad=4), batch_size=SIZE))
     again.fast_forward(first.position())
     assert take(again, 1) == [(BatchId(0, 2), [36, 49, 64])]
-
-
-def test_an_iter_that_raises_is_of_no_batch():
-    class Closed:
-        def __iter__(self):
-            raise OSError("closed")
-
-    cursor = Cursor(Closed())
-    cursor.leave_out([BatchId(0, 0)])
-    with pytest.raises(OSError, match="closed"):
-        cursor.next()
-    assert cursor.skipped() == []
 
 
 class Numbers:
@@ -166,51 +102,6 @@ def test_a_state_that_cannot_be_taken():
     assert [batch for _, batch in take(later)] == [2, 3, 4, 5]
 
 
-def test_an_iterator_whose_state_is_taken_once_only():
-    """The state of the epoch's beginning was there, but is of no use once there are no others."""
-
-    class OnlyAtFirst(Numbers):
-        def __iter__(self):
-            return self.Pass(self)
-
-        class Pass(Numbers):
-            def __init__(self, loader):
-                super().__init__(3)
-                self.loader = loader
-
-            def __iter__(self):
-                return self
-
-            def __next__(self):
-                self.at += 1
-                if self.at > self.count:
-                    raise StopIteration
-                return self.at - 1
-
-            def state_dict(self):
-                self.state_fails = self.loader.state_fails
-                return super().state_dict()
-
-    loader = OnlyAtFirst()
-    loader.load_state_dict = None  # type: ignore[assignment] # the pair is on the iterator only
-    cursor = Cursor(loader, epochs=2)
-    start = cursor.position()
-    take(cursor, 4)
-    assert cursor.rewind(start)
-    loader.state_fails = True
-    cursor.position()
-    assert not cursor.can_rewind
-    assert [batch for _, batch in take(cursor)] == [0, 1, 2, 0, 1, 2]
-
-
-def test_a_state_without_a_plain_form():
-    loader = Numbers()
-    loader.state_dict = lambda: {"file": lambda: None}
-    cursor = Cursor(loader)
-    cursor.position()
-    assert "cannot be taken" in (cursor.why_not or "")
-
-
 def test_a_position_that_the_loader_does_not_take():
     loader = Numbers()
     cursor = Cursor(loader, epochs=2)
@@ -221,15 +112,6 @@ def test_a_position_that_the_loader_does_not_take():
     assert not cursor.rewind(position)
     assert "does not accept the position: KeyError: 'shard_7'" in (cursor.why_not or "")
     assert take(cursor, 3) == [((0, 4), 4), ((0, 5), 5), ((1, 0), 0)]
-
-
-def test_a_loader_that_takes_nothing_any_more():
-    loader = Numbers()
-    cursor = Cursor(loader)
-    position = cursor.position()
-    loader.fails_at = -1
-    with pytest.raises(DataError, match="can continue neither from the new position nor from"):
-        cursor.rewind(position)
 
 
 def test_a_state_of_other_workers_is_refused():
@@ -262,28 +144,3 @@ def test_a_value_that_is_no_position(position):
     assert not cursor.rewind(position)
     assert "position" in (cursor.why_not or "") or "batch id" in (cursor.why_not or "")
     assert [batch for _, batch in take(cursor)] == [2, 3]
-
-
-@pytest.mark.parametrize("ids", [[3], [(0,)], [(0, -1)], [(0.0, 1)], [(True, 1)], ["01"]])
-def test_a_value_that_is_no_batch_id(ids):
-    with pytest.raises(DataError, match="a batch id is BatchId"):
-        Cursor([1]).leave_out(ids)
-
-
-@pytest.mark.parametrize("loader", [None, 3, len])
-def test_a_value_that_is_no_loader(loader):
-    with pytest.raises(UnusableLoader, match="a loader is something to iterate over"):
-        Cursor(loader)
-
-
-def test_a_loader_that_shrank():
-    """Fewer batches than the position had: the epoch is over, and nothing is named wrongly."""
-    cursor = Cursor(list(range(9)), epochs=2)
-    take(cursor, 8)
-    shrunk = Cursor([0, 1], epochs=2)
-    assert shrunk.rewind(cursor.position())
-    assert take(shrunk) == [((1, 0), 0), ((1, 1), 1)]
-    emptied = Cursor([], epochs=2)
-    assert emptied.rewind(cursor.position())
-    with pytest.raises(EmptyLoader):
-        emptied.next()

@@ -49,15 +49,6 @@ def test_why_not_names_what_to_pass(make, reason):
     assert reason in (Cursor(make()).why_not or "")
 
 
-@over(FORWARD)
-def test_batches_are_left_out_all_the_same(kind):
-    everything = take(Cursor(kind.make(), epochs=kind.epochs))
-    cursor = Cursor(kind.make(), epochs=kind.epochs)
-    cursor.leave_out([BatchId(0, 1)])
-    assert take(cursor) == [batch for batch in everything if batch[0] != (0, 1)]
-    assert cursor.skipped() == [BatchId(0, 1)]
-
-
 @over([*FORWARD, *REWINDING])
 def test_fast_forward(kind):
     """Also to the position of another kind of loader, and not over those left out by then."""
@@ -86,19 +77,6 @@ def test_fast_forward_behind_or_beyond():
     assert take(cursor, 1)[0][0] == BatchId(2, 1)
     with pytest.raises(DataError, match="a position is a result"):
         cursor.fast_forward({"epoch": 1})
-
-
-def test_fast_forward_to_the_beginning_of_an_epoch():
-    pytest.importorskip("torchdata")
-    earlier = Cursor(range(BATCHES))
-    take(earlier)
-    cursor = Cursor(generator(), epochs=3)
-    assert "read 0 batches" in cursor.fast_forward(earlier.position())
-    start = cursor.position()
-    handed = take(cursor)
-    assert handed[0][0] == BatchId(1, 0)
-    assert cursor.rewind(start)
-    assert take(cursor) == handed
 
 
 def test_positions_of_another_kind_of_loader_are_refused():

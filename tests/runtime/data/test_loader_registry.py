@@ -41,13 +41,6 @@ def test_the_policy_sets_how_many_batches_are_left_out(tmp_path):
     assert loop.faults.order.count(24) == 1, "read on the way to the rollback, not after it"
 
 
-def test_forward_too(tmp_path):
-    loop = loop_of("torch", Faults(always=[23]))
-    train(loop, rules(skip_batches=4), Forward(40), store=tmp_path)
-    (left_out,) = events(tmp_path, "skipped_batches")
-    assert left_out["batches"] == [[0, 25], [0, 26], [0, 27]], "24 was taken before it was known"
-
-
 def test_a_window_ends_with_the_epoch(tmp_path):
     loop = loop_of("torch", Faults(always=[19]))
     loop.faults.always = frozenset()
@@ -63,27 +56,6 @@ def test_a_fault_in_the_last_step_of_the_data_is_healed_too(tmp_path):
     facts = train(loop, rules(), range(20), store=tmp_path)
     assert facts["rollbacks"] == 1
     assert facts["step"] == 19
-
-
-def test_one_call_per_epoch(tmp_path):
-    from healcore.runtime.healer import Healer
-
-    def run(stop_at):
-        loop, data = loop_of("torch", Faults()), list(range(10))
-        with Healer(
-            rules(), state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
-        ) as healer:
-            for _epoch in range(4):
-                for number in healer.batches(data):
-                    loop.step(healer, number)
-                    if healer.step == stop_at:
-                        raise RuntimeError("power")
-        return loop
-
-    with pytest.raises(RuntimeError, match="power"):
-        run(17)
-    loop = run(None)
-    assert loop.faults.order == [*range(5, 10), *range(10), *range(10)]
 
 
 def test_a_rollback_into_the_epoch_before(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 
 import httpx
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 import healcore
 from healcore.core.verdict import Cause
-from healcore.policy import PolicyError, load
+from healcore.policy import load
 from healcore.policy.recovery import Retry
 from healcore.runtime.faults import Fault
 from healcore.runtime.faults.retry import Attempt, delay, repeated
@@ -109,76 +108,6 @@ def test_a_server_that_asks_for_a_day_does_not(record):
     assert (server.requests, record.waits) == (1, [])
 
 
-def test_other_errors_go_on_and_are_not_reported(record):
-    def call():
-        raise ValueError("the capital of the API: 503, timeout")
-
-    with pytest.raises(ValueError, match="capital"):
-        record.around(call)()
-    assert record.attempts == []
-
-
-def test_an_error_of_another_kind_ends_the_attempts(record):
-    errors = [ConnectionResetError(errno.ECONNRESET, "x"), MemoryError()]
-
-    def call():
-        raise errors.pop(0)
-
-    with pytest.raises(MemoryError):
-        record.around(call)()
-    assert record.waits == [1]
-
-
-def test_each_call_has_its_own_attempts(record):
-    with serving(503, 200, 503, 200) as server:
-        get = record.around(by_requests)
-        get(server.url)
-        get(server.url)
-    assert record.waits == [1, 1]
-
-
-def test_without_a_rule_nothing_is_repeated(record):
-    with serving(503) as server, pytest.raises(requests.HTTPError):
-        record.around(by_requests, None)(server.url)
-    assert server.requests == 1
-    assert len(record.attempts) == 1
-
-
-def test_what_ends_the_wait_ends_the_call():
-    def sleep(seconds):
-        raise SystemExit(143)
-
-    with serving(503) as server, pytest.raises(SystemExit):
-        repeated(by_requests, RETRY, report=lambda _: None, sleep=sleep)(server.url)
-    assert server.requests == 1
-
-
-def test_arguments_name_and_result_are_those_of_the_call(record):
-    def add(a: int, *, b: int) -> int:
-        """Adds."""
-        return a + b
-
-    call = record.around(add)
-    assert call(1, b=2) == 3
-    assert (call.__name__, call.__doc__) == ("add", "Adds.")
-    assert record.attempts == []
-
-
-async def coroutine():
-    """Fails when it is awaited."""
-
-
-def generator():
-    """Fails when it is iterated over."""
-    yield 1
-
-
-@pytest.mark.parametrize("call", [coroutine, generator])
-def test_what_fails_later_is_refused(record, call):
-    with pytest.raises(TypeError, match="ordinary function"):
-        record.around(call)
-
-
 # -- waits ----------------------------------------------------------------------------------------
 
 RETRIES = st.builds(
@@ -204,17 +133,6 @@ def test_waits_grow_by_the_factor_up_to_the_limit(retry, attempt):
     first, then = (delay(retry, n, LOST, 0.0) for n in (attempt, attempt + 1))
     assert then >= first
     assert then == pytest.approx(min(first * retry.factor, retry.max_delay_s))
-
-
-@given(RETRIES, st.integers(1, 1000), st.floats(0, 1), st.floats(0, 3600))
-def test_a_wait_is_never_shorter_than_the_server_asks(retry, attempt, random, seconds):
-    assert delay(retry, attempt, LOST._replace(retry_after_s=seconds), random) >= seconds
-
-
-@given(RETRIES, st.lists(st.floats(0, 1), min_size=2, max_size=2, unique=True))
-def test_the_random_part_spreads_the_waits(retry, randoms):
-    waits = [delay(retry, 1, LOST, random) for random in sorted(randoms)]
-    assert waits[0] >= waits[1]
 
 
 # -- the public function --------------------------------------------------------------------------
@@ -244,8 +162,3 @@ def test_a_policy_that_does_not_repeat(policy):
     with serving(503) as server, pytest.raises(requests.HTTPError):
         healcore.retrying(by_requests, policy)(server.url)
     assert server.requests == 1
-
-
-def test_a_policy_that_does_not_exist():
-    with pytest.raises(PolicyError):
-        healcore.retrying(by_requests, "nope")

@@ -34,11 +34,6 @@ def nothing(incident):
     return Action(0)
 
 
-def test_no_hook():
-    assert Hooks().run(INCIDENT) == (None, "", ())
-    assert not Hooks()
-
-
 def test_it_sees_the_incident():
     seen = []
     assert Hooks(seen.append).run(INCIDENT).action is None
@@ -53,10 +48,6 @@ def test_it_overrides():
     assert Hooks([stop]).run(INCIDENT) == result
 
 
-def test_doing_nothing_is_an_result():
-    assert Hooks(nothing).run(INCIDENT).action == Action(0)
-
-
 def test_the_last_result_counts_and_each_hook_sees_the_result_so_far():
     seen = []
 
@@ -67,13 +58,6 @@ def test_the_last_result_counts_and_each_hook_sees_the_result_so_far():
     assert seen == [ORDERED, Action.STOP, Action(0)]
     assert result.action == Action(0)
     assert result.hook.endswith("nothing")
-
-
-def test_nothing_in_it_can_be_changed():
-    for part in (INCIDENT, INCIDENT.decision, INCIDENT.readings, INCIDENT.facts, EVIDENCE[0]):
-        hash(part)  # a value all the way down
-        with pytest.raises(AttributeError):
-            object.__setattr__(part, "step", 1)
 
 
 class Unprintable(Exception):
@@ -106,12 +90,6 @@ def test_an_exception_is_contained_and_reported(error, message):
     assert "raising.<locals>.hook" in result.problems[0]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_exception_that_ends_the_process_is_not_caught(error):
-    with pytest.raises(error):
-        Hooks(raising(error())).run(INCIDENT)
-
-
 @pytest.mark.parametrize(
     "returned", [True, 4, "rollback", Action(1024), Action.STOP | 64, Cause.DATA]
 )
@@ -119,13 +97,3 @@ def test_a_value_that_is_no_action_counts_as_no_result(returned):
     result = Hooks([lambda incident: returned, keep]).run(INCIDENT)
     assert result.action is None
     assert "Action.ROLLBACK" in result.problems[0]
-
-
-async def later(incident):
-    return None
-
-
-@pytest.mark.parametrize("hook", [later, "print", 3, [keep, None]])
-def test_what_cannot_be_asked_fails_at_construction(hook):
-    with pytest.raises(TypeError):
-        Hooks(hook)

@@ -58,11 +58,3 @@ def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
     assert ledger.same_trouble(421) == []
     assert ledger.same_trouble(520, within=100) == [back]
     assert ledger.same_trouble(521, within=100) == []
-
-
-def test_a_rollback_of_healcore_0_2_0_can_be_read():
-    ledger = Ledger()
-    ledger.on_rollback(applied(onset=250, target=100, step=420), None)
-    saved = ledger.to_dict()
-    saved["rollbacks"][0]["rerun"] = True  # a field that later versions do not write
-    assert Ledger.from_dict(saved) == ledger

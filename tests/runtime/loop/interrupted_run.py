@@ -5,26 +5,15 @@ from __future__ import annotations
 import select
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime.store import directory
 from tests.healer.training_loops import loop_of, rules, train
 
 
 def main(folder: str, how: str) -> None:
-    """Prints its steps. From 7 on it waits for a line before each; its disk may hang from 5 on."""
+    """Prints its steps. From step 7 on it waits for a line before each."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
-    if how == "disk hangs":
-        write = directory.commit.commit
-
-        def hang(root: Any, ranks: Any, copy: Any, *args: Any) -> Any:
-            if copy.step:  # the save of step 0 would hold up the next one
-                threading.Event().wait()
-            return write(root, ranks, copy, *args)
-
-        directory.commit.commit = hang
 
     def before(healer: Any, number: int) -> None:
         if number == 7 and not how:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes
-from healcore.runtime.microbatches.splitting import split
 
 
 def sizes(shrinks: int = 100) -> MicrobatchSizes:
@@ -27,25 +26,6 @@ def test_shrinking_ends_at_a_size_that_fits(samples, fits):
     largest = -(-samples // parts)
     assert failures == book.used <= np.ceil(np.log2(samples))
     assert min(samples, fits) / 2 <= largest <= fits
-
-
-@given(samples=st.integers(1, 300))
-def test_few_shapes(samples):
-    """A step that is compiled for each shape sees two for each halving."""
-    book, shapes = sizes(), set()
-    while True:
-        parts = book.parts(samples)
-        shapes |= {len(piece) for piece in split(np.zeros(samples), parts)}
-        try:
-            book.shrink(samples, parts)
-        except CannotShrink:
-            break
-    assert len(shapes) <= 2 * np.ceil(np.log2(samples)) + 1
-
-
-@pytest.mark.parametrize(("most", "parts"), [(8, 1), (4, 2), (3, 4), (1, 8), (100, 1)])
-def test_at_most_so_many_samples(most, parts):
-    assert sizes().parts(8, most) == parts
 
 
 def test_the_limit_holds_for_other_batches():

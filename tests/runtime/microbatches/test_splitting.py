@@ -79,22 +79,6 @@ def test_structures(batch):
     assert {type(piece) for piece in pieces} == {type(batch)}
 
 
-def test_what_belongs_to_no_sample_is_passed_on():
-    batch = {"x": rows(4), "mask": rows(1, 4), "sizes": [224, 224], "id": "run", "keep": object()}
-    for piece in split(batch, 4):
-        assert all(piece[name] is batch[name] for name in ("mask", "sizes", "id", "keep"))
-
-
-def test_one_part_is_the_batch_itself_whatever_it_is():
-    batch = object()
-    assert split(batch, 1)[0] is batch
-
-
-def test_a_slice_copies_nothing():
-    x = torch.zeros(4, 2)
-    assert [each.data_ptr() for each in split(x, 2)] == [x.data_ptr(), x[2:].data_ptr()]
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -110,9 +94,3 @@ def test_no_common_length(batch, message):
     for refuse in (count_samples, lambda batch: split(batch, 2)):
         with pytest.raises(UnsplittableBatch, match=message):
             refuse(batch)
-
-
-@pytest.mark.parametrize("parts", [0, -1, 5])
-def test_number_of_parts(parts):
-    with pytest.raises(ValueError, match=f"from 1 to the 4 samples of the batch, not {parts}"):
-        split(rows(4), parts)

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from healcore import Healer, Logging
 from healcore.core.verdict import Cause
 from healcore.events import Log, process, read
 from healcore.events.log import Event, History
 from healcore.history import runs_of
-from healcore.runtime.loop.termination import IncompleteRun
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.postmortem.postmortem import end_of_killed, of, of_killed, path_for
@@ -45,13 +42,6 @@ def rewritten(path: Path, **changes) -> None:
 # -- writing --------------------------------------------------------------------------------------
 
 
-def test_it_is_a_file_of_its_own_for_each_run(events):
-    assert path_for(events, "a-1").name == "run.postmortem.a-1.json"
-    assert path_for("x/log.jsonl", "a").name == "log.postmortem.a.json"
-    assert path_for("x/log", "../a b").name == "log.postmortem..._a_b.json"
-    assert path_for(events, "a").parent == events.parent
-
-
 def test_the_postmortem_of_this_process(events):
     log = Log(events)
     log.write("start", step=0, policy="default")
@@ -68,13 +58,6 @@ def test_the_postmortem_of_this_process(events):
     assert content["process"]["pid"] == os.getpid()
     assert "python" in content["environment"]
     assert content["diagnosis"].startswith("healcore stopped the run at step 4121")
-
-
-def test_nothing_is_left_behind(events):
-    path = path_for(events, "a")
-    for _ in range(2):  # the second takes the place of the first
-        assert postmortem.write(path, of(STOPPED, Log(None))) is None
-    assert [each.name for each in events.parent.iterdir()] == [path.name]
 
 
 def test_a_full_and_a_read_only_disk(tmp_path):
@@ -156,19 +139,6 @@ def test_the_next_start_closes_the_case(killed):
     ]
 
 
-def test_a_run_that_logged_its_end_was_not_killed(killed):
-    Log(killed, run=read(killed).events[0]["run"]).write("end", step=9, ending="exception")
-    assert of_killed(killed) is None
-
-
-def test_a_torn_last_line_hides_nothing(killed):
-    with killed.open("ab") as file:
-        file.write(b'{"schema":1,"seq":99,"ru')
-    found = of_killed(killed)
-    assert found is not None
-    assert found.end.step == 350
-
-
 def test_a_number_that_is_used_again(killed):
     """The process of that number is another one, born later: ours, in a restarted container."""
     me = process.current_process()
@@ -180,67 +150,12 @@ def test_a_number_that_is_used_again(killed):
     assert of_killed(killed) is None
 
 
-def test_another_boot(killed):
-    rewritten(killed, pid=os.getpid(), born=process.current_process().born, boot="another")
-    found = of_killed(killed)
-    assert found is not None
-    assert found.certain
-
-
 def test_another_host(killed):
     rewritten(killed, host="elsewhere")
     found = of_killed(killed)
     assert found is not None
     assert not found.certain
     assert "elsewhere" in found.end.why
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"\n", b"junk", b'{"schema":1,"seq":0,"run":"a","kind":"save"}']
-)
-def test_files_without_a_run(events, content):
-    assert of_killed(events) is None
-    events.write_bytes(content)
-    assert of_killed(events) is None
-    assert os.listdir(events.parent) == [events.name]
-
-
-def test_unreadable_events_do_not_end_the_next_run(killed, caplog):
-    rewritten(killed, mono="now", pid="4711")
-    assert of_killed(killed) is None
-    assert "cannot be determined" in caplog.text
-
-
-def test_events_of_a_later_version(killed):
-    lines = killed.read_text().splitlines()
-    alarm = json.loads(lines[4])
-    alarm.update(cause=["GRAD_SPIKE", "SOMETHING_NEW"], seq=50, kind="order", colour="red")
-    killed.write_text("\n".join([*lines, json.dumps(alarm), ""]))
-    found = of_killed(killed)
-    assert found is not None
-    assert found.end.cause == Cause.GRAD_SPIKE | Cause.UNKNOWN
-
-
-def test_a_postmortem_that_cannot_be_written_is_returned_all_the_same(killed, caplog):
-    path_for(killed, read(killed).events[0]["run"]).mkdir()
-    assert of_killed(killed) is not None
-    assert "could not be written" in caplog.text
-
-
-@pytest.mark.parametrize("writable", [True, False])
-def test_the_next_start_says_whether_the_postmortem_was_written(killed, caplog, writable):
-    if not writable:
-        path_for(killed, read(killed).events[0]["run"]).mkdir()
-    model = torch.nn.Linear(1, 1)
-    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
-    with (
-        pytest.raises(IncompleteRun),
-        Healer("default", state=state, store=killed.parent / "s", logging=Logging(events=killed)),
-    ):
-        pass
-    assert ("its postmortem was written" in caplog.text) == writable
-    assert ("was killed; the postmortem" in caplog.text) != writable
-    assert ("could not be written" in caplog.text) != writable
 
 
 # -- the facts that the events of a killed run give ---------------------------------------------
@@ -267,12 +182,6 @@ def end_of(*processes: list[Event]) -> RunEnd:
 
 
 START = ("start", None, {"mode": "heal", "store": "there"})
-
-
-def test_a_run_in_which_nothing_happened():
-    end = end_of(history(START))
-    assert (end.ending, end.step, end.cause, end.incidents) == ("killed", 0, Cause(0), 0)
-    assert (end.last_good, end.readings, end.rollbacks, end.lr_scale) == (None, None, (), 1.0)
 
 
 def test_an_older_incident_is_not_reported_for_a_newer_one():

@@ -59,20 +59,6 @@ def test_a_rollback_forgets_the_hits():
     assert orders(found, [1] * 10) == [9]
 
 
-def test_a_step_that_was_not_judged_is_no_hit():
-    found, record = rules(), FIRST._replace(cause=Cause.NONFINITE_LOSS, judged=False)
-    assert all(found.ordered(record._replace(step=each)) is not None for each in range(10))
-    assert not found.ordered(record._replace(step=11)).action
-
-
-def test_the_rules_are_not_in_the_step():
-    for name in ("default", "observe"):
-        policy = load(name)
-        assert len(policy.host_rules()) == 2
-        assert not any(rule.action & Action.ROLLBACK for rule in policy.config().rules)
-    assert load("pretraining").host_rules() == ()
-
-
 def test_a_rule_for_finite_steps_and_one_that_also_skips_stay_in_the_step():
     rule = {"to": ["loss_spike", "nonfinite"], "do": ["rollback"]}
     policy = load("default", respond=[rule])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from healcore.runtime.recovery.journal import Journal, JournalError, update_from_disk
+from healcore.runtime.recovery.journal import Journal, JournalError
 from healcore.runtime.recovery.restoring import Restorer
-from healcore.runtime.store import NoGoodCheckpoint, Saved, StoreError, checksummed_json
+from healcore.runtime.store import NoGoodCheckpoint, StoreError, checksummed_json
 from tests.healer.crashes import crash
 from tests.healer.killed_runs import (
     after_rollback,
@@ -42,18 +41,6 @@ def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(framework, 
     assert not is_poisoned(loop)
     assert [event["checkpoint"] for event in events(tmp_path, "rollback")] == [10, 0]
     assert facts["rollbacks"] == 2
-
-
-def test_the_newest_checkpoint_is_not_one_of_an_abandoned_branch(tmp_path):
-    """A run that ends soon after it has gone back far has quarantined ones of later steps."""
-    journal = Journal(tmp_path / "healcore.json")
-    steps: dict[int, Any] = {20: "good", 23: "candidate", 60: "quarantined"}
-    saves = [Saved(n, of, True, 1, 0.0, True, str(tmp_path / str(n))) for n, of in steps.items()]
-    update_from_disk(journal, saves)
-    assert journal.state.newest_on_disk == 23
-    lost = Journal(tmp_path / "other.json")
-    update_from_disk(lost, saves[2:])
-    assert lost.state.newest_on_disk == 60, "something was saved"
 
 
 # -- a stale journal ----------------------------------------------------------------------------
@@ -87,21 +74,6 @@ def test_a_journal_of_another_version_is_refused(tmp_path):
     path.write_bytes(checksummed_json.dumps({"schema": 2, "begun": None}))
     with pytest.raises(JournalError, match=r"has schema 2, .* reads 4: .*resume without it: mv "):
         Journal(path).read()
-
-
-def test_a_run_keeps_its_name_through_its_processes(tmp_path):
-    def name() -> str:
-        return json.loads((tmp_path / "healcore.json").read_text())["lineage"]
-
-    killed(after_rollback, tmp_path, 13)
-    first = name()
-    train(loop_of("torch"), rules(), range(40), store=tmp_path)
-    assert name() == first
-    healing = [json.loads(p.read_text()) for p in tmp_path.glob("step-*/healing.json")]
-    assert {each["lineage"] for each in healing} == {first}
-    (tmp_path / "healcore.json").unlink()
-    train(loop_of("torch"), rules(), range(45), store=tmp_path)
-    assert name() == first
 
 
 # -- a kill before anything was on disk -----------------------------------------------------------

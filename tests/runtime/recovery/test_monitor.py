@@ -54,11 +54,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return Run(capsys)
 
 
-def test_clipped_steps_without_an_alarm_say_nothing(run: Run):
-    assert run.steps(200, grad_scale=0.9) == []
-    assert run.monitor.metrics.values()["heal/clips"] == 200
-
-
 def test_skips_of_one_long_incident_are_said_at_powers_of_ten(run: Run):
     run.steps(5)
     lines = run.steps(1000, incident=1, incident_open=True, **NAN)
@@ -70,61 +65,6 @@ def test_skips_of_one_long_incident_are_said_at_powers_of_ten(run: Run):
         "skipped, 100 of the run",
         "skipped, 1000 of the run",
     ]
-
-
-def test_a_resumed_run_goes_on_counting(run: Run):
-    tally = {"clips": 3, "skips": 98, "lr_cuts": 0, "rollbacks": 0, "alarms": 98}
-    run.monitor.sync_engines({"model": {"state": {"tally": tally, "lr": {"scale": 1.0}}}})
-    assert run.steps(5) == []
-    said = run.steps(4, incident=1, incident_open=True, **NAN)
-    assert [line.split("; ")[-1] for line in said] == [
-        "skipped, 99 of the run",
-        "skipped, 100 of the run",
-    ]
-    assert run.monitor.metrics.values()["heal/skips"] == 102
-
-
-def test_each_of_the_first_incidents_is_said_and_later_ones_at_powers_of_two(run: Run):
-    said = []
-    for number in range(1, 41):
-        said.append(len(run.steps(1, incident=number, **NAN)))
-        run.steps(3, incident=number)
-    assert [number for number, lines in enumerate(said, 1) if lines] == [*range(1, 11), 16, 32]
-
-
-def test_outliers_that_were_only_clipped_are_said_at_powers_of_ten(run: Run):
-    alert = {"cause": Cause.GRAD_SPIKE, "grad_scale": 0.01}
-    lines = [line for _ in range(100) for line in run.steps(1, **alert) + run.steps(1)]
-    assert [line.split(":")[1] for line in lines] == [" step 0", " step 18", " step 198"]
-    assert lines[0].endswith("grad spike; gradient norm 0, learning rate 0.001; gradients × 0.01")
-
-
-def test_every_cut_of_the_learning_rate_is_said_also_within_one_incident(
-    capsys: pytest.CaptureFixture[str],
-):
-    """As for the third trouble of a run, which gets an alert and a cut and no rollback."""
-    run = Run(capsys, "pretraining")
-    cut = {"cause": Cause.INSTABILITY, "action": Action.ALERT | Action.CUT_LR}
-    one = {"incident": 1, "incident_open": True}
-    run.steps(1, **one, **cut, lr_scale=0.25)
-    run.steps(30, **one, cause=Cause.INSTABILITY, lr_scale=0.25)
-    (line,) = run.steps(1, **one, **cut, lr_scale=0.0625)
-    assert line.startswith("healcore: step 31: incident 1: instability; ")
-    assert "; learning rate × 0.0625; no rollback is left in the budget" in line
-    assert run.monitor.metrics.values()["heal/lr_cuts"] == 2
-
-
-def test_observe_mode_says_what_was_ordered(capsys: pytest.CaptureFixture[str]):
-    run = Run(capsys, "observe")
-    order = {"cause": Cause.INSTABILITY, "action": Action.ROLLBACK | Action.CUT_LR}
-    (line,) = run.steps(1, incident=1, incident_open=True, **order)
-    assert line.endswith("ROLLBACK and CUT_LR ordered; nothing is changed, the policy observes")
-
-
-def test_without_a_loss_the_line_has_none(run: Run):
-    (line,) = run.steps(1, **NAN, loss=0.0)
-    assert "nonfinite loss; gradient norm " in line
-    assert " loss 0" not in line
 
 
 @pytest.mark.parametrize(("back_to", "skipped"), [(None, [0, 1, 2, 3]), (4, [0, 1, 2, 3, 4, 5])])

@@ -246,28 +246,6 @@ TestHistory.settings = settings(
 )
 
 
-def test_what_kills_before_deletions_have_left_is_deleted_by_the_next_process(
-    tmp_path, monkeypatch
-):
-    def killed(store: Listed, step: int) -> None:
-        raise Killed
-
-    store, most = Listed(), KEEP.good
-    for kill in range(5):
-        process = Process(store, tmp_path / "healcore.json")
-        process.begin()
-        with monkeypatch.context() as patch:
-            if kill < 4:
-                patch.setattr(Listed, "delete", killed)
-            with contextlib.suppress(Killed):
-                for _ in range(40):
-                    process.take(alarm=False, skip=False, is_open=False)
-        good = [each.step for each in store.steps() if each.status == "good"]
-        most = max(most, len(good))
-    assert most == KEEP.good + 4
-    assert len(good) == KEEP.good
-
-
 @pytest.mark.stress
 class TestLongHistory(TestHistory):
     settings = settings(max_examples=3000, stateful_step_count=80, derandomize=False)

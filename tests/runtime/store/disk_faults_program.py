@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import resource
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -45,26 +44,11 @@ def file_size_limit(case: StoreCase, root: Path) -> None:
     print([saved.step for saved in store.steps()], store.problems())
 
 
-def every_second_step(case: StoreCase, root: Path, first: int) -> None:
-    """Saves ten times, next to another process."""
-    store = case.make(root)
-    for i in range(10):
-        store.save(2 * i + first, case.state(i))
-        store.wait()
-
-
 def ends(case: StoreCase, root: Path) -> None:
     """Ends while a save is being written."""
     store = case.make(root)
     store.save(1, large(case, 8))
     sys.exit(7)
-
-
-def ends_with_a_failure(case: StoreCase, root: Path) -> None:
-    """Ends while a save is failing."""
-    store = case.make(root)
-    shutil.rmtree(store.root)
-    store.save(1, case.state(1))
 
 
 def killed_while_deleting(case: StoreCase, root: Path, files: int) -> None:

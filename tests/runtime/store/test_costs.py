@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import torch
 
-from healcore.runtime.store import Keep, inspection
-from tests.runtime.store.store_cases import ALL, DISKS, MEMORIES, TIERS, StoreCase, jax_state, over
+from healcore.runtime.store import Keep
+from tests.runtime.store.store_cases import ALL, DISKS, TIERS, StoreCase, jax_state, over
 
 ARRAYS, SIDE = 12, 500
 BYTES = ARRAYS * SIDE * SIDE * 4
@@ -85,42 +85,3 @@ def test_save_does_not_wait_for_the_disk(case, tmp_path):
     gate.set()
     store.wait()
     assert [saved.step for saved in store.steps()] == [1]
-
-
-@over(*MEMORIES)
-def test_save_does_not_wait_for_digests_and_checks(case, tmp_path, monkeypatch):
-    store, gate, inspect = case.make(tmp_path), threading.Event(), inspection.inspect
-
-    def late(*arguments):
-        assert gate.wait(60)
-        return inspect(*arguments)
-
-    monkeypatch.setattr(inspection, "inspect", late)
-    state = case.state(1)
-    store.save(1, state)
-    case.spoil(state)
-    assert store.queue.busy
-    gate.set()
-    store.verify(1)
-
-
-@over(*DISKS, *MEMORIES)
-def test_a_restore_takes_one_copy(case, tmp_path):
-    store, state = case.make(tmp_path), large(case)
-    store.save(0, state)
-    store.wait()
-    with traced() as peak:
-        restored = store.restore(0, state).state
-    assert peak[0] < (1.7 if case in MEMORIES else 1.5) * BYTES
-    assert len(restored["weights"]) == ARRAYS
-
-
-@over(*MEMORIES)
-def test_the_bound_is_kept(case, tmp_path):
-    store, state = case.make(tmp_path), large(case)
-    most = store.keep.most + 1
-    for step in range(2 * most):
-        store.save(step, state)
-        store.wait()
-        store.mark(step, ("good", "candidate", "quarantined")[step % 3])
-        assert store.nbytes <= 1.1 * most * BYTES

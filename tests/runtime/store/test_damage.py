@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -126,56 +125,3 @@ def test_nothing_intact_is_left(case, tmp_path):
     assert [error.step for error in errors] == [2, 1]
     assert {saved.status for saved in store.steps()} == {"quarantined"}
     assert newer.exists()  # kept for a person to look at
-
-
-@over(*DISKS)
-def test_unknown_files_are_reported_and_stay(case, tmp_path):
-    newer = two_saves(case, tmp_path)
-    (newer / "data" / "notes.txt").write_text("mine")
-    (tmp_path / "README").write_text("mine too")
-    (tmp_path / "step-7").mkdir()
-    store = case.make(tmp_path)
-    problems = "\n".join(store.problems())
-    assert all(each in problems for each in ("data/notes.txt", "README", "step-7"))
-    assert same_states(case.state(2), store.restore(2, case.state(1)).state)
-    store.save(3, case.state(3))
-    store.wait()
-    assert (newer / "data" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "README").read_text() == "mine too"
-
-
-@over(*DISKS)
-def test_the_healer_s_own_file_is_no_problem(case, tmp_path):
-    store = case.make(tmp_path)
-    (tmp_path / "healcore.json").write_text("{}")
-    assert store.problems() == []
-    (tmp_path / "healcorejson").write_text("{}")
-    assert store.problems() == ["healcorejson was not written by healcore"]
-
-
-@over(*DISKS)
-def test_a_directory_that_was_renamed(case, tmp_path):
-    """A checkpoint whose directory name and manifest give different steps is not used."""
-    newer = two_saves(case, tmp_path)
-    newer.rename(tmp_path / newer.name.replace("0002.", "0009."))
-    store = case.make(tmp_path)
-    assert [saved.step for saved in store.steps()] == [1]
-    assert any("is of step 2" in problem for problem in store.problems())
-
-
-@over(*DISKS)
-def test_a_copied_store_is_the_same_store(case, tmp_path):
-    two_saves(case, tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    store = case.make(tmp_path / "b")
-    assert [saved.status for saved in store.steps()] == ["good", "good"]
-    store.verify(2)
-
-
-@pytest.mark.parametrize(
-    "text", ['{"arrays":NaN,"digest":"0"}', '{"digest":"0","a":Infinity}', "[]"]
-)
-def test_what_json_cannot_hold_is_damage_and_no_crash(text):
-    """One such manifest must not take the others with it."""
-    with pytest.raises(ChecksumError, match="is not what was written"):
-        checksummed_json.loads(text.encode())

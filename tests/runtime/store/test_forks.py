@@ -10,6 +10,5 @@ from tests.runtime.store.programs import finish, start
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.parametrize("what", ["saves", "locks"])
-def test_a_child_does_not_wait_for_its_parents_threads(tmp_path, what):
-    finish(start("tests.runtime.store.forks_program", what, tmp_path))
+def test_a_child_does_not_wait_for_its_parents_threads(tmp_path):
+    finish(start("tests.runtime.store.forks_program", tmp_path))

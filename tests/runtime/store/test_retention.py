@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.recovery.checkpoint_choice import choose
-from healcore.runtime.store import Keep, Saved, StoreError, prune, superfluous
+from healcore.runtime.store import Keep, Saved, prune, superfluous
 from tests.runtime.store.store_cases import ALL, over
 
 CODES = {"g": "good", "c": "candidate", "q": "quarantined", "n": "candidate"}
@@ -69,21 +68,6 @@ def test_older_ones_stay_at_distances_that_grow_geometrically(every):
     assert len(left) <= 3 + math.log2(newest / every) + 1
 
 
-def test_with_older_off_only_the_newest_stay():
-    assert run_with(Keep(good=3), range(0, 1000, 10)) == [970, 980, 990]
-    assert run_with(Keep(good=1), range(0, 1000, 10)) == [990]
-
-
-def test_a_deep_rollback_finds_an_old_one():
-    left = run_with(Keep(good=3, older=True), range(0, 10000, 10))
-    saves = [Saved(step, "good", True, 1, 0.0, True, None) for step in left]
-    targets = [choose(saves, onset=9995, depth=depth).order[0] for depth in (1, 3, 5, 8)]
-    distances = [9995 - target for target in targets]
-    assert distances[:2] == [5, 25]
-    assert distances[2] >= 50
-    assert distances[3] >= 400
-
-
 @given(st.text("gcqn", max_size=12), st.integers(1, 4), st.integers(2, 4), st.integers(0, 3))
 def test_always(text, good, candidates, quarantined):
     everything, keep = saves(text), Keep(good, candidates, quarantined)
@@ -96,23 +80,6 @@ def test_always(text, good, candidates, quarantined):
         oldest = [s for s in everything if s.status == "candidate" and s.finite][:1]
         assert all(save in left for save in oldest)
     assert superfluous(left, keep) == []
-
-
-def test_frequent_saves_and_a_long_probation():
-    """A candidate gets old enough to be proven, however many are saved meanwhile."""
-    keep, kept = Keep(good=1, candidates=2), []
-    for step in range(0, 500, 10):
-        kept.append(Saved(step, "candidate", True, 1, 0.0, True, None))
-        gone = superfluous(kept, keep)
-        kept = [save for save in kept if save.step not in gone]
-        assert kept[-1].step == step
-        assert kept[0].step == 0
-
-
-@pytest.mark.parametrize("keep", [Keep(good=0), Keep(candidates=1), Keep(quarantined=-1)])
-def test_too_few(keep):
-    with pytest.raises(StoreError, match=r"keep\.\w+ is a whole number >= \d"):
-        superfluous([], keep)
 
 
 @over(*ALL)

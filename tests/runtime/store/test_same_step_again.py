@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from healcore.runtime.recovery.checkpoint_choice import saved_after
-from healcore.runtime.store import CheckpointDamaged, Keep, LastGoodKept, prune
+from healcore.runtime.store import Keep, LastGoodKept, prune
 from tests.runtime.store.store_cases import (
     ALL,
     DISKS,
     TIERS,
     StoreCase,
-    damage_in_memory,
     over,
     same_states,
 )
@@ -65,23 +64,6 @@ def test_a_rollback_and_the_same_steps_again(case, store):
     assert store.problems() == []
 
 
-@over(*ALL)
-def test_quarantining_twice_is_quarantining_once(case, store):
-    """With a crash in between, and older saves of the same steps."""
-    for seed in (0, 10):
-        for step in (1, 2, 3):
-            save(case, store, step, seed=seed + step)
-        store.mark(1, "good")
-        roll_back(store, 1)
-    once = statuses(store)
-    assert once == [(1, "good"), (2, "quarantined"), (3, "quarantined")]
-    for step in (2, 3):
-        store.mark(step, "quarantined")
-    roll_back(store, 1)
-    assert statuses(store) == once
-    assert holds(case, store, 1, seed=11)
-
-
 @over(*DISKS)
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_a_quarantine_that_a_crash_cut_short_is_finished(case, tmp_path, done):
@@ -94,15 +76,6 @@ def test_a_quarantine_that_a_crash_cut_short_is_finished(case, tmp_path, done):
     again = case.make(tmp_path)
     roll_back(again, 1)
     assert statuses(again) == [(1, "good"), (2, "quarantined"), (3, "quarantined")]
-
-
-@over(*ALL)
-def test_the_newer_save_of_a_step_counts(case, store):
-    for seed in (1, 2, 3):
-        save(case, store, 7, seed)
-        assert holds(case, store, 7, seed)
-    assert statuses(store) == [(7, "candidate")]
-    assert store.problems() == []
 
 
 @over(*DISKS)
@@ -161,16 +134,6 @@ def test_an_older_save_on_disk_is_another_one(case, tmp_path):
     # Gone from memory, it is the older one again.
     store.memory.drop(3)
     assert statuses(store)[-1] == (3, "quarantined")
-
-
-@over(*TIERS)
-def test_damage_in_memory_does_not_lead_to_an_older_save_on_disk(case, tmp_path):
-    store = case.make(tmp_path)
-    save(case, store, 1, seed=1)
-    save(case, store.memory, 1, seed=2)
-    damage_in_memory(store.memory, 1)
-    with pytest.raises(CheckpointDamaged):
-        store.restore(1, case.state(0))
 
 
 @over(*TIERS)

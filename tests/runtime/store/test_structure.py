@@ -69,20 +69,6 @@ def test_other_containers_of_the_standard_library(value):
     assert same(value, back(value))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        list(range(-5, 5000)),
-        [2**63 - 1, -(2**63)] * 600,
-        [2**63] * 1200,
-        [True, 0] * 600,
-        [1.0] * 1200,
-    ],
-)
-def test_long_lists(value):
-    assert same(value, back(value))
-
-
 class Special(dict):
     pass
 
@@ -137,33 +123,3 @@ def test_a_named_tuple_keeps_its_class():
     node["named"]["class"] = "gone.Pair"
     with pytest.raises(StoreError, match=r"named tuple gone\.Pair .* import the module"):
         structure.decode(node, unknown)
-
-
-def test_the_versions_of_modules_are_kept():
-    value = OrderedDict(weight=1)
-    value._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
-    assert back(value)._metadata == {"": {"version": 2}}
-
-
-def test_an_unsavable_value_is_named():
-    with pytest.raises(UnsavableState, match=r"state\['a'\]\[1\] is a builtins.object"):
-        structure.encode({"a": [1, object()]}, (), unknown)
-    with pytest.raises(UnsavableState, match="keys are strings, numbers or tuples"):
-        structure.encode({"a": {frozenset(): 1}}, (), unknown)
-
-
-def test_an_enum_is_no_number():
-    import enum
-
-    class Color(enum.IntEnum):
-        RED = 1
-
-    with pytest.raises(UnsavableState, match="Color"):
-        structure.encode(Color.RED, (), unknown)
-
-
-def test_names_of_arrays_are_unique():
-    names = structure.Names()
-    found = [names.at(path) for path in (("a", "b"), ("a.b",), ("a", "b#2"), ("a.b",))]
-    assert found[0] == "a.b"
-    assert len(set(found)) == 4

@@ -39,21 +39,6 @@ def test_a_damaged_copy_on_disk_is_quarantined(case, tmp_path):
 
 
 @over(*TIERS)
-def test_after_a_restart_the_disk_serves(case, tmp_path):
-    store = case.make(tmp_path)
-    for step in (1, 2):
-        store.save(step, case.state(step), healing={"step": step})
-    store.wait()
-    store.mark(1, "good")
-    again = case.make(tmp_path)
-    assert [(saved.step, saved.status) for saved in again.steps()] == [
-        (1, "good"),
-        (2, "candidate"),
-    ]
-    assert same_states(case.state(1), again.restore(1, case.state(2)).state)
-
-
-@over(*TIERS)
 def test_memory_is_not_used_again_while_it_is_written_to_disk(case, tmp_path):
     """The small ring lets go of a snapshot long before the disk has it."""
     keep = Keep(good=1, candidates=2, quarantined=0)

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from healcore import Logging
-from healcore.runtime.healer import Healer
 from healcore.runtime.trackers import delivery, selection
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
 from tests.runtime.trackers.read_back import NAMES, asked
@@ -50,20 +48,6 @@ def cannot_start(name: str, folder: Path, monkeypatch: Any) -> str:
         return "mlflow"
     (folder / "file").write_text("")
     return f"tensorboard:{folder / 'file'}"
-
-
-def test_its_library_ends_the_program_when_it_is_imported(
-    tmp_path, monkeypatch, undisturbed, capsys
-):
-    (tmp_path / "trackio.py").write_text("raise SystemExit('this version has expired')")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("trackio", "healcore.runtime.trackers.trackio_run"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert same(run(tmp_path, trackers="trackio"), undisturbed)
-    (problem,) = problems(capsys)
-    assert problem == (
-        "tracker trackio fails, training continues: SystemExit: this version has expired"
-    )
 
 
 @EACH
@@ -130,26 +114,3 @@ def test_it_blocks(name, folder, broken, undisturbed, monkeypatch, capsys):
     assert same(run(folder, trackers=asked(name, folder)), undisturbed)
     assert f"tracker {name} has not finished within 0.2 s" in capsys.readouterr().err
     released.set()
-
-
-def test_a_slow_tracker_loses_the_oldest_records(folder, monkeypatch):
-    monkeypatch.setattr(delivery, "MAX_PENDING", 10)
-    go, kinds, steps = threading.Event(), [], []
-
-    class Slow:
-        def metrics(self, step, values):
-            go.wait()
-            steps.append(step)
-
-        def event(self, event):
-            kinds.append(event["kind"])
-
-    loop = loop_of("torch", Faults(once=[30]))
-    with Healer(
-        rules(), state=loop.state, trackers=Slow(), logging=Logging(events=folder / "e.jsonl")
-    ) as healer:
-        for number in healer.batches(range(40)):
-            loop.step(healer, number)
-        go.set()
-    assert "end" in kinds
-    assert len(steps) < 20

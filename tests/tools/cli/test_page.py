@@ -78,11 +78,5 @@ def test_every_command_and_option_is_on_the_page():
     assert written(page) == page, "run python -m tests.tools.cli.test_page"
 
 
-def test_every_command_has_its_exit_statuses():
-    table = PATH.read_text().partition(BEGIN)[0]
-    named = re.findall(r"^\| `(.+?)` \|", table, re.M)
-    assert all(any(f"{name} ".startswith(f"healcore {n} ") for n in named) for name in COMMANDS)
-
-
 if __name__ == "__main__":
     PATH.write_text(written(PATH.read_text()))

@@ -67,37 +67,11 @@ def test_check_of_a_wrong_one_goes_on_to_the_others(wrong):
     assert done.stdout.startswith("default: ok")
 
 
-@pytest.mark.parametrize("name", ["no/such.toml", "defualt"])
-def test_check_of_what_cannot_be_read(name):
-    done = healcore_cli("policy", "check", name)
-    assert done.exit_code == 2
-    assert "default" in done.stderr
-    assert "Traceback" not in done.output
-
-
 def test_diff(mine):
     done = healcore_cli("policy", "diff", "pretraining", mine)
     assert done.exit_code == 1
     (line,) = [line for line in done.output.splitlines() if line.startswith("clip.")]
     assert line.split() == ["clip.z_threshold", "2.5", "3.5"]
-
-
-def test_diff_of_equal_ones():
-    done = healcore_cli("policy", "diff", "default", "default")
-    assert (done.exit_code, done.output) == (0, "no difference\n")
-
-
-def test_diff_of_what_cannot_be_read_is_not_a_difference(wrong):
-    assert healcore_cli("policy", "diff", "default", wrong).exit_code == 2
-    assert healcore_cli("policy", "show", wrong).exit_code == 2
-
-
-def test_a_description_is_not_markup(tmp_path):
-    file = tmp_path / "b.toml"
-    file.write_text('schema = 1\nname = "b"\ndescription = "[red]x[/nothing]"\n')
-    done = healcore_cli("policy", "diff", str(file), "zclip")
-    assert done.exit_code == 1
-    assert "[red]x[/nothing]" in done.output
 
 
 def test_version():

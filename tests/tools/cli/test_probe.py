@@ -103,12 +103,6 @@ def test_a_spec_has_bounds_and_weights_and_options_go_before_it(tmp_path):
     assert run("loss", path, "--spec", tmp_path).exit_code == 3
 
 
-def test_a_reward_column(tmp_path):
-    path = tmp_path / "run.csv"
-    path.write_text("step,reward\n" + "\n".join(f"{i},{i / 100}" for i in range(100)) + "\n")
-    assert run("loss", path, "--column", "loss=reward").exit_code == 2
-
-
 def test_several_attempts_of_one_run(tmp_path):
     values = falling(300, 0.02)
     first = write(tmp_path, np.append(values[:150], [50.0] * 30), "a.csv")
@@ -139,20 +133,6 @@ def test_the_optimizer_probe(tmp_path):
     assert "SKIP" in result.output
 
 
-def test_the_checkpoint_probe(tmp_path):
-    net, optimizer = trained()
-    path = saved(tmp_path, net, optimizer)
-    assert run("checkpoint", path).exit_code == 0
-    assert run("checkpoint", path, "--require-good").exit_code == 3
-    document = strict(run("checkpoint", path, "--json").output)
-    assert document["results"][0]["facts"]["known_good"] is None
-    assert run("checkpoint", tmp_path / "none").exit_code == 3
-    (tmp_path / "garbage.pt").write_bytes(b"PK\3\4 no zip")
-    assert run("checkpoint", tmp_path / "garbage.pt").exit_code == 3
-    (tmp_path / "text.txt").write_text("hello")
-    assert run("checkpoint", tmp_path / "text.txt").exit_code == 3
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -173,11 +153,6 @@ def test_a_wrong_command_line_is_no_verdict(arguments):
     result = run(*arguments)
     assert result.exit_code == 3
     assert result.output
-
-
-def test_help_is_no_error():
-    for probe in ("loss", "optimizer", "checkpoint"):
-        assert run(probe, "--help").exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -104,14 +104,6 @@ def test_a_file_that_is_not_whole(case, tmp_path, how):
     assert result.facts["newest_good"] == 1
 
 
-@over(DISKS[0])
-def test_damage_that_is_quarantined_already_only_warns(case, tmp_path):
-    first, _ = filled(case, tmp_path, "quarantined", "good")
-    flip(first / "state.json", 100)
-    result = probe(tmp_path)
-    assert verdicts(result) == {"digests": "WARN", "finite": "PASS", "known_good": "PASS"}
-
-
 @over(*DISKS)
 def test_nan_is_reported_and_is_not_known_good(case, tmp_path):
     store = case.make(tmp_path)
@@ -158,19 +150,6 @@ def test_reading_changes_nothing_and_needs_no_lock(case, tmp_path):
     assert result.verdict.value == "PASS", result.checks
     assert picture(tmp_path) == before
     held.release()
-
-
-@over(DISKS[0])
-def test_a_directory_that_may_not_be_written(case, tmp_path):
-    filled(case, tmp_path / "store", "good")
-    for path in (tmp_path / "store").rglob("*"):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    (tmp_path / "store").chmod(0o555)
-    try:
-        assert probe(tmp_path / "store").verdict.value == "PASS"
-    finally:
-        for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:
-            path.chmod(0o755)
 
 
 def test_there_is_nothing(tmp_path):

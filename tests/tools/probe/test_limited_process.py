@@ -8,7 +8,7 @@ import resource
 import pytest
 import torch
 
-from healcore.tools.probe.checkpoint import judge, probe_checkpoint
+from healcore.tools.probe.checkpoint import judge
 from healcore.tools.probe.inputs import CheckpointInputs
 from healcore.tools.probe.limited_process import probe_paths
 from healcore.tools.probe.result import ProbeResult
@@ -57,9 +57,3 @@ def test_a_process_that_ends_is_replaced(tmp_path):
     small, large = results[0].facts["limits"], results[3].facts["limits"]
     assert large[0] - small[0] == 4 << 30
     assert large[1] > small[1] + 200
-
-
-def test_one_path(tmp_path, good):
-    assert probe_checkpoint(str(good)).verdict.value == "PASS"
-    assert probe_checkpoint(tmp_path).verdict.value == "PASS"
-    assert probe_checkpoint(tmp_path / "nowhere").verdict.value == "ERROR"

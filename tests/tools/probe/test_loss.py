@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from healcore.tools.probe.inputs import LOSS_CHECKS, LossInputs
-from healcore.tools.probe.result import NothingToProbe
+from healcore.tools.probe.inputs import LOSS_CHECKS
 from tests.tools.probe.curves import falling, probe, probe_values, verdict_of, write
 
 RANDOM = np.random.default_rng(20261120)
@@ -38,27 +37,11 @@ def test_nan_that_was_survived_warns_and_names_the_steps(tmp_path):
     assert probe_values(tmp_path, values, max_nonfinite=3).verdict.value == "PASS"
 
 
-def test_all_nan_fails_however_short(tmp_path):
-    assert probe_values(tmp_path, [np.nan] * 5).verdict.value == "FAIL"
-    assert probe_values(tmp_path, [np.nan] * 500).verdict.value == "FAIL"
-
-
-def test_too_short_cannot_be_judged(tmp_path):
-    assert probe_values(tmp_path, falling(9, 0)).verdict.value == "SKIP"
-    assert probe_values(tmp_path, falling(10, 0)).verdict.value == "PASS"
-    assert probe_values(tmp_path, falling(10, 0), min_steps=11).verdict.value == "SKIP"
-
-
 @pytest.mark.parametrize("steps", [10, 50, 500, 5000])
 def test_a_rising_line_fails(tmp_path, steps):
     result = probe_values(tmp_path, np.linspace(2, 3, steps))
     assert verdict_of(result, "progress") == "FAIL"
     assert result.verdict.value == "FAIL"
-
-
-def test_a_slow_rise_below_its_noise_fails(tmp_path):
-    values = 2 + 0.15 * np.arange(2000) / 2000 + 0.3 * RANDOM.normal(size=2000)
-    assert verdict_of(probe_values(tmp_path, values), "progress") == "FAIL"
 
 
 def test_progress_that_is_lost_again(tmp_path):
@@ -76,22 +59,6 @@ def test_a_curve_that_never_changes_warns(tmp_path):
     assert result.verdict.value == "WARN"
 
 
-def test_noise_around_a_level_learns_nothing(tmp_path):
-    values = 3 + 0.1 * RANDOM.normal(size=500)
-    assert verdict_of(probe_values(tmp_path, values), "progress") == "WARN"
-
-
-def test_the_number_next_to_the_bound_is_the_one_that_decided(tmp_path):
-    """A step up at the very end: start and end differ, the trend does not."""
-    values = 3 + 0.02 * RANDOM.normal(size=400)
-    values[-40:] += 2.0
-    result = probe_values(tmp_path, values)
-    check = next(check for check in result.checks if check.name == "progress")
-    assert check.verdict.value == "FAIL"
-    assert check.value > check.bound == 3
-    assert f"{check.value:+.1f} sigma" in check.message
-
-
 class TestSigned:
     """Losses of policy gradients: about 0, of both signs."""
 
@@ -99,21 +66,10 @@ class TestSigned:
         values = 0.02 * RANDOM.normal(size=400)
         assert probe_values(tmp_path, values).verdict.value == "PASS"
 
-    def test_mostly_exactly_0_passes(self, tmp_path):
-        values = np.where(RANDOM.random(400) < 0.8, 0.0, 0.01 * RANDOM.normal(size=400))
-        assert probe_values(tmp_path, values).verdict.value == "PASS"
-
     def test_falling_below_0_passes_without_a_ratio(self, tmp_path):
         result = probe_values(tmp_path, np.linspace(-1, -3, 200) + 0.05 * RANDOM.normal(size=200))
         assert result.verdict.value == "PASS"
         assert verdict_of(result, "convergence_ratio") == "SKIP"
-
-    def test_rising_below_0_fails(self, tmp_path):
-        result = probe_values(tmp_path, np.linspace(-3, -1, 200) + 0.05 * RANDOM.normal(size=200))
-        assert result.verdict.value == "FAIL"
-
-    def test_a_constant_0_warns(self, tmp_path):
-        assert probe_values(tmp_path, [0.0] * 50).verdict.value == "WARN"
 
 
 def test_smoothness_follows_its_definition(tmp_path):
@@ -125,24 +81,12 @@ def test_smoothness_follows_its_definition(tmp_path):
     assert check.value == pytest.approx(expected, rel=1e-9)
 
 
-def test_values_that_alternate_are_rough(tmp_path):
-    values = 3 + 0.2 * (-1.0) ** np.arange(200) + np.linspace(1, 0, 200)
-    assert verdict_of(probe_values(tmp_path, values), "smoothness") == "PASS"
-    values = 3 + 2 * (-1.0) ** np.arange(200) + np.linspace(1, 0, 200)
-    assert verdict_of(probe_values(tmp_path, values), "smoothness") == "WARN"
-
-
 def test_the_bounds_can_be_set(tmp_path):
     path = write(tmp_path, falling(300, 0.02))
     assert verdict_of(probe(path, max_final_loss=1.5), "final_loss") == "FAIL"
     assert verdict_of(probe(path, max_final_loss=3.0), "final_loss") == "PASS"
     assert verdict_of(probe(path, max_convergence_ratio=0.1), "convergence_ratio") == "WARN"
     assert verdict_of(probe(path, min_smoothness=0.9999), "smoothness") == "WARN"
-
-
-@pytest.mark.parametrize("values", [[1e300] * 20, np.linspace(3e38, 1e38, 50), [0.0, 1e-45] * 20])
-def test_extreme_numbers_give_an_answer(tmp_path, values):
-    probe_values(tmp_path, values)
 
 
 def test_steps_trained_again_count_once(tmp_path):
@@ -158,19 +102,6 @@ def test_steps_trained_again_count_once(tmp_path):
     assert any("60 rows" in note for note in result.notes)
 
 
-def test_a_row_logged_twice_counts_once(tmp_path):
-    steps = np.repeat(np.arange(100), 2)
-    result = probe(write(tmp_path, np.repeat(falling(100, 0), 2), steps=steps))
-    assert result.facts["values"] == 100
-
-
-def test_a_log_without_a_loss(tmp_path):
-    path = tmp_path / "run.csv"
-    path.write_text("step,grad_norm\n" + "\n".join(f"{i},1" for i in range(20)) + "\n")
-    with pytest.raises(NothingToProbe, match="loss"):
-        probe(path)
-
-
 def test_the_thinned_curve_keeps_the_extremes(tmp_path):
     values = falling(20_000, 0.05)
     values[7_777], values[13_131], values[15_000] = 99.0, -5.0, np.nan
@@ -182,14 +113,6 @@ def test_the_thinned_curve_keeps_the_extremes(tmp_path):
     assert np.isnan(kept[15_000])
     assert kept[0] == np.float32(values[0])
     assert kept[19_999] == np.float32(values[-1])
-
-
-def test_wrong_inputs_are_refused():
-    for wrong in ({"min_steps": 2}, {"nonsense": 1}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            LossInputs.model_validate(wrong)
-    with pytest.raises(ValueError, match="fail_regret"):
-        LossInputs(warn_regret=0.5, fail_regret=0.2)
 
 
 class TestScore:
@@ -211,8 +134,3 @@ class TestScore:
         once = probe_values(tmp_path, values, **wanted)
         assert twice.facts["score"] == 7 / 8
         assert once.facts["score"] == 6.5 / 7
-
-    def test_weights_that_make_no_sense(self):
-        for wrong in ({"smoothnes": 1.0}, {"regret": -1.0}):
-            with pytest.raises(ValueError, match="weights"):
-                LossInputs.model_validate({"weights": wrong})

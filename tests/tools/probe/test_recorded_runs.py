@@ -88,14 +88,3 @@ def test_the_spikes_are_where_people_saw_them(pattern, spikes, least, most_elsew
     assert there == spikes
     assert found >= least
     assert elsewhere <= most_elsewhere
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "v05__shampoo_submission__study_2__wmt_glu_tanh_pytorch__trial_3__1717409454",
-        "v05__schedule_free_prodigy__study_0__wmt_pytorch__trial_2__1718186724",
-    ],
-)
-def test_spikes_soon_after_each_other_and_of_single_values_again_and_again(name):
-    assert verdicts(f"algoperf/spiky/{name}.csv") == {"WARN": 1}

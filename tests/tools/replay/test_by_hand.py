@@ -37,17 +37,6 @@ to = ["overfit"]
 do = ["alert", "save"]
 """
 
-STOPS = """
-schema = 1
-name = "stops"
-[clip]
-kind = "none"
-[detect.nonfinite]
-[[respond]]
-to = ["nonfinite"]
-do = ["stop"]
-"""
-
 
 def rows_of(path: Path):
     with path.open() as file:
@@ -179,41 +168,6 @@ def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
     assert all(each.incidents for each in attempts)
 
 
-def test_another_file_from_the_start_is_another_run(tmp_path):
-    run = logs.eventful(300)
-    first, second = (logs.write(tmp_path / f"{n}.csv", run) for n in range(2))
-    engine = load("pretraining").engine()
-    once, _ = by_hand(engine, engine.init(), rows_of(first), range(300))
-    got, _ = replayed(logs.trace(first, second), "pretraining")
-    assert got == once + [(300 + index, line) for index, line in once]
-
-
-def test_a_restart_within_one_file_keeps_the_budget(tmp_path):
-    """One file is one run: its attempts share one budget."""
-    run = logs.eventful(300)
-    twice = {name: cells * 2 for name, cells in run.items()}
-    path = logs.write(tmp_path / "a.csv", twice, [*range(300), *range(300)])
-    engine = load("pretraining").engine()
-    rows = rows_of(path)
-    before, states = by_hand(engine, engine.init(), rows[:300], range(300))
-    state = gone_back(engine, states[-1], engine.init())
-    after, _ = by_hand(engine, state, rows[300:], range(300, 600))
-    got, _ = replayed(logs.trace(path), "pretraining")
-    assert got == before + after
-
-
-def test_a_spent_budget_does_not_stop_what_is_finite_and_does_not_grow(tmp_path):
-    run = logs.noisy(900)
-    for onset in range(100, 900, 150):
-        run["loss"][onset : onset + 20] = [9.0] * 20
-    path = logs.write(tmp_path / "a.csv", run)
-    summary = replayed(logs.trace(path), "pretraining")[1].summary
-    assert summary.spent >= 2
-    assert summary.stopped_at is None
-    again = [row for row in replay(logs.trace(path), "pretraining") if row.spent]
-    assert all(Action.ALERT | Action.ROLLBACK in row.action for row in again)
-
-
 def test_a_spent_budget_is_reported_and_the_replay_goes_on(tmp_path):
     run = logs.noisy(900)
     for onset in range(100, 900, 150):
@@ -232,22 +186,6 @@ def test_a_spent_budget_is_reported_and_the_replay_goes_on(tmp_path):
     assert again[-1].attempt == 1
     assert all(Action.STOP | Action.ROLLBACK in row.action for row in again)
     assert "budget was exhausted" in outcome(result.incidents[recoveries])
-
-
-def test_an_incident_that_never_ends_is_denied_once(tmp_path):
-    """A live run ends at its first one; the engine asks every `patience` alarms."""
-    run = logs.noisy(900)
-    run["loss"][100:900] = ["nan"] * 800
-    _, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), rules())
-    summary = result.summary
-    assert summary.incidents == 1
-    assert summary.spent == 1
-    assert summary.rollbacks == rules().budget.recoveries + 1
-    assert summary.actions["STOP"] > 10
-    # Had the first helped, there would have been no other, and no end.
-    assert summary.repeats == rules().budget.recoveries
-    assert summary.attempts[0].repeats == summary.repeats
-    assert summary.stopped_at is summary.stopped_step is None
 
 
 def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path):
@@ -279,26 +217,6 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
     )
 
 
-def test_a_rule_that_stops_ends_the_run_wherever_it_does(tmp_path):
-    run = logs.noisy(300)
-    run["loss"][100] = "nan"
-    _, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), loads(STOPS))
-    assert (result.summary.stopped_at, result.summary.rollbacks) == (100, 0)
-    assert outcome(result.incidents[0]) == "would stop"
-
-
-def test_one_rollback_for_each_of_several_lone_alarms(tmp_path):
-    """Each opens an incident and orders at once; the one before has had no alarm since its own."""
-    run = logs.noisy(300)
-    for row in (50, 100, 150, 200, 250):
-        run["loss"][row] = "nan"
-    trace = logs.trace(logs.write(tmp_path / "a.csv", run))
-    found = [
-        (row.index, row.spent) for row in replay(trace, rules()) if Action.ROLLBACK in row.action
-    ]
-    assert found == [(50, False), (100, False), (150, False), (200, True), (250, True)]
-
-
 def test_evaluations_are_signals_of_the_whole_run(tmp_path):
     """NaN where there was none; the detector goes on learning the training loss there."""
     policy = loads(OVERFIT)
@@ -323,18 +241,3 @@ def test_scores_belong_to_the_signals_of_the_row(tmp_path):
         assert all(math.isfinite(z) for z in row.z.values())
         seen.add(frozenset(row.z))
     assert len(seen) == 3
-
-
-def test_incidents_have_their_rows_and_steps(tmp_path):
-    run = logs.noisy(500)
-    run["loss"][200:230] = [7.0] * 30
-    path = logs.write(tmp_path / "a.csv", run, range(1000, 6000, 10))
-    _, result = replayed(logs.trace(path), "pretraining")
-    (incident,) = (each for each in result.incidents if "ROLLBACK" in each.action)
-    assert (incident.onset, incident.onset_step) == (200, 3000)
-    assert 200 < incident.index < 210
-    assert incident.step == 1000 + 10 * incident.index
-    assert "LOSS_SPIKE" in incident.cause
-    assert incident.lr_path == (1.0, 0.25)
-    assert "would roll back" in outcome(incident)
-    assert incident.skipped > 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -74,30 +72,6 @@ def test_lines_of_json(run, tmp_path):
     assert not [row for row in rows if neutral.items() <= row.items()]
 
 
-def test_lines_on_standard_output(run, spiked, tmp_path):
-    """Standard output has nothing else: the table goes to standard error."""
-    command = [sys.executable, "-c", "from healcore.tools.cli import main; main()"]
-    command += ["replay", str(run), str(spiked), "--jsonl"]
-    done = subprocess.run([*command, "-"], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "would have done" in done.stderr
-    out = tmp_path / "out.jsonl"
-    assert healcore_replay(run, spiked, "--jsonl", out).exit_code == 0
-    assert done.stdout == out.read_text()
-
-
-@pytest.mark.parametrize("lines", ["--jsonl -", ""])
-def test_a_reader_that_has_seen_enough(run, lines):
-    """`healcore replay ... | head`: no traceback, and no failure."""
-    command = f"{sys.executable} -c 'from healcore.tools.cli import main; main()' replay "
-    command += f"{run} -p zclip -p default {lines} | head -c 9; echo ${{PIPESTATUS[0]}}"
-    bash = ["bash", "-c", command]
-    done = subprocess.run(bash, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.stdout == ('{"trace":0\n' if lines else "What zcli0\n")
-    assert "Traceback" not in done.stderr
-    assert "BrokenPipe" not in done.stderr
-
-
 def test_comparing_policies(spiked, tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text(preset_text("pretraining").replace('"rollback", "cut_lr"', '"rollback"'))
@@ -120,13 +94,6 @@ def test_a_value_is_replaced_in_every_policy(spiked):
     assert "lr.factor = 2" in done.stderr
 
 
-def test_damage_is_reported_before_the_legend(spiked):
-    with spiked.open("a") as file:
-        file.write("300,wrong,0.5\n")
-    output = " ".join(healcore_replay(spiked).output.split())
-    assert 0 < output.index("wrong") < output.index("alarms: rows with a cause")
-
-
 def test_the_page(spiked, tmp_path):
     pytest.importorskip("jinja2")
     page = tmp_path / "r.html"
@@ -144,21 +111,6 @@ def test_some_traces_cannot_be_read(spiked, tmp_path):
     assert f"{empty}: it is empty" in done.output
     assert f"{gone}: it cannot be read" in done.output
     assert cells(done.output, str(spiked.name))[1] == "300"
-
-
-def test_a_policy_that_has_nothing_to_judge_in_one(spiked, tmp_path):
-    norms = logs.noisy(50)
-    del norms["loss"]
-    other = logs.write(tmp_path / "norms.csv", norms)
-    mine = tmp_path / "mine.toml"
-    mine.write_text(
-        'schema = 1\nname = "mine"\n[clip]\nkind = "none"\n[detect.loss_spike]\n'
-        '[[respond]]\nto = ["loss_spike"]\ndo = ["skip"]\n'
-    )
-    assert healcore_replay(spiked, other, "-p", mine).exit_code == 1
-    done = healcore_replay(other, "-p", mine)
-    assert done.exit_code == 2
-    assert f"{other}: policy {mine} reads loss, but this trace logs only grad_norm" in done.output
 
 
 @pytest.mark.parametrize(
@@ -182,14 +134,3 @@ def test_invalid_arguments(run, arguments, message):
     assert done.exit_code == 2
     assert message in done.output
     assert run.read_bytes() == before
-
-
-def test_a_replay_of_nothing_leaves_the_last_one(run, tmp_path):
-    out = tmp_path / "out.jsonl"
-    assert healcore_replay(str(run), "--jsonl", str(out)).exit_code == 0
-    before = out.read_bytes()
-    empty = tmp_path / "empty.csv"
-    empty.write_text("step,loss\n")
-    assert healcore_replay(str(empty), "--jsonl", str(out)).exit_code == 2
-    assert out.read_bytes() == before
-    assert not list(tmp_path.glob(".*"))

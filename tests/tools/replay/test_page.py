@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -42,14 +41,6 @@ def test_the_table_is_what_the_command_prints(tmp_path, monkeypatch):
     assert block("json", '"index"').strip() in Path("out.jsonl").read_text().splitlines()
 
 
-def test_the_example_of_labels_is_read(tmp_path):
-    from healcore.tools.sweep.scores import label_of, read_labels
-
-    labels = tmp_path / "labels.json"
-    labels.write_text(block("json", '"onset"'))
-    assert label_of(read_labels(labels), "run.csv") is not None
-
-
 def test_the_program_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     losses = [2.0 + 0.01 * (step % 7) for step in range(60)]
@@ -58,9 +49,3 @@ def test_the_program_runs(tmp_path, monkeypatch, capsys):
     Path("run.csv").write_text("\n".join(["step,loss", *rows]))
     exec(block("python", "open_traces"), {})
     assert "NONFINITE_LOSS" in capsys.readouterr().out
-
-
-def test_the_fields_of_a_line_are_on_the_page():
-    sample = json.loads(block("json", '"index"'))
-    rows = "".join(re.findall(r"^\| (`.*)$", PAGE, re.M))
-    assert [field for field in sample if f"`{field}`" not in rows] == ["trace"]

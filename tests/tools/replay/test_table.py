@@ -73,13 +73,6 @@ def test_alarms_that_change_nothing_are_in_the_table_and_the_plot(tmp_path):
     assert {mark.kind for mark in marks} == {"alarm"}
 
 
-def test_rows_that_were_not_judged_count_once(summaries):
-    """They are counted once for all policies."""
-    count = summaries[0].unjudged
-    assert count > 1
-    assert f"{count} rows without a loss and a gradient norm: not judged" in notes(summaries)
-
-
 def test_what_is_inactive_is_reported_once_for_all_traces(tmp_path):
     healthy = logs.noisy(60)
     del healthy["grad_norm"]

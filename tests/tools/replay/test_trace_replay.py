@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from healcore.policy import load, loads
-from healcore.tools.replay import ReplayError, replay
+from healcore.tools.replay import replay
 from healcore.tools.replay.decided import decided_line, summary_line
 from tests.tools.replay import logs
 
@@ -25,17 +23,6 @@ when = { sustained = true }
 do = ["rollback", "cut_lr"]
 """
 
-LOSS_ONLY = """
-schema = 1
-name = "loss-only"
-[clip]
-kind = "none"
-[detect.loss_spike]
-[[respond]]
-to = ["loss_spike"]
-do = ["skip"]
-"""
-
 
 def without(tmp_path, *names):
     run = logs.noisy(60)
@@ -50,22 +37,6 @@ def test_what_is_inactive_is_reported(tmp_path):
     assert found == {"grad_norm": ("clip", "grad_spike", "instability", "vanishing")}
     assert replay(without(tmp_path), "pretraining").summary.inactive == {}
     assert replay(without(tmp_path, "grad_norm"), "default").summary.inactive == {}
-
-
-def test_nothing_left_to_judge(tmp_path):
-    trace = without(tmp_path, "loss")
-    with pytest.raises(ReplayError) as caught:
-        replay(trace, loads(LOSS_ONLY))
-    for part in ("loss-only", "reads loss", "only grad_norm", trace.name):
-        assert part in str(caught.value)
-
-
-def test_rows_with_evaluations_only_are_not_judged(tmp_path):
-    run = logs.noisy(60)
-    run["eval_loss"] = [""] * 59 + [3.0]
-    run["loss"][59] = run["grad_norm"][59] = ""
-    summary = replay(logs.trace(logs.write(tmp_path / "a.csv", run)), "default").summary
-    assert (summary.rows, summary.unjudged) == (60, 1)
 
 
 def lines(trace, policy):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -15,8 +12,6 @@ from healcore.tools.cli import app
 from healcore.tools.report.page import render
 from healcore.tools.report.runs import ReportError, read_reports
 from tests.tools.report.small_runs import lines_of
-
-ROOT = Path(__file__).parents[3]
 
 
 def healcore(*arguments: object):
@@ -63,31 +58,6 @@ def test_nothing_to_report(content, message, tmp_path):
     assert not (tmp_path / "run.report.html").exists()
 
 
-def test_not_there(copy, tmp_path):
-    assert "cannot be read" in healcore("report", tmp_path / "no.jsonl").stderr
-    (tmp_path / "empty").mkdir()
-    assert "has none" in healcore("report", tmp_path / "empty").stderr
-    (tmp_path / "other.events.jsonl").touch()
-    done = healcore("report", tmp_path)
-    assert done.exit_code == 2
-    assert "other.events.jsonl, run.events.jsonl" in done.stderr
-
-
-def test_one_of_two_runs_is_not_there(copy, tmp_path):
-    done = healcore("report", copy, tmp_path / "no.jsonl", "--out", tmp_path / "both.html")
-    assert done.exit_code == 1
-    assert "no.jsonl cannot be read" in done.stderr
-    assert (tmp_path / "both.html").exists()
-
-
-def test_metrics_of_another_run(copy, stopped):
-    other = stopped.with_name("run.metrics.jsonl").read_bytes()
-    copy.with_name("run.metrics.jsonl").write_bytes(other)
-    (report,) = read_reports(copy)
-    assert any("There are no metrics" in problem for problem in report.notes)
-    assert not len(report.curves.step)
-
-
 def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
     lines = copy.read_bytes().splitlines(keepends=True)
     kinds = [event["kind"] for event in lines_of(copy)]
@@ -123,28 +93,6 @@ def test_a_run_that_was_killed(copy):
     assert report.facts["Ending"].startswith("killed")
 
 
-def test_a_postmortem_that_is_none(copy):
-    run = lines_of(copy)[0]["run"]
-    copy.with_name(f"run.postmortem.{run}.json").write_text("[")
-    assert any("postmortem" in problem for problem in read_reports(copy)[0].notes)
-
-
-@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
-def test_a_missing_package_names_the_extra(missing, copy):
-    code = f"""
-import sys
-sys.modules[{missing!r}] = None  # neither found nor imported
-from healcore.tools.cli import app
-app(["report", {str(copy)!r}, "--png", {str(copy.with_name("a.png"))!r}])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "pip install '.[report]'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 ODD = [None, True, -1, 1 << 60, 1.5, "nan", "x", [], {}, [[1]], [None], {"a": 1}, "</script>"]
 
 
@@ -169,17 +117,3 @@ def test_any_value_in_any_field_is_a_page_or_a_message(copy):
             continue
         page = render(reports)
         assert 'class="incident"' in page or "No incident." in page
-
-
-@pytest.mark.parametrize("target", ["run.events.jsonl", "run.metrics.jsonl"])
-def test_a_report_never_replaces_the_records(healed, tmp_path, target):
-    for file in healed.parent.glob("*.json*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    before = (tmp_path / target).read_bytes()
-    for given in (tmp_path, tmp_path / healed.name):
-        done = CliRunner().invoke(app, ["report", str(given), "-o", str(tmp_path / target)])
-        assert done.exit_code == 2
-        assert "is an input: write to another file" in done.output
-    assert (tmp_path / target).read_bytes() == before
-    for _ in range(2):  # the page of before is no record
-        assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +12,9 @@ from healcore.history.incident import count_incidents
 from healcore.history.run import Mark
 from healcore.policy import dumps, fingerprint, load
 from healcore.tools.report.page import render
-from healcore.tools.report.picture import draw, select_reports
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
 from tests.tools.report.small_runs import Loop, train
-from tests.tools.report.test_page import EVIL
 
 
 def text_of(page: str) -> str:
@@ -73,39 +70,6 @@ def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
     page = text_of(render([report]))
     assert "would have rolled back, then would have stopped" in page
     assert "would stop at step 40" in page
-
-
-def test_incidents_that_were_not_kept_count():
-    report = replay(*MIXED)
-    report = report._replace(counts=report.counts._replace(incidents=1400, rollbacks=900))
-    page = text_of(render([report]))
-    assert "1,400 incidents" in page
-    assert "900 would roll back" in page
-
-
-def test_a_band_ends_at_the_last_alarm():
-    later = replace(MIXED[0], last_step=25.0, last=25)
-    assert "10–25" in render([replay(later)])
-
-
-def test_the_overview_has_the_most_first():
-    quiet, loud = replay(title="/data/runs/quiet.csv"), replay(*MIXED, title="/data/runs/loud.csv")
-    page = text_of(render([quiet, loud]))
-    assert page.index("runs/loud.csv") < page.index("runs/quiet.csv")
-
-
-def test_a_picture_of_many_has_those_in_which_something_happened():
-    quiet, loud = replay(title="quiet"), replay(*MIXED, title="loud")
-    assert [report.title for report in select_reports([quiet, loud])] == ["loud", "quiet"]
-    assert [report.title for report in select_reports([quiet] * 9 + [loud])] == ["loud"]
-    assert len(select_reports([quiet] * 20)) == len(select_reports([loud] * 20)) == 12
-
-
-def test_names_that_would_be_alike_stay_whole(tmp_path):
-    a, b = replay(title="/one/runs/a.csv"), replay(title="/two/runs/a.csv")
-    assert "/one/runs/a.csv" in text_of(render([a, b]))
-    draw([a, b, *[replay(*MIXED, title=EVIL)] * 5], tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 @pytest.fixture(scope="module")

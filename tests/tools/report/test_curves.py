@@ -65,16 +65,6 @@ def test_outliers_stay(long):
     assert series.step[series.undone()].min() >= TO
 
 
-def test_steps_beyond_float32_keep_their_place(tmp_path, long):
-    """The axis is that of the rows, not a rounding of it."""
-    metrics = long.with_name("run.metrics.jsonl")
-    rows = [json.loads(row) for row in metrics.read_text().splitlines()[:100]]
-    text = "".join(json.dumps({**row, "step": row["step"] + (1 << 25) + 1}) + "\n" for row in rows)
-    metrics.write_text(text)
-    (report,) = read_reports(long)
-    assert report.curves.step.tolist() == [(1 << 25) + 1 + i for i in range(100)]
-
-
 def test_a_picture_of_anything(healed, stopped, tmp_path):
     step = np.arange(100.0)
     nan, ones = np.full(100, np.nan), np.ones(100)

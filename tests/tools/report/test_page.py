@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
-import pytest
 from markupsafe import escape
 
 from healcore.core.evidence import Evidence
@@ -132,17 +130,3 @@ def test_a_run_without_rows_is_a_page():
     page = render([empty()])
     assert "No curves" in page
     assert "No incident." in page
-
-
-def test_no_run_is_no_page():
-    with pytest.raises(ValueError, match="at least one"):
-        render([])
-
-
-def test_ten_thousand_incidents_are_a_page_that_opens():
-    report = hostile()
-    first = report.incidents[0]
-    many = tuple(replace(first, number=i, onset_step=i % 50) for i in range(10_000))
-    page = render([report._replace(incidents=many)])
-    assert page.count('<tr class="incident">') == 1000
-    assert "9000 more have no row" in page

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from healcore.core.verdict import Action
 from healcore.runtime.postmortem.sentences import outcome
 from healcore.tools.report.runs import read_reports
 from tests.tools.report.small_runs import Loop, lines_of, train
@@ -115,37 +114,9 @@ def test_a_resumed_run_is_one_report(resumed):
     ]
 
 
-def test_two_runs_in_one_file_are_two_reports(tmp_path):
-    train(tmp_path, Loop(), batches=40)
-    train(tmp_path, Loop(nan=[30]), batches=50)
-    first, second = read_reports(tmp_path)
-    assert (first.curves.rows, second.curves.rows) == (40, 50)
-    assert (len(first.incidents), len(second.incidents)) == (0, 1)
-    assert first.title != second.title
-
-
-def test_without_metrics_there_are_no_curves(stopped, tmp_path):
-    alone = tmp_path / "run.events.jsonl"
-    alone.write_bytes(stopped.read_bytes())
-    (report,) = read_reports(alone)
-    assert not len(report.curves.step)
-    assert any("There are no metrics" in note for note in report.notes)
-    assert len(report.incidents) == len(of_kind(stopped, "incident"))
-
-
 def test_an_observing_policy_did_nothing(tmp_path):
     train(tmp_path, Loop(nan=range(100, 112)), policy="observe", batches=140)
     (report,) = read_reports(tmp_path)
     assert report.incidents
     assert all("only observed" in outcome(case) for case in report.incidents)
-    assert not report.curves.undone().any()
-
-
-def test_a_hook_is_reported(tmp_path):
-    train(tmp_path, Loop(nan=range(60, 72)), batches=90, on_incident=lambda incident: Action(0))
-    (report,) = read_reports(tmp_path)
-    assert any(
-        "changed rollback and cut lr to nothing" in outcome(case) for case in report.incidents
-    )
-    assert not any("ROLLBACK" in case.action for case in report.incidents)
     assert not report.curves.undone().any()

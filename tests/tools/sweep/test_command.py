@@ -12,10 +12,7 @@ from typer.testing import CliRunner
 from healcore.policy import dumps
 from healcore.policy import load as load_policy
 from healcore.tools.cli import app
-from healcore.tools.replay import replay
 from healcore.tools.sweep import variants
-from healcore.tools.sweep.scores import order_rows
-from healcore.tools.traces import open_traces
 
 SPIKE = 300
 
@@ -68,32 +65,6 @@ def test_labels_score_the_variants(traces, tmp_path):
     for row in run(*traces, "--vary", "max_skips=1,5", "--labels", str(labels)):
         assert (row["found"], row["in_time"], row["events"], row["false"]) == (1, 1, 1, 0)
         assert 0 <= row["latency"] <= 10
-
-
-def test_a_policy_is_scored_by_its_severest_order(traces, tmp_path):
-    alerts = tmp_path / "alerts.toml"
-    alerts.write_text(
-        'schema = 1\nname = "alerts"\nmax_skips = 5\n[clip]\nkind = "none"\n[detect.loss_spike]\n'
-        '[[respond]]\nto = ["loss_spike"]\ndo = ["alert"]\n'
-    )
-    (trace,), _ = open_traces([traces[1]])
-    counts = {}
-    for policy in ("pretraining", "axolotl-watchdog", "olmo2-skip-step", str(alerts)):
-        result = replay(trace, policy)
-        counts[policy] = len(order_rows(result.judged, result.engine.config))
-        kind = {"pretraining": "ROLLBACK", "axolotl-watchdog": "STOP"}.get(policy)
-        if kind:
-            assert counts[policy] == result.summary.actions[kind]
-    assert counts["olmo2-skip-step"] == replay(trace, "olmo2-skip-step").summary.skips
-    assert counts[str(alerts)] == replay(trace, str(alerts)).summary.alarms
-    assert all(counts.values())
-
-
-def test_the_table_names_each_variant(traces):
-    result = CliRunner().invoke(app, ["sweep", *traces, "--vary", "max_skips=5,10"])
-    assert result.exit_code == 0
-    assert "max_skips=5 " in result.output
-    assert "max_skips=10" in result.output
 
 
 def test_bad_options_and_unreadable_traces(traces, tmp_path):

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.tools.traces import open_traces
-from healcore.tools.traces.columns import SIGNALS
 from healcore.tools.traces.tables import MAX_LINE
 from tests.tools.traces.opened_traces import column, load, open_one, problems_of, refusal, write
 
@@ -69,41 +68,11 @@ def test_bad_lines_are_reported_by_number_and_keep_their_index(tmp_path):
     ]
 
 
-def test_a_quote_that_is_never_closed_costs_a_part_of_the_file(tmp_path):
-    rows = "".join(f"{step},1.5,\n" for step in range(2, 60_000))
-    trace = open_one(write(tmp_path / "run.csv", f'step,loss,note\n0,1,\n1,2,"oops\n{rows}'))
-    assert trace.problem_count == 1
-    assert "field larger than field limit" in trace.problems[0]
-    assert len(trace.rows.index) > 40_000
-    assert trace.rows.step[-1] == 59_999
-
-
 def test_a_line_without_an_end_is_skipped(tmp_path):
     text = "step,loss\n0,1\n1," + "9" * (MAX_LINE + 5) + "\n2,3\n"
     trace = open_one(write(tmp_path / "run.csv", text))
     assert trace.rows.step.tolist() == [0, 2]
     assert problems_of(trace) == [(3, "the line is longer than 1 MB: skipped")]
-
-
-@pytest.mark.parametrize("line", ["2,3,4", "2", '"2",3', "2,", " ", "2,x", "nan,1", "inf,1"])
-def test_plain_numbers_are_read_as_csv_reads_them(tmp_path, line):
-    """A file of plain numbers has the same rows as the same file with one other line."""
-    numbers = ["1e-3", "-0.0", "nan", "inf", " 2.5 ", "1e400", "9007199254740993", "1E+5"]
-    rows = "".join(f"{step},{number}\n" for step, number in enumerate(numbers))
-    plain = open_one(write(tmp_path / "a.csv", f"step,loss\n{rows}"))
-    other = open_one(write(tmp_path / "b.csv", f"step,loss\n{rows}{line}\n"))
-    assert plain.problem_count == 0
-    first = slice(len(numbers))
-    assert len(plain.rows.index) == len(numbers)
-    for name in ("index", "step"):
-        mine, theirs = getattr(plain.rows, name), getattr(other.rows, name)
-        np.testing.assert_array_equal(mine, theirs[first])
-    np.testing.assert_array_equal(plain.rows.values["loss"], other.rows.values["loss"][first])
-
-
-def test_without_steps_the_rows_are_counted(tmp_path):
-    table = load(open_one(write(tmp_path / "run.csv", "loss\n3\n2\nx\n1\n")))
-    assert table.step.tolist() == table.index.tolist() == [0, 1, 2, 3]
 
 
 def test_a_column_can_be_named(tmp_path):
@@ -112,12 +81,6 @@ def test_a_column_can_be_named(tmp_path):
     table = load(open_one(path, columns={"loss": "b", "step": "t"}))
     assert (table.step.tolist(), table.values["loss"].tolist()) == ([5, 6], [2, 4])
     assert "it has 't', 'a', 'b'" in refusal(path, columns={"loss": "c"})
-
-
-def test_whole_numbers_of_a_step_are_exact(tmp_path):
-    table = load(open_one(write(tmp_path / "run.csv", "step,loss\n9007199254740991,1e39\n")))
-    assert table.step[0] == 9007199254740991
-    assert table.values["loss"][0] == np.inf  # as it would be in a float32 training
 
 
 CELLS = st.one_of(
@@ -163,12 +126,6 @@ def test_any_cells_keep_the_numbers_that_pandas_gives(tmp_path_factory, cells, q
     assert trace.problem_count == unread
 
 
-def test_names_of_signals_are_the_cores():
-    from healcore.core.signals import Signals
-
-    assert set(SIGNALS) - {"lr"} <= set(Signals._fields)
-
-
 # -- charts exported from Weights & Biases ---------------------------------------------------------
 
 
@@ -194,31 +151,3 @@ def test_several_runs_are_several_traces(tmp_path):
     assert small.signals == {"loss", "grad_norm"}
     assert load(small).index.tolist() == [1, 2]
     assert "several runs ('big - 7b', 'small')" in open_traces([str(path)], join=True)[1][0].problem
-
-
-def test_one_run_keeps_its_rows_and_its_name(tmp_path):
-    text = "Step,r - train/loss,r - train/loss__MIN,r - train/loss__MAX\n1,2,2,2\n2,,,\n3,1,1,1\n"
-    path = write(tmp_path / "export.csv", text)
-    (trace,), _ = open_traces([str(path)])
-    assert trace.name == str(path)
-    assert load(trace).index.tolist() == [0, 1, 2]
-    assert load(trace).logged["loss"].tolist() == [True, False, True]
-
-
-def test_runs_of_one_name_and_runs_without_a_loss(tmp_path):
-    text = "Step,r - loss,r - loss,s - accuracy\n1,2,3,4\n"
-    path = write(tmp_path / "export.csv", text)
-    traces, _ = open_traces([str(path)])
-    assert [trace.name.split("#")[1] for trace in traces] == ["r", "r (2)"]
-    assert [load(trace).values["loss"].tolist() for trace in traces] == [[2], [3]]
-    (note,) = traces[0].notes
-    assert "run 's': no column or key has the name of a loss" in note
-
-
-def test_a_metric_of_another_name(tmp_path):
-    path = write(tmp_path / "export.csv", "Step,r - total,s - total\n1,2,3\n")
-    assert "--column loss=NAME" in refusal(path)
-    traces, _ = open_traces([str(path)], columns={"loss": "total"})
-    assert len(traces) == 2
-    (trace,), _ = open_traces([str(path)], columns={"loss": "s - total"})
-    assert (trace.name, load(trace).values["loss"].tolist()) == (f"{path}#s", [3])

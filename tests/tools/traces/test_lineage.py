@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.tools.traces import open_traces
-from tests.tools.traces.opened_traces import lineage_of, load, open_one, refusal, write
+from tests.tools.traces.opened_traces import lineage_of, load, open_one, write
 
 
 def csv(steps, first=0):
@@ -44,19 +44,6 @@ def test_files_are_joined_in_the_order_given(tmp_path):
     assert lineage_of(trace) == [0, 1, 2, 6, 7, 8, 9]
 
 
-def test_unreadable_rows_of_a_file_count_in_the_next(tmp_path):
-    first = write(tmp_path / "a.csv", "step,loss\n1,2\nx,2\n3\n")
-    second = write(tmp_path / "b.csv", csv([4, 5]))
-    (trace,), _ = open_traces([str(first), str(second)], join=True)
-    assert load(trace).index.tolist() == [0, 3, 4]
-
-
-def test_of_a_repeated_step_the_later_row_stays(tmp_path):
-    trace = open_one(write(tmp_path / "run.csv", csv([1, 2, 2, 2, 3, 3])))
-    assert (len(trace.rows.index), len(trace.attempts)) == (6, 1)
-    assert lineage_of(trace) == [0, 3, 5]
-
-
 def test_rows_of_one_step_with_different_signals_are_one_row(tmp_path):
     text = "step,loss,eval_loss\n1,5,\n1,,4\n2,,3\n2,4,\n3,3,\n"
     trace = open_one(write(tmp_path / "run.csv", text))
@@ -78,23 +65,6 @@ def test_an_evaluation_that_is_written_late_is_no_resume(tmp_path):
     assert table.values["eval_loss"].tolist()[:2] == [8, 9]
 
 
-def test_signals_that_are_written_one_after_the_other_meet(tmp_path):
-    text = "step,loss,grad_norm\n" + "".join(f"{step},2,\n" for step in range(200))
-    text += "".join(f"{step},,1\n" for step in range(200))
-    trace = open_one(write(tmp_path / "run.csv", text))
-    assert len(trace.rows.index) == 200
-    assert all(logged.all() for logged in trace.rows.logged.values())
-
-
-def test_evaluations_of_all_checkpoints_afterwards_join_their_rows(tmp_path):
-    steps = range(1, 9000)
-    text = "step,loss,eval_loss\n" + "".join(f"{step},{step % 7},\n" for step in steps)
-    trace = open_one(write(tmp_path / "run.csv", text + "1000,,5\n2000,,4\n1000,,3\n"))
-    assert len(trace.attempts) == 1
-    evaluated = trace.rows.step[trace.rows.logged["eval_loss"]]
-    assert evaluated.tolist() == [1000, 2000, 1000]  # the second of step 1000 is another row
-
-
 def test_tables_in_one_folder_are_runs(tmp_path):
     for name in ("run-2", "run-10", "seedA"):
         write(tmp_path / f"{name}.csv", csv([1, 2, 3]))
@@ -107,11 +77,6 @@ def test_tables_in_one_folder_are_runs(tmp_path):
     ]
     (whole,), _ = open_traces([str(tmp_path)], join=True)
     assert len(whole.rows.index) == 9
-
-
-def test_many_writers_in_one_file_are_refused(tmp_path):
-    problem = refusal(write(tmp_path / "run.csv", csv(list(range(3000, 0, -1)))))
-    assert "the steps decrease for the 1,000th time" in problem
 
 
 @settings(max_examples=100)

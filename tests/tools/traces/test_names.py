@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.tools.traces import TraceError, open_traces
+from healcore.tools.traces import TraceError
 from healcore.tools.traces.names import resolve
 
 # trainer or tracker, its names, and what is read from which of them
@@ -65,10 +65,6 @@ def test_an_earlier_tier_wins_and_is_reported():
     assert notes == ["loss is read from 'loss', not from 'train_loss'"]
 
 
-def test_the_very_name_wins_among_equals():
-    assert resolve(["_step", "step", "loss"], {})[0]["step"] == "step"
-
-
 @pytest.mark.parametrize(
     ("names", "columns", "message"),
     [
@@ -83,13 +79,3 @@ def test_refusals(names, columns, message):
     with pytest.raises(TraceError) as error:
         resolve(names, columns)
     assert message in str(error.value)
-
-
-def test_a_name_that_was_given_away_is_not_taken_twice():
-    found, _ = resolve(["step", "loss", "other"], {"eval_loss": "loss", "loss": "other"})
-    assert found == {"step": "step", "loss": "other", "eval_loss": "loss"}
-
-
-def test_an_unknown_signal_is_refused_before_any_file_is_opened():
-    with pytest.raises(TraceError, match="'los' is not a signal"):
-        open_traces(["nowhere.csv"], columns={"los": "x"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 
 from healcore.events import Log
@@ -15,7 +14,6 @@ from tests.tools.traces.opened_traces import (
     load,
     open_one,
     problems_of,
-    refusal,
     write,
 )
 
@@ -90,38 +88,6 @@ def test_typed_records_torn_lines_and_other_types(tmp_path):
     ]
 
 
-def test_any_records_with_nested_names_and_late_keys(tmp_path):
-    text = lines(
-        {"note": "begin"},
-        *({"iteration": at, "train": {"loss": 2.0}} for at in range(1500)),
-        {"iteration": 1500, "train": {"loss": 1.5}, "eval": {"loss": 1.0}},
-    )
-    trace = open_one(write(tmp_path / "log.jsonl", text))
-    table = load(trace)
-    assert table.step[-1] == 1500
-    assert table.values["eval_loss"][-1] == 1
-    assert not table.logged["eval_loss"][:-1].any()
-
-
-def test_numbers_that_json_can_hold_and_float_cannot(tmp_path):
-    text = f'{{"step": 1, "loss": 1{"0" * 400}}}\n{{"step": 2, "loss": 1e999}}\n'
-    trace = open_one(write(tmp_path / "log.jsonl", text))
-    assert load(trace).values["loss"].tolist() == [np.inf, np.inf]
-
-
-def test_a_log_without_steps_counts_its_records(tmp_path):
-    text = lines({"loss": 3}, {"loss": 2})
-    assert load(open_one(write(tmp_path / "log.jsonl", text))).step.tolist() == [0, 1]
-
-
-def test_two_keys_that_may_be_the_loss(tmp_path):
-    path = write(tmp_path / "log.jsonl", lines({"step": 1, "train/loss": 1, "lm loss": 2}))
-    assert refusal(path) == (
-        "'train/loss', 'lm loss' may each be the loss: choose one, --column loss=NAME"
-    )
-    assert load(open_one(path, columns={"loss": "lm loss"})).values["loss"].tolist() == [2]
-
-
 def test_each_of_several_optimizers_is_a_trace(tmp_path):
     text = lines(
         *(
@@ -182,10 +148,6 @@ def test_the_state_as_transformers_writes_it(tmp_path):
     check(open_one(tmp_path / "out"))  # the newest checkpoint's
 
 
-def test_a_plain_list_of_records(tmp_path):
-    check(open_one(write(tmp_path / "log.json", json.dumps(HISTORY))))
-
-
 def test_a_torn_state_gives_what_it_has(tmp_path):
     text = json.dumps({"log_history": HISTORY}, indent=2)
     cut = text.index("0.3")
@@ -194,18 +156,3 @@ def test_a_torn_state_gives_what_it_has(tmp_path):
     ((line, problem),) = problems_of(trace)
     assert line == text[: text.rindex("{", 0, cut)].count("\n") + 1
     assert problem.startswith("the document ends or is damaged at '{")
-
-
-def test_a_long_state_passes_through_the_window(tmp_path):
-    history = [{"step": at, "loss": at / 8, "note": "x" * (at % 700)} for at in range(3000)]
-    trace = open_one(write(tmp_path / "state.json", json.dumps({"log_history": history})))
-    table = load(trace)
-    assert table.step.tolist() == list(range(3000))
-    np.testing.assert_array_equal(table.values["loss"], np.arange(3000, dtype=np.float32) / 8)
-
-
-def test_json_that_is_no_log(tmp_path):
-    assert "has no 'log_history'" in refusal(write(tmp_path / "a.json", '{"a": 1,\n"b": 2}'))
-    assert refusal(write(tmp_path / "b.json", '{"log_history": []}')) == (
-        "it has no record that could be read"
-    )

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.tools.traces.opened_traces import lineage_of, load, open_one, problems_of, refusal
+from tests.tools.traces.opened_traces import lineage_of, load, open_one, problems_of
 
 pytest.importorskip("tensorboard")
 writer = pytest.importorskip("torch.utils.tensorboard")
@@ -71,9 +71,3 @@ def test_a_torn_record_and_a_damaged_one(tmp_path):
     assert load(trace).step.tolist() == list(range(rows))
     ((_, problem),) = problems_of(trace)
     assert problem.endswith(" bytes cannot be read")
-
-
-def test_a_file_without_a_loss_names_its_tags(tmp_path):
-    with writer.SummaryWriter(str(tmp_path)) as board:
-        board.add_scalar("speed", 1.0, 1)
-    assert "only 'step', 'speed'" in refusal(file_in(tmp_path))
