@@ -90,4 +90,4 @@ def test_a_run_that_its_policy_stopped(tmp_path):
     found, summary = replayed(path, policy, len(live))
     assert found == live
     assert (summary.rollbacks, summary.spent) == (2, 1)
-    assert summary.stopped_at is not None
+    assert summary.stopped_step is not None
