@@ -194,9 +194,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         store=str(store.root or type(store).__name__),
         resumes=bool(saves),
     )
-    for problem in [*filter(None, [warning]), *store.problems()]:
-        log.event("problem", step=None, problem=problem)
     if warning is not None:
+        log.event("problem", step=None, problem=warning)
         log.warning(warning)
     try:
         begin(loop, settings, changes, resume=bool(saves), after_kill=after_kill)

@@ -99,10 +99,6 @@ class SnapshotStore(Tier):
             with suppress(StoreError):
                 self.drop(step)
 
-    def problems(self) -> list[str]:
-        """An empty list: memory holds checkpoints only."""
-        return []
-
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         """Step and array names of each save since the last call with disallowed NaN or Inf."""
         self.join()

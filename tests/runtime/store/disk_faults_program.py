@@ -42,7 +42,7 @@ def file_size_limit(case: StoreCase, root: Path) -> None:
     store.wait()
     for step in (1, 3):
         store.verify(step)
-    print([saved.step for saved in store.steps()], store.problems())
+    print([saved.step for saved in store.steps()], store.damaged())
 
 
 def every_second_step(case: StoreCase, root: Path, first: int) -> None:

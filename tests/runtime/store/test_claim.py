@@ -14,7 +14,7 @@ import pytest
 
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
-from healcore.runtime.store.manifest import problems
+from healcore.runtime.store.manifest import incomplete
 from healcore.torch.store import DCPStore
 from tests.forked_programs import ROOT
 from tests.hostile.run_directories import cut_short, go_on
@@ -93,7 +93,7 @@ def test_within_one_process(tmp_path):
     again.release()
     with pytest.raises(StoreInUse, match="this process"):
         claim(tmp_path)
-    assert problems(tmp_path) == []
+    assert incomplete(tmp_path) == []
     other.release()
 
 

@@ -145,7 +145,7 @@ def test_own_stale_files_are_removed_and_nothing_else(case, tmp_path):
         assert not link.is_symlink()
         assert (outside / "precious").exists()
         assert all((path / "part").exists() for path in others)
-        assert not any(str(alive) in each for each in store.problems())
+        assert store.damaged() == []
         store.verify(1)
 
 
@@ -154,7 +154,7 @@ def test_two_processes_can_save_into_one_directory(tmp_path):
     assert [process.wait(120) for process in both] == [0, 0]
     store = store_cases.DCP.make(tmp_path)
     assert [saved.step for saved in store.steps()] == list(range(20))
-    assert store.problems() == []
+    assert store.damaged() == []
     for saved in store.steps():
         store.verify(saved.step)
 
@@ -165,7 +165,7 @@ def test_a_program_that_ends_finishes_its_save(case, tmp_path):
     assert (done.returncode, done.stderr) == (7, "")
     store = case.make(tmp_path)
     store.verify(1)
-    assert store.problems() == []
+    assert store.damaged() == []
 
 
 def test_a_program_that_ends_logs_a_save_that_failed(tmp_path):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.recovery.checkpoint_choice import choose
-from healcore.runtime.store import Keep, Saved, StoreError, prune, superfluous
-from tests.runtime.store.store_cases import ALL, over
+from healcore.runtime.store import Keep, Saved, StoreError, superfluous
+from tests.runtime.store.store_cases import ALL, over, prune
 
 CODES = {"g": "good", "c": "candidate", "q": "quarantined", "n": "candidate"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from healcore.runtime.recovery.checkpoint_choice import saved_after
-from healcore.runtime.store import CheckpointDamaged, Keep, LastGoodKept, prune
+from healcore.runtime.store import CheckpointDamaged, Keep, LastGoodKept
 from tests.runtime.store.store_cases import (
     ALL,
     DISKS,
@@ -13,6 +13,7 @@ from tests.runtime.store.store_cases import (
     StoreCase,
     damage_in_memory,
     over,
+    prune,
     same_states,
 )
 
@@ -62,7 +63,7 @@ def test_a_rollback_and_the_same_steps_again(case, store):
     save(case, store, 3, seed=23)
     assert statuses(store)[-1] == (3, "candidate")
     assert holds(case, store, 3, seed=23)
-    assert store.problems() == []
+    assert store.damaged() == []
 
 
 @over(*ALL)
@@ -102,7 +103,7 @@ def test_the_newer_save_of_a_step_counts(case, store):
         save(case, store, 7, seed)
         assert holds(case, store, 7, seed)
     assert statuses(store) == [(7, "candidate")]
-    assert store.problems() == []
+    assert store.damaged() == []
 
 
 @over(*DISKS)

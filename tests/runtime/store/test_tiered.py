@@ -19,7 +19,7 @@ def test_a_damaged_copy_in_memory_is_replaced_by_the_one_on_disk(case, tmp_path)
     store.wait()
     name = damage_in_memory(store.memory, 7)
     assert same_states(case.state(1), store.restore(7, case.state(2)).state)
-    assert any("memory" in each and name in each for each in store.problems())
+    assert any("memory" in str(each) and name in str(each) for each in store.trouble())
     assert store.steps()[0].path is not None
     assert store.memory.steps() == []
 
@@ -32,7 +32,7 @@ def test_a_damaged_copy_on_disk_is_quarantined(case, tmp_path):
     flip(Path(store.disk.steps()[0].path) / "state.json", 17)
     assert store.verify(7).status == "candidate"  # the copy in memory serves
     assert store.disk.steps()[0].status == "quarantined"
-    assert any("state.json" in each for each in store.problems())
+    assert any("state.json" in str(each) for each in store.trouble())
     store.memory.drop(7)
     with pytest.raises(CheckpointDamaged):
         store.restore(7, case.state(1))
