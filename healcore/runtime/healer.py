@@ -457,11 +457,6 @@ class Healer(Generic[State]):
         return self._loop.data.step + self._loop.driver.has_stepped()
 
     @property
-    def last_good_step(self) -> int | None:
-        """Step of the newest known-good checkpoint, or None without one."""
-        return self._loop.saver.checkpoints.good
-
-    @property
     def rollbacks(self) -> int:
         """Number of rollbacks so far, including earlier processes."""
         return self._loop.recovery.rollbacks

@@ -106,12 +106,6 @@ class SnapshotStore(Tier):
 
     # -- beyond the protocol --------------------------------------------------------------------
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory held after all saves, including the memory for the next copy."""
-        self.join()
-        return self.copier.nbytes
-
     def hold(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None = None
     ) -> StateCopy:
