@@ -46,7 +46,7 @@ def replay_report(result: Replay, policy: PolicySource) -> RunReport:
             *notes,
             *_trace_notes(trace),
         ),
-        attempts=_attempts(summary),
+        attempts=_attempts(trace),
         marks=(*alarms, *stops),
     )
 
@@ -129,10 +129,10 @@ def _trace_notes(trace: Trace) -> list[str]:
     return [*lines, *([f"and {more:,} more problems"] if more else [])]
 
 
-def _attempts(summary: Summary) -> tuple[RunAttempt, ...]:
-    if len(summary.attempts) < 2:
+def _attempts(trace: Trace) -> tuple[RunAttempt, ...]:
+    if len(trace.attempts) < 2:
         return ()
     return tuple(
         RunAttempt(attempt.number, attempt.first_step, AttemptOrigin.RECORDED, attempt.source)
-        for attempt in summary.attempts
+        for attempt in trace.attempts
     )

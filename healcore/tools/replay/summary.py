@@ -19,19 +19,6 @@ def shortest(number: np.float32) -> float:
     return float(str(number))
 
 
-@dataclass
-class AttemptSummary:
-    """Counts of one attempt, including rows that a later attempt replaced."""
-
-    number: int
-    source: str
-    first_step: float
-    rows: int
-    incidents: int
-    rollbacks: int
-    repeats: int
-
-
 @dataclass(kw_only=True)
 class Summary:
     """Counts of one trace under one policy.
@@ -48,7 +35,6 @@ class Summary:
     first_step: float
     last_step: float
     """Step of the last row, which may be smaller than the largest step."""
-    attempts: tuple[AttemptSummary, ...]
     alarms: int
     """Number of rows with a cause."""
     causes: dict[str, int]
@@ -101,19 +87,6 @@ def summarize(
     rollbacks = action & int(Action.ROLLBACK) != 0
     cuts = action & int(Action.CUT_LR) != 0
     stops = np.flatnonzero(judged.ends_run)
-    count = len(trace.attempts)
-
-    def by_attempt(attempts: np.ndarray) -> list[int]:
-        return np.bincount(attempts, minlength=count).tolist()
-
-    counts = zip(
-        trace.attempts,
-        by_attempt(trace.rows.attempt),
-        by_attempt(np.array([incident.attempt for incident in incidents], np.int64)),
-        by_attempt(judged.attempt[rollbacks]),
-        by_attempt(judged.attempt[rollbacks & judged.repeated]),
-        strict=True,
-    )
     return Summary(
         trace=trace.name,
         policy=policy,
@@ -122,10 +95,6 @@ def summarize(
         unjudged=len(trace.rows.index) - len(judged.index),
         first_step=float(trace.rows.step[0]),
         last_step=float(trace.rows.step[-1]),
-        attempts=tuple(
-            AttemptSummary(attempt.number, attempt.source, attempt.first_step, *numbers)
-            for attempt, *numbers in counts
-        ),
         alarms=int(np.count_nonzero(record.cause)),
         causes=_counts_by_flag(record.cause, Cause),
         actions=_counts_by_flag(action, Action),

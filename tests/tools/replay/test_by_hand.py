@@ -171,11 +171,7 @@ def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
     after, _ = by_hand(engine, state, rows_of(second), range(450, 850))
     got, result = replayed(logs.trace(first, second), "pretraining")
     assert got == before + after
-    attempts = result.summary.attempts
-    assert [each.rows for each in attempts] == [450, 400]
-    assert sum(each.incidents for each in attempts) == result.summary.incidents
-    assert sum(each.rollbacks for each in attempts) == result.summary.rollbacks
-    assert all(each.incidents for each in attempts)
+    assert {each.attempt for each in result.incidents} == {0, 1}
 
 
 def test_another_file_from_the_start_is_another_run(tmp_path):
@@ -244,7 +240,6 @@ def test_an_incident_that_never_ends_is_denied_once(tmp_path):
     assert summary.actions["STOP"] > 10
     # Had the first helped, there would have been no other, and no end.
     assert summary.repeats == rules().budget.recoveries
-    assert summary.attempts[0].repeats == summary.repeats
     assert summary.stopped_step is None
 
 
