@@ -18,8 +18,9 @@ from healcore.policy.table import NONE, Table
 Path = tuple[str | int, ...]
 
 _MAX_PROBLEMS = 100
-_MAX_SHOWN = 60  # characters of a value
 """Limit of reported problems, because each one searches all keys for a close match."""
+_MAX_SHOWN = 60
+"""Limit of the characters of a received value."""
 
 _EXAMPLES = {
     "schema": "schema = 1",
