@@ -81,16 +81,6 @@ def bounded(x: Any, ok: Any, *, xp: Any) -> Any:
     return _without_small(x, TINY, xp=xp)
 
 
-def larger(a: Any, b: Any, *, xp: Any) -> Any:
-    """Elementwise maximum; either side may be a Python number."""
-    return xp.maximum(a, b)
-
-
-def smaller(a: Any, b: Any, *, xp: Any) -> Any:
-    """Elementwise minimum; either side may be a Python number."""
-    return xp.minimum(a, b)
-
-
 def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:
     """One step of a moving average; `value` may be NaN where `learn` is false."""
     step = product(rate, value - mean, xp=xp)

@@ -124,7 +124,7 @@ def _check_not_tuple(name: str, value: object) -> None:
         )
 
 
-def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.float32:
+def check_scalar(name: str, value: Any) -> np.float32:
     """Converts a number on the host to a float32 signal; NaN and Inf are allowed.
 
     A number beyond the range of float32 becomes infinite, as on a device.
@@ -132,10 +132,9 @@ def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.flo
     Args:
         name: the signal's name, for the message.
         value: a number or a one-element array.
-        floor: smallest finite value allowed (0 for norms), or None.
 
     Raises:
-        SignalError: `value` is None, not numeric, not one element, or below `floor`.
+        SignalError: `value` is None, not numeric, or not one element.
     """
     if value is None:
         raise SignalError(f"{name} must be a number, got None: pass the step's {name} as a float")
@@ -155,7 +154,4 @@ def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.flo
             f"for example {name}.mean()"
         )
     with np.errstate(over="ignore"):
-        number = np.float32(array.reshape(()))
-    if floor is not None and number < floor:
-        raise SignalError(f"{name} must be at least {floor}, got {float(number)}")
-    return number
+        return np.float32(array.reshape(()))

@@ -60,11 +60,6 @@ class Incident:
     skipped_batches: tuple[tuple[int, int], ...] = ()  # (epoch, index), skipped by a rollback
     evidence: tuple[Evidence, ...] = ()  # tensors with unusual gradients, the worst first
     readings: ReadingsRecord | None = None  # readings of the first alarm
-    onset: int = -1  # row index of the first alarm, or -1 if unknown
-    index: int = -1  # row index of `step`, or -1 if unknown
-    stop: int = -1  # row index of the ordered stop, or -1 if unknown
-    stop_step: float | None = None  # step of the ordered stop in mode REPLAY, or None
-    last: int = -1  # row index of the last alarm, or -1 if equal to `index`
     last_step: float | None = None  # step of the last alarm, or None if equal to `step`
     undone: bool = False  # the run rolled back to before the onset
 
@@ -93,11 +88,9 @@ class Incident:
         return IncidentOutcome.SKIP if self.skipped else IncidentOutcome.ALERT
 
     @property
-    def end(self) -> tuple[float, int]:
-        """Step and row index of the last alarm or order."""
-        if self.last_step is None:
-            return self.step, self.index
-        return self.last_step, self.last
+    def end(self) -> float:
+        """Step of the last alarm or order."""
+        return self.step if self.last_step is None else self.last_step
 
     def add(self, event: EventRecord) -> None:
         """Adds an alarm or order of the incident."""
@@ -152,9 +145,6 @@ class Counts(NamedTuple):
 
     incidents: int = 0
     rollbacks: int = 0  # incidents with a rollback, and rollbacks without an incident
-    repeats: int = 0  # rollbacks after the first of each incident
-    denied: int = 0  # ordered rollbacks without budget
-    stops: int = 0
     skips: int = 0  # skipped steps, including undone steps
     undone_incidents: int = 0  # incidents whose onset a rollback or a restart has undone
     undone_skips: int = 0  # skipped steps that a rollback or a restart has undone
@@ -167,8 +157,6 @@ def count_incidents(incidents: Sequence[Incident], **counts: int | None) -> Coun
     return Counts(
         incidents=sum(incident.number > 0 for incident in incidents),
         rollbacks=sum(incident.rolled_back for incident in incidents),
-        repeats=sum(incident.repeats for incident in incidents),
-        stops=sum(incident.stopped for incident in incidents),
         skips=sum(incident.skipped for incident in incidents),
         undone_incidents=sum(incident.undone for incident in incidents if incident.number),
     )._replace(**counts)

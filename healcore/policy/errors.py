@@ -19,6 +19,8 @@ Path = tuple[str | int, ...]
 
 _MAX_PROBLEMS = 100
 """Limit of reported problems, because each one searches all keys for a close match."""
+_MAX_SHOWN = 60
+"""Limit of the characters of a received value."""
 
 _EXAMPLES = {
     "schema": "schema = 1",
@@ -73,7 +75,7 @@ class PolicyError(HealcoreError, ValueError):
         return "\n".join([head, *(f"  {line}" for line in body.splitlines())])
 
 
-def show_value(value: object, limit: int = 60) -> str:
+def show_value(value: object) -> str:
     """Formats a received value nearly as TOML, shortened for a message."""
     try:
         if isinstance(value, bool):
@@ -82,7 +84,7 @@ def show_value(value: object, limit: int = 60) -> str:
             text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
     except (ValueError, RecursionError):  # a huge int, or a cycle
         return f"a {type(value).__name__} too long to print"
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def dotted(parts: tuple[str | int, ...]) -> str:

@@ -34,7 +34,6 @@ from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
 from healcore.runtime.postmortem.postmortem import path_for
@@ -173,7 +172,7 @@ class Healer(Generic[State]):
             attach=dict(attach or {}),
             stop_file=stop_file,
         ).checked()
-        self._run: Loop[CheckpointSaver] | None = None
+        self._run: Loop | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._pid = 0
@@ -458,11 +457,6 @@ class Healer(Generic[State]):
         return self._loop.data.step + self._loop.driver.has_stepped()
 
     @property
-    def last_good_step(self) -> int | None:
-        """Step of the newest known-good checkpoint, or None without one."""
-        return self._loop.saver.checkpoints.good
-
-    @property
     def rollbacks(self) -> int:
         """Number of rollbacks so far, including earlier processes."""
         return self._loop.recovery.rollbacks
@@ -523,18 +517,18 @@ class Healer(Generic[State]):
         return self._loop.driver
 
     @property
-    def run(self) -> Loop[CheckpointSaver]:
+    def run(self) -> Loop:
         """Internals of the run, for trainers and tests. They may change in any release."""
         return self._loop
 
     @property
-    def _loop(self) -> Loop[CheckpointSaver]:
+    def _loop(self) -> Loop:
         if self._run is None:
             raise HealerError("use the Healer inside its block: `with Healer(...) as healer:`")
         return self._run
 
     @property
-    def _live(self) -> Loop[CheckpointSaver]:
+    def _live(self) -> Loop:
         if self._ending is not None:
             raise HealerError("the `with` block of this Healer has ended: create another Healer")
         return self._loop

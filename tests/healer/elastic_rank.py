@@ -269,7 +269,7 @@ def check(root: Path) -> None:
         assert parts, saved
         trees = [json.loads(part.read_text())["own"]["tree"]["dict"] for part in parts]
         assert {dict(tree)["step"] for tree in trees} == {saved.step}, (saved, trees)
-    assert store.problems() == [], store.problems()
+    assert store.damaged() == [], store.damaged()
 
 
 def start(

@@ -198,7 +198,7 @@ def _there(framework: str, folder: Path) -> bytes:
     saves = [each for each in store.steps() if each.status != "quarantined" and each.finite]
     for each in saves:
         store.verify(each.step)
-    assert store.problems() == [], store.problems()
+    assert store.damaged() == [], store.damaged()
     good = any(each.status == "good" for each in saves)
     return USABLE * bool(saves) + GOOD * good
 

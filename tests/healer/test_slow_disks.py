@@ -10,7 +10,7 @@ import pytest
 
 from healcore.jax import store as jax_stores
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.loop.saver import CheckpointSaver
+from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.store import Keep
 from healcore.torch import store as torch_stores
@@ -36,7 +36,7 @@ class Gates:
         wait, roll_back, save_last = (
             CheckpointManager.wait,
             Restorer.apply,
-            CheckpointSaver.save_last,
+            Saver.save_last,
         )
 
         def waits(checkpoints: Any) -> None:
@@ -54,7 +54,7 @@ class Gates:
 
         monkeypatch.setattr(CheckpointManager, "wait", waits)
         monkeypatch.setattr(Restorer, "apply", goes_back)
-        monkeypatch.setattr(CheckpointSaver, "save_last", ends)
+        monkeypatch.setattr(Saver, "save_last", ends)
         for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):
             self._hold_up(monkeypatch, kind, writes, proofs)
 

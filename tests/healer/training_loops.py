@@ -245,7 +245,11 @@ def train(
             if before is not None:
                 before(healer, int(number))
             loop.step(healer, number)
-        facts = {"step": healer.step, "rollbacks": healer.rollbacks, "good": healer.last_good_step}
+        facts = {
+            "step": healer.step,
+            "rollbacks": healer.rollbacks,
+            "good": healer.report().last_good,
+        }
         loop.state = healer.state
     return facts
 

@@ -77,7 +77,7 @@ def test_a_malformed_manifest_is_a_damaged_checkpoint(tmp_path):
             found = [each.step for each in store.steps()]
             assert found in ([1], [1, 2]), name
             assert (found == [1]) == bool(store.damaged()), name
-            assert all(text.isprintable() for text in store.problems()), name
+            assert all(str(error).isprintable() for error in store.damaged()), name
             store.verify(1)
             if found == [1, 2]:
                 store.restore(2, state)
@@ -105,7 +105,7 @@ def test_a_malformed_small_file_is_a_damaged_checkpoint(file, tmp_path):
             (newest / file).write_bytes(checksummed_json.dumps(mutant))
         try:
             store.steps()
-            store.problems()
+            store.damaged()
             store.restore(2, state)
         except StoreError:
             pass

@@ -80,7 +80,7 @@ def one_process(process: int, port: str, root: Path, aim: Aim | None) -> int:
     join(process, 2, port, heartbeat_timeout_seconds=HEARTBEATS_S)
     mesh = jax.make_mesh((2,), ("data",))
     store = OrbaxStore(root)
-    assert store.problems() == [], store.problems()
+    assert store.damaged() == [], store.damaged()
     found = [each.step for each in store.steps()]
     for step in found:
         store.verify(step)
@@ -98,7 +98,7 @@ def one_process(process: int, port: str, root: Path, aim: Aim | None) -> int:
         lasted = time.monotonic() - began
     assert aim is None, "the kill came too late"
     assert store.steps()[-1].step == first + SAVES - 1
-    assert store.problems() == []
+    assert store.damaged() == []
     assert not list(root.glob(".tmp*"))
     jax.distributed.shutdown()  # the other one may still be reading, and needs process 0
     return len(found)

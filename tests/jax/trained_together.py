@@ -248,7 +248,7 @@ def saved_and_restored(kind: str, params: Any, state: Any, root: Path) -> dict[s
     moved = digest((params, state)) != before
     found = store.restore(7, {"params": params, "opt_state": state})
     same = digest((found.state["params"], found.state["opt_state"])) == before
-    listed = [saved.finite, saved.step, store.problems(), found.healing]
+    listed = [saved.finite, saved.step, store.damaged(), found.healing]
     return {"same": same, "moved": moved, "listed": listed}
 
 

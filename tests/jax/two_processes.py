@@ -269,7 +269,7 @@ def refused(root: Path) -> dict[str, Any]:
         outcome["said"] = str(error)
     multihost_utils.sync_global_devices("removed")  # what the other one had written, too
     outcome["steps"] = [save.step for save in store.steps()]
-    outcome["left"] = store.problems() + sorted(p.name for p in root.glob(".tmp*"))
+    outcome["left"] = [str(e) for e in store.damaged()] + sorted(p.name for p in root.glob(".tmp*"))
     return outcome
 
 

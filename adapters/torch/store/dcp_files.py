@@ -50,9 +50,9 @@ class DigestingWriter(FileSystemWriter):
     So no byte is read again for a digest. The next `verify` detects bytes that the disk changed.
     """
 
-    def __init__(self, path: Path, threads: int = 1) -> None:
+    def __init__(self, path: Path) -> None:
         # `sync_files` would sync before Python's buffer is flushed, so _DigestingFiles syncs.
-        super().__init__(path, sync_files=False, thread_count=threads)
+        super().__init__(path, sync_files=False, thread_count=1)
         self.fs = self._files = _DigestingFiles()
 
     @property

@@ -72,7 +72,7 @@ class AdaGCConfig(NamedTuple):
         learn_n = learn_n & (norms > 0)
         accepted = xp.where(over, limit, norms)
         clipped = numerics.settle(norms * global_scale_n, xp=xp)
-        lowest = xp.where(unknown, clipped, numerics.smaller(gamma, clipped, xp=xp))
+        lowest = xp.where(unknown, clipped, xp.minimum(gamma, clipped))
         rate = numerics.complement(self.ema_decay, norms)
         moved = xp.where(unknown, norms, numerics.ema(gamma, accepted, rate, learn_n, xp=xp))
         gamma = xp.where(learn_n, xp.where(warm_n, lowest, moved), gamma)

@@ -70,7 +70,7 @@ class AutoClipConfig(NamedTuple):
         target = xp.where(known, percentile, norm)
         threshold = xp.where(known, percentile, 0.0)
         if self.max_norm is not None:
-            target = numerics.smaller(target, self.max_norm, xp=xp)
+            target = xp.minimum(target, self.max_norm)
             threshold = xp.where(known, target, self.max_norm)
         over = norm > target
         limit = xp.where(over, target, norm)

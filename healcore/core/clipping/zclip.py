@@ -67,8 +67,8 @@ class ZClipConfig(NamedTuple):
         # Separate products, and the floor again after the root, because XLA rewrites (c m)(c m) as
         # (m m) c^2, and sqrt(x x) as |x|.
         floor = numerics.product(self.min_rel_std, state.mean, xp=xp)
-        var = numerics.larger(state.var, numerics.product(floor, floor, xp=xp), xp=xp)
-        sigma = numerics.larger(xp.sqrt(state.var), floor, xp=xp)
+        var = xp.maximum(state.var, numerics.product(floor, floor, xp=xp))
+        sigma = xp.maximum(xp.sqrt(state.var), floor)
 
         # z > k without a root: gap^2 > k^2 v. With two products a Python number and an array (a
         # vmapped sweep) round alike, and XLA does not compute (k k) v.
@@ -88,7 +88,7 @@ class ZClipConfig(NamedTuple):
         effective = accepted
         threshold = xp.where(warm, 0.0, state.mean + numerics.product(k, sigma, xp=xp))
         if self.max_norm is not None:
-            effective = numerics.smaller(effective, self.max_norm, xp=xp)
+            effective = xp.minimum(effective, self.max_norm)
             lower = (threshold == 0) | (threshold > self.max_norm)
             threshold = xp.where(lower, self.max_norm, threshold)
         over = norm > effective

@@ -63,14 +63,12 @@ class DivergenceConfig(NamedTuple):
         max_distance = xp.where(unit > 0, threshold, numerics.HUGE)
         learnt, weight = noise.learn(values, loss, max_distance, self.window, xp=xp)
 
-        distance = numerics.larger(
-            numerics.smaller(loss - trend, max_distance, xp=xp), -max_distance, xp=xp
-        )
+        distance = xp.maximum(xp.minimum(loss - trend, max_distance), -max_distance)
         trend = trend + numerics.product(weight, distance, xp=xp)
-        best = xp.where(warm, trend, numerics.smaller(trend, state.best, xp=xp))
+        best = xp.where(warm, trend, xp.minimum(trend, state.best))
         excess = trend - best
         high = excess > threshold
-        peak = xp.where(high, numerics.larger(trend, state.peak, xp=xp), trend)
+        peak = xp.where(high, xp.maximum(trend, state.peak), trend)
         elevated = high & (excess > HIGH * (peak - best))
         elevated_count = xp.where(elevated, state.run + 1, numerics.sub_one(state.run, xp=xp))
         elevated_count = xp.where(high, elevated_count, 0)

@@ -104,7 +104,7 @@ def _is_outlier(config: GradEmaConfig, state: GradEmaState, norm: Any, *, xp: An
         k, gap = config.sigmas, norm - state.mean
         floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
         min_var = numerics.settle(numerics.product(floor, floor, xp=xp), xp=xp)
-        limit = k * numerics.product(k, numerics.larger(state.var, min_var, xp=xp), xp=xp)
+        limit = k * numerics.product(k, xp.maximum(state.var, min_var), xp=xp)
         square = numerics.settle(numerics.product(gap, gap, xp=xp), xp=xp)
         outlier = outlier | ((gap > 0) & (square >= limit))
     return outlier

@@ -75,10 +75,10 @@ class InstabilityConfig(NamedTuple):
         alarm = grows & (grown >= self.records)
 
         count = xp.where(learn & (before < _COUNTED), before + 1, before)
-        learnt = xp.where(usual > 0, numerics.smaller(norm, large, xp=xp), norm)
+        learnt = xp.where(usual > 0, xp.minimum(norm, large), norm)
         one = norm - norm + 1.0
         steps = xp.where(count > 0, numerics.as_float(count, xp=xp), one)
-        weight = numerics.larger(numerics.quotient(one, steps, xp=xp), _NORM, xp=xp)
+        weight = xp.maximum(numerics.quotient(one, steps, xp=xp), _NORM)
         step = numerics.product(weight, learnt - usual, xp=xp)
         new = InstabilityState(
             count=xp.where(alarm, 0, count),

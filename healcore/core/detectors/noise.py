@@ -47,7 +47,7 @@ def begin(state: NoiseState, value: Any, restart: Any, *, xp: Any) -> tuple[Nois
 def unit(state: NoiseState, level: Any, min_share: Any, *, xp: Any) -> Any:
     """The noise, but at least the share `min_share` of the level; 0 if all values were zero."""
     floor = numerics.product(min_share, xp.abs(level), xp=xp)
-    return numerics.larger(state.noise, floor, xp=xp)
+    return xp.maximum(state.noise, floor)
 
 
 def learn(
@@ -61,6 +61,6 @@ def learn(
     count = xp.minimum(state.count + 1, window)
     weight = xp.reciprocal(numerics.as_float(count, xp=xp))
     jump = xp.abs(value - state.last)
-    step = numerics.product(weight, numerics.smaller(jump, max_jump, xp=xp) - state.noise, xp=xp)
+    step = numerics.product(weight, xp.minimum(jump, max_jump) - state.noise, xp=xp)
     noise = state.noise + xp.where(jump > 0, step, 0.0)
     return NoiseState(count, value, numerics.settle(noise, xp=xp)), weight

@@ -62,8 +62,8 @@ def add_loss(
     margin = numerics.product(growth, last - lowest, xp=xp)
     record = learn & (loss > highest) & (loss > last + margin)
     return History(
-        xp.where(learn, numerics.larger(loss, highest, xp=xp), highest),
-        xp.where(learn, numerics.smaller(loss, lowest, xp=xp), lowest),
+        xp.where(learn, xp.maximum(loss, highest), highest),
+        xp.where(learn, xp.minimum(loss, lowest), lowest),
         xp.where(record, loss, last),
     ), record
 

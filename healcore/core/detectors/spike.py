@@ -132,12 +132,12 @@ def _judge(
     lasting = xp.where(sustained, lasting + 1, 0)
     escaped = lasting >= ESCAPE_WINDOWS * config.window
 
-    rise = numerics.product(weight, numerics.smaller(gap, max_gap, xp=xp), xp=xp)
-    higher_of_two = numerics.larger(value, before.values.last, xp=xp)
-    level = xp.where(gap > 0, level + rise, numerics.smaller(level, higher_of_two, xp=xp))
+    rise = numerics.product(weight, xp.minimum(gap, max_gap), xp=xp)
+    higher_of_two = xp.maximum(value, before.values.last)
+    level = xp.where(gap > 0, level + rise, xp.minimum(level, higher_of_two))
     factor = THRESHOLD_GAIN * (vote - TARGET_VOTE)
     learnt = threshold + numerics.product(threshold, factor, xp=xp)
-    learnt = numerics.larger(learnt, MIN_THRESHOLD_SHARE * config.z_threshold, xp=xp)
+    learnt = xp.maximum(learnt, MIN_THRESHOLD_SHARE * config.z_threshold)
     after = SpikeState(
         values,
         numerics.settle(xp.where(escaped, value, level), xp=xp),

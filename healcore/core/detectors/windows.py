@@ -82,7 +82,7 @@ def largest(values: Any, *, xp: Any) -> Any:
     """Maximum along the last axis, a power of two."""
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2
-        values = numerics.larger(values[..., :half], values[..., half:], xp=xp)
+        values = xp.maximum(values[..., :half], values[..., half:])
     return values[..., 0]
 
 
@@ -207,8 +207,8 @@ class LossWindowConfig(NamedTuple):
         # 1e-20 are subnormal, and XLA flushes them, so `settle` sets them to zero everywhere.
         floor = numerics.product(self.min_rel_std, xp.abs(usual), xp=xp)
         square = numerics.settle(numerics.product(floor, floor, xp=xp), xp=xp)
-        var = numerics.larger(raw_var, square, xp=xp)
-        sigma = numerics.larger(xp.sqrt(raw_var), floor, xp=xp)
+        var = xp.maximum(raw_var, square)
+        sigma = xp.maximum(xp.sqrt(raw_var), floor)
 
         known = (window.count > 0) & (window.count >= self.warmup_steps) & (var > 0)
         k = self.sigmas

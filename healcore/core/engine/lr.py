@@ -58,9 +58,9 @@ def update(
     rate = _known(rate, state, xp=xp)
     keeps_peak = _keeps_peak(state, rate) & ~cut
     advances = healthy & ~cut
-    cut_scale = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
+    cut_scale = xp.maximum(config.factor * state.scale, config.floor)
     # A floor above the multiplier does not raise the multiplier.
-    cut_scale = numerics.smaller(cut_scale, state.scale, xp=xp)
+    cut_scale = xp.minimum(cut_scale, state.scale)
     low = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.low)
     broken = _raised(config, state.broken, refund, xp=xp)
     broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), broken)
@@ -72,14 +72,14 @@ def update(
     ramp = numerics.sub_one(ramp + (holding | ~advances), xp=xp)
     hold = xp.where(advances & holding, hold - 1, hold)
     top = _limit(config, broken, peak, xp=xp) if may_limit(config) else 1.0
-    bottom = numerics.smaller(numerics.quotient(low, rate, xp=xp), top, xp=xp)
+    bottom = xp.minimum(numerics.quotient(low, rate, xp=xp), top)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
     part = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
     ramp_share = numerics.as_float(config.ramp_steps - ramp, xp=xp) * part
     ramped = bottom + numerics.product(top - bottom, ramp_share, xp=xp)
     scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
-    scale = xp.where(in_incident, numerics.smaller(state.scale, top, xp=xp), scale)
+    scale = xp.where(in_incident, xp.minimum(state.scale, top), scale)
     scale = xp.where(cut, cut_scale, scale)
     return LrState(numerics.settle(scale, xp=xp), low, broken, peak, rate, hold, ramp)
 
@@ -113,7 +113,7 @@ def _keeps_peak(state: LrState, rate: Any) -> Any:
 def _raised(config: LrConfig, broken: Any, refund: Any, *, xp: Any) -> Any:
     """`broken`, raised by the inverse factor of one cut after long health."""
     raised = xp.where(refund, numerics.quotient(broken, config.factor, xp=xp), broken)
-    return numerics.smaller(raised, _MOST, xp=xp)
+    return xp.minimum(raised, _MOST)
 
 
 def _limit(config: LrConfig, broken: Any, peak: Any, *, xp: Any) -> Any:
@@ -132,9 +132,9 @@ def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any)
     one = state.scale - state.scale + 1.0
     rate = _known(rate, state, xp=xp)
     limit = xp.where(limit > 0, limit, rate)
-    scale = numerics.smaller(numerics.quotient(limit, rate, xp=xp), state.scale, xp=xp)
+    scale = xp.minimum(numerics.quotient(limit, rate, xp=xp), state.scale)
     share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
-    rate_before_cut = numerics.smaller(numerics.quotient(limit, share, xp=xp), _MOST, xp=xp)
+    rate_before_cut = xp.minimum(numerics.quotient(limit, share, xp=xp), _MOST)
     zero = state.hold - state.hold
     return LrState(
         numerics.settle(scale, xp=xp),

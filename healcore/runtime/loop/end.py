@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from healcore.console import counted
 from healcore.core.verdict import Cause, names
@@ -22,7 +21,6 @@ from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.classify import is_broken_connection
 from healcore.runtime.loop import rank_group
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.termination import (
     EndRequested,
     IncompleteRun,
@@ -82,7 +80,7 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
     return Ending.EXCEPTION
 
 
-def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseException | None:
+def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     """Ends a run. Returns an exception for the block to raise instead of `error`, or None."""
     loop.guard.pause()
     ranks, saver, data = loop.ranks, loop.saver, loop.data
@@ -172,7 +170,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
     return replacement
 
 
-def release(loop: Loop[CheckpointSaver]) -> None:
+def release(loop: Loop) -> None:
     """Releases the store's directory; the finalizer is no longer needed."""
     loop.finalizer.detach()
     if loop.saver.claim is not None:
@@ -182,7 +180,7 @@ def release(loop: Loop[CheckpointSaver]) -> None:
 # -- several ranks --------------------------------------------------------------------------------
 
 
-def _wait_for_ranks(loop: Loop[Any]) -> None:
+def _wait_for_ranks(loop: Loop) -> None:
     """Waits for the end of all ranks' loops. Raises RuntimeError or OSError if a rank has left."""
     ranks = loop.ranks
 
@@ -197,7 +195,7 @@ def _wait_for_ranks(loop: Loop[Any]) -> None:
 
 
 def _collect_notes(
-    loop: Loop[Any], ending: Ending, error: BaseException | None, fault: Fault | None
+    loop: Loop, ending: Ending, error: BaseException | None, fault: Fault | None
 ) -> list[RankNote]:
     """Notes of the ended ranks on rank 0, the cause first. Other ranks leave a note for rank 0."""
     completed = ending == Ending.COMPLETED
@@ -223,7 +221,7 @@ def _collect_notes(
 
 
 def _own_note(
-    loop: Loop[Any],
+    loop: Loop,
     ending: Ending,
     error: BaseException | None = None,
     fault: Fault | None = None,
@@ -248,7 +246,7 @@ def _own_note(
     )
 
 
-def _report_fault_of_rank(loop: Loop[Any], note: RankNote) -> Fault | None:
+def _report_fault_of_rank(loop: Loop, note: RankNote) -> Fault | None:
     """Logs the exception of another rank, which has ended the run."""
     if not note.cause:
         return None
@@ -264,7 +262,7 @@ def _report_fault_of_rank(loop: Loop[Any], note: RankNote) -> Fault | None:
 # -- the last state -------------------------------------------------------------------------------
 
 
-def _save_and_log_fault(loop: Loop[CheckpointSaver], fault: Fault, error: Exception) -> None:
+def _save_and_log_fault(loop: Loop, fault: Fault, error: Exception) -> None:
     """Saves if a rule of the policy says so, and logs the exception that ends the run."""
     answer, why_not = None, ""
     # The ranks that have not raised do not take part in a save; memory ends with the process.
@@ -285,7 +283,7 @@ def _save_and_log_fault(loop: Loop[CheckpointSaver], fault: Fault, error: Except
         loop.warn(f"no checkpoint was saved at the exception: {why_not}")
 
 
-def _is_lost_on_any_rank(loop: Loop[CheckpointSaver], saved: bool, problems: list[str]) -> bool:
+def _is_lost_on_any_rank(loop: Loop, saved: bool, problems: list[str]) -> bool:
     """Whether the last state is lost on any rank. A rank that does not answer counts as lost."""
     checkpoints = loop.saver.checkpoints
     lost = loop.data.step in checkpoints.unsaved or not saved
@@ -297,7 +295,7 @@ def _is_lost_on_any_rank(loop: Loop[CheckpointSaver], saved: bool, problems: lis
         return True
 
 
-def _unsaved_state_text(loop: Loop[CheckpointSaver], problems: list[str]) -> str:
+def _unsaved_state_text(loop: Loop, problems: list[str]) -> str:
     checkpoints = loop.saver.checkpoints
     store = checkpoints.store
     try:  # the checkpoints that survive the process
@@ -314,7 +312,7 @@ def _unsaved_state_text(loop: Loop[CheckpointSaver], problems: list[str]) -> str
     )
 
 
-def _incomplete_run_error(loop: Loop[Any]) -> BaseException | None:
+def _incomplete_run_error(loop: Loop) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
     data, ledger = loop.data, loop.recovery.ledger
     unread = len(data.unused)
@@ -356,7 +354,7 @@ def _incomplete_run_error(loop: Loop[Any]) -> BaseException | None:
 # -- reports --------------------------------------------------------------------------------------
 
 
-def _write_ending(loop: Loop[CheckpointSaver], ending: Ending) -> None:
+def _write_ending(loop: Loop, ending: Ending) -> None:
     """Writes the ending to the journal, in which a killed process has no ending."""
     restorer = loop.saver.restorer
     restorer.journal.state.ending = ending
@@ -364,7 +362,7 @@ def _write_ending(loop: Loop[CheckpointSaver], ending: Ending) -> None:
 
 
 def _write_end(
-    loop: Loop[CheckpointSaver],
+    loop: Loop,
     ending: Ending,
     error: BaseException | None,
     fault: Cause,
@@ -397,7 +395,7 @@ def _write_end(
         loop.log.info(line)
 
 
-def write_postmortem(loop: Loop[Any], end: RunEnd, trace: str | None) -> Path | None:
+def write_postmortem(loop: Loop, end: RunEnd, trace: str | None) -> Path | None:
     """Writes the postmortem. Returns its path, or None if the write failed.
 
     Called before the event `end`: a start writes a missing postmortem only without this event.
@@ -413,7 +411,7 @@ def write_postmortem(loop: Loop[Any], end: RunEnd, trace: str | None) -> Path | 
     return None if problem else path
 
 
-def log_end(loop: Loop[Any], end: RunEnd, notes: list[RankNote]) -> None:
+def log_end(loop: Loop, end: RunEnd, notes: list[RankNote]) -> None:
     """Writes the event `end`."""
     loop.log.event(
         "end",

@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from healcore.core.verdict import Action, names
 from healcore.runtime.driver import Driver
@@ -24,8 +24,6 @@ from healcore.runtime.postmortem.rank_notes import RankNotes
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.trackers import Trackers
 
-AnySaver = TypeVar("AnySaver", bound=Saver)
-
 _MIN_WITHOUT_STEP = 10
 """Batches without a step for a warning at the end of a run."""
 _MAX_WITHOUT_STEP = 100
@@ -35,8 +33,8 @@ _MAX_ITERATIONS = 1000
 """Iterations of `steps` without a step that end the run: more than any gradient accumulation."""
 
 
-class Loop(Generic[AnySaver]):
-    """The running part of a `Healer` or of a trainer's callback. Not thread-safe.
+class Loop:
+    """The running part of a `Healer`. Not thread-safe.
 
     The parts hold the state: `driver` (the framework), `data` (steps and batches), `saver`
     (checkpoints), `recovery` (incidents and rollbacks), `ranks` (requests to end), `log` (files and
@@ -50,7 +48,7 @@ class Loop(Generic[AnySaver]):
         policy: HostPolicy,
         driver: Driver,
         data: Data,
-        saver: AnySaver,
+        saver: Saver,
         recovery: Recovery,
         ranks: RankGroup,
         log: RunLog,

@@ -84,8 +84,7 @@ class OutOfMemory:
 
     def resume(self) -> None:
         """Loads the sizes that an earlier process has written to the journal."""
-        restorer = self._recovery.restorer
-        saved = None if restorer is None else restorer.journal.state.microbatches
+        saved = self._recovery.restorer.journal.state.microbatches
         if saved is not None:
             self.sizes.load(saved)
 
@@ -195,6 +194,5 @@ class OutOfMemory:
             size=resize.after,
         )
         restorer = self._recovery.restorer
-        if restorer is not None:  # for the next process
-            restorer.journal.state.microbatches = self.sizes.to_dict()
-            restorer.write_journal(step)
+        restorer.journal.state.microbatches = self.sizes.to_dict()  # for the next process
+        restorer.write_journal(step)

@@ -53,8 +53,8 @@ class Recovery:
         log: RunLog,
         ledger: Ledger,
         hooks: Hooks,
-        restorer: Restorer | None = None,
-        loss_fn: Callable[..., Any] | None = None,
+        restorer: Restorer,
+        loss_fn: Callable[..., Any] | None,
     ) -> None:
         self._policy = policy
         self._driver = driver
@@ -64,7 +64,7 @@ class Recovery:
         self.restorer = restorer
         self.ledger = ledger
         self.reader = DelayedReader()
-        every = 0 if self._checkpoints is None else self._checkpoints.every
+        every = self._checkpoints.every
         self.monitor = IncidentMonitor(
             policy=policy,
             ledger=ledger,
@@ -90,19 +90,18 @@ class Recovery:
             learning_rate=self._rate_in_force,
             numbers=self._numbers_in_force,
         )
-        if restorer is not None:
-            restorer.dominance = self.dominance
+        restorer.dominance = self.dominance
         driver.hold_numbers(lambda: ledger.numbers)
         self._evidence = Evidence(policy, driver, ranks, ledger, log, self.dominance)
 
     @property
     def rollbacks(self) -> int:
         """Number of rollbacks so far, including earlier processes."""
-        return 0 if self.restorer is None else self.restorer.journal.state.rollbacks
+        return self.restorer.journal.state.rollbacks
 
     @property
-    def _checkpoints(self) -> CheckpointManager | None:
-        return None if self.restorer is None else self.restorer.checkpoints
+    def _checkpoints(self) -> CheckpointManager:
+        return self.restorer.checkpoints
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -206,7 +205,7 @@ class Recovery:
             return False
         if not self._evidence.finite():
             return True
-        if self.restorer is None or self._policy.nonfinite_state != "rollback":
+        if self._policy.nonfinite_state != "rollback":
             return False
         if self.monitor.has_micro_steps:
             return False
@@ -240,8 +239,6 @@ class Recovery:
 
     def _order_of(self, verdict: Verdict, past: Sequence[Rollback]) -> Rollback:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
-        restorer = self.restorer
-        assert restorer is not None  # only a run with checkpoints compares weights
         order = Rollback(
             # At the end of the data, the verdict has the number of steps done.
             index=min(verdict.index, self._data.step - 1),
@@ -258,7 +255,7 @@ class Recovery:
             return order
         unusual = agreed(self._ranks, self.dominance.unusual(verdict)) if tried else []
         numbers = agreed(self._ranks, self.dominance.unusual_numbers(verdict))
-        first_step = restorer.journal.state.first_step or 0
+        first_step = self.restorer.journal.state.first_step or 0
         facts = Facts(
             rates=verdict.rates,
             healthy_rate=verdict.healthy_rate,
@@ -266,7 +263,7 @@ class Recovery:
             unusual=bool(unusual),
             numbers=bool(numbers),
             may_limit=self._policy.engine.config.budget.lr_cuts if self._may_limit_lr else 0,
-            can_rewind=restorer.loaders.can_rewind,
+            can_rewind=self.restorer.loaders.can_rewind,
         )
         order.trial = agreed(self._ranks, decide(tried, facts))  # each reads its own optimizer
         if order.trial == Trial.RATE:
@@ -335,8 +332,6 @@ class Recovery:
 
     def roll_back(self, order: Rollback) -> None:
         """Restores a checkpoint for an order, and reports the rollback."""
-        if self.restorer is None:
-            return
         # Unread steps belong to the trouble up to their last alarm.
         unread = list(self.reader.due(all=True))
         self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
@@ -462,8 +457,6 @@ class Recovery:
 
     def _facts_of_checkpoints(self) -> Mapping[str, Any]:
         checkpoints = self._checkpoints
-        if checkpoints is None:
-            return {}
         return {
             "damaged": tuple(checkpoints.damaged),
             "damaged_in_memory": tuple(checkpoints.damaged_in_memory),
@@ -474,14 +467,12 @@ class Recovery:
 
     def _last_good_checkpoint(self) -> tuple[int | None, str | None]:
         """Step and path of the newest known-good checkpoint."""
-        if self._checkpoints is None:
-            return None, None
         step = self._checkpoints.good
         return step, next((each.path for each in self._listed() if each.step == step), None)
 
     def _listed(self) -> list[Saved]:
         try:
-            return [] if self._checkpoints is None else self._checkpoints.listed()
+            return self._checkpoints.listed()
         except StoreError:
             return []
 

@@ -23,38 +23,7 @@ _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.S
 
 
 class Saver:
-    """Saves the checkpoints of a loop. This base class saves nothing: a trainer may save itself."""
-
-    def after_step(self) -> None:
-        """Called when a dispatch was counted."""
-
-    def due(self) -> bool:
-        """Whether a regular save is due. Called once per dispatch."""
-        return False
-
-    def may_save(self) -> bool:
-        """Whether a save that was due is still possible, now that all steps are read."""
-        return False
-
-    def save(self, why: str) -> None:
-        """Saves a checkpoint of this step, for the reason `why`."""
-
-    def check(self, *, at_end: bool = False) -> Rollback | None:
-        """The order for new NaN or Inf in the saves so far, or None. Collective.
-
-        `at_end` says whether the data have ended.
-        """
-        return None
-
-    def poll(self) -> None:
-        """Called once per dispatch, after its steps were read."""
-
-    def on_rollback(self, target: int) -> None:
-        """Called when the run was rolled back to the checkpoint of step `target`."""
-
-
-class CheckpointSaver(Saver):
-    """Saves at the start, regularly, and at the end.
+    """Saves the checkpoints of a run at the start, regularly, and at the end.
 
     `claim` is the claim on the store's directory, or None without a directory.
     """
@@ -105,7 +74,7 @@ class CheckpointSaver(Saver):
     # -- regular saves --------------------------------------------------------------------------
 
     def due(self) -> bool:
-        """See `Saver.due`; the save waits until it is possible."""
+        """Whether a regular save is due, and possible. Called once per dispatch."""
         step = self._data.step
         steps, self._counted_to = step - self._counted_to, step
         if self.checkpoints.due(step, steps):
@@ -242,12 +211,13 @@ class CheckpointSaver(Saver):
     # -- NaN and Inf ----------------------------------------------------------------------------
 
     def check(self, *, at_end: bool = False) -> Rollback | None:
-        """The order for new NaN or Inf in the saves so far, or None.
+        """The order for new NaN or Inf in the saves so far, or None. Collective.
 
         Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
         look healthy. No detector sees such damage, and every later checkpoint has it. The check
         runs before the next save, whether or not the disk is slow, so that the result depends on
-        the steps only. At the end of the data, non-finite weights are saved first for this check.
+        the steps only. With `at_end`, the data have ended: non-finite weights are saved first
+        for this check.
         """
         if at_end:
             self._save_if_not_finite()

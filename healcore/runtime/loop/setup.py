@@ -35,7 +35,7 @@ from healcore.runtime.loop.run_settings import (
     other_run,
     settings_of,
 )
-from healcore.runtime.loop.saver import CheckpointSaver
+from healcore.runtime.loop.saver import Saver
 from healcore.runtime.loop.start import begin, log_start
 from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested, StopFile
 from healcore.runtime.postmortem import postmortem
@@ -54,7 +54,7 @@ from healcore.runtime.trackers import Selection, Trackers
 
 MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
-_loops: weakref.WeakSet[Loop[CheckpointSaver]] = weakref.WeakSet()
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
 """Runs of this process, including ended runs that are still referenced."""
 _journals: dict[Path, Journal] = {}
 """The journal of the last run of this process in each directory."""
@@ -91,13 +91,13 @@ class Options(NamedTuple):
         return self
 
 
-def open_run(options: Options) -> Loop[CheckpointSaver]:
+def open_run(options: Options) -> Loop:
     """Attaches, opens the store, resumes or saves a first snapshot. Errors: `Healer.__enter__`."""
     if any(loop.finalizer.alive for loop in _loops):
         gc.collect()  # runs the finalizers of unreferenced Healers, which may hold the store
     driver = driver_for(options.state, options.policy.engine, options.attach)
     own_claim: Claim | None = None
-    loop: Loop[CheckpointSaver] | None = None
+    loop: Loop | None = None
     try:
         _check_moments(options.policy, driver)
         advice = "every rank makes one, with the same arguments (docs/ranks.md)"
@@ -166,7 +166,7 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     return own_claim, warning
 
 
-def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -> None:
+def _start(loop: Loop, options: Options, warning: str | None) -> None:
     """Checks `resume`, logs the start, and resumes or begins."""
     log, policy, driver, ranks = loop.log, loop.policy, loop.driver, loop.ranks
     journal, store = loop.saver.restorer.journal, loop.saver.checkpoints.store
@@ -194,9 +194,8 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
         store=str(store.root or type(store).__name__),
         resumes=bool(saves),
     )
-    for problem in [*filter(None, [warning]), *store.problems()]:
-        log.event("problem", step=None, problem=problem)
     if warning is not None:
+        log.event("problem", step=None, problem=warning)
         log.warning(warning)
     try:
         begin(loop, settings, changes, resume=bool(saves), after_kill=after_kill)
@@ -224,9 +223,7 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
     driver.on_step(loop.guard.on_step)
 
 
-def _construct(
-    options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None
-) -> Loop[CheckpointSaver]:
+def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None) -> Loop:
     policy = options.policy
     store = _store(options, driver, ranks)
     folder = store.root
@@ -297,7 +294,7 @@ def _construct(
         policy=policy,
         driver=driver,
         data=data,
-        saver=CheckpointSaver(data, recovery, restorer, own_claim),
+        saver=Saver(data, recovery, restorer, own_claim),
         recovery=recovery,
         ranks=group,
         log=log,

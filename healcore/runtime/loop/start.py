@@ -11,7 +11,6 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_settings import batch_of, changes_text
-from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.recovery.journal import (
     JournalState,
     lost_status,
@@ -59,7 +58,7 @@ def start_line(
 
 
 def begin(
-    loop: Loop[CheckpointSaver],
+    loop: Loop,
     settings: Mapping[str, Any],
     changes: Mapping[str, str],
     *,
@@ -122,7 +121,7 @@ def begin(
         )
 
 
-def _begin_lineage(loop: Loop[CheckpointSaver]) -> None:
+def _begin_lineage(loop: Loop) -> None:
     """Begins a new run; raises NoGoodCheckpoint if the directory has lost its checkpoints."""
     restorer = loop.saver.restorer
     journal = restorer.journal
@@ -136,7 +135,7 @@ def _begin_lineage(loop: Loop[CheckpointSaver]) -> None:
     journal.state = JournalState(lineage=lineage, first_step=loop.data.step)
 
 
-def _repeat_quarantine(loop: Loop[CheckpointSaver]) -> None:
+def _repeat_quarantine(loop: Loop) -> None:
     """Restores the quarantine of checkpoints without a status file, by the journal's list."""
     restorer, done = loop.saver.restorer, set[int]()
     while True:  # each quarantine may uncover an older checkpoint of the same step
@@ -152,7 +151,7 @@ def _repeat_quarantine(loop: Loop[CheckpointSaver]) -> None:
         loop.saver.checkpoints.quarantine(steps, now=loop.data.step)
 
 
-def _allow_nonfinite(loop: Loop[CheckpointSaver]) -> None:
+def _allow_nonfinite(loop: Loop) -> None:
     """Allows NaN and Inf in the arrays that are not finite before the first step."""
     names = loop.saver.checkpoints.allow_nonfinite_in(loop.driver.items())
     if names:
@@ -162,7 +161,7 @@ def _allow_nonfinite(loop: Loop[CheckpointSaver]) -> None:
         loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
 
 
-def _resume(loop: Loop[CheckpointSaver]) -> None:
+def _resume(loop: Loop) -> None:
     restorer, checkpoints = loop.saver.restorer, loop.saver.checkpoints
     saves, journal = restorer.saves(), restorer.journal
     usable = [s.step for s in saves if s.finite and s.status != "quarantined"]
@@ -200,7 +199,7 @@ def _reason(saved: Saved) -> str:
     return f"{saved.step} ({saved.status if saved.finite else 'not finite'})"
 
 
-def finish_rollback(loop: Loop[CheckpointSaver], plan: Rollback) -> None:
+def finish_rollback(loop: Loop, plan: Rollback) -> None:
     """Finishes a rollback during which the previous process was killed."""
     restorer = loop.saver.restorer
     try:

@@ -21,7 +21,6 @@ from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved, St
 from healcore.runtime.store.retention import (
     Keep,
     RestoreResult,
-    prune,
     restore_first_intact,
     superfluous,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "StoreError",
     "StoreInUse",
     "UnsavableState",
-    "prune",
     "restore_first_intact",
     "superfluous",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -100,8 +99,6 @@ class Copier(ABC):
 
     def __init__(self) -> None:
         self._spare: deque[Any] = deque(maxlen=1)
-        self._snapshots = weakref.WeakValueDictionary[int, Any]()
-        """Snapshots in memory. The key is the `id` of the arena, which a new snapshot reuses."""
 
     # -- the framework's part -------------------------------------------------------------------
 
@@ -156,11 +153,6 @@ class Copier(ABC):
         """Makes the memory of a copy available to the next copy."""
         self._spare.append(copy.snapshot)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory of all copies, including the memory kept for the next copy."""
-        return sum(snapshot.nbytes for snapshot in tuple(self._snapshots.values()))
-
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not."""
         snapshot = self._snapshot(state)
@@ -173,9 +165,7 @@ class Copier(ABC):
     def _snapshot(self, state: Mapping[str, Any]) -> Any:
         spare = self._spare.popleft() if self._spare else None
         try:
-            snapshot = self.take(state, spare)
-            self._snapshots[id(snapshot.arena)] = snapshot
-            return snapshot
+            return self.take(state, spare)
         except Exception:
             if spare is not None:
                 self._spare.append(spare)

@@ -59,7 +59,7 @@ class DirectoryStore(Tier):
         copier: copies states to host memory and back.
         nonfinite_ok: patterns of array names where NaN and Inf are allowed.
         ranks: the processes that save together, into a directory that all of them see. They call
-            every method together, except `steps` and `problems`.
+            every method together, except `steps`.
     """
 
     format: str
@@ -171,10 +171,6 @@ class DirectoryStore(Tier):
         with _only_written_by_healcore(checkpoint):
             arrays = self._read_arrays(checkpoint, entries, wanted, live)
             return Restored(copier.assemble(entries, arrays, wanted, live), healing)
-
-    def problems(self) -> list[str]:
-        """Sentences about incomplete checkpoints, unknown files and damaged status files."""
-        return manifest.problems(self.root)
 
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints that are too damaged for `steps` to list. Their content is not read.

@@ -243,44 +243,13 @@ def newest(saves: list[StoredCheckpoint]) -> StoredCheckpoint:
     return saves[0]
 
 
-def problems(root: Path) -> list[str]:
-    """Sentences about damaged, incomplete and unknown content of a store."""
-    sentences = [
-        f"{Path(error.path).name} is no complete checkpoint: {error.file} {error.difference}"
-        for error in incomplete(root)
-    ]
-    for saves in complete(root).values():
-        for save in saves:
-            sentences += _problems_of(save)
-    for name in _entry_names(root):
-        own = files.is_temporary(name) or name.startswith(HEALER)
-        if not own and step_of(root / name) is None:
-            sentences.append(f"{name} was not written by healcore")
-    return sentences
-
-
-def _problems_of(checkpoint: StoredCheckpoint) -> list[str]:
-    """Sentences about files that the manifest does not list, and about a damaged status."""
-    folder = checkpoint.folder
-    extra = set(files.list_below(folder)) - {MANIFEST, STATUS} - set(checkpoint.manifest.files)
-    sentences = [
-        f"{folder.name} has a file that its manifest does not list: {x}" for x in sorted(extra)
-    ]
-    if os.path.lexists(folder / STATUS) and stated(folder) is None:
-        sentences.append(f"{folder.name} has a damaged {STATUS}: it counts as not yet verified")
-    return sentences
-
-
 def _checkpoint_folders(root: Path) -> list[Path]:
-    return [root / name for name in _entry_names(root) if step_of(root / name) is not None]
-
-
-def _entry_names(root: Path) -> list[str]:
-    """The names of all entries of a store, sorted; StoreError if it cannot be read."""
+    """The directories with the name of a checkpoint, sorted; StoreError if `root` is unreadable."""
     try:
-        return sorted(os.listdir(root))
+        folders = sorted(root.iterdir())
     except OSError as error:  # an empty list would look like a run without checkpoints
         raise StoreError(f"{root} cannot be read: {error.strerror}") from error
+    return [folder for folder in folders if step_of(folder) is not None]
 
 
 def _open(folder: Path) -> StoredCheckpoint | CheckpointDamaged:

@@ -99,22 +99,12 @@ class SnapshotStore(Tier):
             with suppress(StoreError):
                 self.drop(step)
 
-    def problems(self) -> list[str]:
-        """An empty list: memory holds checkpoints only."""
-        return []
-
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         """Step and array names of each save since the last call with disallowed NaN or Inf."""
         self.join()
         return super().nonfinite_found()
 
     # -- beyond the protocol --------------------------------------------------------------------
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory held after all saves, including the memory for the next copy."""
-        self.join()
-        return self.copier.nbytes
 
     def hold(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None = None

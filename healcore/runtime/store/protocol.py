@@ -157,10 +157,6 @@ class CheckpointStore(ABC):
     def failures(self) -> list[SaveFailed]:
         """The failures since the last call that `wait` has not raised. Does not wait."""
 
-    @abstractmethod
-    def problems(self) -> list[str]:
-        """Sentences about content of the store that is not a checkpoint."""
-
     # -- tiers ----------------------------------------------------------------------------------
 
     @property

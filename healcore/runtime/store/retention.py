@@ -59,8 +59,6 @@ class RestoreResult(NamedTuple):
 
     step: int
     restored: Restored
-    damaged: tuple[CheckpointDamaged, ...]
-    """Errors of the damaged checkpoints that were tried first."""
 
 
 def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
@@ -83,21 +81,11 @@ def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
     return sorted(dropped)
 
 
-def prune(store: CheckpointStore, keep: Keep) -> list[int]:
-    """Deletes superfluous checkpoints; returns their steps."""
-    steps = superfluous(store.steps(), keep)
-    for step in steps:
-        store.delete(step)
-    # A TieredStore does not delete the last known-good checkpoint on disk.
-    remaining = {saved.step for saved in store.steps()} if steps else set()
-    return [step for step in steps if step not in remaining]
-
-
 def restore_first_intact(
     store: CheckpointStore,
     order: Sequence[int],
     like: Mapping[str, Any],
-    on_damage: Callable[[CheckpointDamaged], None] = lambda error: None,
+    on_damage: Callable[[CheckpointDamaged], None],
 ) -> RestoreResult:
     """Restores the first intact checkpoint of `order`; quarantines damaged ones before it.
 
@@ -114,7 +102,7 @@ def restore_first_intact(
     damaged: list[CheckpointDamaged] = []
     for step in order:
         try:
-            return RestoreResult(step, store.restore(step, like), tuple(damaged))
+            return RestoreResult(step, store.restore(step, like))
         except CheckpointNotFound:
             continue
         except CheckpointDamaged as error:

@@ -149,11 +149,6 @@ class TieredStore(CheckpointStore):
         """Failed saves of both tiers since the last call."""
         return [*self.memory.failures(), *self.disk.failures()]
 
-    def problems(self) -> list[str]:
-        """The errors of `trouble` and the problems of both tiers, as text."""
-        trouble = [str(error) for error in self.trouble()]
-        return trouble + self.memory.problems() + self.disk.problems()
-
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints on disk that are too damaged for `steps` to list."""
         return self.disk.damaged()

@@ -1,19 +1,15 @@
-"""Options, parsers of options, the progress bar and the error exit of the commands."""
+"""Options, parsers of options and the error exit of the commands."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from collections.abc import Iterable
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from healcore.tools.terminal import console, echo
-
-if TYPE_CHECKING:  # a local import, so that other commands start fast
-    from rich.progress import Progress
+from healcore.tools.terminal import echo
 
 CANNOT_RUN = 2
 """Exit status of a command that cannot run."""
@@ -81,21 +77,3 @@ def fail(why: str, status: int = CANNOT_RUN) -> NoReturn:
     """Prints the reason on standard error and exits with the status."""
     echo(why, err=True)
     raise typer.Exit(status)
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """Context manager: a progress bar on standard error, shown only in a terminal."""
-    from rich import progress
-
-    printer = console(stderr=True)
-    with progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        console=printer,
-        transient=True,
-        disable=not printer.is_terminal,
-    ) as bar:
-        yield bar

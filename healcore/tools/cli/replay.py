@@ -21,7 +21,6 @@ from healcore.tools.cli.options import (
     fail,
     parse_columns,
     parse_overrides,
-    progress_bar,
 )
 from healcore.tools.output_files import OutputError
 from healcore.tools.terminal import echo
@@ -99,9 +98,8 @@ def _run(
 
     results: list[ReplayResult] = []
     failed: list[Unreadable] = []
-    with outputs.lines() as file, progress_bar() as progress:
-        replays = replay_all(opened, policies, jsonl=file, reports=outputs.report is not None)
-        for result in progress.track(replays, len(opened) * len(policies), description="replaying"):
+    with outputs.lines() as file:
+        for result in replay_all(opened, policies, file, reports=outputs.report is not None):
             if isinstance(result, ReplayResult):
                 results.append(result)
             else:

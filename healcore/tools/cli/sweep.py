@@ -20,7 +20,6 @@ from healcore.tools.cli.options import (
     fail,
     parse_columns,
     parse_overrides,
-    progress_bar,
 )
 from healcore.tools.terminal import console, echo, echo_json
 
@@ -68,9 +67,7 @@ def sweep(
         opened, failed = open_traces(traces, columns=parse_columns(column), join=join)
     except (PolicyError, LabelError, SweepError, TraceError) as error:
         fail(str(error))
-    with progress_bar() as bar:
-        counted = rows_of(opened, settings, known, failed)
-        rows = list(bar.track(counted, len(settings), description="sweeping"))
+    rows = list(rows_of(opened, settings, known, failed))
     for problem in dict.fromkeys(f"{each.path}: {each.problem}" for each in failed):
         echo(problem, err=True)
     if not rows:

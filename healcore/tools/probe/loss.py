@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.history.curves import Envelope
+from healcore.history.curves import thin
 from healcore.tools.probe.inputs import LOSS_CHECKS, LossInputs
 from healcore.tools.probe.loss_curve import Curve, Shape, block_medians, measure_shape
 from healcore.tools.probe.loss_events import Events, find_events
@@ -49,9 +49,7 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     if not len(curve.value):
         raise NothingToProbe(f"{trace.name} logs no loss: pass --column loss=NAME")
     events = find_events(curve.steps, curve.finite, inputs.event_sigmas, inputs.rolling_window)
-    thinned = Envelope(_CURVE_POINTS)
-    thinned.add(np.arange(len(curve.value)), {"value": curve.value})
-    kept, thin = thinned.thinned()
+    kept = thin(np.arange(len(curve.value)), {"value": curve.value}, _CURVE_POINTS)
     facts: dict[str, Any] = {
         "values": len(curve.value),
         "first_step": float(curve.step[0]),
@@ -60,7 +58,7 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         "nonfinite": curve.nonfinite,
         "events": events.events[:_MAX_KEPT],
         "jumps": events.jumps,
-        "curve": {"step": curve.step[kept], "value": thin["value"]},
+        "curve": {"step": curve.step[kept], "value": curve.value[kept]},
     }
     checks = _checks(columns, events, inputs, facts)
     facts["score"] = score(checks, inputs)

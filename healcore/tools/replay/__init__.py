@@ -11,6 +11,6 @@ from __future__ import annotations
 
 from healcore.tools.replay.decided import Decided
 from healcore.tools.replay.replayed import Replay, ReplayError, replay
-from healcore.tools.replay.summary import AttemptSummary, Summary
+from healcore.tools.replay.summary import Summary
 
-__all__ = ["AttemptSummary", "Decided", "Replay", "ReplayError", "Summary", "replay"]
+__all__ = ["Decided", "Replay", "ReplayError", "Summary", "replay"]

@@ -44,16 +44,16 @@ class ReplayResult(NamedTuple):
 def replay_all(
     traces: Sequence[Trace],
     policies: Mapping[str, Policy],
+    jsonl: TextIO | None,
     *,
-    jsonl: TextIO | None = None,
-    reports: bool = False,
+    reports: bool,
 ) -> Iterator[ReplayResult | Unreadable]:
     """Replays every policy on every trace.
 
     Args:
         traces: the traces.
         policies: policies by the names that the user passed.
-        jsonl: output for lines of JSON.
+        jsonl: output for lines of JSON, or None.
         reports: whether to build reports.
 
     Yields:

@@ -7,7 +7,7 @@ import numpy as np
 from healcore.core.verdict import Cause, names
 from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Mode
-from healcore.history.curves import Envelope
+from healcore.history.curves import thin
 from healcore.history.incident import MOST_ALARMS
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.policy import PolicySource, dumps, load
@@ -36,9 +36,6 @@ def replay_report(result: Replay, policy: PolicySource) -> RunReport:
         counts=Counts(
             incidents=summary.incidents,
             rollbacks=summary.first_rollbacks,
-            repeats=summary.repeats,
-            denied=summary.spent,
-            stops=sum(incident.stopped for incident in result.incidents),
             skips=summary.skips,
             clips=summary.clips,
             alarms=summary.alarms,
@@ -49,7 +46,7 @@ def replay_report(result: Replay, policy: PolicySource) -> RunReport:
             *notes,
             *_trace_notes(trace),
         ),
-        attempts=_attempts(summary),
+        attempts=_attempts(trace),
         marks=(*alarms, *stops),
     )
 
@@ -67,18 +64,15 @@ def _curves(result: Replay) -> Curves:
     curves["threshold"][curves["threshold"] == 0] = np.nan  # 0 means no limit
     if np.isnan(curves["threshold"]).all():
         del curves["threshold"]
-    envelope = Envelope()
-    envelope.add(rows.index, curves)
-    index, curves = envelope.thinned()
-    kept = np.searchsorted(rows.index, index)
+    kept = thin(rows.index, curves, 2000)
+    curves = {name: curve[kept] for name, curve in curves.items()}
     return Curves(
-        loss=curves.get("loss", np.full(len(index), np.nan, np.float32)),
+        loss=curves.get("loss", np.full(len(kept), np.nan, np.float32)),
         grad_norm=curves.get("grad_norm"),
         threshold=curves.get("threshold"),
         lr_scale=curves["lr_scale"],
         rows=len(rows.index),
         step=rows.step[kept],
-        index=index,
         attempt=rows.attempt[kept],
         nonfinite=nonfinite[kept],
     )
@@ -135,10 +129,10 @@ def _trace_notes(trace: Trace) -> list[str]:
     return [*lines, *([f"and {more:,} more problems"] if more else [])]
 
 
-def _attempts(summary: Summary) -> tuple[RunAttempt, ...]:
-    if len(summary.attempts) < 2:
+def _attempts(trace: Trace) -> tuple[RunAttempt, ...]:
+    if len(trace.attempts) < 2:
         return ()
     return tuple(
         RunAttempt(attempt.number, attempt.first_step, AttemptOrigin.RECORDED, attempt.source)
-        for attempt in summary.attempts
+        for attempt in trace.attempts
     )

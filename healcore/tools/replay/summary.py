@@ -19,24 +19,11 @@ def shortest(number: np.float32) -> float:
     return float(str(number))
 
 
-@dataclass
-class AttemptSummary:
-    """Counts of one attempt, including rows that a later attempt replaced."""
-
-    number: int
-    source: str
-    first_step: float
-    rows: int
-    incidents: int
-    rollbacks: int
-    repeats: int
-
-
 @dataclass(kw_only=True)
 class Summary:
     """Counts of one trace under one policy.
 
-    `first_*`, `last_*` and `stopped_step` are steps.
+    `first_step`, `last_step` and `stopped_step` are steps.
     """
 
     trace: str
@@ -48,7 +35,6 @@ class Summary:
     first_step: float
     last_step: float
     """Step of the last row, which may be smaller than the largest step."""
-    attempts: tuple[AttemptSummary, ...]
     alarms: int
     """Number of rows with a cause."""
     causes: dict[str, int]
@@ -64,19 +50,14 @@ class Summary:
     """Number of rollbacks after the first of their incident. Live, only failed ones repeat."""
     spent: int
     """Number of rollbacks that the budget denied, at most one per incident."""
-    first_incident: float | None
-    last_incident: float | None
-    first_rollback: float | None
-    last_rollback: float | None
     repeat_cuts: int
     """Number of cuts of the learning rate after the first rollback of their incident."""
     lowest_lr: float
     """The smallest learning-rate multiplier."""
     lowest_lr_first: float
     """The smallest multiplier without repeat cuts."""
-    stopped_at: int | None
-    """Row where a live run ends: a rule orders STOP, or an incident's first rollback is denied."""
     stopped_step: float | None
+    """Where a live run ends: a rule orders STOP, or an incident's first rollback is denied."""
     inactive: dict[str, tuple[str, ...]]
     """Inactive parts of the policy, by the signal that the trace does not log."""
     problems: int
@@ -105,21 +86,7 @@ def summarize(
     record, action = judged.record, judged.action
     rollbacks = action & int(Action.ROLLBACK) != 0
     cuts = action & int(Action.CUT_LR) != 0
-    rolled_back = judged.step[rollbacks].tolist()
     stops = np.flatnonzero(judged.ends_run)
-    count = len(trace.attempts)
-
-    def by_attempt(attempts: np.ndarray) -> list[int]:
-        return np.bincount(attempts, minlength=count).tolist()
-
-    counts = zip(
-        trace.attempts,
-        by_attempt(trace.rows.attempt),
-        by_attempt(np.array([incident.attempt for incident in incidents], np.int64)),
-        by_attempt(judged.attempt[rollbacks]),
-        by_attempt(judged.attempt[rollbacks & judged.repeated]),
-        strict=True,
-    )
     return Summary(
         trace=trace.name,
         policy=policy,
@@ -128,29 +95,20 @@ def summarize(
         unjudged=len(trace.rows.index) - len(judged.index),
         first_step=float(trace.rows.step[0]),
         last_step=float(trace.rows.step[-1]),
-        attempts=tuple(
-            AttemptSummary(attempt.number, attempt.source, attempt.first_step, *numbers)
-            for attempt, *numbers in counts
-        ),
         alarms=int(np.count_nonzero(record.cause)),
         causes=_counts_by_flag(record.cause, Cause),
         actions=_counts_by_flag(action, Action),
         skips=int(np.count_nonzero(record.skip)),
         clips=int(np.count_nonzero(judged.clipped)),
         incidents=len(incidents),
-        rollbacks=len(rolled_back),
+        rollbacks=int(np.count_nonzero(rollbacks)),
         repeats=int(np.count_nonzero(rollbacks & judged.repeated)),
         spent=int(np.count_nonzero(judged.spent)),
-        first_incident=incidents[0].onset_step if incidents else None,
-        last_incident=incidents[-1].onset_step if incidents else None,
-        first_rollback=rolled_back[0] if rolled_back else None,
-        last_rollback=rolled_back[-1] if rolled_back else None,
         repeat_cuts=int(np.count_nonzero(cuts & judged.repeated)),
         lowest_lr=shortest(record.lr_scale.min(initial=np.float32(1))),
         lowest_lr_first=shortest(
             record.lr_scale[cuts & ~judged.repeated].min(initial=np.float32(1))
         ),
-        stopped_at=int(judged.index[stops[0]]) if stops.size else None,
         stopped_step=float(judged.step[stops[0]]) if stops.size else None,
         inactive=dict(inactive),
         problems=trace.problem_count,
@@ -199,7 +157,6 @@ def _incident(judged: JudgedRows, rows: np.ndarray, number: int, lr_before: np.f
     repeated, spent, ends_run = judged.repeated[rows], judged.spent[rows], judged.ends_run[rows]
     stop = int(Action.STOP)
     action = judged.action[rows]
-    stops = rows[ends_run & (action & stop != 0)]
     action = np.where(ends_run, action, action & ~stop)
     rollback = action & int(Action.ROLLBACK) != 0
     orders = rows[rollback | (action & stop != 0)]
@@ -212,14 +169,9 @@ def _incident(judged: JudgedRows, rows: np.ndarray, number: int, lr_before: np.f
     return Incident(
         number=number,
         attempt=int(judged.attempt[rows[0]]),
-        onset=int(judged.index[rows[0]]),
         onset_step=float(judged.step[rows[0]]),
-        index=int(judged.index[place]),
         step=float(judged.step[place]),
-        last=int(judged.index[rows[-1]]),
         last_step=float(judged.step[rows[-1]]),
-        stop=int(judged.index[stops[0]]) if stops.size else -1,
-        stop_step=float(judged.step[stops[0]]) if stops.size else None,
         cause=tuple(names(Cause(cause))),
         action=tuple(names(Action(all_orders))),
         mode=Mode.REPLAY,

@@ -153,7 +153,7 @@ def _cells(report: RunReport, incident: Incident) -> tuple[str, ...]:
     worst = incident.evidence[:_MAX_TENSORS]
     cells = (
         f"#{incident.number}: {kind}" if incident.number else kind,
-        step_range(incident.onset_step, incident.end[0]),
+        step_range(incident.onset_step, incident.end),
         flag_names(incident.cause),
         outcome(incident),
         str(incident.skipped),

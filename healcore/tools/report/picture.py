@@ -16,8 +16,6 @@ from healcore.tools.report.run_report import MARKERS, RunReport, by_severity, sh
 MAX_REPORTS = 12
 """Limit of runs in a picture."""
 
-_FEW = 4
-"""Number of runs up to which runs without an incident are drawn too."""
 _MAX_NAME = 80
 """Limit of characters of a name."""
 _MAX_BANDS = 300
@@ -29,16 +27,8 @@ _HEIGHT = 5.2
 """Height of a run in inches."""
 
 
-def select_reports(reports: Sequence[RunReport]) -> list[RunReport]:
-    """Returns the reports that a picture shows, by severity."""
-    selected = by_severity(reports)
-    if len(selected) > _FEW:
-        selected = [report for report in selected if report.incidents] or selected
-    return selected[:MAX_REPORTS]
-
-
 def draw(reports: Sequence[RunReport], file: str | os.PathLike[str] | BinaryIO) -> None:
-    """Draws the runs of `select_reports` one below the other into a PNG.
+    """Draws the first runs by severity one below the other into a PNG.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -52,7 +42,7 @@ def draw(reports: Sequence[RunReport], file: str | os.PathLike[str] | BinaryIO) 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = select_reports(reports)
+    shown = by_severity(reports)[:MAX_REPORTS]
     figure = Figure(figsize=(12, _HEIGHT * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
     blocks = figure.subfigures(len(shown), 1, squeeze=False)[:, 0]
@@ -113,7 +103,7 @@ def _draw_incidents(axes: Sequence[Any], report: RunReport, edge: dict[str, Any]
         incidents = [each for each in report.incidents if each.outcome is kind][:_MAX_BANDS]
         for incident in incidents:
             for axis in axes:
-                axis.axvspan(incident.onset_step, incident.end[0], color=marker.colour, alpha=0.13)
+                axis.axvspan(incident.onset_step, incident.end, color=marker.colour, alpha=0.13)
             if incident.checkpoint is not None:
                 back = [incident.checkpoint, incident.onset_step]
                 style = {"transform": edge["transform"], "clip_on": False, "lw": 1}

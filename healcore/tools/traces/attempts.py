@@ -77,7 +77,6 @@ def join_logs(name: str, logs: Sequence[Log]) -> Trace:
     attempts, replaced = _with_ancestors(rows, attempts)
     return Trace(
         name=name,
-        sources=tuple(log.path for log in logs),
         rows=rows,
         attempts=attempts,
         replaced=replaced,

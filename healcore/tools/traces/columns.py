@@ -97,8 +97,6 @@ class Trace:
 
     name: str
     """The path as the user gave it, with `#run` for one run of an export of several runs."""
-    sources: tuple[str, ...]
-    """The files, in the order in which they were written."""
     rows: Rows
     """All rows in the order of the files, including stale tails; at least one."""
     attempts: tuple[Attempt, ...]

@@ -20,7 +20,6 @@ from healcore.tools.traces.names import check_columns, quote_names
 from healcore.tools.traces.records import (
     CONSOLE,
     DOCUMENT,
-    EVENTS,
     LOG_HISTORY,
     METRICS,
     PLAIN,
@@ -33,19 +32,18 @@ from healcore.tools.traces.records import (
 from healcore.tools.traces.tables import read_header, read_tables
 from healcore.tools.traces.text import read_head
 
-RECORD_FORMATS = {form.name: form for form in (EVENTS, METRICS, TYPED, PLAIN, DOCUMENT, CONSOLE)}
+RECORD_FORMATS = {form.name: form for form in (METRICS, TYPED, PLAIN, DOCUMENT, CONSOLE)}
 """Formats by name, in the order in which they are tried on the first records."""
 
 TENSORBOARD = "TensorBoard events"
 TABLE = "CSV"
 
-PREFERRED = (METRICS.name, TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD)
-PREFERRED += (EVENTS.name, CONSOLE.name)
+PREFERRED = (METRICS.name, TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD, CONSOLE.name)
 """Formats by preference. If a directory has several formats, only the first of these is read."""
 
 KNOWN = (
     "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
-    "output of a Trainer, a TensorBoard event file, or healcore's own metrics or events"
+    "output of a Trainer, a TensorBoard event file, or healcore's own metrics"
 )
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")

@@ -136,8 +136,6 @@ class RecordFormat(NamedTuple):
     """Whether a record proves that a JSON Lines file has this format."""
     fields: Callable[[Fields], Fields | None]
     """Returns the fields of a step, or None for a record that is not a step."""
-    note: str = ""
-    """Note about every file of this format, or an empty string."""
 
 
 def _flatten(record: Fields) -> Fields:
@@ -153,21 +151,9 @@ def _flatten(record: Fields) -> Fields:
     return flat
 
 
-def _event_fields(record: Fields) -> Fields | None:
-    readings = record.get("readings")
-    return {"step": record.get("step"), **readings} if isinstance(readings, dict) else None
-
-
-EVENTS = RecordFormat(
-    "healcore events",
-    lambda record: {"seq", "mono", "kind", "run"} <= record.keys(),
-    _event_fields,
-    "an events file has only the readings of steps with an alarm, not the losses of healthy steps. "
-    "The argument metrics= of Healer, heal and LightningHealingCallback writes all losses",
-)
 METRICS = RecordFormat(
     "healcore metrics",
-    lambda record: {"schema", "kind", "step"} <= record.keys(),
+    lambda record: record.get("kind") == "step" and "schema" in record,
     lambda record: record if record.get("kind") == "step" else None,
 )
 TYPED = RecordFormat(
@@ -207,9 +193,7 @@ def read_records(path: str, form: RecordFormat, columns: Mapping[str, str]) -> l
     if len(engines) < 2:
         engines = [None]
     return [
-        rows_of_records(
-            path, functools.partial(steps_of, engine), columns, run=engine, note=form.note
-        )
+        rows_of_records(path, functools.partial(steps_of, engine), columns, run=engine)
         for engine in engines
     ]
 
@@ -223,7 +207,6 @@ def rows_of_records(
     columns: Mapping[str, str],
     *,
     run: str | None = None,
-    note: str = "",
 ) -> Log:
     """Reads one file of records twice: the first pass collects the keys.
 
@@ -240,8 +223,7 @@ def rows_of_records(
         raise TraceError(f"it has no record that could be read{first}")
     keys, notes = resolve(list(names), columns)
     findings = Findings()
-    for text in (*notes, *([note] if note else [])):
-        findings.notes.append(text)
+    findings.notes += notes
     collector = RowCollector(path, {name: f"'{key}'" for name, key in keys.items()}, findings)
     for line, fields in records(findings):
         cells = [fields.get(key) for key in keys.values()]

@@ -109,9 +109,6 @@ class Listed(CheckpointStore):
     def failures(self) -> list[SaveFailed]:
         return []
 
-    def problems(self) -> list[str]:
-        return []
-
 
 class Nothing:
     """A driver without a state."""

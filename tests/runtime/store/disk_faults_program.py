@@ -41,7 +41,7 @@ def file_size_limit(case: StoreCase, root: Path) -> None:
     store.wait()
     for step in (1, 3):
         store.verify(step)
-    print([saved.step for saved in store.steps()], store.problems())
+    print([saved.step for saved in store.steps()], store.damaged())
 
 
 def ends(case: StoreCase, root: Path) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from healcore.runtime.recovery.checkpoint_choice import saved_after
-from healcore.runtime.store import Keep, prune
+from healcore.runtime.store import Keep
 from tests.runtime.store import store_cases
 
 STATES = {case.name: case for case in (*store_cases.DISKS, *store_cases.TIERS)}
@@ -56,9 +56,9 @@ def child(case: store_cases.StoreCase, root: Path, pipe: int) -> NoReturn:
     restored = store.restore(good[-1], state(case, 0))
     assert store_cases.same_states(state(case, good[-1]), restored.state)
     assert restored.healing == {"step": good[-1]}
-    assert store.problems() == [], store.problems()
+    assert store.damaged() == [], store.damaged()
     report(pipe, READY, saves[-1].step)
-    prune(store, KEEP)  # most processes are killed before the one further down
+    store_cases.prune(store, KEEP)  # most processes are killed before the one further down
     step = max(saved.step for saved in saves if saved.status != "quarantined")
     for turn in itertools.count(1):
         step += 1
@@ -69,7 +69,7 @@ def child(case: store_cases.StoreCase, root: Path, pipe: int) -> NoReturn:
         report(pipe, SAVED, step)
         if step % 2 == 0:
             store.mark(step, "good")
-            prune(store, KEEP)
+            store_cases.prune(store, KEEP)
         if turn % 4 == os.getpid() % 4:  # some processes are killed after one turn
             step = roll_back(case, store, pipe)
     raise AssertionError

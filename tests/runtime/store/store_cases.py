@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ import torch
 
 import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
-from healcore.runtime.store import Keep
+from healcore.runtime.store import CheckpointStore, Keep, superfluous
+from healcore.runtime.store.copies import Snapshot
 
 KEEP = Keep(good=3, candidates=8, quarantined=4)
 
@@ -220,3 +222,20 @@ def same_states(live: dict[str, Any], restored: dict[str, Any]) -> bool:
 
 def _bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def prune(store: CheckpointStore, keep: Keep) -> list[int]:
+    """Deletes superfluous checkpoints; returns their steps."""
+    before = [saved.step for saved in store.steps()]
+    for step in superfluous(store.steps(), keep):
+        store.delete(step)
+    remaining = {saved.step for saved in store.steps()}
+    return [step for step in before if step not in remaining]
+
+
+def held_bytes(store: CheckpointStore) -> int:
+    """Bytes of host memory of all copies, including the memory kept for the next copy."""
+    store.wait()
+    gc.collect()
+    found = [each for each in gc.get_objects() if issubclass(type(each), Snapshot)]
+    return sum({id(each.arena): each.nbytes for each in found}.values())

@@ -61,7 +61,7 @@ def test_tiers_take_the_copy_in_memory_to_disk_and_make_no_second_one(case, tmp_
         store.save(step, state)
         store.wait()
         # One each for the ring, the one being taken, and the one on its way to disk.
-        assert store.memory.nbytes <= (SMALL.most + 2) * 1.1 * BYTES
+        assert held_bytes(store) <= (SMALL.most + 2) * 1.1 * BYTES
     assert store.disk.copier is store.memory.copier
 
 

@@ -63,7 +63,7 @@ def test_killed_while_deleting(root):
     store = store_cases.DCP.make(root)
     assert len(store.swept) == 1
     assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "good")]
-    assert store.problems() == []
+    assert store.damaged() == []
     store.verify(1)
 
 

@@ -28,7 +28,7 @@ def store(case: StoreCase, tmp_path):
 def test_it_is_a_checkpoint_store(case, store):
     assert isinstance(store, CheckpointStore)
     assert store.steps() == []
-    assert store.problems() == []
+    assert store.damaged() == []
     store.wait()
 
 

@@ -12,6 +12,7 @@ from tests.runtime.store.store_cases import (
     TIERS,
     StoreCase,
     over,
+    prune,
     same_states,
 )
 
@@ -61,7 +62,7 @@ def test_a_rollback_and_the_same_steps_again(case, store):
     save(case, store, 3, seed=23)
     assert statuses(store)[-1] == (3, "candidate")
     assert holds(case, store, 3, seed=23)
-    assert store.problems() == []
+    assert store.damaged() == []
 
 
 @over(*DISKS)

@@ -29,13 +29,10 @@ def hostile() -> RunReport:
         step=step,
         loss=np.exp(-step / 10),
         attempt=np.zeros(50, int),
-        index=np.arange(50),
     )
     case = Incident(
         number=1,
         attempt=0,
-        onset=20,
-        index=22,
         onset_step=20.0,
         step=22.0,
         cause=(EVIL,),

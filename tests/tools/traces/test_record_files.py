@@ -42,19 +42,14 @@ def test_metrics_of_a_healed_run(tmp_path):
     assert lineage_of(trace) == [0, 3]
 
 
-def test_events_give_the_rows_that_have_readings(tmp_path):
-    path = tmp_path / "run.events.jsonl"
-    log = Log(path)
-    log.write("start", step=0, policy="default")
+def test_a_directory_of_metrics_and_events_is_read_from_the_metrics(tmp_path):
+    rows = [{"schema": 1, "kind": "step", "run": "r", "step": i, "loss": 2.5} for i in (1, 2)]
+    write(tmp_path / "run.metrics.jsonl", lines(*rows))
+    log = Log(tmp_path / "run.events.jsonl")
     log.write("alarm", step=7, cause=["LOSS_SPIKE"], readings={"loss": 9.0, "grad_norm": 2.0})
-    log.write("save", step=8)
-    log.write("alarm", step=9, cause=["NONFINITE_LOSS"], readings={"loss": float("nan")})
     log.close()
-    trace = open_one(path)
-    table = load(trace)
-    assert table.step.tolist() == [7, 9]
-    assert column(table.values["loss"]) == [9, "nan"]
-    assert any("not the losses of healthy steps" in note for note in trace.notes)
+    trace = open_one(tmp_path)
+    assert (load(trace).step.tolist(), trace.problems) == ([1, 2], ())
 
 
 def test_typed_records_torn_lines_and_other_types(tmp_path):

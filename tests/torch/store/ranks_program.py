@@ -18,7 +18,7 @@ from healcore.runtime.store import (
     SaveFailed,
     StateMismatch,
     files,
-    prune,
+    superfluous,
 )
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 
@@ -82,7 +82,8 @@ for step in (1, 2, 3):
     check(store, step, step)
 store.mark(1, "good")
 store.mark(2, "good")
-prune(store, Keep(good=1, candidates=2))
+for step in superfluous(store.steps(), Keep(good=1, candidates=2)):
+    store.delete(step)
 dist.barrier()
 assert [(s.step, s.status) for s in store.steps()] == [(2, "good"), (3, "candidate")]
 
