@@ -94,8 +94,8 @@ def keep_limit(config: LrConfig, state: LrState, refund: Any, rate: Any, *, xp: 
 
 
 def may_limit(config: LrConfig) -> bool:
-    """Whether the rate can have an absolute limit."""
-    return bool(np.any(np.asarray(config.ceiling) > 0))
+    """Whether the rate can have an absolute limit; static, so an array of ceilings counts."""
+    return not (isinstance(config.ceiling, int | float) and config.ceiling <= 0)
 
 
 def _known(rate: Any, state: LrState, *, xp: Any) -> Any:

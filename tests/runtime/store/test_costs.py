@@ -13,7 +13,15 @@ import numpy as np
 import torch
 
 from healcore.runtime.store import Keep
-from tests.runtime.store.store_cases import ALL, DISKS, TIERS, StoreCase, jax_state, over
+from tests.runtime.store.store_cases import (
+    ALL,
+    DISKS,
+    TIERS,
+    StoreCase,
+    held_bytes,
+    jax_state,
+    over,
+)
 
 ARRAYS, SIDE = 12, 500
 BYTES = ARRAYS * SIDE * SIDE * 4

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.store import Keep, Saved, prune, superfluous
-from tests.runtime.store.store_cases import ALL, over
+from healcore.runtime.store import Keep, Saved, superfluous
+from tests.runtime.store.store_cases import ALL, over, prune
 
 CODES = {"g": "good", "c": "candidate", "q": "quarantined", "n": "candidate"}
 

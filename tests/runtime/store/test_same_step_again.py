@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from healcore.runtime.recovery.checkpoint_choice import saved_after
-from healcore.runtime.store import Keep, LastGoodKept, prune
+from healcore.runtime.store import Keep, LastGoodKept
 from tests.runtime.store.store_cases import (
     ALL,
     DISKS,
