@@ -120,8 +120,6 @@ def test_the_benchmark_on_a_folder(tmp_path):
     assert healed["spiky"]["within_10"] == 1
     assert healed["spiky"]["false_incidents"] == healed["healthy"]["false_incidents"] == 0
     assert scores["healcore pretraining: skips"]["spiky"]["nonfinite_latencies"] == [0]
-    assert scores["5x the median of 100"]["spiky"]["found"] == 0
-    assert "healthy" not in scores["ZClip z > 2.5, on norms"], "it has no norms"
 
 
 def test_a_folder_without_labels_is_refused(tmp_path):

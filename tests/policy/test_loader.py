@@ -124,16 +124,6 @@ def test_a_misspelt_option_of_the_healer_is_suggested(given, suggested):
         Healer("default", state={}, **misspelt)
 
 
-@pytest.mark.parametrize(
-    ("given", "group"),
-    [("every", "Checkpoints"), ("events", "Logging"), ("on_saved", "Hooks")],
-)
-def test_an_option_of_a_group_names_its_group(given, group):
-    misplaced: Any = {given: 3}
-    with pytest.raises(TypeError, match=group):
-        Healer("default", state={}, **misplaced)
-
-
 FINGERPRINT = load("default").engine().fingerprint
 
 

@@ -267,6 +267,11 @@ class Dominance:
                 each.add(step)
         return verdict
 
+    def pending(self, index: int) -> Verdict | None:
+        """The verdict that waits for a recovery, at step `index`; None without one."""
+        verdict = self._pending_verdict
+        return None if verdict is None else verdict._replace(index=index)
+
     def at_end(self, index: int) -> Verdict | None:
         """Decides about a pending verdict at the end of the run, after which no step can recover.
 

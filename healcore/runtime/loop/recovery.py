@@ -121,7 +121,7 @@ class Recovery:
         self.stop_if_never_finite(order)
         verdict = self._compare_weights(step)
         if order is not None:
-            self.carry_out(order)
+            order = self.carry_out(order)
         elif verdict is not None:
             order = self.roll_back_to_better(verdict)
         return order
@@ -175,8 +175,12 @@ class Recovery:
 
     # -- orders ---------------------------------------------------------------------------------
 
-    def carry_out(self, order: Rollback) -> None:
-        """Carries out an order, and sets its status. Raises RunStopped if the run has to stop."""
+    def carry_out(self, order: Rollback) -> Rollback:
+        """Carries out an order, and sets its status. Raises RunStopped if the run has to stop.
+
+        Weights that are not finite do not recover: a verdict that waits for that is due, and the
+        order for it is returned.
+        """
         evidence, damaged = self._evidence, self._is_damaged(order)
         first = self.monitor.last_trained
         # NaN in an accumulator comes from the batches of the bad update itself.
@@ -185,19 +189,25 @@ class Recovery:
             order.onset, order.exact = min(order.onset, first), True
             order.batches = self.monitor.batches_between(first, order.index)
         if evidence.needed(order) and not evidence.found(order, damaged=damaged):
-            return
+            return order
+        verdict = self.dominance.pending(order.index) if damaged else None
+        if verdict is not None:
+            better = self.roll_back_to_better(verdict, finite=False)
+            if better.status is Status.APPLIED:
+                return better
         if order.action & Action.STOP:
             self.stop(self._stop_reason(order))
         if not order.action & Action.ROLLBACK:
-            return
+            return order
         exhausted = evidence.exhausted(order)
         if not exhausted:
             self._set_measures(order)
             self.roll_back(order)
-            return
+            return order
         if not evidence.needed(order) or not evidence.finite():
             self.stop(exhausted)
         evidence.decline(order, "budget", "the budget of rollbacks is exhausted")
+        return order
 
     def _is_damaged(self, order: Rollback) -> bool:
         """Whether the state has disallowed NaN or Inf at an order of the engine. Collective."""
@@ -212,10 +222,11 @@ class Recovery:
         state, _ = self.restorer.contents(self._data.step)
         return bool(self.restorer.checkpoints.nonfinite_in(state))
 
-    def roll_back_to_better(self, verdict: Verdict) -> Rollback:
+    def roll_back_to_better(self, verdict: Verdict, *, finite: bool = True) -> Rollback:
         """Tries, verifies and undoes, see `recovery.trials`; the better weights are of `dominance`.
 
-        After several places that were accepted one after another, only alerts.
+        After several places that were accepted one after another, only alerts. Weights that are not
+        `finite` cannot be accepted: then nothing is done.
         """
         self._log.event(
             "assessment",
@@ -229,12 +240,12 @@ class Recovery:
         )
         past = [each for each in self.ledger.same_trouble(verdict.onset) if each.trial]
         order = self._order_of(verdict, past)
-        if order.trial == Trial.ACCEPT:
-            self._accept(order, verdict, past)
-        else:
+        if order.trial != Trial.ACCEPT:
             self.roll_back(order)
-            if order.status is not Status.APPLIED:
+            if order.status is not Status.APPLIED and finite:
                 self.dominance.accept(verdict.index + 1)
+        elif finite:
+            self._accept(order, verdict, past)
         return order
 
     def _order_of(self, verdict: Verdict, past: Sequence[Rollback]) -> Rollback:

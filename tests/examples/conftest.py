@@ -1,0 +1,15 @@
+"""Examples that compare their weights with earlier ones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from healcore.runtime.dominance import dominance
+
+
+@pytest.fixture(autouse=True)
+def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons take no time, so their distance does not depend on the load of the machine."""
+    monkeypatch.setattr(dominance, "time", SimpleNamespace(monotonic=lambda: 5.0))
