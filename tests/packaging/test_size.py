@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 48797),
-    "tests": (("tests",), 62624),
-    "benchmarks": (("benchmarks",), 11136),
+    "product": (("healcore", "adapters"), 48486),
+    "tests": (("tests",), 53144),
+    "benchmarks": (("benchmarks",), 11132),
 }
 """Part -> its folders, and the most lines."""
 

@@ -129,8 +129,7 @@ def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any)
 
     `rate` is the schedule's current learning rate, or None for a constant rate of 1.
     """
-    one = state.scale - state.scale + 1.0
-    rate = _known(rate, state, xp=xp)
+    one, rate = _known(None, state, xp=xp), _known(rate, state, xp=xp)
     limit = xp.where(limit > 0, limit, rate)
     scale = xp.minimum(numerics.quotient(limit, rate, xp=xp), state.scale)
     share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
