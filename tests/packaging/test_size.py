@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 48486),
+    "product": (("healcore", "adapters"), 48494),
     "tests": (("tests",), 53144),
     "benchmarks": (("benchmarks",), 11132),
 }

@@ -355,9 +355,17 @@ class CheckpointManager:
         self._report_store_errors(now)
 
     def abandon(self, target: int) -> None:
-        """Never uses the present checkpoints after `target` again. Collective."""
+        """Never uses the present checkpoints after `target` again. Collective.
+
+        Only those that could not be marked are remembered, by the time: a clock may go back.
+        """
         self._report_store_errors(target)
-        self._abandoned.append((target, agreed(self._ranks, time.time())))
+        try:
+            left = any(s.step > target and s.status != "quarantined" for s in self.listed())
+        except StoreError:
+            left = True
+        if any(self._ranks.gather(left)):
+            self._abandoned.append((target, agreed(self._ranks, time.time())))
 
     def _report_store_errors(self, now: int) -> None:
         """Reports errors of one tier for which another tier was used instead."""
