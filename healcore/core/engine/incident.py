@@ -52,7 +52,7 @@ class BudgetState(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """Orders of one step that the budget allows; None for an order that no rule can give."""
+    """Orders of one step that the budget allows. An order that no rule can give is None."""
 
     healthy: Any  # bool: no alarm, and no incident is open in which the model may get worse
     refund: Any = None  # bool: refund one rollback and one cut

@@ -268,7 +268,7 @@ class Dominance:
         return verdict
 
     def pending(self, index: int) -> Verdict | None:
-        """The verdict that waits for a recovery, at step `index`; None without one."""
+        """The verdict that waits for a recovery, at step `index`, or None if no verdict waits."""
         verdict = self._pending_verdict
         return None if verdict is None else verdict._replace(index=index)
 

@@ -190,15 +190,15 @@ class Recovery:
             order.batches = self.monitor.batches_between(first, order.index)
         if evidence.needed(order) and not evidence.found(order, damaged=damaged):
             return order
+        if order.action & Action.STOP:
+            self.stop(self._stop_reason(order))
+        if not order.action & Action.ROLLBACK:
+            return order
         verdict = self.dominance.pending(order.index) if damaged else None
         if verdict is not None:
             better = self.roll_back_to_better(verdict, finite=False)
             if better.status is Status.APPLIED:
                 return better
-        if order.action & Action.STOP:
-            self.stop(self._stop_reason(order))
-        if not order.action & Action.ROLLBACK:
-            return order
         exhausted = evidence.exhausted(order)
         if not exhausted:
             self._set_measures(order)

@@ -169,7 +169,7 @@ def _checkpoint_files(folder: Path) -> Iterator[Path]:
 
 
 def damaged_archives(path: Path) -> list[str] | None:
-    """Checks the CRC-32 of every record in archives of `torch.save`; None without an archive.
+    """Checks the CRC-32 of every record in archives of `torch.save`. Returns None if there is no archive.
 
     torch may read wrong values from a damaged archive.
     """

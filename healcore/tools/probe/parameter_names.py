@@ -131,7 +131,7 @@ def _of_group(
     names: Sequence[str | None],
     models: Sequence[tuple[Named, bool]],
 ) -> dict[str, Parameter]:
-    """Returns the parameters of one group by number. A shape is None without a state."""
+    """Returns the parameters of one group by number. A shape is None if it is unknown."""
     blocks = find_blocks(shapes)
     layers: list[tuple[str, Named]] = []
     if not all(names):
@@ -163,7 +163,7 @@ def _of_group(
 
 
 def _is_model(shapes: Sequence[Shape | None], model: Named) -> bool:
-    """Whether the parameters have the shapes of the model; a shape is None without a state."""
+    """Whether the parameters have the shapes of the model; an unknown shape is None."""
     return len(shapes) == len(model) and all(
         shape in (None, known) for shape, (_, known) in zip(shapes, model, strict=True)
     )
