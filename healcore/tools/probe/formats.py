@@ -169,9 +169,9 @@ def _checkpoint_files(folder: Path) -> Iterator[Path]:
 
 
 def damaged_archives(path: Path) -> list[str] | None:
-    """Checks the CRC-32 of every record in archives of `torch.save`. Returns None if there is no archive.
+    """Checks the CRC-32 of every record in archives of `torch.save`.
 
-    torch may read wrong values from a damaged archive.
+    torch may read wrong values from a damaged archive. Returns None if there is no archive.
     """
     damage, archives = [], 0
     for file in [path] if path.is_file() else _checkpoint_files(path):
