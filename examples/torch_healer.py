@@ -30,8 +30,7 @@ def random_batch() -> tuple[torch.Tensor, torch.Tensor]:
 def main(directory: str) -> None:
     """Train a small regression, and print how it went."""
     torch.manual_seed(0)
-    # A list can be put back to any batch, and so can torchdata's StatefulDataLoader. A plain
-    # DataLoader cannot: it continues forward with new batches.
+    # A rollback rewinds this list to any batch, as it does a DataLoader.
     loader = [random_batch() for _ in range(STEPS)]
     model = nn.Sequential(
         nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)

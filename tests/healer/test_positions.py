@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints
@@ -31,6 +32,11 @@ def listed() -> Any:
 def shuffled() -> Any:
     """A new order in each epoch, drawn from torch's global generator when the epoch begins."""
     return StatefulDataLoader(listed(), batch_size=None, shuffle=True)
+
+
+def plain() -> Any:
+    """The same with a loader of torch, which records no position."""
+    return DataLoader(listed(), batch_size=None, shuffle=True)
 
 
 class Accumulating(TorchLoop):
@@ -76,7 +82,7 @@ def run(loop: Accumulating, data: Any, store: Any, *, raises_at: int | None = No
         return healer.step
 
 
-@pytest.mark.parametrize("data", [listed, shuffled])
+@pytest.mark.parametrize("data", [listed, shuffled, plain])
 @FEW
 @given(window=st.integers(1, 3), at=st.integers(0, 2 * BATCHES - 1))
 def test_a_run_started_again_after_an_exception_is_the_one_without(

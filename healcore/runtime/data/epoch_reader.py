@@ -22,6 +22,7 @@ from healcore.runtime.data.position import (
     state_from_text,
     state_to_text,
 )
+from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 
 _MAX_FIRST_STATES = 100
 
@@ -71,7 +72,8 @@ class EpochReader:
     @functools.cached_property
     def adapter(self) -> LoaderAdapter:
         """Created on first use, because that may begin an epoch."""
-        return adapter_for(self._loader)
+        loader = self._loader
+        return TorchLoader(loader) if is_replayable(loader) else adapter_for(loader)
 
     @functools.cached_property
     def division(self) -> list[Any] | None:

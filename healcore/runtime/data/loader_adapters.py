@@ -286,7 +286,7 @@ def iterate(loader: Any) -> Iterator[Any]:
     """The batches of one epoch; continues after a batch that cannot be read."""
     if not hasattr(loader, "__iter__"):
         return _ByIndex(loader)
-    if _is_type(loader, "accelerate.data_loader", "DataLoaderShard", "SkipDataLoader"):
+    if is_type(loader, "accelerate.data_loader", "DataLoaderShard", "SkipDataLoader"):
         return _accelerate_epoch(loader)
     return iter(loader)
 
@@ -311,7 +311,7 @@ def adapter_for(loader: Any) -> LoaderAdapter:
     """
     if isinstance(why_not := getattr(loader, "why_not", None), str):
         return LoaderAdapter(loader, why_not=why_not)
-    if _is_type(loader, "accelerate.data_loader", "DataLoaderShard", "DataLoaderDispatcher"):
+    if is_type(loader, "accelerate.data_loader", "DataLoaderShard", "DataLoaderDispatcher"):
         why_not = _accelerate_problem(loader)
         return LoaderAdapter(loader, why_not=why_not) if why_not else _AccelerateLoader(loader)
     if _has_methods(loader, _STATE_DICT):
@@ -346,7 +346,7 @@ def division(loader: Any) -> list[Any] | None:
         replicas = getattr(candidate, "num_replicas", None)
         if type(rows) is int and type(replicas) is int and hasattr(candidate, "set_epoch"):
             return ["rows of a global batch", rows * replicas]
-        if _is_type(candidate, "torch.utils.data", "SequentialSampler") and hasattr(
+        if is_type(candidate, "torch.utils.data", "SequentialSampler") and hasattr(
             loader, "__len__"
         ):
             return ["batches", len(loader)]
@@ -376,14 +376,14 @@ def _unrecorded_order(loader: Any) -> str | None:
         return f"{class_name(loader)} with in_order=False has no fixed order: use in_order=True"
     sampler, _, inner = samplers_of(loader)
     for candidate in (sampler, inner):
-        if _is_type(candidate, "torch.utils.data", *_UNRECORDED) and not hasattr(
+        if is_type(candidate, "torch.utils.data", *_UNRECORDED) and not hasattr(
             candidate, "state_dict"
         ):
             return _unrecorded_order_text(candidate, loader, "shuffle=True")
-    node = getattr(loader, "root", None) if _is_type(loader, "torchdata.nodes", "Loader") else None
+    node = getattr(loader, "root", None) if is_type(loader, "torchdata.nodes", "Loader") else None
     while node is not None:
         sampler = getattr(node, "sampler", None)
-        if _is_type(sampler, "torch", *_UNRECORDED_IN_NODES):
+        if is_type(sampler, "torch", *_UNRECORDED_IN_NODES):
             return _unrecorded_order_text(sampler, loader, "a DistributedSampler")
         node = getattr(node, "source", None)
     return None
@@ -392,11 +392,11 @@ def _unrecorded_order(loader: Any) -> str | None:
 def _accelerate_problem(loader: Any) -> str | None:
     """Why a loader that Accelerate has prepared cannot be rewound, or None."""
     name, options = class_name(loader), ["use_stateful_dataloader=True"]
-    if _is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
+    if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
         return f"{name} reads for all ranks on one rank: use dispatch_batches=False"
     sampler = loader.get_sampler()
-    shuffles = _is_type(sampler, "torch.utils.data", *_UNRECORDED)
-    seeded = _is_type(sampler, "accelerate.data_loader", "SeedableRandomSampler")
+    shuffles = is_type(sampler, "torch.utils.data", *_UNRECORDED)
+    seeded = is_type(sampler, "accelerate.data_loader", "SeedableRandomSampler")
     if getattr(loader, "use_stateful_dataloader", False) and (seeded or not shuffles):
         return None
     if shuffles:
@@ -418,7 +418,8 @@ def _has_methods(thing: Any, names: tuple[str, str]) -> bool:
     return all(callable(getattr(thing, name, None)) for name in names)
 
 
-def _is_type(thing: Any, package: str, *names: str) -> bool:
+def is_type(thing: Any, package: str, *names: str) -> bool:
+    """Whether a class of one of these names, in a module of the package, is a base of `thing`."""
     return any(
         kind.__name__ in names and kind.__module__.startswith(package)
         for kind in type(thing).__mro__

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    WeightedRandomSampler,
+)
 
 from healcore.runtime.data import BatchId, Cursor
 
@@ -72,8 +78,25 @@ class Shuffled:
         return self.Pass(self.passes)
 
 
+class Stream(IterableDataset):
+    """An iterable dataset."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(EXAMPLES)
+
+
 def plain(**options: Any) -> DataLoader:
-    return DataLoader(Squares(), batch_size=SIZE, **options)
+    return DataLoader(Squares(), **{"batch_size": SIZE, **options})
+
+
+def shuffled(**options: Any) -> DataLoader:
+    return plain(shuffle=True, generator=torch.Generator().manual_seed(5), **options)
+
+
+def weighted() -> WeightedRandomSampler:
+    """Draws with a generator of its own."""
+    generator = torch.Generator().manual_seed(6)
+    return WeightedRandomSampler([1.0] * len(EXAMPLES), len(EXAMPLES), generator=generator)
 
 
 def stateful(**options: Any) -> Any:
@@ -135,6 +158,16 @@ REWINDING = [
     Kind("list", lambda: [EXAMPLES[at : at + SIZE] for at in range(0, 11, SIZE)]),
     Kind("range", lambda: range(BATCHES)),
     Kind("user's iterator", Shuffled),
+    Kind("DataLoader", plain),
+    Kind("DataLoader shuffled", lambda: shuffled()),
+    Kind("DataLoader of single examples", lambda: shuffled(batch_size=None), 2),
+    Kind("DataLoader workers", lambda: shuffled(num_workers=2), 2),
+    Kind(
+        "DataLoader persistent workers",
+        lambda: shuffled(num_workers=1, persistent_workers=True),
+        2,
+    ),
+    Kind("DataLoader weighted", lambda: plain(sampler=weighted())),
     Kind("stateful", stateful, needs="torchdata"),
     Kind("stateful shuffled", lambda: stateful(shuffle=True), needs="torchdata"),
     Kind("stateful generator", generator, needs="torchdata"),
@@ -156,8 +189,7 @@ REWINDING = [
     Kind("grain DataLoader", grain_loader, needs="grain"),
 ]
 FORWARD = [
-    Kind("DataLoader", plain),
-    Kind("DataLoader workers", lambda: plain(num_workers=2), 2),
+    Kind("DataLoader of a stream", lambda: DataLoader(Stream(), batch_size=SIZE)),
     Kind("accelerate without a state", accelerated, needs="accelerate"),
     Kind("generator", lambda: ([at] for at in range(BATCHES)), 1),
     Kind("map", lambda: map(list, ["ab", "cd"]), 1),

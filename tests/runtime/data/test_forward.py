@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Sampler
 
 from healcore.console import counted
 from healcore.runtime.data import BatchId, Cursor, DataError
@@ -11,6 +13,8 @@ from tests.runtime.data.loaders import (
     FORWARD,
     REWINDING,
     Shuffled,
+    Squares,
+    Stream,
     accelerated,
     generator,
     over,
@@ -37,7 +41,7 @@ def test_a_rewind_is_refused_and_moves_nothing(kind):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (plain, "StatefulDataLoader"),
+        (lambda: DataLoader(Stream()), "StatefulDataLoader"),
         (accelerated, "DataLoaderConfiguration(use_stateful_dataloader=True)"),
         (
             lambda: accelerated(shuffle=True, use_stateful_dataloader=True),
@@ -119,3 +123,26 @@ def test_orders_that_are_not_recorded():
     assert [Cursor(loader).why_not for loader in recorded] == [None] * 4
     for loader in unrecorded:
         assert "order" in (Cursor(loader).why_not or "")
+
+
+class OwnGenerator(Sampler):
+    """Draws from a generator that nobody can find."""
+
+    def __init__(self) -> None:
+        self.drawing = [torch.Generator().manual_seed(1)]
+
+    def __iter__(self):
+        return iter(torch.randperm(11, generator=self.drawing[0]).tolist())
+
+    def __len__(self) -> int:
+        return 11
+
+
+def test_an_order_that_is_not_drawn_again():
+    cursor = Cursor(DataLoader(Squares(), batch_size=3, sampler=OwnGenerator()))
+    take(cursor, 2)
+    position = cursor.position()
+    rest = take(cursor, 1)
+    assert not cursor.rewind(position)
+    assert "generator" in (cursor.why_not or "")
+    assert rest[0][0] == BatchId(0, 2)
