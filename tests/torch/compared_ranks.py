@@ -66,7 +66,7 @@ def watched(comparisons: dominance.Dominance, seen: list[Any]) -> None:
     comparisons, so that a slow machine compares at other steps than a fast one.
     """
     evaluate = comparisons._losses_of
-    comparisons._update_step_time = lambda: None  # type: ignore[method-assign]
+    comparisons._budget._measure_step = lambda: None  # type: ignore[method-assign]
 
     def losses_of(steps: Any, anchor: Any, known: Any = None) -> Any:
         found = evaluate(steps, anchor, known)

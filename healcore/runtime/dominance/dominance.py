@@ -12,14 +12,10 @@ docs/how-it-decides.md has the theorem and the limits of the comparison.
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from healcore.core.signals import SignalError, check_scalar
-from healcore.core.verdict import Cause
 from healcore.runtime.dominance.anchor import (
     SAMPLE,
     Anchor,
@@ -27,12 +23,12 @@ from healcore.runtime.dominance.anchor import (
     rise_of,
     same_data,
 )
-from healcore.runtime.dominance.exchange import exchange
+from healcore.runtime.dominance.budget import Budget
 from healcore.runtime.dominance.history import BEFORE, HEARTBEAT, History, Seen
+from healcore.runtime.dominance.loss_function import LossFunction
 from healcore.runtime.dominance.saved import SavedComparisons, SavedVerdict
-from healcore.runtime.dominance.side_effects import undone
+from healcore.runtime.dominance.verdict import Verdict
 from healcore.runtime.driver import Driver, WeightsChanged
-from healcore.runtime.faults import classify
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
@@ -43,53 +39,6 @@ MIN_AGE = 0.5
 """Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
 RESTART_POWER = 0.5
 """While a verdict is pending, the evidence restarts at this power of the threshold."""
-MAX_SHARE = 0.01
-"""Max share of a healthy run's time that comparisons may cost."""
-STEP_COST = 3.0
-"""Cost of a training step in evaluations: a forward pass, and a backward pass of twice its cost."""
-MAX_CREDIT = 30.0
-"""Max credit of evaluations: the cost of 1,000 steps. A run starts with this credit, because a
-learning rate that is too high shows in the first steps."""
-MAX_DEBT = 40.0
-"""Max debt of evaluations after a suspicion: ten comparisons, half of what a verdict needs."""
-PRICED = 3
-"""Last comparisons, of which the cheapest sets the price: the first ones compile."""
-SAME_LOSS = 1e-3
-"""Relative difference up to which two losses of one batch are equal, in half precision too."""
-
-
-class Verdict(NamedTuple):
-    """The finding that earlier weights are better than the current weights."""
-
-    index: int
-    """Step of the rollback."""
-    found: int
-    """First step with enough evidence."""
-    anchor: int
-    """Step of the earlier weights."""
-    onset: int
-    """First step of the trouble: its first alarm, or the first comparison that found it."""
-    evidence: float
-    """Lower bound on the mean number of comparisons until a healthy run has this evidence."""
-    rise: float
-    """Loss of the step's batch, current minus earlier weights."""
-    rise_remembered: float
-    """The same difference for a batch trained on since the anchor."""
-    healthy_rate: float
-    """Highest learning rate at which the run was healthy, or 0 if unknown."""
-    rates: tuple[float, ...]
-    """Learning rates in force at the comparisons that found the trouble; empty if unknown."""
-
-    @property
-    def due(self) -> int:
-        """Step at which the run rolls back unless it has recovered.
-
-        The run waits as many steps as the rollback repeats, those from the anchor to the onset. A
-        run that recovers earlier loses fewer steps than by the rollback. A run that does not
-        recover loses about twice as many (rent or buy: Karlin et al. 1988, "Competitive snoopy
-        caching"). Thus a learning rate that is raised on purpose gets time to recover.
-        """
-        return self.onset + (self.onset - self.anchor)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -98,8 +47,7 @@ class Dominance:
 
     Several ranks call the same methods with the same steps, compare their own batches and decide
     by the mean. Comparisons are collective, so they depend only on values that are equal on all
-    ranks: reduced losses, alarms and the price. A `loss_fn` that raises is not called again: it
-    must not end the run that it protects. Exception: see `exchange`.
+    ranks: reduced losses, alarms and the price.
     """
 
     driver: Driver
@@ -121,18 +69,9 @@ class Dominance:
     stay for two checkpoints, and for as long as they have evidence."""
     silent_until: int = field(default=0, init=False)
     """Step before which weights are neither compared nor copied."""
-    gives_loss: bool = field(default=False, init=False)
-    """Whether the training loss is the result of `loss_fn`. Comparisons then do not evaluate the
-    current weights again. True if the loop calls `Healer.loss`, or if the first training loss is
-    equal to `loss_fn` of its batch."""
-    draws: bool = field(default=False, init=False)
-    """Whether `loss_fn` draws random numbers. The training loss had other numbers than a comparison
-    has, so both weights are evaluated."""
 
     def __post_init__(self) -> None:
-        self._checked = False
-        self._expected: float | None = None
-        """Result of `loss_fn` for the first batch before the first step, or None."""
+        self.loss_function = LossFunction(self.loss_fn, self.driver, self.ranks, self.warn)
         self.history = History()
         self._healthy_rate = 0.0
         self._rates: list[float] = []
@@ -148,36 +87,19 @@ class Dominance:
         """The pending verdict, until the run rolls back or recovers, or None."""
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
-        self._credit = MAX_CREDIT
-        self._price = 1
-        self._prices: deque[int] = deque([1] * PRICED, maxlen=PRICED)
-        self._step_s = 0.0
-        self._last_time: float | None = None
+        self._budget = Budget(self.ranks)
 
     # -- what the loop calls --------------------------------------------------------------------
 
     @property
     def is_enabled(self) -> bool:
         """Whether weights are compared, which requires a `loss_fn`."""
-        return self.loss_fn is not None
+        return self.loss_function.function is not None
 
     @property
     def suspects(self) -> bool:
         """Whether an anchor has evidence, or a verdict is pending."""
         return self._pending_verdict is not None or any(each.evidence > 1 for each in self.anchors)
-
-    def check_loss_fn(self, batch: Any) -> None:
-        """Calls `loss_fn` on the first batch.
-
-        With several ranks, and after another mistake, `observe` makes this call at the first step,
-        because the loop may skip the first batch.
-
-        Raises:
-            SignalError: `loss_fn` changes its batch.
-        """
-        if self.loss_fn is None or self._checked or self.ranks.world > 1:
-            return  # with several ranks, one rank may evaluate alone before the first step
-        self._check(batch, trained=False)
 
     def keep(self, step: int, restorable: Container[int]) -> None:
         """Adds the current weights as an anchor, unless they are suspect.
@@ -228,8 +150,7 @@ class Dominance:
         """
         if not self.is_enabled:
             return None
-        self._credit = min(MAX_CREDIT, self._credit + MAX_SHARE * STEP_COST)
-        self._update_step_time()
+        self._budget.after_step()
         self._numbers = self._with_numbers(self._numbers) if repeated or self.suspects else {}
         if alarm:
             first, last = self._alarms
@@ -237,21 +158,19 @@ class Dominance:
         sign = alarm or self.history.is_high(loss)
         is_first = self.history.add(Seen(step, loss, norm), sign=sign, healthy=not self.suspects)
         if is_first and alarm:  # an alarm after a quiet time is compared even on debt
-            self._credit = max(self._credit, 1.0)
-        heartbeat = step.index % (HEARTBEAT * self._price) == HEARTBEAT - 1
+            self._budget.credit = max(self._budget.credit, 1.0)
+        heartbeat = step.index % self._budget.distance == HEARTBEAT - 1
         best = self._best_below(step.index)
         self._wanted |= sign or heartbeat or best is not None
         self._dispatch_losses.append(loss)
         if not step.batches:
             return None
-        if not self._checked:
-            self._check(step.batches[0].content, trained=True)
-            self._expected = self._predict_loss(step)
-        if self._expected is not None:  # the first step after the check, on the same batch
-            same = len(step.batches) == 1 and math.isclose(loss, self._expected, rel_tol=SAME_LOSS)
-            self.gives_loss |= same and len(self._dispatch_losses) == 1
-        self._expected = None
-        wanted, self._wanted = self._wanted and self._credit > 0, False
+        first = next((each for each in self.anchors if each.step == step.index), None)
+        single = loss if len(self._dispatch_losses) == 1 else math.nan
+        self.loss_function.learn_first_step(step, single, first and first.weights)
+        if not self.is_enabled:
+            self.anchors.clear()
+        wanted, self._wanted = self._wanted and self._budget.credit > 0, False
         loss = sum(self._dispatch_losses) / len(self._dispatch_losses)
         self._dispatch_losses.clear()
         verdict = None
@@ -378,72 +297,11 @@ class Dominance:
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _check(self, batch: Any, *, trained: bool) -> None:
-        """Calls `loss_fn` twice with the same random numbers, and once with others.
-
-        `trained` says whether the loop has trained on the batch.
-
-        Raises:
-            SignalError: `loss_fn` changes the batch. If trained: it raises, or does not return one
-                number. An exception about memory, data or the network is only a warning.
-        """
-        assert self.loss_fn is not None
-        losses, mistake, problem, failure, state, draws = [], None, None, None, None, False
-        try:
-            attempt = undone()(self.driver.try_loss_fn)
-            with undone(self.loss_fn):
-                for redraw in (False, False, True):
-                    losses.append(attempt(self.loss_fn, batch, redraw=redraw))
-            first, second, third = (float(check_scalar("loss_fn(batch)", each)) for each in losses)
-            self._expected, draws = first, first != third
-            if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
-                state = (
-                    f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, because "
-                    "it keeps state or draws from a generator of its own: no weights are compared. "
-                    "Change such state in the loop, and draw from the global generators"
-                )
-        except SignalError as error:
-            mistake, failure = str(error), error
-            trained |= not losses  # the function changes its batch
-        except Exception as error:
-            failure = error
-            problem = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
-            if classify(error).cause is Cause.UNKNOWN:
-                how = "loss_fn(batch), or in JAX with a pytree as state loss_fn(state, batch)"
-                mistake = (
-                    f"{problem}\nThe Healer calls {how}, with a batch of healer.batches(), and "
-                    "expects one number: correct the function, or pass no loss_fn"
-                )
-        if mistake and not trained:
-            return
-        self._checked = True
-        everyone = exchange(self.ranks, (mistake, problem, state, draws), failure)
-        mistakes, problems, states, drawing = (
-            [*filter(None, each)] for each in zip(*everyone, strict=True)
-        )
-        self.draws = bool(drawing)
-        if mistakes:
-            raise SignalError(mistakes[0]) from failure
-        if problems or states:
-            self._expected = None
-            self.warn((states or problems)[0])
-        if states:
-            self.loss_fn = None
-            self.anchors.clear()
-
-    def _predict_loss(self, first: TrainedStep) -> float | None:
-        """Result of `loss_fn` for the first step, with several ranks; None with one rank."""
-        start = next((each for each in self.anchors if each.step == first.index), None)
-        if self.ranks.world == 1 or self._expected is None or start is None:
-            return None
-        losses = self._losses_of([first], start, [math.nan])
-        return None if losses is None else losses[1][0]
-
     def _forget_trouble(self) -> None:
         self._pending_verdict = None
         self._rates.clear()
         self._numbers = {}
-        self._credit = MAX_CREDIT
+        self._budget.refill()
         self._dispatch_losses.clear()
         self._alarms = (-1, -1)
 
@@ -492,10 +350,11 @@ class Dominance:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
         if not self.driver.may_save():
             return None  # within an accumulation: the weights have not changed since the last step
-        began, evaluations = time.monotonic(), 0
-        verdict = None
+        self._budget.begin()
+        evaluations, verdict = 0, None
         for anchor in self._eligible_anchors(step.index, best):
-            gives_loss = self.gives_loss and not (self.draws or math.isnan(loss))
+            gives_loss = self.loss_function.gives_loss and not self.loss_function.draws
+            gives_loss = gives_loss and not math.isnan(loss)
             known = [loss] if gives_loss else None
             losses = self._losses_of([step], anchor, known)
             if losses is None:
@@ -532,7 +391,7 @@ class Dominance:
             self._rates.clear()
         elif (rate := self._rate()) is not None:
             self._rates.append(rate)
-        self._charge(evaluations, time.monotonic() - began)
+        self._budget.charge(evaluations)
         return verdict
 
     def _newest_better(self, anchor: Anchor) -> Anchor:
@@ -601,83 +460,17 @@ class Dominance:
     def _losses_of(
         self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
     ) -> tuple[list[float], list[float]] | None:
-        """Evaluates steps with the current weights and with the weights of an anchor.
+        """`LossFunction.losses` of the current weights and an anchor's weights, or None.
 
-        Args:
-            steps: the steps, with their batches.
-            anchor: the earlier weights.
-            known: losses of the steps with the current weights, or None to evaluate these.
-
-        Returns:
-            Two lists with one loss per step, current and earlier weights, each the mean over all
-            ranks; or None if the `loss_fn` raises on some rank. None too if the parameters have
-            changed since the anchor, which is dropped: the next checkpoint makes a new anchor.
+        Drops the anchor if the parameters have changed since: the next checkpoint makes a new one.
         """
-        assert self.loss_fn is not None
-        batches = [each.content for step in steps for each in step.batches]
-        mine: tuple[list[float], list[float]] | str | None
-        failure = None
         try:
-            now = known or _mean_losses(self._evaluated(batches, None), steps)
-            mine = (now, _mean_losses(self._evaluated(batches, anchor.weights), steps))
+            losses = self.loss_function.losses(steps, anchor.weights, known)
         except WeightsChanged:
-            mine = None
-        except Exception as error:
-            mine, failure = f"{type(error).__name__}: {error}", error
-        everyone = exchange(self.ranks, mine, failure)
-        if None in everyone:
             self.anchors.remove(anchor)
             if self._pending_verdict is not None:
                 self._forget_trouble()
             return None
-        failed = [each for each in everyone if isinstance(each, str)]
-        if failed:
-            self.loss_fn = None
+        if losses is None:
             self.anchors.clear()
-            self.warn(f"loss_fn raised {failed[0]}; it is not called again")
-            return None
-        now, then = (
-            [float(sum(each)) / len(everyone) for each in zip(*part, strict=True)]
-            for part in zip(*everyone, strict=True)
-        )
-        return now, then
-
-    def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
-        assert self.loss_fn is not None
-        with undone():
-            losses = self.driver.losses_of(self.loss_fn, batches, weights)
-        return [float(check_scalar("loss_fn(batch)", loss)) for loss in losses]
-
-    # -- the budget -----------------------------------------------------------------------------
-
-    def _update_step_time(self) -> None:
-        """Updates the time of a step without comparison, a moving average over a heartbeat."""
-        now = time.monotonic()
-        if self._last_time is not None:
-            taken = now - self._last_time
-            self._step_s += (taken - self._step_s) * (1 / HEARTBEAT if self._step_s else 1.0)
-        self._last_time = now
-
-    def _charge(self, evaluations: int, seconds: float) -> None:
-        """Subtracts evaluations from the credit, and measures the price of an evaluation.
-
-        The price only lengthens the regular distance: comparisons at alarms do not depend on the
-        clock, so that a repeated run makes the same comparisons.
-        """
-        self._credit = max(-MAX_DEBT, self._credit - evaluations)
-        self._last_time = None
-        if not evaluations:
-            return
-        share = STEP_COST * seconds / evaluations / self._step_s if self._step_s else 1.0
-        price = 1 << max(0, round(math.log2(max(share, 1.0))))
-        self._prices.append(max(self.ranks.gather(price)))  # times differ between ranks
-        self._price = min(self._prices)
-
-
-def _mean_losses(losses: Sequence[float], steps: Sequence[TrainedStep]) -> list[float]:
-    """The mean loss of each step, from the losses of all their batches in order."""
-    remaining, means = iter(losses), []
-    for step in steps:
-        total = sum(each.weight * loss for each, loss in zip(step.batches, remaining, strict=False))
-        means.append(total / sum(each.weight for each in step.batches))
-    return means
+        return losses

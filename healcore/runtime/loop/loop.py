@@ -129,7 +129,7 @@ class Loop:
                 data.log_skipped(number)
             guard.watch()
             try:
-                self.recovery.dominance.check_loss_fn(batch)
+                self.recovery.dominance.loss_function.check_first_batch(batch)
                 yield batch
             except GeneratorExit:  # the loop was left by `break`
                 guard.pause()
@@ -272,7 +272,7 @@ class Loop:
         """Records a batch, or its current part, whose loss is the result of `loss_fn`."""
         part = self.memory.window.part
         if self.data.observed(batch, 1.0 if part is None else part.weight):
-            self.recovery.dominance.gives_loss = True
+            self.recovery.dominance.loss_function.gives_loss = True
 
     def expect_change(self) -> None:
         """See `Healer.expect_change`."""

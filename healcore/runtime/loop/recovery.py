@@ -12,7 +12,8 @@ from healcore.events.models import Ending, RollbackOutcome
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import RewindResult
 from healcore.runtime.dominance.anchor import TrainedStep
-from healcore.runtime.dominance.dominance import Dominance, Verdict
+from healcore.runtime.dominance.dominance import Dominance
+from healcore.runtime.dominance.verdict import Verdict
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader, StepResult

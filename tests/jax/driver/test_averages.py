@@ -16,7 +16,7 @@ from healcore import Healer
 from healcore.jax import protect
 from healcore.jax.driver.averages import averages, rivals
 from healcore.jax.driver.driver import JaxDriver
-from healcore.runtime.dominance import dominance
+from healcore.runtime.dominance import budget
 from tests.healer.run_options import grouped
 from tests.jax.driver.test_damage_or_data import data, initial, loss_of, reversed_layer
 
@@ -27,7 +27,7 @@ STEPS, CHANGE = 300, 200
 @pytest.fixture(autouse=True)
 def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons take no time, so their distance does not depend on the load of the machine."""
-    monkeypatch.setattr(dominance, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: 5.0))
 
 
 @jax.jit
@@ -65,7 +65,7 @@ def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
     assert healer.rollbacks == 0
     jax.tree.map(np.testing.assert_array_equal, plain, compared)
     comparison: Any = healer.run.recovery.dominance
-    assert comparison._prices, "weights were compared"
+    assert comparison._budget._prices, "weights were compared"
     assert set(comparison.anchors[-1].weights) == {"[1]['a']", "[1]['b']"}
 
 

@@ -5,12 +5,14 @@ Comparisons take no time that counts, and every loss is known in advance.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from healcore.events import Log
 from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
-from healcore.runtime.dominance.dominance import Dominance, Verdict
+from healcore.runtime.dominance.dominance import Dominance
+from healcore.runtime.dominance.verdict import Verdict
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Alone
 
@@ -109,3 +111,24 @@ class Run:
             if verdict is not None:
                 return verdict
         return None
+
+
+def noisy(weight: float, batch: int) -> float:
+    """A loss around the weight's own level; batches differ by up to 0.1."""
+    return weight + 0.1 * random.Random(batch).random()
+
+
+def healthy(run: Run, steps: int, *, alarm: bool = False) -> None:
+    """The weight falls."""
+    for _ in range(steps):
+        assert run.take(run.step, weight=10.0 / (1 + run.step / 50), alarm=alarm) is None
+
+
+LASTS = 50
+"""Steps from the anchor of step 200 to the damage at step 250, which a rollback repeats."""
+
+
+def damaged(run: Run, steps: int = 250, by: float = 5.0, *, alarm: bool = True) -> Any:
+    """From now on the weight is higher; the detectors say so."""
+    level = run.driver.weight + by
+    return run.until_verdict(steps, weight=level, alarm=alarm)

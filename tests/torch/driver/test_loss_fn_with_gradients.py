@@ -57,6 +57,6 @@ def test_an_attacked_run_is_compared_and_ends_as_without(tmp_path, attack):
         ended.append(run.model.state_dict())
     comparison: Any = healer.run.recovery.dominance
     assert comparison.is_enabled
-    assert comparison._prices, "weights were compared"
+    assert comparison._budget._prices, "weights were compared"
     plain, compared = ended
     assert all(torch.equal(plain[name], compared[name]) for name in plain)

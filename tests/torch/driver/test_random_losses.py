@@ -53,4 +53,4 @@ def test_without_draws_the_training_loss_is_the_loss_of_the_current_weights(tmp_
     assert len(calls) >= 3
     alone = [number for number in calls if calls.count(number) == 1]
     assert alone, "the earlier weights alone, on the batch of a step"
-    assert not healer.run.recovery.dominance.draws
+    assert not healer.run.recovery.dominance.loss_function.draws

@@ -1,0 +1,194 @@
+"""`LossFunction`: evaluates the user's `loss_fn` with current and with earlier weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from healcore.core.signals import SignalError, check_scalar
+from healcore.core.verdict import Cause
+from healcore.runtime.dominance.anchor import TrainedStep
+from healcore.runtime.dominance.exchange import exchange
+from healcore.runtime.dominance.side_effects import undone
+from healcore.runtime.driver import Driver, WeightsChanged
+from healcore.runtime.faults import classify
+from healcore.runtime.store.ranks import Ranks
+
+SAME_LOSS = 1e-3
+"""Relative difference up to which two losses of one batch are equal, in half precision too."""
+
+
+class LossFunction:
+    """The `loss_fn` of a Healer, evaluated on all ranks.
+
+    A `loss_fn` that raises is not called again: it must not end the run that it protects.
+    Exception: see `exchange`.
+
+    Attributes:
+        function: the `loss_fn`, or None if it cannot be used.
+        gives_loss: whether the training loss is the result of `loss_fn`. Comparisons then do not
+            evaluate the current weights again. True if the loop calls `Healer.loss`, or if the
+            first training loss is equal to `loss_fn` of its batch.
+        draws: whether `loss_fn` draws random numbers. The training loss had other numbers than a
+            comparison has, so both weights are evaluated.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any] | None,
+        driver: Driver,
+        ranks: Ranks,
+        warn: Callable[[str], object],
+    ) -> None:
+        self.function = function
+        self.gives_loss = self.draws = False
+        self._driver = driver
+        self._ranks = ranks
+        self._warn = warn
+        self._checked = False
+        self._expected: float | None = None
+        """Result of `loss_fn` for the first batch before the first step, or None."""
+
+    def check_first_batch(self, batch: Any) -> None:
+        """Calls `loss_fn` on the first batch.
+
+        With several ranks, and after another mistake, `learn_first_step` makes this call, because
+        the loop may skip the first batch.
+
+        Raises:
+            SignalError: `loss_fn` changes its batch.
+        """
+        if self.function is None or self._checked or self._ranks.world > 1:
+            return  # with several ranks, one rank may evaluate alone before the first step
+        self._check(batch, trained=False)
+
+    def learn_first_step(self, step: TrainedStep, loss: float, first_weights: Any) -> None:
+        """Checks `loss_fn` if it is unchecked, and compares it with the first training loss.
+
+        Args:
+            step: a step with its batches.
+            loss: the training loss of a dispatch of one step, else NaN.
+            first_weights: copy of the weights before this step, or None.
+
+        Raises:
+            SignalError: as for `_check`.
+        """
+        if not self._checked:
+            self._check(step.batches[0].content, trained=True)
+            has_result, self._expected = self._expected is not None, None
+            if self._ranks.world > 1 and has_result and first_weights is not None:
+                losses = self.losses([step], first_weights, [math.nan])
+                self._expected = None if losses is None else losses[1][0]
+        if self._expected is not None:  # the first step after the check, on the same batch
+            same = math.isclose(loss, self._expected, rel_tol=SAME_LOSS)
+            self.gives_loss |= same and len(step.batches) == 1
+        self._expected = None
+
+    def losses(
+        self, steps: Sequence[TrainedStep], weights: Any, known: list[float] | None = None
+    ) -> tuple[list[float], list[float]] | None:
+        """Evaluates steps with the current weights and with earlier weights.
+
+        Args:
+            steps: the steps, with their batches.
+            weights: the earlier weights, a result of `Driver.copy_weights`.
+            known: losses of the steps with the current weights, or None to evaluate these.
+
+        Returns:
+            Two lists with one loss per step, current and earlier weights, each the mean over all
+            ranks; or None if the `loss_fn` raises on some rank.
+
+        Raises:
+            WeightsChanged: on some rank the parameters have changed since the earlier weights.
+        """
+        batches = [each.content for step in steps for each in step.batches]
+        mine: tuple[list[float], list[float]] | str | None
+        failure = None
+        try:
+            now = known or _mean_losses(self._evaluated(batches, None), steps)
+            mine = (now, _mean_losses(self._evaluated(batches, weights), steps))
+        except WeightsChanged:
+            mine = None
+        except Exception as error:
+            mine, failure = f"{type(error).__name__}: {error}", error
+        everyone = exchange(self._ranks, mine, failure)
+        if None in everyone:
+            raise WeightsChanged
+        failed = [each for each in everyone if isinstance(each, str)]
+        if failed:
+            self.function = None
+            self._warn(f"loss_fn raised {failed[0]}; it is not called again")
+            return None
+        now, then = (
+            [float(sum(each)) / len(everyone) for each in zip(*part, strict=True)]
+            for part in zip(*everyone, strict=True)
+        )
+        return now, then
+
+    def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
+        assert self.function is not None
+        with undone():
+            losses = self._driver.losses_of(self.function, batches, weights)
+        return [float(check_scalar("loss_fn(batch)", loss)) for loss in losses]
+
+    def _check(self, batch: Any, *, trained: bool) -> None:
+        """Calls `loss_fn` twice with the same random numbers, and once with others.
+
+        `trained` says whether the loop has trained on the batch.
+
+        Raises:
+            SignalError: `loss_fn` changes the batch. If trained: it raises, or does not return one
+                number. An exception about memory, data or the network is only a warning.
+        """
+        assert self.function is not None
+        losses, mistake, problem, failure, state, draws = [], None, None, None, None, False
+        try:
+            attempt = undone()(self._driver.try_loss_fn)
+            with undone(self.function):
+                for redraw in (False, False, True):
+                    losses.append(attempt(self.function, batch, redraw=redraw))
+            first, second, third = (float(check_scalar("loss_fn(batch)", each)) for each in losses)
+            self._expected, draws = first, first != third
+            if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
+                state = (
+                    f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, because "
+                    "it keeps state or draws from a generator of its own: no weights are compared. "
+                    "Change such state in the loop, and draw from the global generators"
+                )
+        except SignalError as error:
+            mistake, failure = str(error), error
+            trained |= not losses  # the function changes its batch
+        except Exception as error:
+            failure = error
+            problem = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
+            if classify(error).cause is Cause.UNKNOWN:
+                how = "loss_fn(batch), or in JAX with a pytree as state loss_fn(state, batch)"
+                mistake = (
+                    f"{problem}\nThe Healer calls {how}, with a batch of healer.batches(), and "
+                    "expects one number: correct the function, or pass no loss_fn"
+                )
+        if mistake and not trained:
+            return
+        self._checked = True
+        everyone = exchange(self._ranks, (mistake, problem, state, draws), failure)
+        mistakes, problems, states, drawing = (
+            [*filter(None, each)] for each in zip(*everyone, strict=True)
+        )
+        self.draws = bool(drawing)
+        if mistakes:
+            raise SignalError(mistakes[0]) from failure
+        if problems or states:
+            self._expected = None
+            self._warn((states or problems)[0])
+        if states:
+            self.function = None
+
+
+def _mean_losses(losses: Sequence[float], steps: Sequence[TrainedStep]) -> list[float]:
+    """The mean loss of each step, from the losses of all their batches in order."""
+    remaining, means = iter(losses), []
+    for step in steps:
+        total = sum(each.weight * loss for each, loss in zip(step.batches, remaining, strict=False))
+        means.append(total / sum(each.weight for each in step.batches))
+    return means
