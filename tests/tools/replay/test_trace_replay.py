@@ -49,8 +49,8 @@ def lines(trace, policy):
 def test_observing_orders_the_same(tmp_path):
     """Observe mode reports what the same policy does in heal mode."""
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(440)))
-    healing = load("pretraining").model_copy(update={"mode": "heal", "name": "same"})
-    watching = healing.model_copy(update={"mode": "observe"})
+    healing = load("pretraining", mode="heal", name="same")
+    watching = load(healing, mode="observe")
     assert lines(trace, watching)[:-1] == lines(trace, healing)[:-1]
 
 
