@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from healcore.policy import load, loads
 from healcore.tools.replay import replay
-from healcore.tools.replay.decided import decided_line, summary_line
 from tests.tools.replay import logs
 
 ADAGC = """
@@ -41,9 +40,7 @@ def test_what_is_inactive_is_reported(tmp_path):
 
 def lines(trace, policy):
     """The lines of JSON of a replay, the summary last."""
-    result = replay(trace, policy)
-    decided = [decided_line(trace.name, result.policy, row) for row in result]
-    return [*decided, summary_line(result.summary)]
+    return list(replay(trace, policy).lines())
 
 
 def test_observing_orders_the_same(tmp_path):
