@@ -7,24 +7,18 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from healcore.tools.traces import tensorboard_file
 from healcore.tools.traces.attempts import Log, join_logs
-from healcore.tools.traces.columns import (
-    JUDGED,
-    Trace,
-    TraceError,
-    Unreadable,
-)
+from healcore.tools.traces.columns import JUDGED, Trace, TraceError, Unreadable
 from healcore.tools.traces.names import check_columns, quote_names
 from healcore.tools.traces.records import (
     CONSOLE,
     DOCUMENT,
     LOG_HISTORY,
-    METRICS,
     PLAIN,
     TYPED,
-    Fields,
     printed_record,
     read_records,
     rows_of_records,
@@ -32,13 +26,10 @@ from healcore.tools.traces.records import (
 from healcore.tools.traces.tables import read_header, read_tables
 from healcore.tools.traces.text import read_head
 
-RECORD_FORMATS = {form.name: form for form in (METRICS, TYPED, PLAIN, DOCUMENT, CONSOLE)}
-"""Formats by name, in the order in which they are tried on the first records."""
-
 TENSORBOARD = "TensorBoard events"
 TABLE = "CSV"
 
-PREFERRED = (METRICS.name, TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD, CONSOLE.name)
+PREFERRED = (TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD, CONSOLE.name)
 """Formats by preference. If a directory has several formats, only the first of these is read."""
 
 KNOWN = (
@@ -192,7 +183,8 @@ def _logs(path: str, columns: Mapping[str, str]) -> list[Log]:
             raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN}")
         logs = read_tables(path, header, columns)
     else:
-        logs = read_records(path, RECORD_FORMATS[kind], columns)
+        form = next(form for form in (TYPED, PLAIN, DOCUMENT, CONSOLE) if form.name == kind)
+        logs = read_records(path, form, columns)
     usable = [
         log for log in logs if any(log.logged[name].any() for name in JUDGED if name in log.logged)
     ]
@@ -221,24 +213,19 @@ def detect_format(start: bytes) -> str:
         return CONSOLE.name
     if text.startswith("[") or LOG_HISTORY.search(text):
         return DOCUMENT.name
-    records = _first_records(text)
+    records = [record for line in text.splitlines()[:200] if (record := _parse(line)) is not None]
     if records:
-        return next(
-            name for name, form in RECORD_FORMATS.items() if any(map(form.recognizes, records))
-        )
+        return (TYPED if any(map(TYPED.is_step, records)) else PLAIN).name
     if text.startswith("{"):
         raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN}")
     return TABLE
 
 
-def _first_records(text: str) -> list[Fields]:
-    found = []
-    for line in text.splitlines()[:200]:
-        if line.lstrip().startswith("{"):
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(value, dict):
-                found.append(value)
-    return found
+def _parse(line: str) -> dict[str, Any] | None:
+    """Returns the JSON object in a line, or None."""
+    if not line.lstrip().startswith("{"):
+        return None
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -11,23 +11,14 @@ from typing import Any, NamedTuple
 from healcore.tools.traces.attempts import Log
 from healcore.tools.traces.columns import Findings, TraceError
 from healcore.tools.traces.names import STEP, resolve
-from healcore.tools.traces.text import (
-    RowCollector,
-    numbered_lines,
-    open_text,
-    quote_excerpt,
-)
+from healcore.tools.traces.text import RowCollector, open_text, quote_excerpt
 
 Fields = dict[str, Any]
 """A record: JSON values by name."""
 
-Records = Callable[[Findings], Iterator[tuple[int, Fields]]]
-"""Begins a pass over the line numbers (0 in a format without lines) and fields of records."""
+Records = Iterator[tuple[int, Fields]]
+"""Line number (0 in a format without lines) and fields of each record."""
 
-_MAX_RECORD = 1 << 24
-"""Largest number of characters of a line, which bounds the memory."""
-_MAX_DOCUMENT = 1 << 30
-"""Largest number of characters of a JSON document, which is in memory as a whole."""
 _MAX_PRINTED = 1 << 12
 """Largest number of characters of a printed dict."""
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
@@ -39,34 +30,29 @@ _PYTHON = re.compile(
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "None": "null", "True": "true", "False": "false"}
 
 
-# -- files of JSON ---------------------------------------------------------------------------------
-
-
-def json_lines(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
+def json_lines(path: str, findings: Findings) -> Records:
     """Yields line number and object for each line of JSON. Skips damaged lines."""
-    decode = json.JSONDecoder().raw_decode
     with open_text(path) as file:
-        for number, line in numbered_lines(path, file, findings, longest=_MAX_RECORD):
+        for number, line in enumerate(file, 1):
             text = line.strip()
             if not text:
                 continue
             try:
-                value, end = decode(text)
+                value = json.loads(text)
             except (ValueError, RecursionError):
                 cut = "" if line.endswith(("\n", "\r")) else " (the last line is truncated)"
                 findings.problem(path, number, f"not JSON{cut}: {quote_excerpt(text)}: skipped")
                 continue
-            if end != len(text) or not isinstance(value, dict):
-                what = "more than one JSON value" if end != len(text) else "not a JSON object"
-                findings.problem(path, number, f"{what}: {quote_excerpt(text)}: skipped")
-                continue
-            yield number, value
+            if isinstance(value, dict):
+                yield number, value
+            else:
+                findings.problem(path, number, f"not a JSON object: {quote_excerpt(text)}: skipped")
 
 
-def console_lines(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
+def console_lines(path: str, findings: Findings) -> Records:
     """Yields line number and record for each line that ends in a dict as Python prints it."""
     with open_text(path) as file:
-        for number, line in numbered_lines(path, file, findings, longest=_MAX_RECORD):
+        for number, line in enumerate(file, 1):
             record = printed_record(line)
             if record is not None:
                 yield number, record
@@ -90,7 +76,7 @@ def _to_json(token: re.Match[str]) -> str:
     return quoted or (_JSON_NAMES.get(name, "") if text is None else json.dumps(text))
 
 
-def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
+def json_document(path: str, findings: Findings) -> Records:
     """Yields line number and record for each record of a JSON document, up to damage.
 
     The document is a list of records, or an object with the list "log_history"
@@ -98,7 +84,7 @@ def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]
     `json.loads` returns nothing for a truncated document.
     """
     with open_text(path) as file:
-        text = file.read(_MAX_DOCUMENT)
+        text = file.read()
     decode = json.JSONDecoder().raw_decode
     opened = _LIST.match(text) or LOG_HISTORY.search(text)
     at = opened.end() if opened else len(text)
@@ -120,8 +106,7 @@ def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]
         if isinstance(value, dict):
             yield line, value
         else:
-            problem = f"not a record: {quote_excerpt(str(value))}: skipped"
-            findings.problem(path, line, problem)
+            findings.problem(path, line, f"not a record: {quote_excerpt(str(value))}: skipped")
         line += text.count("\n", start, at)
 
 
@@ -132,10 +117,21 @@ class RecordFormat(NamedTuple):
     """A format that writes steps as JSON objects."""
 
     name: str
-    recognizes: Callable[[Fields], bool]
-    """Whether a record proves that a JSON Lines file has this format."""
-    fields: Callable[[Fields], Fields | None]
-    """Returns the fields of a step, or None for a record that is not a step."""
+    read: Callable[[str, Findings], Records]
+    """Reads the records of a file, with the problems."""
+    is_step: Callable[[Fields], bool]
+    """Whether a record is a step."""
+
+
+TYPED = RecordFormat(  # also healcore's metrics
+    "typed records", json_lines, lambda record: "step" in (record.get("type"), record.get("kind"))
+)
+PLAIN = RecordFormat("JSON Lines", json_lines, lambda record: True)
+# The last record is a summary, whose train_loss is the mean over the whole training.
+DOCUMENT = RecordFormat(
+    "trainer_state.json", json_document, lambda record: "train_runtime" not in record
+)
+CONSOLE = DOCUMENT._replace(name="console output", read=console_lines)
 
 
 def _flatten(record: Fields) -> Fields:
@@ -151,44 +147,20 @@ def _flatten(record: Fields) -> Fields:
     return flat
 
 
-METRICS = RecordFormat(
-    "healcore metrics",
-    lambda record: record.get("kind") == "step" and "schema" in record,
-    lambda record: record if record.get("kind") == "step" else None,
-)
-TYPED = RecordFormat(
-    "typed records",
-    lambda record: record.get("type") == "step",
-    lambda record: _flatten(record) if record.get("type") == "step" else None,
-)
-PLAIN = RecordFormat("JSON Lines", lambda record: True, _flatten)
-DOCUMENT = RecordFormat(
-    "trainer_state.json",
-    lambda record: False,
-    # The last record is a summary, whose train_loss is the mean over the whole training.
-    lambda record: None if "train_runtime" in record else _flatten(record),
-)
-
-
-CONSOLE = DOCUMENT._replace(name="console output")
-
-
 def read_records(path: str, form: RecordFormat, columns: Mapping[str, str]) -> list[Log]:
     """Reads the logs in a file: one log, or one for each optimizer in a healcore metrics file.
 
     Raises as `rows_of_records`.
     """
-    read = {DOCUMENT: json_document, CONSOLE: console_lines}.get(form, json_lines)
 
-    def steps_of(engine: str | None, findings: Findings) -> Iterator[tuple[int, Fields]]:
-        for line, record in read(path, findings):
-            fields = form.fields(record)
-            if fields is not None and (engine is None or fields.get("engine") == engine):
-                yield line, fields
+    def steps_of(engine: str | None, findings: Findings) -> Records:
+        for line, record in form.read(path, findings):
+            if form.is_step(record) and (engine is None or record.get("engine") == engine):
+                yield line, _flatten(record)
 
     engines: list[str | None] = []
-    if form is METRICS:
-        records = (record for _, record in read(path, Findings()) if "engine" in record)
+    if form is TYPED:
+        records = (record for _, record in steps_of(None, Findings()) if "engine" in record)
         engines += dict.fromkeys(str(record["engine"]) for record in records)
     if len(engines) < 2:
         engines = [None]
@@ -198,12 +170,9 @@ def read_records(path: str, form: RecordFormat, columns: Mapping[str, str]) -> l
     ]
 
 
-# -- rows ------------------------------------------------------------------------------------------
-
-
 def rows_of_records(
     path: str,
-    records: Records,
+    records: Callable[[Findings], Records],
     columns: Mapping[str, str],
     *,
     run: str | None = None,

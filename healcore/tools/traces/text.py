@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 import numpy as np
@@ -20,9 +19,6 @@ _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
 def read_head(path: str) -> bytes:
     """Returns the first megabyte of the content. Raises OSError."""
     with open(path, "rb", opener=regular_file.opener) as file:
@@ -32,35 +28,8 @@ def read_head(path: str) -> bytes:
 def open_text(path: str) -> TextIO:
     """Opens a file as UTF-8, with unchanged line ends. Invalid bytes become U+FFFD."""
     return open(
-        path,
-        encoding="utf-8-sig",
-        errors="replace",
-        newline="",
-        opener=regular_file.opener,
+        path, encoding="utf-8-sig", errors="replace", newline="", opener=regular_file.opener
     )
-
-
-def numbered_lines(
-    path: str, file: TextIO, findings: Findings, *, longest: int, after: int = 0
-) -> Iterator[tuple[int, str]]:
-    """Yields number and text of the lines after line `after`.
-
-    Lines of `longest` or more characters are skipped.
-    """
-    for number in itertools.count(after + 1):
-        text = rest = file.readline(longest)
-        too_long = len(text) == longest and not text.endswith("\n")
-        while too_long and rest and not rest.endswith("\n"):
-            rest = file.readline(_HEAD_BYTES)
-        if not text:
-            return
-        if too_long:
-            findings.problem(path, number, f"the line is longer than {longest >> 20} MB: skipped")
-        else:
-            yield number, text
-
-
-# -- numbers ---------------------------------------------------------------------------------------
 
 
 def parse_number(value: Any) -> float | None:
@@ -86,9 +55,6 @@ def parse_number(value: Any) -> float | None:
 def quote_excerpt(text: str) -> str:
     """Quotes the start of a damaged text."""
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
-
-
-# -- columns ---------------------------------------------------------------------------------------
 
 
 class RowCollector:
