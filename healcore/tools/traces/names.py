@@ -63,11 +63,6 @@ _NAMES = {
         "validation_metrics_global_avg_loss",
         "val_loss_epoch val_loss_step",
     ),
-    "lr": (
-        "lr learning_rate",
-        "train_lr train_learning_rate optim_lr optim_learning_rate",
-        "learning_current_learning_rate lr_group_0 optim_lr_group_0 lr_group0",
-    ),
 }
 """Tiers of names by signal."""
 
