@@ -17,9 +17,6 @@ from healcore.policy.errors import Problem, dotted, show_value
 
 Path = tuple[str | int, ...]
 
-_MAX_PROBLEMS = 100
-"""Limit of reported problems, because each one searches all keys for a close match."""
-
 _EXAMPLES = {
     "schema": "schema = 1",
     "name": 'name = "mine"',
@@ -75,15 +72,8 @@ def keys_of(table: type) -> dict[str, Key]:
 def read_document(data: Any, root: type) -> tuple[Any, tuple[Problem, ...]]:
     """Reads a document. Returns the table, or None and the problems."""
     reader = _Reader(root)
-    try:
-        table = reader.table(root, data, ())
-    except _TooManyProblemsError:
-        table = None
+    table = reader.table(root, data, ())
     return table, tuple(reader.problems)
-
-
-class _TooManyProblemsError(Exception):
-    """The document has more than `_MAX_PROBLEMS` problems."""
 
 
 class _Reader:
@@ -94,10 +84,6 @@ class _Reader:
         self.problems: list[Problem] = []
 
     def _problem(self, path: Path, value: str, rule: str, write: str) -> None:
-        if len(self.problems) == _MAX_PROBLEMS:
-            more = Problem("policy", "", "more keys are wrong", "correct the problems above first")
-            self.problems.append(more)
-            raise _TooManyProblemsError
         self.problems.append(Problem(dotted(path), value, rule, write))
 
     def table(self, table: type, data: Any, path: Path) -> Any:
