@@ -26,8 +26,6 @@ from healcore.policy.errors import dotted
 from healcore.policy.recovery import (
     Budget,
     Hang,
-    IncidentPolicy,
-    Lr,
     Retry,
     Rollback,
     SkipBatch,
@@ -95,9 +93,9 @@ class Policy:
     clip: ZClipConfig | FixedConfig | AutoClipConfig | AdaGCConfig | NoClip = NoClip()
     detect: Detect = Detect()
     respond: tuple[Respond, ...] = ()
-    incident: IncidentPolicy = IncidentPolicy()
+    incident: IncidentConfig = IncidentConfig()
     rollback: Rollback = Rollback()
-    lr: Lr = Lr()
+    lr: LrConfig = LrConfig()
     budget: Budget = Budget()
     retry: Retry = Retry()
     skip_batch: SkipBatch = SkipBatch()
@@ -149,9 +147,9 @@ class Policy:
             clip=None if self.clip.kind == "none" else (self.clip.kind, rounded(self.clip)),
             detectors=tuple((name, rounded(table)) for name, table in tables if table is not None),
             rules=tuple(rule for rule in self._rules() if rule.skip or rule.action),
-            incident=rounded(self.incident, IncidentConfig),
+            incident=rounded(self.incident),
             rollback=rounded(self.rollback, RollbackConfig),
-            lr=rounded(self.lr, LrConfig),
+            lr=rounded(self.lr),
             budget=rounded(self.budget, BudgetConfig),
             max_skips=self.max_skips,
             grace_steps=self.grace_steps,

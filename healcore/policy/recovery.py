@@ -1,17 +1,16 @@
 """Tables for how a run recovers, and how often.
 
-`[incident]`, `[rollback]`, `[lr]` and `[budget]` are for alarms of detectors. `[retry]`,
-`[skip_batch]` and `[hang]` are for faults, which only the host detects.
+`[rollback]` and `[budget]` add keys of the host to the engine's. `[retry]`, `[skip_batch]` and
+`[hang]` are for faults, which only the host detects.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
-from healcore.core.engine import BudgetConfig, IncidentConfig, LrConfig, RollbackConfig
+from healcore.core.engine import BudgetConfig, RollbackConfig
 from healcore.core.ranges import (
     AtMost,
-    Fraction,
     OnOff,
     Positive,
     Ratio,
@@ -22,15 +21,8 @@ from healcore.core.ranges import (
     whole,
 )
 
-_incident, _rollback, _lr, _budget = IncidentConfig(), RollbackConfig(), LrConfig(), BudgetConfig()
+_rollback, _budget = RollbackConfig(), BudgetConfig()
 _Few = Annotated[int, whole(0, 1000)]
-
-
-class IncidentPolicy(NamedTuple):
-    """Where one incident ends and the next begins."""
-
-    quiet_steps: Steps = _incident.quiet_steps
-    patience: Steps = _incident.patience
 
 
 class Rollback(NamedTuple):
@@ -54,20 +46,6 @@ class Rollback(NamedTuple):
     although no step raised an alarm. Arrays in `nonfinite_ok` are not checked."""
     reset_moments: OnOff = False
     """A rollback also resets the optimizer's moments and the counters of their bias correction."""
-
-
-class Lr(NamedTuple):
-    """Cuts of the learning rate, the ramp to exactly 1 or to the ceiling."""
-
-    factor: Fraction = _lr.factor
-    floor: Annotated[float, number(above=0, most=1)] = _lr.floor
-    hold_steps: StepsOrZero = _lr.hold_steps
-    ramp_steps: StepsOrZero = _lr.ramp_steps
-    ceiling: Annotated[float, number(least=0, most=1)] = _lr.ceiling
-    reset_moments: OnOff = _lr.reset_moments
-    """A cut also resets the optimizer's moments and the counters of their bias correction."""
-
-    RULES = (AtMost("floor", "factor", "larger", "a larger floor would limit the first cut"),)
 
 
 class Budget(NamedTuple):

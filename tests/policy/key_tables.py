@@ -20,14 +20,12 @@ from healcore.core import engine
 from healcore.core.baseline import ShiftConfig
 from healcore.core.ranges import NONE, AtMost
 from healcore.policy.document import Detect, Policy
-from healcore.policy.recovery import Budget, IncidentPolicy, Lr, Rollback
+from healcore.policy.recovery import Budget, Rollback
 from healcore.policy.respond import Respond, When
 from healcore.policy.tables import keys_of
 
 CORE: dict[type, type] = {
-    IncidentPolicy: engine.IncidentConfig,
     Rollback: engine.RollbackConfig,
-    Lr: engine.LrConfig,
     Budget: engine.BudgetConfig,
 }
 """Tables of a file with the engine's configs of the same keys, which have further sentences."""
