@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from healcore.tools.traces.attempts import Log
 from healcore.tools.traces.columns import Findings, TraceError
@@ -110,28 +110,7 @@ def json_document(path: str, findings: Findings) -> Records:
         line += text.count("\n", start, at)
 
 
-# -- formats -------------------------------------------------------------------------------------
-
-
-class RecordFormat(NamedTuple):
-    """A format that writes steps as JSON objects."""
-
-    name: str
-    read: Callable[[str, Findings], Records]
-    """Reads the records of a file, with the problems."""
-    is_step: Callable[[Fields], bool]
-    """Whether a record is a step."""
-
-
-TYPED = RecordFormat(  # also healcore's metrics
-    "typed records", json_lines, lambda record: "step" in (record.get("type"), record.get("kind"))
-)
-PLAIN = RecordFormat("JSON Lines", json_lines, lambda record: True)
-# The last record is a summary, whose train_loss is the mean over the whole training.
-DOCUMENT = RecordFormat(
-    "trainer_state.json", json_document, lambda record: "train_runtime" not in record
-)
-CONSOLE = DOCUMENT._replace(name="console output", read=console_lines)
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def _flatten(record: Fields) -> Fields:
@@ -147,26 +126,39 @@ def _flatten(record: Fields) -> Fields:
     return flat
 
 
-def read_records(path: str, form: RecordFormat, columns: Mapping[str, str]) -> list[Log]:
-    """Reads the logs in a file: one log, or one for each optimizer in a healcore metrics file.
+def is_typed_step(record: Fields) -> bool:
+    """Whether a record has the type of a step, as in healcore's metrics."""
+    return "step" in (record.get("type"), record.get("kind"))
 
-    Raises as `rows_of_records`.
+
+def is_no_summary(record: Fields) -> bool:
+    """Whether a record is not the last record of a Trainer, whose train_loss is a mean."""
+    return "train_runtime" not in record
+
+
+def read_records(
+    read: Callable[[str, Findings], Records],
+    is_step: Callable[[Fields], bool],
+    path: str,
+    columns: Mapping[str, str],
+) -> list[Log]:
+    """Reads the logs in a file: one log, or one for each optimizer in healcore's metrics.
+
+    `read` yields the records, of which `is_step` selects the steps. Raises as `rows_of_records`.
     """
 
     def steps_of(engine: str | None, findings: Findings) -> Records:
-        for line, record in form.read(path, findings):
-            if form.is_step(record) and (engine is None or record.get("engine") == engine):
+        for line, record in read(path, findings):
+            if is_step(record) and (engine is None or record.get("engine") == engine):
                 yield line, _flatten(record)
 
     engines: list[str | None] = []
-    if form is TYPED:
-        records = (record for _, record in steps_of(None, Findings()) if "engine" in record)
-        engines += dict.fromkeys(str(record["engine"]) for record in records)
-    if len(engines) < 2:
-        engines = [None]
+    if is_step is is_typed_step:
+        steps = (fields for _, fields in steps_of(None, Findings()) if "engine" in fields)
+        engines += dict.fromkeys(str(fields["engine"]) for fields in steps)
     return [
         rows_of_records(path, functools.partial(steps_of, engine), columns, run=engine)
-        for engine in engines
+        for engine in (engines if len(engines) > 1 else [None])
     ]
 
 
