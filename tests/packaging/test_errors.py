@@ -13,7 +13,7 @@ import healcore
 # Raised and caught within healcore; nobody outside ever sees one.
 INTERNAL = {
     "StepSkipped", "ChecksumError", "NotRecordable", "NotProvided",
-    "CannotShrink", "EpochChanged", "WeightsChanged",
+    "CannotShrink", "EpochChanged", "WeightsChanged", "RuleBroken",
 }  # fmt: skip
 HOMES = ("healcore", "healcore.errors", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {

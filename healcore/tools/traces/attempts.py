@@ -15,6 +15,7 @@ import numpy as np
 
 from healcore.tools.traces.columns import (
     JUDGED,
+    STEP,
     Attempt,
     Findings,
     Rows,
@@ -32,19 +33,17 @@ class Log(NamedTuple):
     path: str
     run: str | None
     """Name of the run in a file with several runs, or None."""
-    index: np.ndarray | None
-    """int64 (n,): row numbers in the file, or None if rows are numbered after they are merged."""
-    step: np.ndarray | None
-    """float64 (n,), finite, or None for a file without steps."""
-    values: Mapping[str, np.ndarray]
-    """As `Rows.values`."""
+    numbers: Mapping[str, np.ndarray]
+    """float64 (n,) by signal and "step", if the file has steps, which are finite."""
     logged: Mapping[str, np.ndarray]
     """As `Rows.logged`."""
     line: np.ndarray
     """int64 (n,): line of each row in the file, from 1; 0 in a format without lines."""
-    count: int
-    """Number of rows of the file, including skipped rows, if `index` is not None."""
     findings: Findings
+    index: np.ndarray | None = None
+    """int64 (n,): row numbers in the file, or None if rows are numbered after they are merged."""
+    count: int = 0
+    """Number of rows of the file, including skipped rows, if `index` is not None."""
 
 
 def join_logs(name: str, logs: Sequence[Log]) -> Trace:
@@ -117,9 +116,8 @@ class _Joiner:
         """Merges the rows of the next file."""
         base, count = self._next, len(log.line)
         index = None if log.index is None else log.index + base
-        if log.step is not None:
-            step = log.step
-        else:
+        step = log.numbers.get(STEP)
+        if step is None:
             index = np.arange(base, base + count) if index is None else index
             step = index.astype(np.float64)
         attempt = self._number_attempts(log, step)
@@ -138,7 +136,8 @@ class _Joiner:
         values, logged = {}, {}
         for name, mask in log.logged.items():
             values[name] = np.full(merged, np.nan, np.float32)
-            values[name][row[mask]] = log.values[name][mask]
+            with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
+                values[name][row[mask]] = log.numbers[name][mask]
             logged[name] = np.zeros(merged, bool)
             logged[name][row[mask]] = True
         return Rows(numbers, step[first], attempt[first], values, logged)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from healcore.tools.traces.columns import SIGNALS, TraceError
-
-STEP = "step"
+from healcore.tools.traces.columns import SIGNALS, STEP, TraceError
 
 _NAMES = {
     STEP: (

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from healcore.tools.traces.attempts import Log
-from healcore.tools.traces.columns import Findings, TraceError
-from healcore.tools.traces.names import STEP, resolve
+from healcore.tools.traces.columns import STEP, Findings, TraceError
+from healcore.tools.traces.names import resolve
 from healcore.tools.traces.text import RowCollector, open_text, quote_excerpt
 
 Fields = dict[str, Any]

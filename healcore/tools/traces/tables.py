@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.tools.traces.attempts import Log
-from healcore.tools.traces.columns import Findings, TraceError
-from healcore.tools.traces.names import STEP, is_step, normalize, resolve
-from healcore.tools.traces.text import RowCollector, make_log, open_text, parse_number
+from healcore.tools.traces.columns import STEP, Findings, TraceError
+from healcore.tools.traces.names import is_step, normalize, resolve
+from healcore.tools.traces.text import RowCollector, open_text, parse_number
 
 _MAX_RUNS = 4096
 """Largest number of runs in one export, because each run takes a pass over the file."""
@@ -180,9 +180,9 @@ def _load_numbers(
     numbers = dict(zip(columns, table.T, strict=True))
     if len(table) != len(lines) or not np.isfinite(numbers.get(STEP, 0)).all():
         return None
-    logged = dict.fromkeys(columns, np.ones(len(lines), bool))
-    index = np.arange(len(lines))
-    return make_log(path, run, numbers, logged, np.array(lines), index, len(lines), findings)
+    count = len(lines)
+    logged = dict.fromkeys((name for name in columns if name != STEP), np.ones(count, bool))
+    return Log(path, run, numbers, logged, np.array(lines), findings, np.arange(count), count)
 
 
 def _rows(path: str, header: TableHeader, findings: Findings) -> Iterator[tuple[int, list[str]]]:
