@@ -13,7 +13,8 @@ import healcore
 # Raised and caught within healcore; nobody outside ever sees one.
 INTERNAL = {
     "StepSkipped", "ChecksumError", "NotRecordable", "NotProvided",
-    "CannotShrink", "EpochChanged", "WeightsChanged", "RuleBroken",
+    "CannotShrink", "EpochChanged", "WeightsChanged",
+    "RuleBroken",
 }  # fmt: skip
 HOMES = ("healcore", "healcore.errors", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {
