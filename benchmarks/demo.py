@@ -1,4 +1,4 @@
-"""Runs the demo, and keeps its table, its claims and its picture for the documentation.
+"""Runs the demo, and keeps its table and its picture for the documentation.
 
 python -m benchmarks.demo [--quick] [--json FILE] [--figure FILE.png]
 """
@@ -24,15 +24,13 @@ def main() -> None:
     steps = 240 if options.quick else 300
     with tempfile.TemporaryDirectory(prefix="healcore-demo-") as folder:
         out = Path(folder, "demo")
-        result = run_demo(out, steps=steps)
+        found = run_demo(out, steps=steps)
         if options.figure:
             shutil.copy(out / "curves.png", options.figure)
             print(f"written to {options.figure}")
     empty_batch = Scenario(load_corpus(), steps=steps).empty_batch
-    runs = [_as_data(run, empty_batch) for run in result.runs]
-    claims = [claim._asdict() for claim in result.claims]
-    data = {"steps": steps, "runs": runs, "claims": claims}
-    write_json(options.json, data)
+    runs = [_as_data(run, empty_batch) for run in found]
+    write_json(options.json, {"steps": steps, "runs": runs})
 
 
 def _as_data(run: DemoRun, empty_batch: int) -> dict[str, Any]:

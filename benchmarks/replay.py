@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from healcore.tools.replay import replay
-from healcore.tools.replay.decided import decided_line
 from healcore.tools.traces import open_traces
 
 
@@ -44,8 +43,7 @@ def main() -> None:
         (trace,), _ = open_traces([str(path)])
         read = time.process_time()
         with open(os.devnull, "w") as out:
-            for row in replay(trace, "default"):
-                out.write(decided_line(trace.name, "default", row))
+            out.writelines(replay(trace, "default").lines())
         end = time.process_time()
     print(f"{rows:,} rows: read in {read - start:.2f} s, replayed in {end - read:.2f} s")
 

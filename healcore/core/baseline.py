@@ -11,11 +11,12 @@ mean. A norm below a tenth of the mean restarts the warm-up: the earlier norms w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.ranges import whole
 
 # The average covers about 15 values. A power of two makes the product exact.
 _RATE = 0.125
@@ -28,11 +29,11 @@ _OUTLIER_RATIO = 10.0  # ratio of an outlier to the mean of the warm-up
 class ShiftConfig(NamedTuple):
     """When repeated rejections establish a new level."""
 
-    patience: Any = 25
+    patience: Annotated[Any, whole(1, 1_000_000)] = 25
     """Consecutive rejections of similar values after which their level is accepted."""
-    gain: Any = 4
+    gain: Annotated[Any, whole(1, 1000)] = 4
     """Increase of the count per rejection. At 4 to 1 it grows if over 20 % are rejected."""
-    forgive: Any = 1
+    forgive: Annotated[Any, whole(0, 1_000_000)] = 1
     """Decrease of the count per accepted value."""
 
 

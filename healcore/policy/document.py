@@ -1,65 +1,81 @@
-"""`Policy`, the model of a whole policy file: its engine, its text, and differences of policies."""
+"""`Policy`, the content of a policy file: its engine, its text, and differences of policies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import tomli_w
-from pydantic import BeforeValidator, Field
 
+from healcore.core import detectors
+from healcore.core.clipping import AdaGCConfig, AutoClipConfig, FixedConfig, ZClipConfig
 from healcore.core.detectors import CAUSES, DETECTORS
-from healcore.core.engine import Engine, EngineConfig, RuleConfig
+from healcore.core.engine import (
+    BudgetConfig,
+    Engine,
+    EngineConfig,
+    IncidentConfig,
+    LrConfig,
+    RollbackConfig,
+    RuleConfig,
+)
+from healcore.core.ranges import Conflict, StepsOrZero, one_of, whole
 from healcore.core.verdict import NONFINITE, Action, Cause
-from healcore.policy.clip import Clip, NoClip
-from healcore.policy.detect import Detect
 from healcore.policy.errors import dotted
 from healcore.policy.recovery import (
     Budget,
     Hang,
-    IncidentPolicy,
-    Lr,
     Retry,
     Rollback,
     SkipBatch,
 )
 from healcore.policy.respond import FAULTS, Respond
-from healcore.policy.table import (
-    NONE,
-    Conflict,
-    Mode,
-    StepsOrZero,
-    Table,
-    broken,
-    listed,
-    text,
-    whole,
-)
+from healcore.policy.tables import rounded, written
+from healcore.policy.texts import listed, text
 
 SCHEMA = 1
 """Version of the file format that this release reads and writes."""
 
-
 _BUDGET_KEYS = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"), ("shrink_microbatch", "shrinks"))
 
 
-def _entries(value: Any) -> Any:
-    """Converts a TOML list to a tuple, which is hashable."""
-    if not isinstance(value, list | tuple):
-        raise broken("an array of tables")
-    return tuple(value)
+class NoClip(NamedTuple):
+    """No clipping."""
+
+    kind = "none"
 
 
-class Policy(Table):
+class Detect(NamedTuple):
+    """All detectors, by their names in `healcore.core.detectors.DETECTORS`; None is off."""
+
+    nonfinite: detectors.NonFiniteConfig | None = None
+    loss_spike: detectors.LossSpikeConfig | None = None
+    grad_spike: detectors.GradSpikeConfig | None = None
+    divergence: detectors.DivergenceConfig | None = None
+    instability: detectors.InstabilityConfig | None = None
+    records: detectors.RecordsConfig | None = None
+    vanishing: detectors.VanishingConfig | None = None
+    plateau: detectors.PlateauConfig | None = None
+    overfit: detectors.OverfitConfig | None = None
+    update_spike: detectors.UpdateSpikeConfig | None = None
+    loss_ratio: detectors.LossRatioConfig | None = None
+    loss_ceiling: detectors.LossCeilingConfig | None = None
+    loss_window: detectors.LossWindowConfig | None = None
+    grad_window: detectors.GradWindowConfig | None = None
+    grad_ema: detectors.GradEmaConfig | None = None
+    grad_ceiling: detectors.GradCeilingConfig | None = None
+
+
+@dataclass(frozen=True)
+class Policy:
     """The detectors, the responses to them, and the limits of recovery.
 
-    Policies are frozen and hashable, and compare by value. Use `healcore.policy.load`, whose errors
-    say what to write instead; the constructor raises pydantic's `ValidationError`.
+    Policies are frozen and hashable, and compare by value. `healcore.policy.load` and `from_dict`
+    validate the values; the constructor does not.
     """
 
-    host_only = frozenset({"retry", "skip_batch", "hang"})
-
-    schema_version: Annotated[int, whole(least=SCHEMA, most=SCHEMA)] = Field(alias="schema")
+    schema: Annotated[int, whole(SCHEMA, SCHEMA)]
     """Version of the file format."""
     name: Annotated[str, text(empty=False)]
     """Name of the policy in logs and errors."""
@@ -67,19 +83,19 @@ class Policy(Table):
     """One sentence for `healcore policy list`."""
     references: Annotated[tuple[str, ...], listed(text(empty=False), empty=True)] = ()
     """Papers and projects from which the numbers come."""
-    mode: Mode = "heal"
+    mode: Annotated[str, one_of("heal", "observe")] = "heal"
     """`observe` judges everything and changes nothing."""
     max_skips: StepsOrZero = EngineConfig().max_skips
     """Limit of consecutive finite steps that are skipped. Then steps are only clipped, until a
     step without an alarm."""
     grace_steps: StepsOrZero = EngineConfig().grace_steps
     """Steps after an expected change (`expect_change()`) in which only NaN and Inf are alarms."""
-    clip: Clip = NoClip()
+    clip: ZClipConfig | FixedConfig | AutoClipConfig | AdaGCConfig | NoClip = NoClip()
     detect: Detect = Detect()
-    respond: Annotated[tuple[Respond, ...], BeforeValidator(_entries)] = ()
-    incident: IncidentPolicy = IncidentPolicy()
+    respond: tuple[Respond, ...] = ()
+    incident: IncidentConfig = IncidentConfig()
     rollback: Rollback = Rollback()
-    lr: Lr = Lr()
+    lr: LrConfig = LrConfig()
     budget: Budget = Budget()
     retry: Retry = Retry()
     skip_batch: SkipBatch = SkipBatch()
@@ -125,16 +141,16 @@ class Policy(Table):
 
     def config(self) -> EngineConfig:
         """The core's config. Floats are rounded to float32 once, for all backends."""
-        tables = ((name, getattr(self.detect, name)) for name in DETECTORS)
+        tables = self.detect._asdict().items()
         return EngineConfig(
             mode=self.mode,
-            clip=self.clip.rule(),
-            detectors=tuple((name, table.config()) for name, table in tables if table is not None),
+            clip=None if self.clip.kind == "none" else (self.clip.kind, rounded(self.clip)),
+            detectors=tuple((name, rounded(table)) for name, table in tables if table is not None),
             rules=tuple(rule for rule in self._rules() if rule.skip or rule.action),
-            incident=self.incident.config(),
-            rollback=self.rollback.config(),
-            lr=self.lr.config(),
-            budget=self.budget.config(),
+            incident=rounded(self.incident),
+            rollback=rounded(self.rollback, RollbackConfig),
+            lr=rounded(self.lr),
+            budget=rounded(self.budget, BudgetConfig),
             max_skips=self.max_skips,
             grace_steps=self.grace_steps,
         )
@@ -189,24 +205,7 @@ def dumps(policy: Policy) -> str:
 
 def to_dict(policy: Policy) -> dict[str, Any]:
     """The policy as plain mappings, lists, strings, bools and numbers; JSON-safe."""
-    return _plain(policy)
-
-
-def _plain(table: Table) -> dict[str, Any]:
-    """Omits absent tables; an absent limit is the string "none"."""
-    written: dict[str, Any] = {}
-    for name, field in type(table).model_fields.items():
-        value = getattr(table, name)
-        key = field.alias or name
-        if isinstance(value, Table):
-            written[key] = _plain(value)
-        elif isinstance(value, tuple):
-            written[key] = [_plain(v) if isinstance(v, Table) else v for v in value]
-        elif value is not None:
-            written[key] = value
-        elif field.metadata:  # an optional number; optional tables have no metadata
-            written[key] = NONE
-    return written
+    return written(policy)
 
 
 class Difference(NamedTuple):

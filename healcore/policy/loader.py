@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any, Literal, TypedDict, Unpack
 
-from pydantic import ValidationError
-
 from healcore import regular_file
 from healcore.core.engine import Engine, EngineConfig
 from healcore.policy.document import SCHEMA, Policy, to_dict
-from healcore.policy.errors import PolicyError, Problem, problems_in, show_value
+from healcore.policy.errors import PolicyError, Problem, show_value
+from healcore.policy.tables import read_document
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 """healcore's own policies; all others in `healcore.policies` are recipes, published settings."""
@@ -155,10 +154,10 @@ def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
         rule = f"{SCHEMA}, the version of the file format that this release reads"
         write = "schema = 1, or upgrade healcore if a newer one wrote the file"
         raise _error(source, show_value(schema), rule, write, key="schema")
-    try:
-        return Policy.model_validate(dict(data) if isinstance(data, Mapping) else data)
-    except ValidationError as error:
-        raise PolicyError(source, problems_in(error, Policy)) from error
+    policy, problems = read_document(data, Policy)
+    if problems:
+        raise PolicyError(source, problems)
+    return policy
 
 
 def _error(

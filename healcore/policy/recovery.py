@@ -1,51 +1,34 @@
 """Tables for how a run recovers, and how often.
 
-`[incident]`, `[rollback]`, `[lr]` and `[budget]` are for alarms of detectors. `[retry]`,
-`[skip_batch]` and `[hang]` are for faults, which only the host detects.
+`[rollback]` and `[budget]` add keys of the host to the engine's. `[retry]`, `[skip_batch]` and
+`[hang]` are for faults, which only the host detects.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, NamedTuple
 
-from healcore.core.engine import BudgetConfig, IncidentConfig, LrConfig, RollbackConfig
-from healcore.policy.table import (
+from healcore.core.engine import BudgetConfig, RollbackConfig
+from healcore.core.ranges import (
     AtMost,
-    Fraction,
     OnOff,
     Positive,
     Ratio,
     Steps,
     StepsOrZero,
-    Table,
     number,
     one_of,
     whole,
 )
 
-_incident, _rollback, _lr, _budget = IncidentConfig(), RollbackConfig(), LrConfig(), BudgetConfig()
-_Answer = Literal["alert", "rollback", "stop"]
-_Few = Annotated[int, whole(least=0, most=1000)]
+_rollback, _budget = RollbackConfig(), BudgetConfig()
+_Few = Annotated[int, whole(0, 1000)]
 
 
-class IncidentPolicy(Table):
-    """Where one incident ends and the next begins."""
-
-    core = IncidentConfig
-
-    quiet_steps: Steps = _incident.quiet_steps
-    patience: Steps = _incident.patience
-
-
-class Rollback(Table):
+class Rollback(NamedTuple):
     """Which checkpoint a rollback restores, and under which conditions."""
 
-    core = RollbackConfig
-    host_only = frozenset(
-        {"probation", "skip_batches", "confirm", "evidence", "nonfinite_state", "reset_moments"}
-    )
-
-    depth: Annotated[int, whole(least=1, most=1000)] = _rollback.depth
+    depth: Annotated[int, whole(1, 1000)] = _rollback.depth
     deepen: _Few = _rollback.deepen
     region: StepsOrZero = _rollback.region
     probation: Steps = 100
@@ -58,33 +41,15 @@ class Rollback(Table):
     applies the rules that roll back for NaN and Inf: only it can look at the weights."""
     evidence: Annotated[float, number(least=10)] = 1e4
     """With a `loss_fn`: lower bound of the mean number of comparisons per false rollback."""
-    nonfinite_state: Annotated[_Answer, one_of(*get_args(_Answer))] = "rollback"
+    nonfinite_state: Annotated[str, one_of("alert", "rollback", "stop")] = "rollback"
     """Response to a save that finds NaN or Inf in weights, moments or other saved arrays,
     although no step raised an alarm. Arrays in `nonfinite_ok` are not checked."""
     reset_moments: OnOff = False
     """A rollback also resets the optimizer's moments and the counters of their bias correction."""
 
 
-class Lr(Table):
-    """Cuts of the learning rate, the ramp to exactly 1 or to the ceiling."""
-
-    core = LrConfig
-    rules = (AtMost("floor", "factor", "larger", "a larger floor would limit the first cut"),)
-
-    factor: Fraction = _lr.factor
-    floor: Annotated[float, number(above=0, most=1)] = _lr.floor
-    hold_steps: StepsOrZero = _lr.hold_steps
-    ramp_steps: StepsOrZero = _lr.ramp_steps
-    ceiling: Annotated[float, number(least=0, most=1)] = _lr.ceiling
-    reset_moments: OnOff = _lr.reset_moments
-    """A cut also resets the optimizer's moments and the counters of their bias correction."""
-
-
-class Budget(Table):
+class Budget(NamedTuple):
     """How often a run may recover; when exhausted, a non-finite step stops the run."""
-
-    core = BudgetConfig
-    host_only = frozenset({"shrinks"})
 
     recoveries: _Few = _budget.recoveries
     lr_cuts: _Few = _budget.lr_cuts
@@ -93,14 +58,12 @@ class Budget(Table):
     refund_after: Steps = _budget.refund_after
 
 
-class Retry(Table):
+class Retry(NamedTuple):
     """`[retry]`: how a failed network call is repeated.
 
     The wait after attempt n is `base_delay_s * factor ** (n - 1)`, at most `max_delay_s`. A random
     part of up to the share `jitter` is subtracted, so that many processes do not retry at once.
     """
-
-    rules = (AtMost("base_delay_s", "max_delay_s", "longer"),)
 
     base_delay_s: Positive = 1.0
     """Seconds before the second attempt."""
@@ -110,11 +73,13 @@ class Retry(Table):
     """Longest wait in seconds."""
     jitter: Annotated[float, number(least=0, most=1)] = 0.5
     """Random share of a wait, so that many processes do not retry at once."""
-    attempts: Annotated[int, whole(least=1, most=1000)] = 8
+    attempts: Annotated[int, whole(1, 1000)] = 8
     """Attempts in total; then the last error is raised."""
 
+    RULES = (AtMost("base_delay_s", "max_delay_s", "longer"),)
 
-class Hang(Table):
+
+class Hang(NamedTuple):
     """`[hang]`: after which time a step counts as hung.
 
     The limit is at least three times the longest step so far.
@@ -129,14 +94,14 @@ class Hang(Table):
     your evaluation, your checkpoints, or `loss.item()`."""
 
 
-class SkipBatch(Table):
+class SkipBatch(NamedTuple):
     """`[skip_batch]`: how many unreadable batches are skipped before the error is raised."""
 
-    rules = (AtMost("consecutive", "count", "larger"), AtMost("count", "within", "larger"))
-
-    consecutive: Annotated[int, whole(least=1, most=1000)] = 3
+    consecutive: Annotated[int, whole(1, 1000)] = 3
     """Unreadable batches in a row that may be skipped."""
-    count: Annotated[int, whole(least=1, most=100_000)] = 10
+    count: Annotated[int, whole(1, 100_000)] = 10
     """Unreadable batches among the last `within` that may be skipped."""
     within: Steps = 1000
     """Length of the window for `count`, in batches."""
+
+    RULES = (AtMost("consecutive", "count", "larger"), AtMost("count", "within", "larger"))

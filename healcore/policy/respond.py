@@ -7,12 +7,14 @@ that hang. `Policy.config` therefore omits the rules for faults, and the runtime
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
 from healcore.core.detectors import CAUSES
 from healcore.core.engine import RuleConfig
+from healcore.core.ranges import Conflict, OnOff, one_of, whole
 from healcore.core.verdict import Action, Cause
-from healcore.policy.table import Conflict, OnOff, Table, listed, one_of, whole
+from healcore.policy.texts import listed
 
 FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
     "oom": (Cause.OOM, ("shrink_microbatch", "clear_cache", "save")),
@@ -31,17 +33,17 @@ ACTIONS = {action.name.lower(): action for action in Action if action.name}
 _DO = tuple(dict.fromkeys((SKIP, *ACTIONS, *_FAULT_ACTIONS)))
 
 
-class When(Table):
+class When(NamedTuple):
     """The condition of a rule: all given keys must hold."""
 
     sustained: OnOff = False
     """Only alarms that the detector calls sustained are hits."""
-    consecutive: Annotated[int, whole(least=1, most=1_000_000)] = 1
+    consecutive: Annotated[int, whole(1, 1_000_000)] = 1
     """Hits in a row from which the rule fires."""
     # The window is an int32 ring in the engine's state, so its length takes memory in checkpoints.
-    count: Annotated[int, whole(least=0, most=4096)] = 0
+    count: Annotated[int, whole(0, 4096)] = 0
     """Hits within the last `within` steps from which the rule fires."""
-    within: Annotated[int, whole(least=0, most=4096)] = 0
+    within: Annotated[int, whole(0, 4096)] = 0
     """Length of the window for `count`, in steps. Set both or neither."""
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -63,7 +65,8 @@ class When(Table):
             )
 
 
-class Respond(Table):
+@dataclass(frozen=True)
+class Respond:
     """One rule, either for causes of detectors or for faults."""
 
     to: Annotated[tuple[str, ...], listed(one_of(*CAUSES, *FAULTS))]
@@ -101,7 +104,7 @@ class Respond(Table):
         if self.for_faults and self.when != When():
             yield Conflict(
                 ("when",),
-                self.when.model_dump(exclude_defaults=True),
+                dict(set(self.when._asdict().items()) - set(When()._asdict().items())),
                 "in rules for detectors: the limits of faults are in [retry], [skip_batch], [hang] "
                 "and [budget]",
                 "drop when",

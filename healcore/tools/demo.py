@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -20,7 +20,6 @@ from healcore.demo.scenario import (
     ARMS,
     FIXED_CLIP,
     SAVE_EVERY,
-    SYMBOLS,
     DemoError,
     Scenario,
     Step,
@@ -28,7 +27,6 @@ from healcore.demo.scenario import (
 )
 from healcore.events.models import EventRecord
 from healcore.extras import require
-from healcore.runtime.incidents.rollback import Rollback
 from healcore.tools import terminal
 from healcore.tools.report import page
 from healcore.tools.report.run_report import RunReport
@@ -37,11 +35,6 @@ from healcore.tools.report.runs import read_reports
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}
 PROBATION = 20
 """Healthy steps until a checkpoint is known-good; the presets' 100 are a third of a run."""
-DIVERGED = math.log(SYMBOLS)
-"""Nats per byte of a uniform guess."""
-TRAINED = 2.4
-"""Nats per byte on unseen text. A model of byte pairs, whose context is one byte, has 2.42."""
-
 _COLORS = {"unprotected": "#3b3b3b", "fixed clip": "#e69f00", "healed": "#0072b2"}
 
 
@@ -79,20 +72,6 @@ class DemoRun:
         return 0, sum(is_clipped and step.grad_norm > FIXED_CLIP for step in self.steps)
 
 
-class DemoClaim(NamedTuple):
-    """A claim about one run, and whether it holds."""
-
-    text: str
-    holds: bool
-
-
-class DemoResult(NamedTuple):
-    """The finished runs, and the claims about them."""
-
-    runs: list[DemoRun]
-    claims: list[DemoClaim]
-
-
 def run_demo(
     out: Path,
     *,
@@ -100,8 +79,8 @@ def run_demo(
     steps: int = 300,
     console: Console | None = None,
     **sizes: int,
-) -> DemoResult:
-    """Trains one run per framework and arm, and prints the outcomes.
+) -> list[DemoRun]:
+    """Trains one run per framework and arm, prints the outcomes, and returns the runs.
 
     Writes `curves.png` into `out`, and a folder for each healed run with its checkpoints, events,
     metrics, postmortem and report. `sizes` are fields of `Scenario`.
@@ -130,16 +109,10 @@ def run_demo(
             events = (event for each in run.report.incidents for event in each.responses)
             run.rollbacks = tuple(event for event in events if event.kind == "rollback")
             (folder / "events.report.html").write_text(page.render([run.report]), encoding="utf-8")
-    claims = [
-        claim for framework in frameworks for claim in check_claims(runs, framework, scenario)
-    ]
     console.print(_table(runs, scenario), "")
-    for claim in claims:
-        sign = "[green]ok[/]    " if claim.holds else "[red]BROKEN[/]"
-        console.print(f"{sign} {claim.text}", highlight=False, soft_wrap=True)
     draw(runs, scenario, out / "curves.png")
     console.print(f"\npicture, pages and checkpoints: {out}", soft_wrap=True)
-    return DemoResult(runs, claims)
+    return runs
 
 
 def _introduce(console: Console, scenario: Scenario) -> None:
@@ -167,34 +140,6 @@ def _train(console: Console, run: DemoRun, scenario: Scenario, policy: Any, fold
 
         train = adapter_registry.find(run.framework, "demo_training")
         run.held_out_loss = train(scenario, run.arm, policy, folder, on_step)
-
-
-def check_claims(
-    runs: Sequence[DemoRun], framework: str, scenario: Scenario
-) -> Iterator[DemoClaim]:
-    """Checks the claims about the unprotected and the healed run of a framework."""
-    plain, healed = (
-        next(run for run in runs if (run.framework, run.arm) == (framework, arm))
-        for arm in ("unprotected", "healed")
-    )
-    loss = plain.mean_loss(scenario.empty_batch)
-    text = f"{plain}: diverges before the empty batch: loss {format_loss(loss)}"
-    yield DemoClaim(text, not loss < DIVERGED)
-    loss = plain.held_out_loss
-    text = f"{plain}: ends with NaN on unseen text: loss {format_loss(loss)}"
-    yield DemoClaim(text, math.isnan(loss))
-    loss = healed.held_out_loss
-    text = f"{healed}: trains, below {TRAINED:g} on unseen text: loss {format_loss(loss)}"
-    yield DemoClaim(text, loss < TRAINED)
-    ending = healed.report.state if healed.report else None
-    yield DemoClaim(f"{healed}: runs to its end: {ending}", ending == "completed")
-    found = [event for event in healed.rollbacks if event.onset in scenario.wrong_lr_steps]
-    where = ", ".join(f"to step {event.checkpoint}" for event in found) or "never"
-    text = f"{healed}: rolls back while the learning rate is wrong: {where}"
-    yield DemoClaim(text, bool(found) and not any(event.initial for event in found))
-    for rollback in map(Rollback.of, found):
-        text = f"{healed}: lowers the rate: {rollback.lr_text or 'no'}"
-        yield DemoClaim(text, rollback.lowers_lr)
 
 
 def format_loss(loss: float) -> str:

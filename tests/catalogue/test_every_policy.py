@@ -56,7 +56,7 @@ COVERING = (
 def parts(name: str) -> set[str]:
     """The detectors of a policy, its clip and its mode."""
     policy = load(name)
-    detectors = {key for key, value in policy.detect if value is not None}
+    detectors = {key for key, value in policy.detect._asdict().items() if value is not None}
     return detectors | {policy.clip.kind, policy.mode}
 
 

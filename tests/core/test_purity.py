@@ -26,7 +26,7 @@ ALLOWED = {
     "functools",
     "types",
 }  # and of the standard library what computes
-ALLOWED |= {"contextlib", "hashlib", "json", "operator", "unicodedata"}
+ALLOWED |= {"contextlib", "hashlib", "json", "math", "numbers", "operator", "unicodedata"}
 
 
 def imported(tree: ast.AST) -> set[str]:

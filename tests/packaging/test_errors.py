@@ -14,6 +14,7 @@ import healcore
 INTERNAL = {
     "StepSkipped", "ChecksumError", "NotRecordable", "NotProvided",
     "CannotShrink", "EpochChanged", "WeightsChanged",
+    "RuleBroken",
 }  # fmt: skip
 HOMES = ("healcore", "healcore.errors", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {

@@ -1,27 +1,34 @@
 """Writes the tables of keys in docs/policies.md: `python -m tests.policy.key_tables`.
 
-Keys, defaults and ranges are those of the models in `healcore.policy`. The meaning is the docstring
-of the field, in the model or else in the core's config.
+Keys, defaults, ranges and sentences are those of the tables of `Policy`. A sentence is the
+docstring of the field, in the table or else in the engine's config.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import inspect
 import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic_core import PydanticUndefined
-
-from healcore.policy.clip import KINDS, Shift
-from healcore.policy.document import Policy
+from healcore.core import engine
+from healcore.core.baseline import ShiftConfig
+from healcore.core.ranges import NONE, AtMost
+from healcore.policy.document import Detect, Policy
+from healcore.policy.recovery import Budget, Rollback
 from healcore.policy.respond import Respond, When
-from healcore.policy.table import NONE, AtMost, Table
+from healcore.policy.tables import keys_of
 
+CORE: dict[type, type] = {
+    Rollback: engine.RollbackConfig,
+    Budget: engine.BudgetConfig,
+}
+"""Tables of a file with the engine's configs of the same keys, which have further sentences."""
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
 BEGIN = "<!-- keys: begin (written by python -m tests.policy.key_tables) -->"
 END = "<!-- keys: end -->"
@@ -30,72 +37,60 @@ TOGETHER = (("loss_spike", "grad_spike", "update_spike"), ("loss_window", "grad_
 """Detectors with the same keys, which share a section."""
 
 
-def tables_in(annotation: Any) -> tuple[type[Table], ...]:
-    """The tables that an annotation names."""
-    if isinstance(annotation, type) and issubclass(annotation, Table):
-        return (annotation,)
-    return tuple(table for part in get_args(annotation) for table in tables_in(part))
-
-
-def sections() -> Iterator[tuple[str, tuple[type[Table], ...]]]:
+def sections() -> Iterator[tuple[str, tuple[type, ...]]]:
     """Every section with keys: its heading on the page, and its tables."""
     yield "Top of the file", (Policy,)
-    for kind, table in KINDS.items():
-        if kind != NONE:
-            yield f'`[clip]` with `kind = "{kind}"`', (table,)
-    yield "`[….shift]`", (Shift,)
+    keys = keys_of(Policy)
+    for table in keys["clip"].tables:
+        if table.kind != NONE:  # type: ignore[attr-defined]
+            yield f'`[clip]` with `kind = "{table.kind}"`', (table,)  # type: ignore[attr-defined]
+    yield "`[….shift]`", (ShiftConfig,)
     for name in ("incident", "rollback", "lr", "budget", "retry", "skip_batch", "hang"):
-        yield f"`[{name}]`", tables_in(Policy.model_fields[name].annotation)[:1]
-    detect = tables_in(Policy.model_fields["detect"].annotation)[0].model_fields
+        yield f"`[{name}]`", keys[name].tables
+    detect = keys_of(Detect)
     first = {names[0]: names for names in TOGETHER}
     later = {name for names in TOGETHER for name in names[1:]}
     for name in detect:
         if name not in later:
             names = first.get(name, (name,))
             heading = ", ".join(f"`[detect.{each}]`" for each in names)
-            yield heading, tuple(tables_in(detect[each].annotation)[0] for each in names)
+            yield heading, tuple(detect[each].tables[0] for each in names)
     yield "`[[respond]]`", (Respond,)
     yield "`when`", (When,)
 
 
-def table_of(tables: tuple[type[Table], ...]) -> str:
+def table_of(tables: tuple[type, ...]) -> str:
     """The table of a section, or nothing for a table without keys.
 
     Where tables of one section differ in a default, all defaults stand in the order of the heading.
     """
-    rows = [list(_rows(table)) for table in tables]
+    keys = [{name: key for name, key in keys_of(each).items() if key.value} for each in tables]
     lines = []
-    for same in zip(*rows, strict=True):
-        key, _, rule, meaning = same[0]
-        assert all((other[0], other[2]) == (key, rule) for other in same)
-        defaults = [each[1] for each in same]
-        default = defaults[0] if len(set(defaults)) == 1 else " / ".join(defaults)
-        lines.append(f"| `{key}` | {default} | {rule} | {meaning} |")
+    for name, key in keys[0].items():
+        same = [each[name] for each in keys]
+        assert len({short(each.value.rule) for each in same if each.value}) == 1
+        assert key.value is not None
+        shown = [_shown(each.default) for each in same]
+        default = shown[0] if len(set(shown)) == 1 else " / ".join(shown)
+        meaning = _meaning(tables[0], name)
+        lines.append(f"| `{name}` | {default} | {short(key.value.rule)} | {meaning} |")
     return "\n".join((HEAD, *lines)) if lines else ""
 
 
-def _rows(table: type[Table]) -> Iterator[tuple[str, str, str, str]]:
-    for name, field in table.model_fields.items():
-        if tables_in(field.annotation) or name == "kind":
-            continue
-        key = field.alias or name
-        yield key, _shown(field.default), short(field.metadata[0].rule), _meaning(table, name)
-
-
-def _meaning(table: type[Table], name: str) -> str:
+def _meaning(table: type, name: str) -> str:
     """The docstring without what another column says, and the largest value in terms of a key."""
     text = re.sub(
         r" Static\b.*|, in \([\d, ]+\)(?=\.)|; above \d(?=\.)", "", meaning_of(table, name)
     )
     text = re.sub(r"\bNone\b", f'`"{NONE}"`', text)
-    for rule in table.rules:
+    for rule in getattr(table, "RULES", ()):
         if isinstance(rule, AtMost) and rule.key == name and "at most `" not in text:
             text += f" At most `{rule.limit}`."
     return text
 
 
 def _shown(default: Any) -> str:
-    if default is PydanticUndefined:
+    if default is dataclasses.MISSING:
         return "required"
     if default is None:
         return f'`"{NONE}"`'
@@ -130,14 +125,11 @@ def short(rule: str) -> str:
     return {"true or false": "bool"}.get(rule, rule)
 
 
-def meaning_of(table: type[Table], name: str) -> str:
+def meaning_of(table: type, name: str) -> str:
     """The docstring of a field, on one line."""
-    for model in table.__mro__:
-        core = model.__dict__.get("core")
-        for cls in (model, *(core.__mro__ if core else ())):
-            found = _docstrings(cls).get(name) if cls.__module__.startswith("healcore") else None
-            if found:
-                return found
+    for cls in (table, *([CORE[table]] if table in CORE else ())):
+        if name in _docstrings(cls):
+            return _docstrings(cls)[name]
     raise LookupError(f"{table.__name__}.{name} has no docstring")
 
 

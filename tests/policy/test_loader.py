@@ -24,6 +24,7 @@ from healcore.policy import (
     loads,
     preset_text,
 )
+from healcore.policy.tables import keys_of
 from healcore.runtime.healer import Healer
 from healcore.runtime.host_policy import HostPolicy
 
@@ -102,8 +103,7 @@ def test_an_engine_has_no_values_to_replace():
 
 
 def test_the_keywords_are_the_keys_of_a_file():
-    keys = {field.alias or name for name, field in Policy.model_fields.items()}
-    assert set(get_type_hints(Overrides)) == keys - {"schema"}
+    assert set(get_type_hints(Overrides)) == keys_of(Policy).keys() - {"schema"}
 
 
 def test_a_run_has_the_fingerprint_and_the_text_of_what_it_does():

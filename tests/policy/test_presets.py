@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,5 +162,5 @@ def test_observe_is_default_in_another_mode():
 
 def test_fingerprints_differ_between_presets_and_ignore_name_and_description():
     assert len({fingerprint(load(name)) for name in PRESETS}) == len(PRESETS)
-    renamed = load("default").model_copy(update={"name": "x", "description": "y"})
+    renamed = replace(load("default"), name="x", description="y")
     assert fingerprint(renamed) == fingerprint(load("default"))

@@ -16,9 +16,6 @@ from healcore.core.clipping.fixed import FixedConfig
 from healcore.core.clipping.zclip import ZClipConfig
 
 RULES: dict[str, Any] = {
-    "zclip": ZClipConfig,
-    "fixed": FixedConfig,
-    "autoclip": AutoClipConfig,
-    "adagc": AdaGCConfig,
+    rule.kind: rule for rule in (ZClipConfig, FixedConfig, AutoClipConfig, AdaGCConfig)
 }
 """Clipping rules by their name in a policy file."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from healcore.core import baseline, numerics
 from healcore.core.clipping.fixed import Clip, scale_to
+from healcore.core.ranges import Fraction, Positive, Ratio, Steps
 from healcore.core.signals import Observed
 
 # A ratio of 1.04 rejects more than half of all noisy norms. So an accepted norm cancels eight
@@ -34,15 +35,17 @@ class AdaGCState(NamedTuple):
 class AdaGCConfig(NamedTuple):
     """Parameters of AdaGC."""
 
-    ratio: Any = 1.04
+    ratio: Ratio = 1.04
     """Multiple of gamma to which larger norms are clipped (the paper's lambda_rel)."""
-    ema_decay: Any = 0.99
+    ema_decay: Fraction = 0.99
     """Decay of gamma per step (the paper's beta)."""
-    warmup_steps: Any = 100
+    warmup_steps: Steps = 100
     """Steps of global clipping (the paper's T_start)."""
-    max_norm: Any = 1.0
+    max_norm: Positive = 1.0
     """Global limit during warm-up (the paper's lambda_abs)."""
     shift: baseline.ShiftConfig = _SHIFT
+
+    kind = "adagc"
 
     def init(self, *, groups: int = 0) -> AdaGCState:
         """The state of `groups` tensors at the start of the warm-up."""

@@ -9,12 +9,13 @@ enter: clipped norms would lower the percentile further and further.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import numerics
 from healcore.core.clipping.fixed import Clip, scale_to
+from healcore.core.ranges import Limit, Steps, number
 from healcore.core.signals import Observed
 
 _PER_OCTAVE = 16
@@ -35,12 +36,14 @@ class AutoClipState(NamedTuple):
 class AutoClipConfig(NamedTuple):
     """Parameters of AutoClip."""
 
-    percentile: Any = 10.0
+    percentile: Annotated[Any, number(above=0, below=100)] = 10.0
     """Percentile of the recent norms at which norms are clipped, in (0, 100)."""
-    window: Any = 200
+    window: Steps = 200
     """The histogram covers between one and two times this many norms."""
-    max_norm: Any | None = None
+    max_norm: Limit = None
     """Additional absolute limit, or None."""
+
+    kind = "autoclip"
 
     def init(self, *, groups: int = 0) -> AutoClipState:
         """An empty histogram."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from healcore.core import numerics
+from healcore.core.ranges import Positive
 from healcore.core.signals import Observed
 
 EPSILON = 1e-6  # added to the norm, as in torch and in the papers
@@ -38,8 +39,10 @@ class FixedState(NamedTuple):
 class FixedConfig(NamedTuple):
     """Parameter of fixed clipping."""
 
-    max_norm: Any = 1.0
+    max_norm: Positive = 1.0
     """Largest gradient norm that is not clipped; above 0."""
+
+    kind = "fixed"
 
     def init(self, *, groups: int = 0) -> FixedState:
         """An empty state."""

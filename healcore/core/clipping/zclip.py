@@ -15,12 +15,13 @@ Differences from the paper (reasons and numbers: docs/detectors.md, docs/recipes
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import baseline, numerics
 from healcore.core.clipping.fixed import Clip, scale_to
+from healcore.core.ranges import Fraction, Limit, NotNegative, Positive, Steps, one_of
 from healcore.core.signals import Observed
 
 
@@ -36,20 +37,22 @@ class ZClipState(NamedTuple):
 class ZClipConfig(NamedTuple):
     """Parameters of ZClip."""
 
-    z_threshold: Any = 2.5
+    z_threshold: Positive = 2.5
     """z-score above which a norm is a spike (paper: 2.5; 2.0 at learning rates >= 3e-3)."""
-    ema_decay: Any = 0.97
+    ema_decay: Fraction = 0.97
     """Decay of mean and variance per step, in (0, 1)."""
-    warmup_steps: Any = 25
+    warmup_steps: Steps = 25
     """Number of positive finite norms averaged before the z-score is used."""
-    target: str = "reciprocal"
+    target: Annotated[str, one_of("reciprocal", "mean", "max")] = "reciprocal"
     """Norm to which a spike is reduced: reciprocal, mean or max. Static."""
-    max_norm: Any | None = 1.0
+    max_norm: Limit = 1.0
     """Additional absolute limit, also during the warm-up, or None."""
-    min_rel_std: Any = 0.01
+    min_rel_std: NotNegative = 0.01
     """Floor of sigma as a fraction of the mean."""
     shift: baseline.ShiftConfig = baseline.ShiftConfig()
     """When repeatedly clipped norms become the new level."""
+
+    kind = "zclip"
 
     def init(self, *, groups: int = 0) -> ZClipState:
         """The state at the start of the warm-up."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from healcore.core import numerics
 from healcore.core.detectors import noise
+from healcore.core.ranges import Positive, Steps
 from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
 from healcore.core.verdict import Cause, Reading
@@ -34,12 +35,12 @@ class DivergenceState(NamedTuple):
 class DivergenceConfig(NamedTuple):
     """Thresholds of the divergence detector."""
 
-    rise: Any = 6.0
+    rise: Positive = 6.0
     """Height of the trend above the best level, in units of the noise. It also limits the distance
     of one step from the trend."""
-    patience: Any = 72
+    patience: Steps = 72
     """Elevated steps minus recovering steps that raise the alarm."""
-    window: Any = noise.WINDOW
+    window: Steps = noise.WINDOW
     """Steps learnt before a rise counts; the weight of a step in the trend is 1 / window."""
 
     CAUSE = Cause.DIVERGENCE

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import baseline, numerics
+from healcore.core.ranges import (
+    AtMost,
+    Fraction,
+    Limit,
+    NotNegative,
+    NumberUnless,
+    Steps,
+    number,
+    whole,
+)
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading
 
@@ -34,21 +44,25 @@ class GradEmaConfig(NamedTuple):
     learnt, and the warm-up is robust (`baseline`).
     """
 
-    ratio: Any | None = 20.0
+    ratio: Annotated[Any | None, number(above=1, none=True)] = 20.0
     """Smallest ratio of an outlier to the average, or None for no such test."""
-    sigmas: Any | None = None
+    sigmas: Limit = None
     """Height of an outlier above the average in standard deviations, or None for no such test."""
-    ema_decay: Any = 0.99
+    ema_decay: Fraction = 0.99
     """Decay of average and variance per accepted step."""
-    warmup_steps: Any = 1
+    warmup_steps: Steps = 1
     """Number of norms learnt before any is judged."""
-    min_rel_std: Any = 0.01
+    min_rel_std: NotNegative = 0.01
     """Floor of the standard deviation as a fraction of the average."""
-    sustain: Any = 5
+    sustain: Annotated[Any, whole(1, 1_000_000)] = 5
     """Consecutive rejections (leaky count) that make the alarm sustained."""
     shift: baseline.ShiftConfig = baseline.ShiftConfig()
     """When repeatedly rejected norms become the new level."""
 
+    RULES = (
+        NumberUnless("ratio", "sigmas", "none", "ratio = 20.0, or sigmas = 20.0"),
+        AtMost("sustain", "shift.patience", "longer", "from then on the high norm is the level"),
+    )
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
 

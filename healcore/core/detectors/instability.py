@@ -11,12 +11,13 @@ The history restarts after an alarm, and where a change is expected.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import numerics
 from healcore.core.detectors import records
+from healcore.core.ranges import NotNegative, Ratio, Steps, whole
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading
 
@@ -37,14 +38,14 @@ class InstabilityState(NamedTuple):
 class InstabilityConfig(NamedTuple):
     """Thresholds of the instability detector."""
 
-    growth: Any = 0.25
+    growth: NotNegative = 0.25
     """Required growth over the last record, as a share of that record's height above the lowest
     loss."""
-    records: Any = 3
+    records: Annotated[Any, whole(2, 1000)] = 3
     """Records with a large norm that raise the alarm."""
-    norm_ratio: Any = 8.0
+    norm_ratio: Ratio = 8.0
     """Multiple of the usual norm above which the norm at a record is large."""
-    patience: Any = 8
+    patience: Steps = 8
     """Largest interval in steps between two such records."""
 
     CAUSE = Cause.INSTABILITY

@@ -6,11 +6,12 @@ after `escape` alarms in a row.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.ranges import AtMost, Limit, NumberUnless, Ratio, Steps, StepsOrZero, number
 from healcore.core.signals import Observed
 from healcore.core.verdict import NONFINITE, Cause, Reading, flag
 
@@ -61,9 +62,10 @@ class VanishingConfig(NamedTuple):
     normal (a fully masked batch), but `patience` tiny norms in a row are not.
     """
 
-    threshold: Any = 1e-7
+    # The engine sets norms below 1e-12 to zero (numerics.TINY).
+    threshold: Annotated[Any, number(above=1e-12)] = 1e-7
     """Norm below which a gradient counts as vanished."""
-    patience: Any = 20
+    patience: Steps = 20
     """Consecutive steps that raise the alarm."""
 
     CAUSE = Cause.GRAD_VANISHING
@@ -107,16 +109,17 @@ class LossCeilingConfig(NamedTuple):
     nothing (docs/recipes.md). The rule needs no escape, because it learns only the first steps.
     """
 
-    ceiling: Any | None = None
+    ceiling: Annotated[Any | None, number(none=True)] = None
     """Largest normal loss, or None for no fixed level."""
-    first_steps: Any = 100
+    first_steps: StepsOrZero = 100
     """Number of first steps whose largest loss is a second ceiling, or 0 for no such ceiling. These
     steps are not judged, because a high loss of an untrained model is normal."""
-    first_ratio: Any = 1.0
+    first_ratio: Ratio = 1.0
     """Factor of the second ceiling; for a loss of at most 0 it applies to the absolute value."""
-    sustain: Any = 3
+    sustain: Steps = 3
     """Consecutive steps above a ceiling that make the alarm sustained."""
 
+    RULES = (NumberUnless("ceiling", "first_steps", "0", "ceiling = 5.0, or first_steps = 100"),)
     CAUSE = Cause.DIVERGENCE
     NEEDS = frozenset({"loss"})
 
@@ -155,17 +158,21 @@ class GradCeilingConfig(NamedTuple):
     frozen network).
     """
 
-    ceiling: Any | None = None
+    ceiling: Limit = None
     """Largest normal norm, or None for no fixed limit."""
-    first_ratio: Any | None = 10.0
+    first_ratio: Annotated[Any | None, number(least=1, none=True)] = 10.0
     """Smallest ratio of an outlier to the largest of the first norms, or None for no such test."""
-    first_steps: Any = 100
+    first_steps: Steps = 100
     """Number of first norms."""
-    sustain: Any = 5
+    sustain: Steps = 5
     """Consecutive alarms that make the alarm sustained."""
-    escape: Any = 100
+    escape: Steps = 100
     """Consecutive alarms after which the first norms are learnt again."""
 
+    RULES = (
+        NumberUnless("ceiling", "first_ratio", "none", "ceiling = 100.0, or first_ratio = 10.0"),
+        AtMost("sustain", "escape", "longer", "from then on the first norms are learnt again"),
+    )
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
 

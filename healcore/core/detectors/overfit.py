@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.ranges import Fraction, Positive, Steps
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading
 
@@ -27,11 +28,11 @@ class OverfitState(NamedTuple):
 class OverfitConfig(NamedTuple):
     """Thresholds of the overfitting detector."""
 
-    max_gap: Any = 2.0
+    max_gap: Positive = 2.0
     """Largest normal difference of evaluation loss and smoothed training loss."""
-    patience: Any = 2
+    patience: Steps = 2
     """Consecutive high evaluations that raise the alarm."""
-    ema_decay: Any = 0.98
+    ema_decay: Fraction = 0.98
     """Decay of the smoothed training loss per step."""
 
     CAUSE = Cause.OVERFIT

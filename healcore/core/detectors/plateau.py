@@ -7,11 +7,12 @@ for a vocabulary of V. A window within `chance_margin` of it is a plateau too.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.ranges import NotNegative, Positive, Steps, number, whole
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading
 
@@ -32,15 +33,15 @@ class PlateauState(NamedTuple):
 class PlateauConfig(NamedTuple):
     """Thresholds of the plateau detector."""
 
-    window: Any = 500
+    window: Annotated[Any, whole(2)] = 500
     """Steps per window."""
-    patience: Any = 3
+    patience: Steps = 3
     """Consecutive windows without improvement that raise the alarm."""
-    min_improvement: Any = 0.1
+    min_improvement: NotNegative = 0.1
     """Smallest gain of a better window, in mean absolute step-to-step changes."""
-    chance_level: Any | None = None
+    chance_level: Annotated[Any | None, number(none=True)] = None
     """Loss of guessing, for example 0.6931 (ln 2), or None for no such comparison."""
-    chance_margin: Any = 0.01
+    chance_margin: Positive = 0.01
     """Largest distance from `chance_level` that counts as guessing."""
 
     CAUSE = Cause.PLATEAU

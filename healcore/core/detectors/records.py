@@ -15,11 +15,12 @@ accepted, and another alarm needs new evidence.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.ranges import Fraction, NotNegative, number, whole
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading
 
@@ -80,14 +81,14 @@ class RecordsState(NamedTuple):
 class RecordsConfig(NamedTuple):
     """Thresholds of the records detector."""
 
-    alpha: Any = 1e-3
+    alpha: Annotated[Any, number(least=1e-9, below=1)] = 1e-3
     """Largest probability of any alarm in an endless exchangeable run."""
-    record_rate: Any = 0.5
+    record_rate: Fraction = 0.5
     """Probability of a record per step in a run with damage."""
-    growth: Any = 0.25
+    growth: NotNegative = 0.25
     """Required growth over the last record, as a share of that record's height above the lowest
     loss."""
-    warmup_steps: Any = 3
+    warmup_steps: Annotated[Any, whole(1, 1000)] = 3
     """Number of steps learnt before a record counts."""
 
     CAUSE = Cause.RECORDS

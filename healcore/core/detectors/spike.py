@@ -9,12 +9,13 @@ decayed sum of votes above `evidence` is `sustained`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import numerics
 from healcore.core.detectors import noise
+from healcore.core.ranges import Positive, Steps, number
 from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
 from healcore.core.verdict import Cause, Reading
@@ -39,14 +40,14 @@ class SpikeState(NamedTuple):
 class LossSpikeConfig(NamedTuple):
     """One bad batch, or a sustained rise of the loss above the run's own noise."""
 
-    z_threshold: Any = 5.5
-    """Initial threshold: height above the level, in units of the noise, from which a value is an
-    outlier. At twice the threshold the vote is full. See also `MIN_THRESHOLD_SHARE`."""
-    evidence: Any = 2.0
+    z_threshold: Positive = 5.5
+    """Height above the level, in units of the noise, from which a value is an outlier; at twice
+    the height its vote is full. The run's own outliers move the threshold."""
+    evidence: Annotated[Any, number(above=0, most=15)] = 2.0
     """Sum of votes above which a spike is sustained."""
-    window: Any = noise.WINDOW
+    window: Steps = noise.WINDOW
     """Number of values learnt before any is judged; later values have the weight 1 / window."""
-    min_noise: Any = noise.SMALL
+    min_noise: Positive = noise.SMALL
     """Smallest noise, as a share of the level."""
 
     CAUSE = Cause.LOSS_SPIKE
@@ -68,10 +69,10 @@ class GradSpikeConfig(NamedTuple):
     before the loss peak). Norms of 0 are neither judged nor learnt.
     """
 
-    z_threshold: Any = LossSpikeConfig().z_threshold
-    evidence: Any = LossSpikeConfig().evidence
-    window: Any = LossSpikeConfig().window
-    min_noise: Any = 0.18
+    z_threshold: Positive = LossSpikeConfig().z_threshold
+    evidence: Annotated[Any, number(above=0, most=15)] = LossSpikeConfig().evidence
+    window: Steps = LossSpikeConfig().window
+    min_noise: Positive = 0.18
     """Smallest noise, as a share of the level: an alarm is three times the level or more."""
 
     CAUSE = Cause.GRAD_SPIKE

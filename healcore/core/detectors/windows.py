@@ -8,13 +8,16 @@ backend, with the error of a pairwise sum.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.ranges import AtMost, NotNegative, OnOff, Positive, Steps, number, whole
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading
+
+_WARMUP_IN_WINDOW = AtMost("warmup_steps", "window", "longer", "the window never holds more values")
 
 
 class Window(NamedTuple):
@@ -109,17 +112,21 @@ class LossRatioConfig(NamedTuple):
     of zeros judges nothing.
     """
 
-    ratio: Any = 2.0
+    ratio: Annotated[Any, number(above=1)] = 2.0
     """Multiple of the mean from which a loss is an outlier; above 1."""
-    window: int = 100
+    window: Annotated[int, whole(1, 4096)] = 100
     """Number of accepted losses in the window. Static: it is the length of an array."""
-    warmup_steps: Any = 25
+    warmup_steps: Steps = 25
     """Number of losses learnt before any is judged; at most `window`."""
-    sustain: Any = 5
+    sustain: Steps = 5
     """Consecutive outliers that make the alarm sustained."""
-    escape: Any = 25
+    escape: Steps = 25
     """Consecutive outliers after which the window restarts at the current loss."""
 
+    RULES = (
+        _WARMUP_IN_WINDOW,
+        AtMost("sustain", "escape", "longer", "from then on the high loss is the level"),
+    )
     CAUSE = Cause.LOSS_SPIKE
     NEEDS = frozenset({"loss"})
 
@@ -176,19 +183,20 @@ class LossWindowConfig(NamedTuple):
     of m.
     """
 
-    sigmas: Any = 6.0
+    sigmas: Positive = 6.0
     """Standard deviations above the mean from which a value is an outlier."""
-    window: int = 128
+    window: Annotated[int, whole(2, 4096)] = 128
     """Number of values in the window. Static: it is the length of an array."""
-    warmup_steps: Any = 64
+    warmup_steps: Annotated[Any, whole(2, 4096)] = 64
     """Number of values in the window before any is judged; at most `window`."""
-    bessel: bool = True
+    bessel: OnOff = True
     """Whether the variance divides by n - 1 (OLMo, MaxText), not by n (Levanter). Static."""
-    min_rel_std: Any = 1e-4
+    min_rel_std: NotNegative = 1e-4
     """Floor of the standard deviation as a fraction of the mean."""
-    sustain: Any = 5
+    sustain: Steps = 5
     """Consecutive outliers that make the alarm sustained."""
 
+    RULES = (_WARMUP_IN_WINDOW,)
     CAUSE = Cause.LOSS_SPIKE
     NEEDS = frozenset({"loss"})
 

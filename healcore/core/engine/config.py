@@ -6,7 +6,9 @@ thousands of variants.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from healcore.core.ranges import AtMost, Fraction, OnOff, Steps, StepsOrZero, number
 
 
 class RuleConfig(NamedTuple):
@@ -31,9 +33,9 @@ class RuleConfig(NamedTuple):
 class IncidentConfig(NamedTuple):
     """Where one incident ends and the next begins."""
 
-    quiet_steps: Any = 20
+    quiet_steps: Steps = 20
     """Steps without an alarm that close an incident."""
-    patience: Any = 50
+    patience: Steps = 50
     """Alarms after an order, in the same incident, until recovery escalates."""
 
 
@@ -51,19 +53,22 @@ class RollbackConfig(NamedTuple):
 class LrConfig(NamedTuple):
     """Cuts of the learning rate, and the ramp after a cut."""
 
-    factor: Any = 0.5
+    factor: Fraction = 0.5
     """Factor of one cut, in (0, 1)."""
-    floor: Any = 0.1
+    floor: Annotated[Any, number(above=0, most=1)] = 0.1
     """Lower limit of the multiplier."""
-    hold_steps: Any = 100
+    hold_steps: StepsOrZero = 100
     """Healthy steps at the cut rate before the ramp."""
-    ramp_steps: Any = 200
+    ramp_steps: StepsOrZero = 200
     """Healthy steps of the linear ramp to exactly 1.0, or to the ceiling."""
-    ceiling: Any = 0.0
+    ceiling: Annotated[Any, number(least=0, most=1)] = 0.0
     """Upper limit of the ramp as a fraction of the rate at the cut; long health raises it. With 0
     the ramp ends at the full schedule, even if that rate broke the run."""
-    reset_moments: bool = False
-    """Whether the adapters reset the optimizer's moments at a cut. Static."""
+    reset_moments: OnOff = False
+    """A cut also resets the optimizer's moments and the counters of their bias correction.
+    Static."""
+
+    RULES = (AtMost("floor", "factor", "larger", "a larger floor would limit the first cut"),)
 
 
 class BudgetConfig(NamedTuple):

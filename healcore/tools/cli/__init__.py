@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import healcore
-from healcore.tools.cli import demo, events, policy, probe, replay, report, sweep
+from healcore.tools.cli import demo, events, policy, probe, replay, report
 from healcore.tools.terminal import echo
 
 __all__ = ["app", "main"]
@@ -28,7 +28,7 @@ app.add_typer(probe.app, name="probe")
 app.command("demo")(demo.demo)
 app.command("replay")(replay.replay)
 app.command("report")(report.report)
-app.command("sweep")(sweep.sweep)
+app.command("sweep")(replay.sweep)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,6 +1,6 @@
 """The command `healcore demo`.
 
-Exit status: 0 all claims hold, 1 a claim does not hold, 2 the demo could not run.
+Exit status: 0 the runs ended, 2 the demo could not run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def demo(
 
     frameworks = ("torch", "jax") if framework is _Framework.BOTH else (framework.value,)
     try:
-        result = run_demo(out, frameworks=frameworks, steps=steps)
+        run_demo(out, frameworks=frameworks, steps=steps)
     except (MissingExtraError, DemoError, OSError) as error:
         fail(f"healcore demo: {error}")
-    raise typer.Exit(0 if all(claim.holds for claim in result.claims) else 1)

@@ -36,7 +36,7 @@ def list_() -> None:
     table = Table("preset", "mode", "clip", "what it does", box=None, pad_edge=False)
     for policy in map(load, preset_names()):
         # Text, because rich interprets brackets in a str as markup.
-        table.add_row(policy.name, policy.mode, _clip_text(policy), Text(policy.description))
+        table.add_row(policy.name, policy.mode, policy.clip.kind, Text(policy.description))
     printer.print(table)
     table = Table(box=None, pad_edge=False)
     table.add_column("published recipe", no_wrap=True)
@@ -79,7 +79,7 @@ def check(
             rules = len(policy.respond)
             watched = ", ".join(to_dict(policy)["detect"]) or "nothing"
             echo(
-                f"{name}: ok ({policy.mode}, clip {_clip_text(policy)}, watches {watched}; "
+                f"{name}: ok ({policy.mode}, clip {policy.clip.kind}, watches {watched}; "
                 f"{rules} rule{'s' if rules != 1 else ''}; {fingerprint(policy)})"
             )
     raise typer.Exit(status)
@@ -112,9 +112,3 @@ def _load(name: str, pairs: list[str] | None = None) -> Policy:
 
 def _cell(value: Any) -> Text:
     return Text("-" if value is None else json.dumps(value, ensure_ascii=False))
-
-
-def _clip_text(policy: Policy) -> str:
-    """Returns the kind of `clip`."""
-    rule = policy.clip.rule()
-    return rule[0] if rule else policy.clip.kind

@@ -37,48 +37,41 @@ def read_spec(path: Path) -> dict[str, Any]:
         raise ProbeError(f"{path} cannot be read as a TOML spec: {reason}") from None
 
 
-class LossInputs(BaseModel):
-    """Inputs of the loss probe. The defaults pass healthy runs with any noise."""
+def _option(default: Any, description: str, **bounds: float) -> Any:
+    return Field(default=default, description=description, **bounds)  # type: ignore[call-overload]
 
+
+class _Inputs(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    min_steps: int = Field(
-        default=10, ge=4, description="A curve with fewer finite values is not judged."
-    )
-    max_final_loss: float | None = Field(
-        default=None, description="FAIL if the end is larger; no bound by default."
-    )
+
+class LossInputs(_Inputs):
+    """Inputs of the loss probe. The defaults pass healthy runs with any noise."""
+
+    min_steps: int = _option(10, "A curve with fewer finite values is not judged.", ge=4)
+    max_final_loss: float | None = _option(None, "FAIL if the end is larger; no bound by default.")
     # Checked only for losses above 0.
-    max_convergence_ratio: float = Field(
-        default=1.0, gt=0, description="WARN if end / start is larger."
-    )
+    max_convergence_ratio: float = _option(1.0, "WARN if end / start is larger.", gt=0)
     # A curve that alternates between two values has -3.
-    min_smoothness: float = Field(
-        default=-2.0, le=1, description="WARN if the smoothness is lower; pure noise has -1."
+    min_smoothness: float = _option(
+        -2.0, "WARN if the smoothness is lower; pure noise has -1.", le=1
     )
-    trend_sigmas: float = Field(
-        default=3.0, gt=0, description="Standard deviations from which a rise or fall counts."
+    trend_sigmas: float = _option(
+        3.0, "Standard deviations from which a rise or fall counts.", gt=0
     )
-    warn_regret: float = Field(
-        default=0.1, ge=0, description="WARN if a larger fraction of the improvement is lost."
+    warn_regret: float = _option(0.1, "WARN if a larger fraction of the improvement is lost.", ge=0)
+    fail_regret: float = _option(0.5, "FAIL if a larger fraction is lost.", ge=0)
+    event_sigmas: float = _option(
+        EVENT_SIGMAS, "Smallest height of an instability event, in noise units.", gt=0
     )
-    fail_regret: float = Field(default=0.5, ge=0, description="FAIL if a larger fraction is lost.")
-    event_sigmas: float = Field(
-        default=EVENT_SIGMAS,
-        gt=0,
-        description="Smallest height of an instability event, in noise units.",
+    rolling_window: int = _option(
+        16, "Number of preceding values whose median is the level of a value.", ge=4, le=1000
     )
-    rolling_window: int = Field(
-        default=16,
-        ge=4,
-        le=1000,
-        description="Number of preceding values whose median is the level of a value.",
-    )
-    max_events: int = Field(default=0, ge=0, description="WARN if there are more events.")
+    max_events: int = _option(0, "WARN if there are more events.", ge=0)
     # A curve that ends in NaN or Inf always fails.
-    max_nonfinite: int = Field(default=0, ge=0, description="WARN if more values are NaN or Inf.")
-    weights: dict[LossCheck, Annotated[float, Field(ge=0)]] = Field(
-        default={}, description="Weight of each check in the score; the default is 1."
+    max_nonfinite: int = _option(0, "WARN if more values are NaN or Inf.", ge=0)
+    weights: dict[LossCheck, Annotated[float, Field(ge=0)]] = _option(
+        {}, "Weight of each check in the score; the default is 1."
     )
 
     @model_validator(mode="after")
@@ -91,62 +84,45 @@ class LossInputs(BaseModel):
         return self
 
 
-class OptimizerInputs(BaseModel):
+class OptimizerInputs(_Inputs):
     """Inputs of the optimizer probe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    step: int | None = Field(
-        default=None,
-        ge=0,
-        description="Checkpoint of a store; by default the newest known-good checkpoint.",
+    step: int | None = _option(
+        None, "Checkpoint of a store; by default the newest known-good checkpoint.", ge=0
     )
-    min_step: int = Field(default=50, ge=1, description="Moments before this step are not judged.")
-    global_step: int | None = Field(
-        default=None, ge=0, description="Training step, if the state does not contain it."
+    min_step: int = _option(50, "Moments before this step are not judged.", ge=1)
+    global_step: int | None = _option(
+        None, "Training step, if the state does not contain it.", ge=0
     )
-    fail_young: bool = Field(
-        default=False, description="FAIL instead of SKIP before --min-step, or without a step."
-    )
-    fail_nonfinite: int = Field(
-        default=2,
-        ge=1,
-        description="FAIL if at least this many parameters have NaN; WARN if fewer.",
+    fail_young: bool = _option(False, "FAIL instead of SKIP before --min-step, or without a step.")
+    fail_nonfinite: int = _option(
+        2, "FAIL if at least this many parameters have NaN; WARN if fewer.", ge=1
     )
     # A parameter is dead if all its second moments are exactly 0.
-    fail_dead: float = Field(
-        default=0.3,
-        ge=0,
-        le=1,
-        description="FAIL if a larger fraction of layers is dead; WARN if any layer is.",
+    fail_dead: float = _option(
+        0.3, "FAIL if a larger fraction of layers is dead; WARN if any layer is.", ge=0, le=1
     )
     # In robust standard deviations of log v-hat.
-    outlier_sigmas: float = Field(
-        default=5.0, gt=0, description="Smallest distance of an outlier from similar parameters."
+    outlier_sigmas: float = _option(
+        5.0, "Smallest distance of an outlier from similar parameters.", gt=0
     )
     # The first and last layers of healthy networks reach a factor of about 30.
-    outlier_ratio: float = Field(
-        default=50.0, ge=1, description="Smallest factor between an outlier and similar parameters."
+    outlier_ratio: float = _option(
+        50.0, "Smallest factor between an outlier and similar parameters.", ge=1
     )
-    fail_outliers: float = Field(
-        default=0.3,
-        ge=0,
-        le=1,
-        description="FAIL if a larger fraction of layers is outliers; WARN if any layer is.",
+    fail_outliers: float = _option(
+        0.3, "FAIL if a larger fraction of layers is outliers; WARN if any layer is.", ge=0, le=1
     )
-    top: int = Field(default=3, ge=1, description="Number of layers to list.")
+    top: int = _option(3, "Number of layers to list.", ge=1)
 
 
-class CheckpointInputs(BaseModel):
+class CheckpointInputs(_Inputs):
     """Inputs of the checkpoint probe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    step: int | None = Field(default=None, ge=0, description="Only this checkpoint of a store.")
+    step: int | None = _option(None, "Only this checkpoint of a store.", ge=0)
     # Patterns such as `model.*.mask`.
-    nonfinite_ok: tuple[str, ...] = Field(
-        default=(),
-        description="Name or pattern of arrays that may hold NaN and Inf; may be repeated.",
+    nonfinite_ok: tuple[str, ...] = _option(
+        (), "Name or pattern of arrays that may hold NaN and Inf; may be repeated."
     )
     # FAIL without a known-good checkpoint; SKIP if the format does not record it.
-    require_good: bool = Field(default=False, description="Pass only with a known-good checkpoint.")
+    require_good: bool = _option(False, "Pass only with a known-good checkpoint.")

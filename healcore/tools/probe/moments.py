@@ -1,64 +1,98 @@
-"""Measures the moments of each parameter and compares them with the moments of similar parameters.
-
-Similar parameters have the same name in other layers and the same shape. Without names, they have
-the same place in repeated blocks. A healthy bias has other gradients than a healthy embedding.
-
-With three or more similar parameters, log v-hat is compared with their median. The unit is the
-median absolute deviation over all parameters, or over the similar parameters if that is larger.
-Without similar parameters, log v-hat is compared with all parameters in a coarser unit, because the
-embedding of a healthy network may have 400 times the median.
-
-If the moments of many layers rise together, the median is among the risen moments. So if the layers
-form groups, the lowest group is the baseline (`_lowest_group`).
-"""
+"""Finds and measures the moments of Adam-like optimizers in a saved tree."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from healcore.tools.probe.adam_states import AdamState
-from healcore.tools.probe.loss_curve import MAD_TO_SIGMA
-from healcore.tools.probe.parameter_names import Parameter, Shape
+from healcore.plugins.checkpoint_contents import Array, Contents, dotted
 
+Path = tuple[str, ...]
+Shape = tuple[int, ...]
+
+_WRAPPERS = ("value", "raw_value")
+"""Keys under which flax.nnx stores an array."""
 _BETA2 = 0.999
 """Adam's beta2 if the state does not contain it, as the states of optax."""
-_MIN_SIMILAR = 3
-_MIN_SPREAD = 0.1
-"""Lower bound of the spread of log v-hat among similar parameters, which may hardly differ."""
-_MIN_SPREAD_OF_ALL = 1.5
-"""Lower bound of the spread of log v-hat among all parameters, which differ in kind."""
-_LOG_ROUNDING = math.log(1e-10)
-"""log v-hat of rounding errors relative to the largest in the layer: 1e-5 of the gradient."""
-_MIN_PARAMETERS = 4
-_MIN_GAP = math.log(10)
-"""Smallest distance of two groups of layers, because healthy layers differ gradually."""
-_RISEN_FRACTION = 0.3
-"""If a larger fraction of the layers is above the lowest group, that group is the baseline."""
 
 
-class Moments(NamedTuple):
-    """Measurements of the moments of one parameter."""
+class Tree:
+    """The contents of a checkpoint by path."""
 
-    name: str
-    layer: str
-    kind: tuple[str, Shape]
-    """Key for comparisons, see `Parameter`."""
-    size: int
-    nonfinite: int
-    """Number of NaN and Inf in all moments."""
-    negative: int
-    """Number of second moments below 0, which no average of squares can be."""
-    zeros: int
-    """Number of second moments that are exactly 0."""
-    mean: float
-    """Mean of the finite second moments."""
+    def __init__(self, contents: Contents) -> None:
+        self.arrays: dict[Path, Array] = {}
+        for array in contents.arrays:
+            path = array.path
+            if path:
+                self.arrays[path[:-1] if len(path) > 1 and path[-1] in _WRAPPERS else path] = array
+        self.values: Mapping[Path, Any] = contents.values
+        self.groups: dict[Path, dict[str, str]] = {}
+        """Index of the parameter group by optimizer and parameter, in the optimizer's order."""
+        for path, value in self.values.items():
+            if path[-4:-3] == ("param_groups",) and path[-2] == "params":
+                self.groups.setdefault(path[:-4], {})[str(value)] = path[-3]
+
+    def number(self, *paths: Path) -> float | None:
+        """Returns the first value saved as a number or as an array of one element, or None."""
+        for path in paths:
+            value = self.values.get(path)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return float(value) if abs(value) < 1e300 else math.inf
+            array = self.arrays.get(path)
+            if array is not None and array.size == 1:
+                return array.scalar()
+        return None
+
+
+@dataclass
+class Moments:
+    """Adam's moments of one parameter."""
+
+    optimizer: Path
+    key: str
+    """Dotted path of the parameter, or its number."""
+    second: Array
+    others: tuple[Array, ...]
+    """The other moments, which must also be finite."""
     step: float | None
+    """Number of updates, or None if the state lacks the value."""
     beta2: float
+
+    name: str = ""
+    """Name of the parameter, or its group and number."""
+    layer: str = ""
+    """Layer of the parameter, or the numbers of the parameters in the same block."""
+    kind: tuple[str, Shape] = ("", ())
+    """Key for comparisons: equal for the same parameter of similar layers, "" if unknown."""
+
+    size: int = 0
+    nonfinite: int = 0
+    """Number of NaN and Inf in all moments."""
+    negative: int = 0
+    """Number of second moments below 0, which no average of squares can be."""
+    zeros: int = 0
+    """Number of second moments that are exactly 0."""
+    mean: float = math.nan
+    """Mean of the finite second moments."""
+
+    def measure(self, step: float | None) -> None:
+        """Reads the moments. `step` is the default for a missing value."""
+        self.step = step if self.step is None else self.step
+        second = self.second.read()
+        if np.iscomplexobj(second):
+            # For a complex parameter, torch averages squares of real and imaginary parts.
+            second = second.view(np.real(second).dtype)
+        finite = second[np.isfinite(second)]
+        others = sum(int(np.count_nonzero(~np.isfinite(array.read()))) for array in self.others)
+        self.size = len(second)
+        self.nonfinite = len(second) - len(finite) + others
+        self.negative = int(np.count_nonzero(finite < 0))
+        self.zeros = int(np.count_nonzero(finite == 0))
+        self.mean = float(finite.mean(dtype=np.float64)) if len(finite) else math.nan
 
     @property
     def dead(self) -> bool:
@@ -76,136 +110,41 @@ class Moments(NamedTuple):
         return math.log(self.mean) - math.log(correction)
 
 
-def measure(state: AdamState, parameter: Parameter, step: float | None) -> Moments:
-    """Reads the moments of a parameter. `step` is the default for a missing value."""
-    second = state.second.read()
-    if np.iscomplexobj(second):
-        # For a complex parameter, torch averages squares of real and imaginary parts separately.
-        second = second.view(np.real(second).dtype)
-    finite = second[np.isfinite(second)]
-    others = sum(int(np.count_nonzero(~np.isfinite(array.read()))) for array in state.others)
-    return Moments(
-        name=parameter.name,
-        layer=parameter.layer,
-        kind=parameter.kind,
-        size=len(second),
-        nonfinite=len(second) - len(finite) + others,
-        negative=int(np.count_nonzero(finite < 0)),
-        zeros=int(np.count_nonzero(finite == 0)),
-        mean=float(finite.mean(dtype=np.float64)) if len(finite) else math.nan,
-        step=step if state.step is None else state.step,
-        beta2=_BETA2 if state.beta2 is None else state.beta2,
-    )
+def find_moments(tree: Tree) -> list[Moments]:
+    """Finds the moments of Adam-like optimizers: torch, then optax, in saved order."""
+    return [*_torch_moments(tree), *_optax_moments(tree)]
 
 
-class Deviation(NamedTuple):
-    """Comparison of one parameter with similar parameters."""
-
-    name: str
-    layer: str
-    rms: float
-    """Square root of v-hat: the RMS of the gradients."""
-    ratio: float
-    """v-hat divided by the v-hat of similar parameters."""
-    sigmas: float
-    """log(ratio) in robust standard deviations."""
-    similar: bool
-    """Whether the parameter has at least two similar parameters."""
-    risen: bool
-    """Whether the layer is in a group of layers above the baseline."""
-
-
-def find_rounding(moments: Iterable[Moments]) -> set[str]:
-    """Names the parameters whose gradients are rounding errors, such as a bias before a norm."""
-    logs = [(each, log) for each in moments if (log := each.log_v_hat) is not None]
-    largest: dict[str, float] = {}
-    for each, log in logs:
-        largest[each.layer] = max(log, largest.get(each.layer, log))
-    return {each.name for each, log in logs if log - largest[each.layer] < _LOG_ROUNDING}
+def _torch_moments(tree: Tree) -> Iterator[Moments]:
+    for path, array in tree.arrays.items():
+        # bitsandbytes names the moments state1 and state2; its 8-bit states are integers.
+        if path[-1] == "exp_avg_sq":
+            names = ("exp_avg", "max_exp_avg_sq")
+        elif path[-1] == "state2" and "float" in array.dtype:
+            names = ("state1",)
+        else:
+            continue
+        state = path[:-1]
+        last = len(state) - 1
+        at = max((at for at, key in enumerate(state[:-1]) if key == "state"), default=last)
+        optimizer, key = state[:at], dotted(state[at + 1 :] or state[at:])
+        group = tree.groups.get(optimizer, {}).get(key, key)
+        hyper = (*optimizer, "param_groups", *group.split("."))
+        others = (tree.arrays.get((*state, name)) for name in names)
+        step = tree.number((*state, "step"), (*hyper, "step"))
+        beta2 = tree.number((*hyper, "betas", "1"))
+        beta2 = _BETA2 if beta2 is None else beta2
+        yield Moments(optimizer, key, array, tuple(filter(None, others)), step, beta2)
 
 
-def deviations(moments: Iterable[Moments]) -> list[Deviation]:
-    """Compares parameters that are not dead; returns an empty list for fewer than four."""
-    logs = [(each, log) for each in moments if (log := each.log_v_hat) is not None]
-    if len(logs) < _MIN_PARAMETERS:
-        return []
-    members: dict[tuple[str, Shape], list[tuple[str, float]]] = {}
-    for each, log in logs:
-        members.setdefault(each.kind, []).append((each.layer, log))
-    members = {kind: found for kind, found in members.items() if len(found) >= _MIN_SIMILAR}
-    centre = float(np.median([log for _, log in logs]))
-    spread_of_all = _spread([log - centre for _, log in logs], _MIN_SPREAD_OF_ALL)
-    baselines = _baselines(members)
-    by_kind = {
-        kind: np.array([log for layer, log in found if layer in baselines[kind]])
-        for kind, found in members.items()
-    }
-    centres = {kind: float(np.median(found)) for kind, found in by_kind.items()}
-    residuals = [found - centres[kind] for kind, found in by_kind.items()]
-    within = _spread(np.concatenate(residuals), _MIN_SPREAD) if residuals else _MIN_SPREAD
-    # Some parameters vary more between layers than others (the first bias of a block).
-    spreads = {kind: _spread(found - centres[kind], within) for kind, found in by_kind.items()}
-    found = []
-    for each, log in logs:
-        distance = log - centres.get(each.kind, centre)
-        found.append(
-            Deviation(
-                each.name,
-                each.layer,
-                math.exp(log / 2),
-                math.exp(min(distance, 700.0)),
-                distance / spreads.get(each.kind, spread_of_all),
-                each.kind in members,
-                each.kind in members and each.layer not in baselines[each.kind] and distance > 0,
-            )
-        )
-    return found
-
-
-def _baselines(
-    members: Mapping[tuple[str, Shape], Sequence[tuple[str, float]]],
-) -> dict[tuple[str, Shape], set[str]]:
-    """Returns the baseline layers for each kind of parameter.
-
-    The level of a layer is the median over its parameters. If layers form no groups by level, each
-    kind of parameter has its own baseline.
-    """
-    named = {kind: found for kind, found in members.items() if kind[0]}
-    logs: dict[str, list[float]] = {}
-    for found in named.values():
-        middle = float(np.median([log for _, log in found]))
-        for layer, log in found:
-            logs.setdefault(layer, []).append(log - middle)
-    low = _lowest_group(logs)
-    baselines = {}
-    for kind, found in members.items():
-        layers = {layer for layer, _ in found}
-        if kind in named and len(low) == len(logs):
-            own: dict[str, list[float]] = {}
-            for layer, log in found:
-                own.setdefault(layer, []).append(log)
-            layers = _lowest_group(own)
-        elif kind in named:
-            layers = low & layers or layers
-        baselines[kind] = layers
-    return baselines
-
-
-def _lowest_group(logs: Mapping[str, Sequence[float]]) -> set[str]:
-    """Returns the layers of the lowest group, or all layers if few layers are above that group.
-
-    A group has at least two layers, and a gap of `_MIN_GAP` separates it from the next group.
-    """
-    levels = sorted((float(np.median(found)), layer) for layer, found in logs.items())
-    groups = [levels[:1]]
-    for before, level in pairwise(levels):
-        if level[0] - before[0] > _MIN_GAP:
-            groups.append([])
-        groups[-1].append(level)
-    low, *above = [group for group in groups if len(group) > 1] or [levels]
-    risen = sum(map(len, above)) > _RISEN_FRACTION * len(levels)
-    return {layer for _, layer in (low if risen else levels)}
-
-
-def _spread(values: Sequence[float] | np.ndarray, least: float) -> float:
-    return max(MAD_TO_SIGMA * float(np.median(np.abs(values))), least)
+def _optax_moments(tree: Tree) -> Iterator[Moments]:
+    for path, array in tree.arrays.items():
+        for at in (at for at, name in enumerate(path) if name == "nu"):
+            optimizer, parameter = path[:at], path[at + 1 :]
+            first = tree.arrays.get((*optimizer, "mu", *parameter))
+            if first is not None and first.shape == array.shape:
+                largest = tree.arrays.get((*optimizer, "nu_max", *parameter))
+                others = tuple(filter(None, (first, largest)))
+                step = tree.number((*optimizer, "count"))
+                yield Moments(optimizer, dotted(parameter), array, others, step, _BETA2)
+                break

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from healcore.tools.probe.adam_states import AdamState, Tree, adam_states
 from healcore.tools.probe.formats import TRAINING_FACTS, open_contents
 from healcore.tools.probe.inputs import OptimizerInputs
 from healcore.tools.probe.limited_process import probe_paths
-from healcore.tools.probe.moments import Deviation, Moments, deviations, find_rounding, measure
+from healcore.tools.probe.moments import Moments, Tree, find_moments
+from healcore.tools.probe.outliers import Deviation, deviations, find_rounding
 from healcore.tools.probe.parameter_names import name_parameters
 from healcore.tools.probe.result import (
     FAIL,
@@ -37,16 +37,16 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     """Runs the probe in the current process, without limits. Raises any exception for damage."""
     contents = open_contents(path, inputs.step)
     tree = Tree(contents)
-    found = adam_states(tree)
-    states = [state for state in found if state.second.size and "int" not in state.second.dtype]
-    if not states:
+    found = find_moments(tree)
+    moments = [each for each in found if each.second.size and "int" not in each.second.dtype]
+    if not moments:
         why = "; ".join([_no_moments(tree, found), *contents.notes])
         raise NothingToProbe(f"{path} has no second moments to judge: {why}")
     training = _training(tree)
     step = training.get("global_step") if inputs.global_step is None else inputs.global_step
-    step = None if step is None else float(step)
-    names = name_parameters(tree, states)
-    moments = [measure(*pair, step) for pair in zip(states, names, strict=True)]
+    name_parameters(tree, moments)
+    for each in moments:
+        each.measure(None if step is None else float(step))
     age = _step(moments, inputs)
     checks = [age, _finite(moments, inputs)]
     compared: list[Deviation] = []
@@ -91,7 +91,7 @@ def _training(tree: Tree) -> dict[str, Any]:
     return {name: found[name] for name in TRAINING_FACTS if name in found}
 
 
-def _no_moments(tree: Tree, found: Sequence[AdamState]) -> str:
+def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
     """Reason why no state can be judged."""
     if found:
         kinds = first_three(sorted({state.second.dtype for state in found}))

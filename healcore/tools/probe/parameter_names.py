@@ -8,61 +8,48 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
 from healcore.plugins.checkpoint_contents import dotted
-from healcore.tools.probe.adam_states import AdamState, Path, Tree
+from healcore.tools.probe.moments import Moments, Shape, Tree
 
 _NUMBER = re.compile(r"\d+")
 _MIN_BLOCKS, _MAX_BLOCK_SIZE = 3, 256
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
-Shape = tuple[int, ...]
-Named = list[tuple[str, Shape]]
+Model = list[tuple[str, Shape]]
 """Names and shapes of parameters."""
 
 
-class Parameter(NamedTuple):
-    """Name, layer and kind of a parameter."""
+def name_parameters(tree: Tree, moments: Sequence[Moments]) -> None:
+    """Sets the name, layer and kind of the parameters."""
+    optimizers: dict[tuple[str, ...], dict[str, Moments]] = {}
+    for each in moments:
+        optimizers.setdefault(each.optimizer, {})[each.key] = each
+    models = _models(tree, list(optimizers))
+    for optimizer, members in optimizers.items():
+        groups: dict[str, list[str]] = {}
+        listed = tree.groups.get(optimizer, {})
+        for key in [*listed, *(key for key in members if key not in listed)]:
+            if key.isdecimal():
+                groups.setdefault(listed.get(key, "0"), []).append(key)
+            elif key in members:
+                _set_name(members[key], key or "parameter")
+        for group, numbers in groups.items():
+            place = (*optimizer, "param_groups", group, "param_names")
+            names = [tree.values.get((*place, str(at))) for at in range(len(numbers))]
+            _name_group(group, numbers, [members.get(each) for each in numbers], names, models)
+        if len(optimizers) > 1:
+            for each in members.values():
+                each.name = f"{dotted(optimizer)}: {each.name}"
+                each.layer = f"{dotted(optimizer)}: {each.layer}"
 
-    name: str
-    """The name, or the group and number of a parameter without a name."""
-    layer: str
-    """The layer, or the numbers of the parameters in the same block."""
-    kind: tuple[str, Shape]
-    """Key for comparisons: equal for the same parameter of similar layers, "" if unknown."""
 
-
-class RepeatedBlocks(NamedTuple):
-    """`count` consecutive blocks of `size` parameters each, with equal shapes in every block."""
-
-    start: int
-    size: int
-    count: int
-
-
-def name_parameters(tree: Tree, states: Sequence[AdamState]) -> list[Parameter]:
-    """Returns the name, layer and kind of the parameter of each state."""
-    shapes: dict[Path, dict[str, Shape]] = {}
-    for state in states:
-        shapes.setdefault(state.optimizer, {})[dotted(state.parameter)] = state.second.shape
-    models = _models(tree, shapes)
-    known = {
-        optimizer: _of_optimizer(tree, optimizer, found, models)
-        for optimizer, found in shapes.items()
-    }
-    parameters = []
-    for state in states:
-        parameter = known[state.optimizer][dotted(state.parameter)]
-        if len(shapes) > 1:
-            prefix = f"{dotted(state.optimizer)}: "
-            name, layer, kind = parameter
-            parameter = Parameter(prefix + name, prefix + layer, kind)
-        parameters.append(parameter)
-    return parameters
+def _set_name(moments: Moments, name: str) -> None:
+    moments.name, moments.layer = name, layer_of(name)
+    moments.kind = (_NUMBER.sub("*", name), moments.second.shape)
 
 
 def layer_of(name: str) -> str:
@@ -78,14 +65,55 @@ def layer_of(name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
-def find_blocks(shapes: Sequence[Shape | None]) -> RepeatedBlocks:
-    """Finds the longest run of at least three equal blocks; without a run `count` is 0.
+def _name_group(
+    group: str,
+    numbers: Sequence[str],
+    members: Sequence[Moments | None],
+    names: Sequence[str | None],
+    models: Sequence[tuple[Model, bool]],
+) -> None:
+    """Names the parameters of one group. A parameter without state is None."""
+    shapes = [each and each.second.shape for each in members]
+    start, size, count = find_blocks(shapes)
+    layers: list[tuple[str, Model]] = []
+    if not all(names):
+        equal = [model for model, ordered in models if ordered and _has_shapes(model, shapes)]
+        names = [name for name, _ in equal[0]] if equal else [None] * len(shapes)
+        blocks = [shapes[at : at + size] for at in range(start, start + count * size, size or 1)]
+        layers = next(filter(None, (_layers_of(model, blocks) for model, _ in models)), [])
+    for at, (number, each, name) in enumerate(zip(numbers, members, names, strict=True)):
+        block, place = divmod(at - start, size) if size else (-1, 0)
+        if each is None:
+            continue
+        if name:
+            _set_name(each, name)
+            continue
+        shape = each.second.shape
+        each.name = each.layer = f"group {group}, parameter {number}"
+        each.kind = ("", shape)
+        if 0 <= block < count:
+            each.kind = (f"group {group}, place {place}", shape)
+            if layers:
+                each.layer, layer = layers[block]
+                same = [name for name, of in layer if of == shape]
+                unknown = f"{each.layer}.* (parameter {number})"
+                each.name = same[0] if len(same) == 1 else unknown
+            elif size > 1:
+                first, last = numbers[at - place], numbers[at - place + size - 1]
+                each.layer = f"group {group}, parameters {first} to {last}"
+
+
+def find_blocks(shapes: Sequence[Shape | None]) -> tuple[int, int, int]:
+    """Finds the longest run of at least three consecutive blocks with equal shapes.
 
     The layers of most networks have equal shapes, so such blocks are taken for layers.
+
+    Returns:
+        The first parameter, the size of a block, and the number of blocks; zeros without a run.
     """
     numbers = {shape: at for at, shape in enumerate(dict.fromkeys(shapes))}
     kinds = np.array([numbers[shape] for shape in shapes])
-    best, blocks = 0, RepeatedBlocks(0, 0, 0)
+    best, blocks = 0, (0, 0, 0)
     for size in range(1, min(len(kinds) // _MIN_BLOCKS, _MAX_BLOCK_SIZE) + 1):
         edges = np.diff(
             np.concatenate([[False], kinds[size:] == kinds[:-size], [False]]).astype(int)
@@ -94,111 +122,43 @@ def find_blocks(shapes: Sequence[Shape | None]) -> RepeatedBlocks:
         longest = int((ends - begins).argmax()) if len(begins) else 0
         length = int(ends[longest] - begins[longest]) if len(begins) else 0
         if length > best and length >= (_MIN_BLOCKS - 1) * size:
-            best = length
-            blocks = RepeatedBlocks(int(begins[longest]), size, length // size + 1)
+            best, blocks = length, (int(begins[longest]), size, length // size + 1)
     return blocks
 
 
-def _named(name: str, shape: Shape) -> Parameter:
-    return Parameter(name, layer_of(name), (_NUMBER.sub("*", name), shape))
-
-
-def _of_optimizer(
-    tree: Tree, optimizer: Path, shapes: Mapping[str, Shape], models: Sequence[tuple[Named, bool]]
-) -> dict[str, Parameter]:
-    """Returns the parameters of an optimizer by name or number."""
-    known = {
-        name: _named(name or "parameter", shape)
-        for name, shape in shapes.items()
-        if not name.isdecimal()
-    }
-    groups: dict[str, list[str]] = {}
-    listed = tree.groups.get(optimizer, {})
-    for number in [*listed, *(number for number in shapes if number not in listed)]:
-        if number.isdecimal():
-            groups.setdefault(listed.get(number, "0"), []).append(number)
-    for group, numbers in groups.items():
-        place = (*optimizer, "param_groups", group, "param_names")
-        saved = [tree.values.get((*place, str(at))) for at in range(len(numbers))]
-        known |= _of_group(group, numbers, [shapes.get(each) for each in numbers], saved, models)
-    return known
-
-
-def _of_group(
-    group: str,
-    numbers: Sequence[str],
-    shapes: Sequence[Shape | None],
-    names: Sequence[str | None],
-    models: Sequence[tuple[Named, bool]],
-) -> dict[str, Parameter]:
-    """Returns the parameters of one group by number. A shape is None if it is unknown."""
-    blocks = find_blocks(shapes)
-    layers: list[tuple[str, Named]] = []
-    if not all(names):
-        equal = [model for model, ordered in models if ordered and _is_model(shapes, model)]
-        names = [name for name, _ in equal[0]] if equal else [None] * len(shapes)
-        layers = next(filter(None, (_layers(model, blocks, shapes) for model, _ in models)), [])
-    known = {}
-    for at, (number, name, shape) in enumerate(zip(numbers, names, shapes, strict=True)):
-        unnamed = f"group {group}, parameter {number}"
-        block, place = divmod(at - blocks.start, blocks.size) if blocks.size else (-1, 0)
-        if shape is None:
-            continue
-        if name:
-            known[number] = _named(name, shape)
-        elif not 0 <= block < blocks.count:
-            known[number] = Parameter(unnamed, unnamed, ("", shape))
-        else:
-            kind = (f"group {group}, place {place}", shape)
-            first, last = numbers[at - place], numbers[at - place + blocks.size - 1]
-            layer = f"group {group}, parameters {first} to {last}"
-            if layers:
-                layer, members = layers[block]
-                same = [each for each, of in members if of == shape]
-                unnamed = same[0] if len(same) == 1 else f"{layer}.* (parameter {number})"
-            elif blocks.size == 1:
-                layer = unnamed
-            known[number] = Parameter(unnamed, layer, kind)
-    return known
-
-
-def _is_model(shapes: Sequence[Shape | None], model: Named) -> bool:
-    """Whether the parameters have the shapes of the model; an unknown shape is None."""
+def _has_shapes(model: Model, shapes: Sequence[Shape | None]) -> bool:
+    """Whether the model has these shapes; an unknown shape is None."""
     return len(shapes) == len(model) and all(
         shape in (None, known) for shape, (_, known) in zip(shapes, model, strict=True)
     )
 
 
-def _layers(
-    model: Named, blocks: RepeatedBlocks, shapes: Sequence[Shape | None]
-) -> list[tuple[str, Named]]:
+def _layers_of(model: Model, blocks: Sequence[Sequence[Shape | None]]) -> list[tuple[str, Model]]:
     """Returns the model's layer for each block, or an empty list if the shapes do not match.
 
     safetensors files and adapters (PEFT) are sorted by name. Sorting keeps the order of the layers
     and loses the order of the parameters within a layer.
     """
-    by_layer: dict[str, Named] = {}
+    by_layer: dict[str, Model] = {}
     for name, shape in model:
         if _NUMBER.search(layer_of(name)):
             by_layer.setdefault(layer_of(name), []).append((name, shape))
-    if len(by_layer) != blocks.count or len({_NUMBER.sub("*", name) for name in by_layer}) > 1:
+    if len(by_layer) != len(blocks) or len({_NUMBER.sub("*", name) for name in by_layer}) > 1:
         return []
     layers = sorted(by_layer.items(), key=lambda pair: list(map(int, _NUMBER.findall(pair[0]))))
-    for at, (_, members) in enumerate(layers):
-        begin = blocks.start + at * blocks.size
-        if not Counter(shapes[begin : begin + blocks.size]) <= Counter(of for _, of in members):
-            return []
-    return layers
+    pairs = zip(layers, blocks, strict=True)
+    fits = all(Counter(block) <= Counter(of for _, of in layer) for (_, layer), block in pairs)
+    return layers if fits else []
 
 
-def _models(tree: Tree, optimizers: Collection[Path]) -> list[tuple[Named, bool]]:
+def _models(tree: Tree, optimizers: Sequence[tuple[str, ...]]) -> list[tuple[Model, bool]]:
     """Returns possible models, and whether each has the program's order.
 
     The arrays outside optimizers, by top-level key and all together.
     """
-    roots: dict[str, Named] = {}
-    everything: Named = []
-    sorted_roots = set()
+    models: dict[str | None, Model] = {}
+    everything: Model = []
+    is_sorted = set()
     seen = set()
     for path, array in tree.arrays.items():
         if any(path[: len(at)] == at for at in optimizers if at) or "float" not in array.dtype:
@@ -206,9 +166,9 @@ def _models(tree: Tree, optimizers: Collection[Path]) -> list[tuple[Named, bool]
         if path[-1] in _BUFFERS or (array.storage is not None and array.storage in seen):
             continue
         seen.add(array.storage)
-        roots.setdefault(path[0], []).append((dotted(path[1:]) or path[0], array.shape))
-        if not array.in_order:
-            sorted_roots.add(path[0])
+        models.setdefault(path[0], []).append((dotted(path[1:]) or path[0], array.shape))
         everything.append((dotted(path), array.shape))
-    models = [(parameters, root not in sorted_roots) for root, parameters in roots.items()]
-    return [*models, (everything, not sorted_roots)]
+        if not array.in_order:
+            is_sorted.add(path[0])
+    found = [(model, root not in is_sorted) for root, model in models.items()]
+    return [*found, (everything, not is_sorted)]

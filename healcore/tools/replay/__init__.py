@@ -9,8 +9,7 @@ print(result.summary)
 
 from __future__ import annotations
 
-from healcore.tools.replay.decided import Decided
-from healcore.tools.replay.replayed import Replay, ReplayError, replay
+from healcore.tools.replay.replayed import Decided, Replay, ReplayError, replay
 from healcore.tools.replay.summary import Summary
 
 __all__ = ["Decided", "Replay", "ReplayError", "Summary", "replay"]

@@ -7,7 +7,7 @@ a live run. It takes 0.02 ms per row; a compiled loop of JAX is not faster.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,9 +85,21 @@ def judge(engine: Engine, trace: Trace) -> JudgedRows:
     passed = sorted({name for names in combinations for name in names})
     values = {name: rows.values[name][places] for name in passed}
     index, attempt = rows.index[places], rows.attempt[places]
-    run = _Run(engine, combinations, kind[places], values)
-    separate = run.judge_attempts(trace, index, attempt)
-    *numbers, due = run.columns
+    columns = _empty_columns(len(places))
+    steps = [_recorded_step(engine.config, names) for names in combinations]
+    kinds = kind[places].tolist()
+
+    def advance(state: EngineState, start: int, stop: int) -> EngineState:
+        for row in range(start, stop):
+            names = combinations[kinds[row]]
+            signals = Signals(**{name: values[name][row] for name in names})
+            state, decided = steps[kinds[row]](state, signals)
+            for column, value in zip(columns, decided, strict=True):
+                column[row] = value
+        return state
+
+    separate = _judge_attempts(engine, trace, index, attempt, advance)
+    *numbers, due = columns
     record = StepRecord(*numbers)
     incident = np.flatnonzero(
         (np.diff(attempt, prepend=-1) != 0) | (np.diff(record.incident, prepend=-1) != 0)
@@ -147,69 +159,48 @@ def _choose_signals(engine: Engine, rows: Rows) -> tuple[list[tuple[str, ...]], 
     return combinations, kind
 
 
-class _Run:
-    """Carries the engine's state from row to row and from attempt to attempt."""
+def _judge_attempts(
+    engine: Engine,
+    trace: Trace,
+    index: np.ndarray,
+    attempts: np.ndarray,
+    advance: Callable[[EngineState, int, int], EngineState],
+) -> frozenset[int]:
+    """Judges all rows. Returns the attempts that do not continue the attempt before them.
 
-    def __init__(
-        self,
-        engine: Engine,
-        combinations: Sequence[tuple[str, ...]],
-        kind: np.ndarray,
-        values: Mapping[str, np.ndarray],
-    ) -> None:
-        self._engine = engine
-        self._combinations = combinations
-        self._steps = [_recorded_step(engine.config, names) for names in combinations]
-        self._kind = kind.tolist()
-        self._values = values
-        self.columns = _empty_columns(len(kind))
+    As after a rollback, a resumed attempt has the detectors of its checkpoint, and the current
+    budgets and LR multiplier. A restart in the same file is a rollback to the first state. An
+    attempt from scratch in a separate file is another run.
 
-    def judge_attempts(
-        self, trace: Trace, index: np.ndarray, attempts: np.ndarray
-    ) -> frozenset[int]:
-        """Judges all rows. Returns the attempts that do not continue the attempt before them.
-
-        As after a rollback, a resumed attempt has the detectors of its checkpoint, and the current
-        budgets and LR multiplier. A restart in the same file is a rollback to the first state. An
-        attempt from scratch in a separate file is another run.
-        """
-        # Attempts resume after these rows, so the states after these rows are saved.
-        rows = {each.resumes_after for each in trace.attempts}
-        resumed = sorted(row for row in rows if row is not None)
-        # Only judged rows change the state.
-        places = np.searchsorted(index, np.array(resumed, np.int64), side="right")
-        ends = dict(zip(resumed, places.tolist(), strict=True))
-        saved: dict[int, EngineState] = {}
-        separate: set[int] = set()
-        live: EngineState | None = None
-        source = ""
-        with np.errstate(all="ignore"):  # NumPy scalars warn
-            for attempt in trace.attempts:
-                state = _first_state(self._engine)
-                if attempt.resumes_after is not None:
-                    state = saved[attempt.resumes_after]
-                elif attempt.source != source:
-                    separate.add(attempt.number)
-                if live is not None and attempt.number not in separate:
-                    state = _rolled_back(self._engine, live, state)
-                source = attempt.source
-                at, stop = np.searchsorted(attempts, (attempt.number, attempt.number + 1)).tolist()
-                for row, end in ends.items():
-                    if row >= attempt.first_index and end <= stop:
-                        state = saved[row] = self._judge(state, at, end)
-                        at = end
-                live = self._judge(state, at, stop)
-        return frozenset(separate)
-
-    def _judge(self, state: EngineState, start: int, stop: int) -> EngineState:
-        for row in range(start, stop):
-            kind = self._kind[row]
-            names = self._combinations[kind]
-            signals = Signals(**{name: self._values[name][row] for name in names})
-            state, decided = self._steps[kind](state, signals)
-            for column, value in zip(self.columns, decided, strict=True):
-                column[row] = value
-        return state
+    `advance` judges the rows of a range, and returns the state after them.
+    """
+    # Attempts resume after these rows, so the states after these rows are saved.
+    rows = {each.resumes_after for each in trace.attempts}
+    resumed = sorted(row for row in rows if row is not None)
+    # Only judged rows change the state.
+    places = np.searchsorted(index, np.array(resumed, np.int64), side="right")
+    ends = dict(zip(resumed, places.tolist(), strict=True))
+    saved: dict[int, EngineState] = {}
+    separate: set[int] = set()
+    live: EngineState | None = None
+    source = ""
+    with np.errstate(all="ignore"):  # NumPy scalars warn
+        for attempt in trace.attempts:
+            state = _first_state(engine)
+            if attempt.resumes_after is not None:
+                state = saved[attempt.resumes_after]
+            elif attempt.source != source:
+                separate.add(attempt.number)
+            if live is not None and attempt.number not in separate:
+                state = _rolled_back(engine, live, state)
+            source = attempt.source
+            at, stop = np.searchsorted(attempts, (attempt.number, attempt.number + 1)).tolist()
+            for row, end in ends.items():
+                if row >= attempt.first_index and end <= stop:
+                    state = saved[row] = advance(state, at, end)
+                    at = end
+            live = advance(state, at, stop)
+    return frozenset(separate)
 
 
 # -- the engine on one row -------------------------------------------------------------------------

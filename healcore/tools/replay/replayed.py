@@ -7,26 +7,52 @@ resumed or rolled back.
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
+from healcore.core.verdict import Action, Cause, names
 from healcore.history import Incident
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
-from healcore.tools.replay.decided import Decided, select_decided
-from healcore.tools.replay.judged import JudgedRows, judge
-from healcore.tools.replay.summary import Summary, find_incidents, summarize
+from healcore.tools.replay.judged import ALWAYS_PASSED, JudgedRows, judge
+from healcore.tools.replay.summary import Summary, find_incidents, shortest, summarize
 from healcore.tools.traces import Trace
+
+MAX_INCIDENTS = 1000
+"""Number of incidents of one replay that are kept for the report; all are counted."""
 
 
 class ReplayError(HealcoreError, ValueError):
     """A policy cannot be replayed on a trace. The message has the reason and the remedy."""
 
-    def __init__(self, trace: str, problem: str) -> None:
-        super().__init__(f"{trace}: {problem}")
-        self.problem = problem
+
+class Decided(NamedTuple):
+    """One row with the decision of the policy. Observe mode has the same decisions."""
+
+    index: int
+    step: float
+    """Recorded step, or NaN if the step could not be read."""
+    attempt: int
+    cause: Cause
+    action: Action
+    """Orders to the host, with ROLLBACK if a rollback was due."""
+    skip: bool
+    grad_scale: float
+    lr_scale: float
+    z: dict[str, float]
+    """z scores by signal, for signals that the row logs and the policy scores."""
+    threshold: float | None
+    """Gradient norm above which the row would be clipped, or None for no limit."""
+    spent: bool
+    """Whether the budget denied a due rollback. A live run ends here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +68,74 @@ class Replay:
     """The first 1000 incidents, in order."""
 
     def __iter__(self) -> Iterator[Decided]:
-        return select_decided(self.judged, self.engine)
+        judged, record = self.judged, self.judged.record
+        action, spent = judged.action, judged.spent
+        # A score of a row that does not log its signal is the score of an earlier row.
+        scores = {}
+        config = self.engine.config
+        if config.clip is not None and not self.engine.per_tensor and "grad_norm" in judged.logged:
+            scores["grad_norm"] = (record.z, judged.logged["grad_norm"])
+        if "loss" in judged.logged and "loss_spike" in dict(config.detectors):
+            scores["loss"] = (record.z_loss, judged.logged["loss"])
+        for row in np.flatnonzero(judged.decided):
+            z = {name: shortest(values[row]) for name, (values, has) in scores.items() if has[row]}
+            yield Decided(
+                index=int(judged.index[row]),
+                step=float(judged.step[row]),
+                attempt=int(judged.attempt[row]),
+                cause=Cause(int(record.cause[row])),
+                action=Action(int(action[row])),
+                skip=bool(record.skip[row]),
+                grad_scale=shortest(record.grad_scale[row]),
+                lr_scale=shortest(record.lr_scale[row]),
+                z=z,
+                threshold=shortest(record.threshold[row]) if "grad_norm" in z else None,
+                spent=bool(spent[row]),
+            )
+
+    def lines(self) -> Iterator[str]:
+        """Yields a line of JSON for each decided row, and a line for the summary."""
+        for row in self:
+            line: dict[str, Any] = {
+                "trace": self.trace.name,
+                "index": row.index,
+                "step": _number(row.step),
+                "cause": _names(row.cause),
+                "action": _names(row.action),
+                "skip": row.skip,
+                "grad_scale": row.grad_scale,
+                "lr_scale": row.lr_scale,
+                "z": row.z,
+            }
+            if row.threshold is not None:
+                line["threshold"] = row.threshold
+            line |= {"attempt": row.attempt, "policy": self.policy}
+            if row.spent:
+                line["spent"] = True
+            yield _line(line)
+        fields = {
+            name: _number(value) if isinstance(value, float) else value
+            for name, value in asdict(self.summary).items()
+        }
+        steps = self.summary.rows - self.summary.unjudged
+        yield _line({"trace": fields.pop("trace"), "summary": True, "steps": steps, **fields})
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # typed: Cause(4) == Action(4)
+def _names(flags: Cause | Action) -> list[str]:
+    """Returns cached `names`: few combinations occur, and naming is the slowest part of a line."""
+    return names(flags)
+
+
+def _number(number: float) -> float | int | str:
+    """Converts integers to int, and NaN and Inf to text, because JSON has no such numbers."""
+    if not math.isfinite(number):
+        return str(number)
+    return int(number) if number.is_integer() else number
+
+
+def _line(line: dict[str, Any]) -> str:
+    return json.dumps(line, allow_nan=False) + "\n"
 
 
 def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Replay:
@@ -66,35 +159,20 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
     return Replay(trace, name, host.engine, judged, summary, tuple(incidents[:MAX_INCIDENTS]))
 
 
-MAX_INCIDENTS = 1000
-"""Number of incidents of one replay that are kept for the report; all are counted."""
-
-
 def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple[str, ...]]:
     """Finds the inactive parts of the policy by missing signal.
 
     Raises ReplayError if the policy has nothing to judge.
     """
-    passed = trace.signals & ({"loss", "grad_norm"} | set(engine.needs))
-    missing: dict[str, list[str]] = {}
-    active = False
+    passed = trace.signals & {*ALWAYS_PASSED, *engine.needs}
+    parts = [(name, detector.NEEDS) for name, detector in engine.config.detectors]
     if engine.config.clip is not None:
-        if engine.per_tensor:
-            missing.setdefault("group_norms", []).append("clip")
-        elif "grad_norm" in passed:
-            active = True
-        else:
-            missing.setdefault("grad_norm", []).append("clip")
-    for name, detector in engine.config.detectors:
-        absent = detector.NEEDS - passed
-        active |= not absent
-        for signal in absent:
-            missing.setdefault(signal, []).append(name)
-    if not active:
+        parts.insert(0, ("clip", {"group_norms" if engine.per_tensor else "grad_norm"}))
+    if all(needs - passed for _, needs in parts):
         needed = ", ".join(sorted(engine.needs)) or "nothing"
         raise ReplayError(
-            trace.name,
-            f"policy {policy} reads {needed}, but this trace logs only "
-            f"{', '.join(sorted(passed))}: pass a log with these signals, or another policy",
+            f"{trace.name}: policy {policy} reads {needed}, but this trace logs only "
+            f"{', '.join(sorted(passed))}: pass a log with these signals, or another policy"
         )
-    return {signal: tuple(parts) for signal, parts in sorted(missing.items())}
+    missing = sorted({signal for _, needs in parts for signal in needs - passed})
+    return {signal: tuple(name for name, needs in parts if signal in needs) for signal in missing}

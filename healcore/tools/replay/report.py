@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 
 from healcore.core.verdict import Cause, names
@@ -13,11 +15,9 @@ from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.policy import PolicySource, dumps, load
 from healcore.tools.replay.judged import JudgedRows
 from healcore.tools.replay.replayed import Replay
-from healcore.tools.replay.summary import Summary, inactive_line
+from healcore.tools.replay.summary import inactive_line
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.traces import Trace
-
-_UNHELPED = "if rollbacks had not helped"
 
 
 def replay_report(result: Replay, policy: PolicySource) -> RunReport:
@@ -40,7 +40,8 @@ def replay_report(result: Replay, policy: PolicySource) -> RunReport:
             clips=summary.clips,
             alarms=summary.alarms,
         ),
-        facts=facts(summary),
+        # The fields of the summary's line of JSON, by the same names.
+        facts={name: str(value) for name, value in asdict(summary).items() if value},
         notes=(
             *(inactive_line(*each) for each in summary.inactive.items()),
             *notes,
@@ -93,33 +94,6 @@ def _alarm_marks(judged: JudgedRows) -> tuple[list[Mark], list[str]]:
         return marks, []
     first = f"the plot marks the first {len(marks)}"
     return marks, [f"{rows.size:,} alarms outside of incidents: {first}"]
-
-
-def facts(summary: Summary) -> dict[str, str]:
-    """Returns the counts as text, by name."""
-    lowest = f"{summary.lowest_lr_first:g}"
-    if summary.lowest_lr < summary.lowest_lr_first:
-        lowest += f", or {summary.lowest_lr:g} {_UNHELPED}"
-    shown = {
-        "rows": f"{summary.rows:,}",
-        "steps": f"{summary.first_step:.15g} to {summary.last_step:.15g}",
-        "incidents": str(summary.incidents),
-        "rollbacks": _and_repeats(summary.first_rollbacks, summary.repeats)
-        + (f", {summary.spent} beyond the budget" if summary.spent else ""),
-        "steps skipped": f"{summary.skips:,}",
-        "steps clipped": f"{summary.clips:,}",
-        "cuts of the learning rate": _and_repeats(summary.first_cuts, summary.repeat_cuts),
-        "smallest learning-rate multiplier": lowest,
-    }
-    if summary.unjudged:
-        shown["rows without a loss and a gradient norm"] = f"{summary.unjudged:,}"
-    if summary.problems:
-        shown["lines that could not be read"] = f"{summary.problems:,}"
-    return shown
-
-
-def _and_repeats(firsts: int, repeats: int) -> str:
-    return f"{firsts}, and {repeats} more {_UNHELPED}" if repeats else str(firsts)
 
 
 def _trace_notes(trace: Trace) -> list[str]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from healcore.tools.traces.columns import (
     JUDGED,
+    STEP,
     Attempt,
     Findings,
     Rows,
@@ -32,19 +33,17 @@ class Log(NamedTuple):
     path: str
     run: str | None
     """Name of the run in a file with several runs, or None."""
-    index: np.ndarray | None
-    """int64 (n,): row numbers in the file, or None if rows are numbered after they are merged."""
-    step: np.ndarray | None
-    """float64 (n,), finite, or None for a file without steps."""
-    values: Mapping[str, np.ndarray]
-    """As `Rows.values`."""
+    numbers: Mapping[str, np.ndarray]
+    """float64 (n,) by signal and "step", if the file has steps, which are finite."""
     logged: Mapping[str, np.ndarray]
     """As `Rows.logged`."""
     line: np.ndarray
     """int64 (n,): line of each row in the file, from 1; 0 in a format without lines."""
-    count: int
-    """Number of rows of the file, including skipped rows, if `index` is not None."""
     findings: Findings
+    index: np.ndarray | None = None
+    """int64 (n,): row numbers in the file, or None if rows are numbered after they are merged."""
+    count: int = 0
+    """Number of rows of the file, including skipped rows, if `index` is not None."""
 
 
 def join_logs(name: str, logs: Sequence[Log]) -> Trace:
@@ -52,15 +51,15 @@ def join_logs(name: str, logs: Sequence[Log]) -> Trace:
 
     Raises TraceError after `_MAX_ATTEMPTS` restarts.
     """
-    joiner = _Joiner()
-    parts = [joiner.rows_of(log) for log in logs]
     names = sorted({name for log in logs for name in log.logged})
+    joiner = _Joiner(names)
+    parts = [joiner.rows_of(log) for log in logs]
     rows = Rows(
         np.concatenate([part.index for part in parts]),
         np.concatenate([part.step for part in parts]),
         np.concatenate([part.attempt for part in parts]),
-        _concatenate([part.values for part in parts], parts, names, np.float32(np.nan)),
-        _concatenate([part.logged for part in parts], parts, names, np.False_),
+        {name: np.concatenate([part.values[name] for part in parts]) for name in names},
+        {name: np.concatenate([part.logged[name] for part in parts]) for name in names},
     )
     ends = np.cumsum([len(part.index) for part in parts])
     first = np.flatnonzero(np.diff(rows.attempt, prepend=-1))
@@ -86,29 +85,11 @@ def join_logs(name: str, logs: Sequence[Log]) -> Trace:
     )
 
 
-def _concatenate(
-    columns: Sequence[Mapping[str, np.ndarray]],
-    parts: Sequence[Rows],
-    names: Sequence[str],
-    absent: np.generic,
-) -> dict[str, np.ndarray]:
-    """Joins columns by name; `absent` fills the rows of a file without the signal."""
-    lengths = [len(part.index) for part in parts]
-    return {
-        name: np.concatenate(
-            [
-                each[name] if name in each else np.full(length, absent)
-                for each, length in zip(columns, lengths, strict=True)
-            ]
-        )
-        for name in names
-    }
-
-
 class _Joiner:
     """Knows the next index, the attempt and each signal's last step, from file to file."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names  # of the signals in all files
         self._next = 0  # index of the next row
         self._attempt = 0
         self._last_steps: dict[str, float] = {}  # in the current attempt
@@ -117,9 +98,8 @@ class _Joiner:
         """Merges the rows of the next file."""
         base, count = self._next, len(log.line)
         index = None if log.index is None else log.index + base
-        if log.step is not None:
-            step = log.step
-        else:
+        step = log.numbers.get(STEP)
+        if step is None:
             index = np.arange(base, base + count) if index is None else index
             step = index.astype(np.float64)
         attempt = self._number_attempts(log, step)
@@ -135,11 +115,11 @@ class _Joiner:
                 with_loss[row[log.logged["loss"]]] = index[log.logged["loss"]]
                 numbers = with_loss if (np.diff(with_loss) > 0).all() else numbers
         self._next = base + (merged if log.index is None else log.count)
-        values, logged = {}, {}
+        values = {name: np.full(merged, np.nan, np.float32) for name in self._names}
+        logged = {name: np.zeros(merged, bool) for name in self._names}
         for name, mask in log.logged.items():
-            values[name] = np.full(merged, np.nan, np.float32)
-            values[name][row[mask]] = log.values[name][mask]
-            logged[name] = np.zeros(merged, bool)
+            with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
+                values[name][row[mask]] = log.numbers[name][mask]
             logged[name][row[mask]] = True
         return Rows(numbers, step[first], attempt[first], values, logged)
 

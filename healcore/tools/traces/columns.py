@@ -13,8 +13,10 @@ import numpy as np
 
 from healcore.core.errors import HealcoreError
 
-SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "lr")
-"""Columns that are read from a log: signals of `healcore.core.signals` and the learning rate."""
+SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss")
+"""Columns that are read from a log: signals of `healcore.core.signals`."""
+
+STEP = "step"
 
 JUDGED = ("loss", "grad_norm")
 """A row can be judged if it has one of these. Only these show where a run was resumed."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from healcore.tools.traces.columns import SIGNALS, TraceError
-
-STEP = "step"
+from healcore.tools.traces.columns import SIGNALS, STEP, TraceError
 
 _NAMES = {
     STEP: (
@@ -62,11 +60,6 @@ _NAMES = {
         "loss_val loss_validation eval_avg_loss evaluation_avg_loss eval_ce_loss val_avg_loss "
         "validation_metrics_global_avg_loss",
         "val_loss_epoch val_loss_step",
-    ),
-    "lr": (
-        "lr learning_rate",
-        "train_lr train_learning_rate optim_lr optim_learning_rate",
-        "learning_current_learning_rate lr_group_0 optim_lr_group_0 lr_group0",
     ),
 }
 """Tiers of names by signal."""

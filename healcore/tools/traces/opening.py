@@ -6,40 +6,15 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from healcore.tools.traces import tensorboard_file
+from healcore.tools.traces import records, tensorboard_file
 from healcore.tools.traces.attempts import Log, join_logs
-from healcore.tools.traces.columns import (
-    JUDGED,
-    Trace,
-    TraceError,
-    Unreadable,
-)
+from healcore.tools.traces.columns import JUDGED, Trace, TraceError, Unreadable
 from healcore.tools.traces.names import check_columns, quote_names
-from healcore.tools.traces.records import (
-    CONSOLE,
-    DOCUMENT,
-    LOG_HISTORY,
-    METRICS,
-    PLAIN,
-    TYPED,
-    Fields,
-    printed_record,
-    read_records,
-    rows_of_records,
-)
 from healcore.tools.traces.tables import read_header, read_tables
 from healcore.tools.traces.text import read_head
-
-RECORD_FORMATS = {form.name: form for form in (METRICS, TYPED, PLAIN, DOCUMENT, CONSOLE)}
-"""Formats by name, in the order in which they are tried on the first records."""
-
-TENSORBOARD = "TensorBoard events"
-TABLE = "CSV"
-
-PREFERRED = (METRICS.name, TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD, CONSOLE.name)
-"""Formats by preference. If a directory has several formats, only the first of these is read."""
 
 KNOWN = (
     "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
@@ -48,8 +23,6 @@ KNOWN = (
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
-_ONE_RUN_PER_FILE = frozenset({TABLE, DOCUMENT.name, PLAIN.name, CONSOLE.name})
-"""Formats in which each file of a directory is a separate run."""
 
 
 def open_traces(
@@ -79,13 +52,20 @@ def open_traces(
     names = list(map(os.fspath, paths))
     for path in names:
         try:
-            logs = (
-                _logs_of_directory(path, columns) if os.path.isdir(path) else _logs(path, columns)
-            )
+            read = _read_directory if os.path.isdir(path) else _read_file
+            logs, is_one_run = read(path, columns)
+            runs = [str(log.run) for log in logs if log.run is not None]
+            if join and runs:
+                raise TraceError(
+                    f"it has several runs ({quote_names(runs)}), which are not attempts of one run"
+                )
             if join:
-                parts += _one_run(logs)
+                parts += logs
+            elif not runs and (is_one_run or len(logs) == 1):
+                traces.append(join_logs(path, logs))
             else:
-                traces += _split_runs(path, logs)
+                for log in logs:
+                    traces.append(join_logs(log.path + (f"#{log.run}" if log.run else ""), [log]))
         except Exception as error:  # damaged bytes may raise any error
             failed.append(Unreadable(path, _reason(error)))
     if parts:
@@ -105,38 +85,17 @@ def _reason(error: Exception) -> str:
     return f"it cannot be read ({type(error).__name__}: {str(error)[:200]})"
 
 
-# -- runs ------------------------------------------------------------------------------------------
-
-
-def _one_run(logs: Sequence[Log]) -> Sequence[Log]:
-    """Raises TraceError if a file has several runs."""
-    runs = [str(log.run) for log in logs if log.run is not None]
-    if runs:
-        raise TraceError(
-            f"it has several runs ({quote_names(runs)}), which are not attempts of one run"
-        )
-    return logs
-
-
-def _split_runs(path: str, logs: Sequence[Log]) -> list[Trace]:
-    """Divides the logs of a file or a directory into runs.
-
-    TensorBoard files, typed records and healcore files in one directory are one run by convention.
-    Each table, JSON Lines file or JSON document is a separate run.
-    """
-    one_run = detect_format(read_head(logs[0].path)) not in _ONE_RUN_PER_FILE
-    if (len(logs) == 1 and logs[0].run is None) or (one_run and not any(log.run for log in logs)):
-        return [join_logs(path, logs)]
-    return [
-        join_logs(log.path if log.run is None else f"{log.path}#{log.run}", [log]) for log in logs
-    ]
-
-
-def _logs_of_directory(path: str, columns: Mapping[str, str]) -> list[Log]:
+def _read_directory(path: str, columns: Mapping[str, str]) -> tuple[list[Log], bool]:
     """Reads the files of the preferred format, in natural order: log-2 precedes log-10.
 
     Without a log in the directory, the log in the newest checkpoint of the Hugging Face Trainer is
-    read, which is complete up to that step. Raises TraceError if no file is a usable log.
+    read, which is complete up to that step.
+
+    Returns:
+        The logs, and whether all logs are one run.
+
+    Raises:
+        TraceError: no file is a usable log.
     """
     by_format: dict[str, list[str]] = {}
     states: list[tuple[int, str]] = []
@@ -149,25 +108,25 @@ def _logs_of_directory(path: str, columns: Mapping[str, str]) -> list[Log]:
         if name.startswith(".") or not os.path.isfile(file):
             continue
         try:
-            by_format.setdefault(detect_format(read_head(file)), []).append(file)
+            by_format.setdefault(detect_format(read_head(file)).name, []).append(file)
         except OSError as error:
             unusable.append(f"{file}: {_reason(error)}")
         except TraceError:
             continue  # often weights and configurations
-    preferred = next((by_format[name] for name in PREFERRED if name in by_format), None)
-    if preferred is None and not states:
+    form = next((form for form in FORMATS if form.name in by_format), None)
+    if form is None and not states:
         raise TraceError("it is a directory without a file of a known format. Pass the files")
     logs: list[Log] = []
-    for file in preferred or [max(states)[1]]:
+    for file in by_format[form.name] if form else [max(states)[1]]:
         try:
-            logs += _logs(file, columns)
+            logs += _read_file(file, columns)[0]
         except (TraceError, OSError) as error:
             unusable.append(f"{file}: {_reason(error)}")
     if not logs:
         raise TraceError("; ".join(unusable))
     logs[0].findings.problems += unusable
     logs[0].findings.problem_count += len(unusable)
-    return logs
+    return logs, form is not None and form.is_one_run
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -176,28 +135,18 @@ def _natural(name: str) -> list[tuple[int, str]]:
     ]
 
 
-def _logs(path: str, columns: Mapping[str, str]) -> list[Log]:
+def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[Log], bool]:
     """Reads the usable logs in one file: several logs for an export of several runs.
 
-    Raises TraceError, or OSError if the file cannot be read.
+    Returns as `_read_directory`. Raises TraceError, or OSError if the file cannot be read.
     """
-    kind = detect_format(read_head(path))
-    if kind == TENSORBOARD:
-        tensorboard_file.check_installed()
-        scalars = functools.partial(tensorboard_file.scalars, path)
-        logs = [rows_of_records(path, scalars, columns)]
-    elif kind == TABLE:
-        header = read_header(path)
-        if len(header.names) == 1 and not columns and header.names[0].lower() != "loss":
-            raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN}")
-        logs = read_tables(path, header, columns)
-    else:
-        logs = read_records(path, RECORD_FORMATS[kind], columns)
+    form = detect_format(read_head(path))
+    logs = form.read(path, columns)
     usable = [
         log for log in logs if any(log.logged[name].any() for name in JUDGED if name in log.logged)
     ]
     if usable:
-        return usable
+        return usable, form.is_one_run
     findings, rows = logs[-1].findings, len(logs[-1].line)
     if not findings.problems:
         why = f"none of its {rows:,} rows logs" if rows else "it does not log"
@@ -208,37 +157,69 @@ def _logs(path: str, columns: Mapping[str, str]) -> list[Log]:
 # -- formats -------------------------------------------------------------------------------------
 
 
-def detect_format(start: bytes) -> str:
+class Format(NamedTuple):
+    """A format of logs."""
+
+    name: str
+    read: Callable[[str, Mapping[str, str]], list[Log]]
+    """Reads the logs in a file. Raises TraceError or OSError."""
+    is_one_run: bool
+    """Whether the files in one directory are one run, not a run each."""
+
+
+def _read_table(path: str, columns: Mapping[str, str]) -> list[Log]:
+    header = read_header(path)
+    if len(header.names) == 1 and not columns and header.names[0].lower() != "loss":
+        raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN}")
+    return read_tables(path, header, columns)
+
+
+def _read_tensorboard(path: str, columns: Mapping[str, str]) -> list[Log]:
+    tensorboard_file.check_installed()
+    scalars = functools.partial(tensorboard_file.scalars, path)
+    return [records.rows_of_records(path, scalars, columns)]
+
+
+def _of_records(name: str, read: Any, is_step: Any, *, is_one_run: bool = False) -> Format:
+    return Format(name, functools.partial(records.read_records, read, is_step), is_one_run)
+
+
+_TYPED = _of_records("typed records", records.json_lines, records.is_typed_step, is_one_run=True)
+_DOCUMENT = _of_records("trainer_state.json", records.json_document, records.is_no_summary)
+_TABLE = Format("CSV", _read_table, False)
+_PLAIN = _of_records("JSON Lines", records.json_lines, bool)
+_TENSORBOARD = Format("TensorBoard events", _read_tensorboard, True)
+_CONSOLE = _of_records("console output", records.console_lines, records.is_no_summary)
+FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE)
+"""Formats by preference. If a directory has several formats, only the first of these is read."""
+
+
+def detect_format(start: bytes) -> Format:
     """Detects the format by the first megabyte. Raises TraceError for an unknown format."""
     if not start.strip():
         raise TraceError("it is empty")
     if b"brain.Event:" in start[:64]:
-        return TENSORBOARD
+        return _TENSORBOARD
     text = start.decode("utf-8-sig", errors="replace").lstrip()
     if "\0" in text[:512]:
         raise TraceError(f"it is binary, and not {KNOWN}")
-    if any(printed_record(line) is not None for line in text.splitlines()):
-        return CONSOLE.name
-    if text.startswith("[") or LOG_HISTORY.search(text):
-        return DOCUMENT.name
-    records = _first_records(text)
-    if records:
-        return next(
-            name for name, form in RECORD_FORMATS.items() if any(map(form.recognizes, records))
-        )
+    if any(records.printed_record(line) is not None for line in text.splitlines()):
+        return _CONSOLE
+    if text.startswith("[") or records.LOG_HISTORY.search(text):
+        return _DOCUMENT
+    found = [record for line in text.splitlines()[:200] if (record := _parse(line)) is not None]
+    if found:
+        return _TYPED if any(map(records.is_typed_step, found)) else _PLAIN
     if text.startswith("{"):
         raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN}")
-    return TABLE
+    return _TABLE
 
 
-def _first_records(text: str) -> list[Fields]:
-    found = []
-    for line in text.splitlines()[:200]:
-        if line.lstrip().startswith("{"):
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(value, dict):
-                found.append(value)
-    return found
+def _parse(line: str) -> dict[str, Any] | None:
+    """Returns the JSON object in a line, or None."""
+    if not line.lstrip().startswith("{"):
+        return None
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

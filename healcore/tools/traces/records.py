@@ -6,28 +6,19 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from healcore.tools.traces.attempts import Log
-from healcore.tools.traces.columns import Findings, TraceError
-from healcore.tools.traces.names import STEP, resolve
-from healcore.tools.traces.text import (
-    RowCollector,
-    numbered_lines,
-    open_text,
-    quote_excerpt,
-)
+from healcore.tools.traces.columns import STEP, Findings, TraceError
+from healcore.tools.traces.names import resolve
+from healcore.tools.traces.text import RowCollector, open_text, quote_excerpt
 
 Fields = dict[str, Any]
 """A record: JSON values by name."""
 
-Records = Callable[[Findings], Iterator[tuple[int, Fields]]]
-"""Begins a pass over the line numbers (0 in a format without lines) and fields of records."""
+Records = Iterator[tuple[int, Fields]]
+"""Line number (0 in a format without lines) and fields of each record."""
 
-_MAX_RECORD = 1 << 24
-"""Largest number of characters of a line, which bounds the memory."""
-_MAX_DOCUMENT = 1 << 30
-"""Largest number of characters of a JSON document, which is in memory as a whole."""
 _MAX_PRINTED = 1 << 12
 """Largest number of characters of a printed dict."""
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
@@ -39,34 +30,29 @@ _PYTHON = re.compile(
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "None": "null", "True": "true", "False": "false"}
 
 
-# -- files of JSON ---------------------------------------------------------------------------------
-
-
-def json_lines(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
+def json_lines(path: str, findings: Findings) -> Records:
     """Yields line number and object for each line of JSON. Skips damaged lines."""
-    decode = json.JSONDecoder().raw_decode
     with open_text(path) as file:
-        for number, line in numbered_lines(path, file, findings, longest=_MAX_RECORD):
+        for number, line in enumerate(file, 1):
             text = line.strip()
             if not text:
                 continue
             try:
-                value, end = decode(text)
+                value = json.loads(text)
             except (ValueError, RecursionError):
                 cut = "" if line.endswith(("\n", "\r")) else " (the last line is truncated)"
                 findings.problem(path, number, f"not JSON{cut}: {quote_excerpt(text)}: skipped")
                 continue
-            if end != len(text) or not isinstance(value, dict):
-                what = "more than one JSON value" if end != len(text) else "not a JSON object"
-                findings.problem(path, number, f"{what}: {quote_excerpt(text)}: skipped")
-                continue
-            yield number, value
+            if isinstance(value, dict):
+                yield number, value
+            else:
+                findings.problem(path, number, f"not a JSON object: {quote_excerpt(text)}: skipped")
 
 
-def console_lines(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
+def console_lines(path: str, findings: Findings) -> Records:
     """Yields line number and record for each line that ends in a dict as Python prints it."""
     with open_text(path) as file:
-        for number, line in numbered_lines(path, file, findings, longest=_MAX_RECORD):
+        for number, line in enumerate(file, 1):
             record = printed_record(line)
             if record is not None:
                 yield number, record
@@ -90,7 +76,7 @@ def _to_json(token: re.Match[str]) -> str:
     return quoted or (_JSON_NAMES.get(name, "") if text is None else json.dumps(text))
 
 
-def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
+def json_document(path: str, findings: Findings) -> Records:
     """Yields line number and record for each record of a JSON document, up to damage.
 
     The document is a list of records, or an object with the list "log_history"
@@ -98,7 +84,7 @@ def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]
     `json.loads` returns nothing for a truncated document.
     """
     with open_text(path) as file:
-        text = file.read(_MAX_DOCUMENT)
+        text = file.read()
     decode = json.JSONDecoder().raw_decode
     opened = _LIST.match(text) or LOG_HISTORY.search(text)
     at = opened.end() if opened else len(text)
@@ -120,22 +106,11 @@ def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]
         if isinstance(value, dict):
             yield line, value
         else:
-            problem = f"not a record: {quote_excerpt(str(value))}: skipped"
-            findings.problem(path, line, problem)
+            findings.problem(path, line, f"not a record: {quote_excerpt(str(value))}: skipped")
         line += text.count("\n", start, at)
 
 
-# -- formats -------------------------------------------------------------------------------------
-
-
-class RecordFormat(NamedTuple):
-    """A format that writes steps as JSON objects."""
-
-    name: str
-    recognizes: Callable[[Fields], bool]
-    """Whether a record proves that a JSON Lines file has this format."""
-    fields: Callable[[Fields], Fields | None]
-    """Returns the fields of a step, or None for a record that is not a step."""
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def _flatten(record: Fields) -> Fields:
@@ -151,59 +126,45 @@ def _flatten(record: Fields) -> Fields:
     return flat
 
 
-METRICS = RecordFormat(
-    "healcore metrics",
-    lambda record: record.get("kind") == "step" and "schema" in record,
-    lambda record: record if record.get("kind") == "step" else None,
-)
-TYPED = RecordFormat(
-    "typed records",
-    lambda record: record.get("type") == "step",
-    lambda record: _flatten(record) if record.get("type") == "step" else None,
-)
-PLAIN = RecordFormat("JSON Lines", lambda record: True, _flatten)
-DOCUMENT = RecordFormat(
-    "trainer_state.json",
-    lambda record: False,
-    # The last record is a summary, whose train_loss is the mean over the whole training.
-    lambda record: None if "train_runtime" in record else _flatten(record),
-)
+def is_typed_step(record: Fields) -> bool:
+    """Whether a record has the type of a step, as in healcore's metrics."""
+    return "step" in (record.get("type"), record.get("kind"))
 
 
-CONSOLE = DOCUMENT._replace(name="console output")
+def is_no_summary(record: Fields) -> bool:
+    """Whether a record is not the last record of a Trainer, whose train_loss is a mean."""
+    return "train_runtime" not in record
 
 
-def read_records(path: str, form: RecordFormat, columns: Mapping[str, str]) -> list[Log]:
-    """Reads the logs in a file: one log, or one for each optimizer in a healcore metrics file.
+def read_records(
+    read: Callable[[str, Findings], Records],
+    is_step: Callable[[Fields], bool],
+    path: str,
+    columns: Mapping[str, str],
+) -> list[Log]:
+    """Reads the logs in a file: one log, or one for each optimizer in healcore's metrics.
 
-    Raises as `rows_of_records`.
+    `read` yields the records, of which `is_step` selects the steps. Raises as `rows_of_records`.
     """
-    read = {DOCUMENT: json_document, CONSOLE: console_lines}.get(form, json_lines)
 
-    def steps_of(engine: str | None, findings: Findings) -> Iterator[tuple[int, Fields]]:
+    def steps_of(engine: str | None, findings: Findings) -> Records:
         for line, record in read(path, findings):
-            fields = form.fields(record)
-            if fields is not None and (engine is None or fields.get("engine") == engine):
-                yield line, fields
+            if is_step(record) and (engine is None or record.get("engine") == engine):
+                yield line, _flatten(record)
 
     engines: list[str | None] = []
-    if form is METRICS:
-        records = (record for _, record in read(path, Findings()) if "engine" in record)
-        engines += dict.fromkeys(str(record["engine"]) for record in records)
-    if len(engines) < 2:
-        engines = [None]
+    if is_step is is_typed_step:
+        steps = (fields for _, fields in steps_of(None, Findings()) if "engine" in fields)
+        engines += dict.fromkeys(str(fields["engine"]) for fields in steps)
     return [
         rows_of_records(path, functools.partial(steps_of, engine), columns, run=engine)
-        for engine in engines
+        for engine in (engines if len(engines) > 1 else [None])
     ]
-
-
-# -- rows ------------------------------------------------------------------------------------------
 
 
 def rows_of_records(
     path: str,
-    records: Records,
+    records: Callable[[Findings], Records],
     columns: Mapping[str, str],
     *,
     run: str | None = None,

@@ -11,25 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.tools.traces.attempts import Log
-from healcore.tools.traces.columns import Findings, TraceError
-from healcore.tools.traces.names import (
-    STEP,
-    is_step,
-    normalize,
-    resolve,
-)
-from healcore.tools.traces.text import (
-    RowCollector,
-    make_log,
-    numbered_lines,
-    open_text,
-    parse_number,
-)
+from healcore.tools.traces.columns import STEP, Findings, TraceError
+from healcore.tools.traces.names import is_step, normalize, resolve
+from healcore.tools.traces.text import RowCollector, open_text, parse_number
 
-MAX_LINE = 1 << 20
-"""Largest number of characters in a line."""
-
-_MAX_COLUMNS = 1 << 16
 _MAX_RUNS = 4096
 """Largest number of runs in one export, because each run takes a pass over the file."""
 # Columns of a W&B export that all runs share, in addition to the step.
@@ -40,11 +25,6 @@ _SHARED_NAMES = (
     "created",
     "timestamp",
 )
-_MAX_CELL = 400
-"""Number of characters of a cell that are kept; a number has fewer."""
-
-
-# -- header ----------------------------------------------------------------------------------------
 
 
 class TableHeader(NamedTuple):
@@ -56,22 +36,13 @@ class TableHeader(NamedTuple):
 
 
 def read_header(path: str) -> TableHeader:
-    """Reads the header. Raises TraceError if the file has none."""
+    """Reads the header. Raises TraceError if the first line is not a header."""
     with open_text(path) as file:
-        line, number = "", 0
-        while not line.strip():
-            line, number = file.readline(MAX_LINE), number + 1
-            if not line:
-                raise TraceError("it is empty")
-    if len(line) == MAX_LINE:
-        raise TraceError("its first line is longer than a megabyte: this is not a table")
+        number, line = next((at, line) for at, line in enumerate(file, 1) if line.strip())
     try:
-        cells = next(csv.reader([line]))
+        names = [cell.strip() for cell in next(csv.reader([line]))]
     except csv.Error as error:  # a cell of more than 131,072 characters
         raise TraceError(f"its first line cannot be read ({error}): this is not a table") from None
-    if len(cells) > _MAX_COLUMNS:
-        raise TraceError(f"it has {len(cells):,} columns. At most {_MAX_COLUMNS:,} are read")
-    names = [cell.strip() for cell in cells]
     if all(_is_number(name) for name in names):
         raise TraceError(
             f"its first line is data, not a header: '{line.strip()[:60]}'. Write the names of the "
@@ -111,8 +82,7 @@ def read_tables(path: str, header: TableHeader, columns: Mapping[str, str]) -> l
         logs.append(_read_table(path, header, places, notes, run if len(runs) > 1 else None))
     if not logs:
         raise TraceError(reasons[0])
-    for reason in reasons:
-        logs[0].findings.notes.append(reason)
+    logs[0].findings.notes += reasons
     return logs
 
 
@@ -147,9 +117,6 @@ def _find_runs(names: list[str]) -> dict[str, dict[str, int]] | None:
     return {run: {**shared, **own} for run, own in runs.items()} if runs else None
 
 
-# -- rows ------------------------------------------------------------------------------------------
-
-
 def _read_table(
     path: str,
     header: TableHeader,
@@ -162,14 +129,13 @@ def _read_table(
     With a `run`, rows without a signal are skipped, because they belong to other runs.
     """
     findings = Findings()
-    for note in notes:
-        findings.notes.append(note)
+    findings.notes += notes
     log = _load_numbers(path, header, columns, run, findings)
     if log is not None:
         return log
     labels = {name: f"column '{header.names[at]}'" for name, at in columns.items()}
     collector = RowCollector(path, labels, findings)
-    places, width = tuple(columns.values()), len(header.names)
+    width = len(header.names)
     signals = [at for name, at in columns.items() if name != STEP]
     count = 0
     for line, cells in _rows(path, header, findings):
@@ -180,7 +146,7 @@ def _read_table(
                 text = f"{len(cells)} cell{plural} where the header has {width}"
                 findings.problem(path, line, f"{text}: the row is skipped")
         elif run is None or any(cells[at] for at in signals):
-            collector.add([cells[at][:_MAX_CELL] for at in places], line, count - 1)
+            collector.add([cells[at] for at in columns.values()], line, count - 1)
     return collector.log(run, count)
 
 
@@ -192,11 +158,10 @@ def _load_numbers(
     findings: Findings,
 ) -> Log | None:
     """Reads a table whose cells all are plain numbers, or returns None for any other table."""
-    damage = Findings()
     lines = array("q")
 
-    def plain_lines(file_lines: Iterator[tuple[int, str]]) -> Iterator[str]:
-        for number, line in file_lines:
+    def plain_lines(file: Iterator[str]) -> Iterator[str]:
+        for number, line in enumerate(file, header.line + 1):
             if line.count(",") == len(header.names) - 1 and '"' not in line:
                 lines.append(number)
                 yield line
@@ -204,28 +169,20 @@ def _load_numbers(
                 raise ValueError("a row with other cells")
 
     with open_text(path) as file:
-        for _ in range(header.line):
-            file.readline(MAX_LINE)
-        text = plain_lines(numbered_lines(path, file, damage, longest=MAX_LINE, after=header.line))
+        text = plain_lines(itertools.islice(file, header.line, None))
+        places = tuple(columns.values())
         try:
-            first = next(text)
-            table = np.loadtxt(
-                itertools.chain([first], text),
-                delimiter=",",
-                usecols=tuple(columns.values()),
-                comments=None,
-                ndmin=2,
-            )
+            # loadtxt warns if there is no row.
+            rows = itertools.chain([next(text)], text)
+            table = np.loadtxt(rows, delimiter=",", usecols=places, comments=None, ndmin=2)
         except (ValueError, StopIteration):
             return None
-    if damage.problem_count or len(table) != len(lines):
-        return None
     numbers = dict(zip(columns, table.T, strict=True))
-    if STEP in numbers and not np.isfinite(numbers[STEP]).all():
+    if len(table) != len(lines) or not np.isfinite(numbers.get(STEP, 0)).all():
         return None
-    logged = dict.fromkeys(columns, np.ones(len(lines), bool))
-    index = np.arange(len(lines))
-    return make_log(path, run, numbers, logged, np.array(lines), index, len(lines), findings)
+    count = len(lines)
+    logged = dict.fromkeys((name for name in columns if name != STEP), np.ones(count, bool))
+    return Log(path, run, numbers, logged, np.array(lines), findings, np.arange(count), count)
 
 
 def _rows(path: str, header: TableHeader, findings: Findings) -> Iterator[tuple[int, list[str]]]:
@@ -234,28 +191,17 @@ def _rows(path: str, header: TableHeader, findings: Findings) -> Iterator[tuple[
     A row without cells is damaged. csv ends a cell after 131,072 characters, so that an open quote
     does not join the rest of the file to one row.
     """
-    at = header.line
     with open_text(path) as file:
-        for _ in range(header.line):
-            file.readline(MAX_LINE)
-
-        def lines() -> Iterator[str]:
-            nonlocal at
-            for number, line in numbered_lines(
-                path, file, findings, longest=MAX_LINE, after=header.line
-            ):
-                at = number
-                yield line
-
-        rows = csv.reader(lines())
+        rows = csv.reader(itertools.islice(file, header.line, None))
         while True:
             try:
                 cells = next(rows, None)
             except csv.Error as error:
-                findings.problem(path, at, f"{error}: the row is skipped")
-                yield at, []
+                line = header.line + rows.line_num
+                findings.problem(path, line, f"{error}: the row is skipped")
+                yield line, []
                 continue
             if cells is None:
                 return
             if cells and (len(cells) > 1 or cells[0].strip()):  # a blank line is no row
-                yield at, cells
+                yield header.line + rows.line_num, cells

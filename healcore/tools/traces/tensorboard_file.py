@@ -1,17 +1,13 @@
-"""Reads TensorBoard event files with TensorBoard's own reader (extra `tensorboard`)."""
+"""Reads TensorBoard event files with the protocol buffers of the extra `tensorboard`."""
 
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from healcore import extras, regular_file
 from healcore.tools.traces.columns import Findings, TraceError
-
-_FRAME_BYTES = 16
-"""Size of the length and the two checksums of a record."""
 
 
 def check_installed() -> None:
@@ -26,53 +22,52 @@ def check_installed() -> None:
 
 
 def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields every scalar as a separate record: {"step": step, tag: value}.
-
-    Counts the bytes, because the reader stops silently at a truncated record or a wrong checksum.
-    """
+    """Yields every scalar as a separate record: {"step": step, tag: value}."""
     from google.protobuf.message import DecodeError
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
 
-    end = 0
-    for record in _whole_records(path, RawEventFileLoader(path).Load()):
-        end += len(record) + _FRAME_BYTES
-        try:
-            event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
-        except DecodeError:
-            findings.problem(path, 0, f"the record that ends at byte {end:,} is not an event")
-            continue
-        for value in event.summary.value:
-            try:
-                number = _scalar(value)
-            except (TypeError, ValueError, KeyError, OverflowError) as error:
-                text = f"'{value.tag[:60]}' at byte {end:,} is not a number: {str(error)[:100]}"
-                findings.problem(path, 0, text)
-                continue
-            if number is not None:
-                yield 0, {"step": event.step, value.tag: number}
-    size = os.path.getsize(path)
-    if end < size:
-        text = f"truncated or damaged at byte {end:,}: the last {size - end:,} bytes cannot be read"
-        findings.problem(path, 0, text)
-
-
-def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
-    """Yields the records up to the first record that is longer than the rest of the file.
-
-    The reader would allocate the declared length of such a record, up to 2**64 bytes.
-    """
     with (
         open(path, "rb", opener=regular_file.opener) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
-        at, size = 0, len(data)
-        while at + int.from_bytes(data[at : at + 8], "little") + _FRAME_BYTES <= size:
-            record = next(records, None)
-            if record is None:
+        end, size = 0, len(data)
+        for end, record in _records(data):
+            try:
+                event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
+            except DecodeError:
+                findings.problem(path, 0, f"the record that ends at byte {end:,} is not an event")
+                continue
+            for value in event.summary.value:
+                try:
+                    number = _scalar(value)
+                except (TypeError, ValueError, KeyError, OverflowError) as error:
+                    what = f"'{value.tag[:60]}' at byte {end:,} is not a number"
+                    findings.problem(path, 0, f"{what}: {str(error)[:100]}")
+                    continue
+                if number is not None:
+                    yield 0, {"step": event.step, value.tag: number}
+        if end < size:
+            rest = f"the last {size - end:,} bytes cannot be read"
+            findings.problem(path, 0, f"truncated or damaged at byte {end:,}: {rest}")
+
+
+def _records(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
+    """Yields the end and the content of each record, up to the first damage.
+
+    A record has its length (8 bytes), the checksum of the length, the content, and its checksum.
+    """
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    at = 0
+    while at + 16 <= len(data):
+        head = data[at : at + 8]
+        start, length = at + 12, int.from_bytes(head, "little")
+        content, checksum = data[start : start + length], data[start + length : start + length + 4]
+        for part, given in ((head, data[at + 8 : start]), (content, checksum)):
+            if masked_crc32c(part) != int.from_bytes(given, "little"):
                 return
-            at += len(record) + _FRAME_BYTES
-            yield record
+        at = start + length + 4
+        yield at, content
 
 
 def _scalar(value: Any) -> float | None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 import numpy as np
 
 from healcore import regular_file
 from healcore.tools.traces.attempts import Log
-from healcore.tools.traces.columns import Findings
-from healcore.tools.traces.names import STEP
+from healcore.tools.traces.columns import STEP, Findings
 
 _HEAD_BYTES = 1 << 20
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
-
-
-# -- files -----------------------------------------------------------------------------------------
 
 
 def read_head(path: str) -> bytes:
@@ -32,35 +27,8 @@ def read_head(path: str) -> bytes:
 def open_text(path: str) -> TextIO:
     """Opens a file as UTF-8, with unchanged line ends. Invalid bytes become U+FFFD."""
     return open(
-        path,
-        encoding="utf-8-sig",
-        errors="replace",
-        newline="",
-        opener=regular_file.opener,
+        path, encoding="utf-8-sig", errors="replace", newline="", opener=regular_file.opener
     )
-
-
-def numbered_lines(
-    path: str, file: TextIO, findings: Findings, *, longest: int, after: int = 0
-) -> Iterator[tuple[int, str]]:
-    """Yields number and text of the lines after line `after`.
-
-    Lines of `longest` or more characters are skipped.
-    """
-    for number in itertools.count(after + 1):
-        text = rest = file.readline(longest)
-        too_long = len(text) == longest and not text.endswith("\n")
-        while too_long and rest and not rest.endswith("\n"):
-            rest = file.readline(_HEAD_BYTES)
-        if not text:
-            return
-        if too_long:
-            findings.problem(path, number, f"the line is longer than {longest >> 20} MB: skipped")
-        else:
-            yield number, text
-
-
-# -- numbers ---------------------------------------------------------------------------------------
 
 
 def parse_number(value: Any) -> float | None:
@@ -88,9 +56,6 @@ def quote_excerpt(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
 
 
-# -- columns ---------------------------------------------------------------------------------------
-
-
 class RowCollector:
     """Collects the numbers of a file's rows, and the problems of its cells.
 
@@ -104,7 +69,7 @@ class RowCollector:
         self._path, self._labels, self._findings = path, labels, findings
         self._line, self._index = array("q"), array("q")
         self._numbers = {name: array("d") for name in labels}
-        self._logged = {name: bytearray() for name in labels}
+        self._logged = {name: bytearray() for name in labels if name != STEP}
 
     def add(self, cells: Iterable[Any], line: int, index: int = -1) -> None:
         """Adds a row of cells or JSON values in the order of the labels, unless it has no step."""
@@ -129,40 +94,22 @@ class RowCollector:
             self._index.append(index)
             for name, number in zip(self._labels, numbers, strict=True):
                 self._numbers[name].append(math.nan if number is None else number)
-                self._logged[name].append(number is not None)
+                if name != STEP:
+                    self._logged[name].append(number is not None)
 
     def log(self, run: str | None = None, count: int | None = None) -> Log:
-        """Returns the rows; `count` as for `make_log`."""
-        numbers = {name: np.array(column) for name, column in self._numbers.items()}
-        logged = {name: np.array(mask, bool) for name, mask in self._logged.items()}
-        lines, index = np.array(self._line), np.array(self._index)
-        return make_log(self._path, run, numbers, logged, lines, index, count, self._findings)
+        """Returns the rows of the file.
 
-
-def make_log(
-    path: str,
-    run: str | None,
-    numbers: Mapping[str, np.ndarray],
-    logged: Mapping[str, np.ndarray],
-    line: np.ndarray,
-    index: np.ndarray,
-    count: int | None,
-    findings: Findings,
-) -> Log:
-    """Returns the rows of a file from float64 columns.
-
-    `count` is the number of rows of the file, or None if rows are numbered after they are merged.
-    """
-    with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
-        values = {name: each.astype(np.float32) for name, each in numbers.items() if name != STEP}
-    return Log(
-        path=path,
-        run=run,
-        index=None if count is None else index,
-        step=numbers.get(STEP),
-        values=values,
-        logged={name: logged[name] for name in values},
-        line=line,
-        count=count or 0,
-        findings=findings,
-    )
+        `count` is the number of rows of the file, or None if rows are numbered after they are
+        merged.
+        """
+        return Log(
+            self._path,
+            run,
+            {name: np.array(column) for name, column in self._numbers.items()},
+            {name: np.array(mask, bool) for name, mask in self._logged.items()},
+            np.array(self._line),
+            self._findings,
+            None if count is None else np.array(self._index),
+            count or 0,
+        )

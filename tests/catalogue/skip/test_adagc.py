@@ -36,12 +36,8 @@ def original(norms: np.ndarray) -> np.ndarray:
 
 def with_the_package_s_numbers() -> Policy:
     """The recipe at 1.05 and 0.98, its warm-up as long as the package's is, without the escape."""
-    policy = load(RECIPE)
-    clip = policy.clip
-    assert clip.kind == "adagc"
-    shift = clip.shift.model_copy(update={"patience": 1_000_000})
-    change = {"ratio": 1.05, "ema_decay": 0.98, "warmup_steps": WARM - 1, "shift": shift}
-    return policy.model_copy(update={"clip": clip.model_copy(update=change)})
+    change = {"ratio": 1.05, "ema_decay": 0.98, "warmup_steps": WARM - 1}
+    return load(RECIPE, clip={**change, "shift": {"patience": 1_000_000}})
 
 
 def port(policy: Policy, norms: np.ndarray) -> np.ndarray:

@@ -15,12 +15,8 @@ RECIPE = "axlearn-skip"
 
 def with_sigmas(sigmas: float, warmup_steps: int) -> Policy:
     """`drop_norm_by_grad_norm_stddev` in place of `drop_norm_by_grad_norm_ema`."""
-    policy = load(RECIPE)
     change = {"ratio": None, "sigmas": sigmas, "warmup_steps": warmup_steps}
-    rule = policy.detect.grad_ema
-    assert rule is not None
-    detect = policy.detect.model_copy(update={"grad_ema": rule.model_copy(update=change)})
-    return policy.model_copy(update={"detect": detect})
+    return load(RECIPE, detect={"grad_ema": change})
 
 
 def test_the_same_steps_are_dropped():

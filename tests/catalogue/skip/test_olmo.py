@@ -87,9 +87,4 @@ def at_sigmas(sigmas: float):
     """The recipe with another threshold."""
     from healcore.policy import load
 
-    policy = load(RECIPE)
-    watch = {
-        name: getattr(policy.detect, name).model_copy(update={"sigmas": sigmas})
-        for name in ("loss_window", "grad_window")
-    }
-    return policy.model_copy(update={"detect": policy.detect.model_copy(update=watch)})
+    return load(RECIPE, detect={key: {"sigmas": sigmas} for key in ("loss_window", "grad_window")})

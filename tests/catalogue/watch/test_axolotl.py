@@ -25,11 +25,8 @@ SYNTHETIC = curves.synthetic()
 
 def stopped(losses, threshold=5.0):
     """The step whose loss makes the port stop, or None."""
-    policy = load(NAME)
-    assert policy.detect.loss_ceiling is not None
-    ceiling = policy.detect.loss_ceiling.model_copy(update={"ceiling": threshold})
-    detect = policy.detect.model_copy(update={"loss_ceiling": ceiling})
-    decisions = curves.decisions_of(policy.model_copy(update={"detect": detect}), losses)
+    policy = load(NAME, detect={"loss_ceiling": {"ceiling": threshold}})
+    decisions = curves.decisions_of(policy, losses)
     return curves.first(decisions.orders(Action.STOP))
 
 

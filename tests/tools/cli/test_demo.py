@@ -18,9 +18,7 @@ def test_a_wrong_option_exits_with_2(wrong, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_broken_claim_exits_with_1(tmp_path):
-    # 30 steps are too few to train or to be saved in.
+def test_the_shortest_demo(tmp_path):
     done = demo("--framework", "torch", "--steps", 30, "--out", tmp_path / "new")
-    assert done.exit_code == 1
-    assert "BROKEN torch healed: trains" in done.output
+    assert done.exit_code == 0, done.output
     assert (tmp_path / "new" / "curves.png").exists()

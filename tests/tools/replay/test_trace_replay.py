@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from healcore.policy import load, loads
 from healcore.tools.replay import replay
-from healcore.tools.replay.decided import decided_line, summary_line
 from tests.tools.replay import logs
 
 ADAGC = """
@@ -41,16 +40,14 @@ def test_what_is_inactive_is_reported(tmp_path):
 
 def lines(trace, policy):
     """The lines of JSON of a replay, the summary last."""
-    result = replay(trace, policy)
-    decided = [decided_line(trace.name, result.policy, row) for row in result]
-    return [*decided, summary_line(result.summary)]
+    return list(replay(trace, policy).lines())
 
 
 def test_observing_orders_the_same(tmp_path):
     """Observe mode reports what the same policy does in heal mode."""
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(440)))
-    healing = load("pretraining").model_copy(update={"mode": "heal", "name": "same"})
-    watching = healing.model_copy(update={"mode": "observe"})
+    healing = load("pretraining", mode="heal", name="same")
+    watching = load(healing, mode="observe")
     assert lines(trace, watching)[:-1] == lines(trace, healing)[:-1]
 
 

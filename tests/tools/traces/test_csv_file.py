@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.tools.traces import open_traces
-from healcore.tools.traces.tables import MAX_LINE
 from tests.tools.traces.opened_traces import column, load, open_one, problems_of, refusal, write
 
 
@@ -66,13 +65,6 @@ def test_bad_lines_are_reported_by_number_and_keep_their_index(tmp_path):
         (11, "column 'step': nan: the row is skipped"),
         (12, "column 'loss': '1_0' is not a number: the row is read without loss"),
     ]
-
-
-def test_a_line_without_an_end_is_skipped(tmp_path):
-    text = "step,loss\n0,1\n1," + "9" * (MAX_LINE + 5) + "\n2,3\n"
-    trace = open_one(write(tmp_path / "run.csv", text))
-    assert trace.rows.step.tolist() == [0, 2]
-    assert problems_of(trace) == [(3, "the line is longer than 1 MB: skipped")]
 
 
 def test_a_column_can_be_named(tmp_path):

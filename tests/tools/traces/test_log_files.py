@@ -26,7 +26,7 @@ from tests.tools.traces.opened_traces import open_one, refusal, write
         ("\0\1\2", "it is binary"),
         ('{"torn', "it is JSON, but has no 'log_history'"),
         ('{"step": 1, "loss": null}\n', "no usable row: it does not log a loss"),
-        ("x" * (2 << 20), "first line is longer than a megabyte"),
+        ("x" * (2 << 20), "this is not a table"),
     ],
 )
 def test_files_without_a_usable_row(tmp_path, text, message):

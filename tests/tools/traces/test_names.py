@@ -11,23 +11,23 @@ from healcore.tools.traces.names import resolve
 TRAINERS = {
     "Hugging Face on TensorBoard": (
         ["train/loss", "train/grad_norm", "train/learning_rate", "train/epoch", "eval/loss"],
-        {"loss": 0, "grad_norm": 1, "lr": 2, "eval_loss": 4},
+        {"loss": 0, "grad_norm": 1, "eval_loss": 4},
     ),
     "Megatron": (
         ["lm loss", "lm loss vs samples", "grad-norm", "grad-norm vs samples", "learning-rate"],
-        {"loss": 0, "grad_norm": 2, "lr": 4},
+        {"loss": 0, "grad_norm": 2},
     ),
     "NeMo": (
         ["reduced_train_loss", "grad_norm", "lr", "global_step", "val_loss", "consumed_samples"],
-        {"loss": 0, "grad_norm": 1, "lr": 2, "step": 3, "eval_loss": 4},
+        {"loss": 0, "grad_norm": 1, "step": 3, "eval_loss": 4},
     ),
     "torchtitan": (
         ["loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "lr"],
-        {"loss": 0, "grad_norm": 2, "lr": 3},
+        {"loss": 0, "grad_norm": 2},
     ),
     "Levanter": (
         ["train/loss", "grad/norm/total", "optim/learning_rate", "eval/loss", "global_step"],
-        {"loss": 0, "grad_norm": 1, "lr": 2, "eval_loss": 3, "step": 4},
+        {"loss": 0, "grad_norm": 1, "eval_loss": 3, "step": 4},
     ),
     "MaxText": (
         ["learning/loss", "learning/grad_norm", "learning/raw_grad_norm", "evaluation/avg_loss"],
@@ -35,7 +35,7 @@ TRAINERS = {
     ),
     "OLMo": (
         ["_step", "train/CE loss", "train/PPL", "optim/total grad norm", "optim/LR (group 0)"],
-        {"step": 0, "loss": 1, "grad_norm": 3, "lr": 4},
+        {"step": 0, "loss": 1, "grad_norm": 3},
     ),
     "LLM Foundry": (
         ["loss/train/total", "l2_norm/grad/global", "lr-DecoupledAdamW/group0", "time/batch"],
@@ -43,7 +43,7 @@ TRAINERS = {
     ),
     "fairseq": (
         ["num_updates", "loss", "gnorm", "lr"],
-        {"step": 0, "loss": 1, "grad_norm": 2, "lr": 3},
+        {"step": 0, "loss": 1, "grad_norm": 2},
     ),
     "Lightning": (
         ["epoch", "step", "train_loss_step", "train_loss_epoch", "val_loss"],

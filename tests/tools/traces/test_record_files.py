@@ -75,7 +75,7 @@ def test_typed_records_torn_lines_and_other_types(tmp_path):
     assert column(table.values["grad_norm"]) == [1, "nan", "nan", "nan"]
     assert problems_of(trace) == [
         (4, 'not JSON: \'{"type":"step","st\': skipped'),
-        (6, 'more than one JSON value: \'{"type":"step","step":3,"loss":"-inf"...\': skipped'),
+        (6, 'not JSON: \'{"type":"step","step":3,"loss":"-inf"...\': skipped'),
         (7, "not a JSON object: '[1, 2]': skipped"),
         (8, "'step': missing: the row is skipped"),
         (9, "'loss': 'True' is not a number: the row is read without loss"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from healcore.policy import load, to_dict
-from healcore.tools.sweep import SweepError, variants
+from healcore.tools.replay.vary import VaryError, variants
 
 BASE = load("pretraining")
 
@@ -39,5 +39,5 @@ def test_all_combinations_and_the_base_first():
     ],
 )
 def test_what_cannot_be_varied(option, key_word):
-    with pytest.raises(SweepError, match=key_word):
+    with pytest.raises(VaryError, match=key_word):
         variants(BASE, [option])

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore import regular_file
-from healcore.core.engine import EngineConfig
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import Action
-from healcore.tools.replay.judged import JudgedRows
+from healcore.tools.replay.replayed import Replay
 
 EARLY_ROWS, LATE_ROWS, IGNORED_ROWS, MIN_ROWS, IN_TIME_ROWS = 5, 40, 64, 200, 10
 
@@ -103,16 +102,19 @@ def _is_false(rows: np.ndarray, nonfinite: np.ndarray, label: Label) -> np.ndarr
     return ~allowed
 
 
-def order_rows(judged: JudgedRows, config: EngineConfig) -> np.ndarray:
-    """Returns the rows with the most severe order in the policy's rules, int (n,).
-
-    From the most severe: rollbacks, stops, skips, alarms.
-    """
-    for action in (Action.ROLLBACK, Action.STOP):
-        if any(rule.action & int(action) for rule in config.rules):
-            return judged.index[judged.action & int(action) != 0]
-    skips = any(rule.skip for rule in config.rules)
-    return judged.index[judged.record.skip if skips else judged.record.cause != 0]
+def score_replay(replay: Replay, label: Label) -> Score | None:
+    """Scores the most severe order in the policy's rules: rollbacks, stops, skips, else alarms."""
+    judged, rules = replay.judged, replay.engine.config.rules
+    rows = judged.record.cause != 0
+    if any(rule.skip for rule in rules):
+        rows = judged.record.skip
+    for action in (Action.STOP, Action.ROLLBACK):
+        if any(rule.action & action for rule in rules):
+            rows = judged.action & int(action) != 0
+    recorded = replay.trace.rows
+    loss = recorded.values.get("loss")
+    nonfinite = recorded.index[:0] if loss is None else recorded.index[~np.isfinite(loss)]
+    return score(judged.index[rows], nonfinite, label)
 
 
 def label_of(labels: Sequence[Label], trace: str) -> Label | None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from healcore.policy import dumps
 from healcore.policy import load as load_policy
 from healcore.tools.cli import app
-from healcore.tools.sweep import variants
+from healcore.tools.replay.vary import variants
 
 SPIKE = 300
 

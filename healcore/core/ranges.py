@@ -1,0 +1,187 @@
+"""Declares which values a key of a policy may have, next to the key's default.
+
+    class FixedConfig(NamedTuple):
+        max_norm: Positive = 1.0
+
+`healcore.policy` derives the check of a file, its error messages and the tables of docs/policies.md
+from such declarations. The engine uses float32, so ranges also hold after rounding. For example,
+0.99999999 is below 1, but its float32 is 1.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+
+NONE = "none"
+"""Value of an absent limit in TOML, which has no null."""
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class RuleBroken(ValueError):
+    """A value violates `rule`.
+
+    Attributes:
+        choices: allowed values, or empty if there is no list.
+        entry: index of the wrong entry of a list, or None.
+    """
+
+    def __init__(self, rule: str, choices: tuple[str, ...] = (), entry: int | None = None) -> None:
+        super().__init__(rule)
+        self.rule, self.choices, self.entry = rule, choices, entry
+
+
+class Value(NamedTuple):
+    """The declaration of a value, as metadata of `Annotated`."""
+
+    rule: str
+    """The condition as text, for messages and docs/policies.md."""
+    check: Callable[[Any], Any]
+    """Returns the value of a valid input. Raises RuleBroken."""
+
+
+def to_float32(value: float) -> float:
+    """Rounds to the nearest float32, as a Python float."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def number(
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+    none: bool = False,
+) -> Value:
+    """A finite float within bounds; whole numbers are accepted, bools and strings are not.
+
+    With `none`, the string "none" is accepted and means no limit.
+    """
+    bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
+    limits = [f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound)]
+    rule = " ".join(["a finite number", " and ".join(limits)]).strip()
+    rule += f', or "{NONE}"' if none else ""
+
+    def inside(value: float) -> bool:
+        return above < value < below and least <= value <= most
+
+    def check(value: Any) -> float | None:
+        if none and (value is None or value == NONE):
+            return None
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise RuleBroken(rule)
+        try:
+            result = float(value)
+        except OverflowError:
+            result = math.inf
+        if not math.isfinite(result) or not inside(result):
+            raise RuleBroken(rule)
+        if abs(result) > _LARGEST or 0 < abs(result) < _SMALLEST:
+            raise RuleBroken(f"{rule}, in the range of float32 ({_SMALLEST:.3g} to {_LARGEST:.3g})")
+        if not inside(to_float32(result)):
+            raise RuleBroken(f"{rule}, also after rounding to float32, here {to_float32(result)}")
+        return result
+
+    return Value(rule, check)
+
+
+def whole(least: int = 0, most: int = 10_000_000) -> Value:
+    """An int within bounds; 25.0 is not accepted.
+
+    The default upper bound is below 2**24, so values are exact as float32 and sums do not overflow
+    int32.
+    """
+    rule = str(least) if least == most else f"a whole number from {least} to {most}"
+
+    def check(value: Any) -> int:
+        is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not is_whole or not least <= int(value) <= most:
+            raise RuleBroken(rule)
+        return int(value)
+
+    return Value(rule, check)
+
+
+def one_of(*choices: str) -> Value:
+    """One of the given strings."""
+    rule = "one of " + ", ".join(f'"{each}"' for each in choices)
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise RuleBroken(rule, choices)
+        return value
+
+    return Value(rule, check)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RuleBroken("true or false")
+    return value
+
+
+# The engine's configs may hold arrays instead of Python numbers, so their type is Any.
+Positive = Annotated[Any, number(above=0)]
+NotNegative = Annotated[Any, number(least=0)]
+Fraction = Annotated[Any, number(above=0, below=1)]
+"""Strictly between 0 and 1: decays, factors."""
+Ratio = Annotated[Any, number(least=1)]
+Limit = Annotated[Any | None, number(above=0, none=True)]
+"""An absolute limit, or None for no limit."""
+Steps = Annotated[Any, whole(1)]
+StepsOrZero = Annotated[Any, whole()]
+OnOff = Annotated[bool, Value("true or false", _flag)]
+
+
+class Conflict(NamedTuple):
+    """Values of one table that exclude each other."""
+
+    path: tuple[str | int, ...]
+    """Path from the table to the value that the message names."""
+    value: Any
+    rule: str
+    write: str
+
+
+class AtMost(NamedTuple):
+    """Rule of a table: the value of `key` is at most the value of `limit` (a dotted key)."""
+
+    key: str
+    limit: str
+    more: str
+    """Adjective for a limit that would allow the value: "longer", "larger"."""
+    why: str = ""
+
+    def conflict(self, table: Any) -> Conflict | None:
+        """Returns the conflict if the table violates the rule, else None."""
+        value, most = getattr(table, self.key), attrgetter(self.limit)(table)
+        if value <= most:
+            return None
+        rule = f"at most {self.limit}, which is {most}" + (f": {self.why}" if self.why else "")
+        write = f"{self.key} = {most}, or a {self.more} {self.limit}"
+        return Conflict((self.key,), value, rule, write)
+
+
+class NumberUnless(NamedTuple):
+    """Rule of a table: `key` must not be "none" if `other` is none or 0."""
+
+    key: str
+    other: str
+    absent: str
+    """The value of `other` that stands for no limit: "none" or "0"."""
+    write: str
+
+    def conflict(self, table: Any) -> Conflict | None:
+        """Returns the conflict if the table violates the rule, else None."""
+        if getattr(table, self.key) is not None or getattr(table, self.other):
+            return None
+        rule = f"a number if {self.other} is {self.absent}: otherwise nothing is compared"
+        return Conflict((self.key,), NONE, rule, self.write)

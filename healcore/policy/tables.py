@@ -1,0 +1,229 @@
+"""Reads the tables of a policy file by their declarations, and finds every problem.
+
+A table is a class with annotated fields and defaults. A field is a value (`healcore.core.ranges`),
+another table, one of several tables with a `kind`, or a tuple of tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from healcore.core.ranges import NONE, RuleBroken, Value, to_float32
+from healcore.policy.errors import Problem, dotted, show_value
+
+Path = tuple[str | int, ...]
+
+_EXAMPLES = {
+    "schema": "schema = 1",
+    "name": 'name = "mine"',
+    "references": 'references = ["arXiv:2504.02507"]',
+    "respond": "[[respond]]",
+    "to": 'to = ["nonfinite"]',
+    "do": 'do = ["skip"]',
+}
+"""What to write for a key without a default."""
+
+
+class Key(NamedTuple):
+    """The declaration of one key."""
+
+    default: Any
+    """Default, or `dataclasses.MISSING` for a required key."""
+    value: Value | None
+    """Rule of a value, or None for a table."""
+    tables: tuple[type, ...]
+    """Class of the table or of the tables in a list, or one class for each `kind`."""
+    optional: bool
+    """Whether the table may be absent."""
+    several: bool
+    """Whether the key has a list of tables."""
+
+
+def is_table(kind: Any) -> bool:
+    """Whether a class, or the class of an object, declares a table."""
+    return hasattr(kind, "_fields") or dataclasses.is_dataclass(kind)
+
+
+@functools.cache
+def keys_of(table: type) -> dict[str, Key]:
+    """Returns the declarations of the keys of a table, in order."""
+    if dataclasses.is_dataclass(table):
+        defaults = {field.name: field.default for field in dataclasses.fields(table)}
+    else:
+        given = table._field_defaults  # type: ignore[attr-defined]
+        defaults = {name: given.get(name) for name in table._fields}  # type: ignore[attr-defined]
+    hints = get_type_hints(table, include_extras=True)
+    keys = {}
+    for name, default in defaults.items():
+        hint = hints[name]
+        value = next(
+            (each for each in getattr(hint, "__metadata__", ()) if type(each) is Value), None
+        )
+        parts = (hint, *get_args(hint))
+        tables = tuple(part for part in parts if isinstance(part, type) and is_table(part))
+        keys[name] = Key(default, value, tables, type(None) in parts, Ellipsis in parts)
+    return keys
+
+
+def read_document(data: Any, root: type) -> tuple[Any, tuple[Problem, ...]]:
+    """Reads a document. Returns the table, or None and the problems."""
+    reader = _Reader(root)
+    table = reader.table(root, data, ())
+    return table, tuple(reader.problems)
+
+
+class _Reader:
+    """Reads a document and collects its problems; a value with a problem becomes None."""
+
+    def __init__(self, root: type) -> None:
+        self._root = root
+        self.problems: list[Problem] = []
+
+    def _problem(self, path: Path, value: str, rule: str, write: str) -> None:
+        self.problems.append(Problem(dotted(path), value, rule, write))
+
+    def table(self, table: type, data: Any, path: Path) -> Any:
+        """Reads a table of one class."""
+        before = len(self.problems)
+        if not isinstance(data, Mapping):
+            write = f"[{dotted(path)}]" if path else "key = value"
+            write = "[[respond]]" if path[:1] == ("respond",) and len(path) == 2 else write
+            self._problem(path or ("policy",), show_value(data), "a table", write)
+            return None
+        keys = keys_of(table)
+        values = {}
+        for name, key in keys.items():
+            if name in data:
+                values[name] = self._read(key, data[name], (*path, name))
+            elif key.default is dataclasses.MISSING:
+                self._problem((*path, name), "", "required, and missing", _EXAMPLES[name])
+        known = ["kind", *keys] if hasattr(table, "kind") else list(keys)
+        for name in data:
+            if name not in known:
+                write = _known_keys(str(name), known, self._root)
+                self._problem(
+                    (*path, str(name)), show_value(data[name]), "a key of this table", write
+                )
+        if len(self.problems) > before:
+            return None
+        found = table(**values)
+        conflicts = [rule.conflict(found) for rule in getattr(table, "RULES", ())]
+        conflicts += found.conflicts() if hasattr(table, "conflicts") else ()
+        for inner, value, rule, write in filter(None, conflicts):
+            self._problem((*path, *inner), show_value(value), rule, write)
+        return found
+
+    def _read(self, key: Key, value: Any, path: Path) -> Any:
+        if key.value is not None:
+            return self._value(key, value, path)
+        if value is None and key.optional:
+            return None
+        table = key.tables[0]
+        if key.several:
+            if not isinstance(value, list | tuple):
+                self._problem(path, show_value(value), "an array of tables", f"[[{dotted(path)}]]")
+                return None
+            return tuple(
+                self.table(key.tables[0], each, (*path, i)) for i, each in enumerate(value)
+            )
+        table = key.tables[0]
+        if len(key.tables) > 1 and isinstance(value, Mapping):
+            kinds = {each.kind: each for each in key.tables}  # type: ignore[attr-defined]
+            kind = value.get("kind")
+            if not isinstance(kind, str) or kind not in kinds:
+                close = (kind is not None and _close(kind, kinds)) or next(iter(kinds))
+                rule = "one of " + ", ".join(map(show_value, kinds))
+                received = "" if kind is None else show_value(kind)
+                self._problem((*path, "kind"), received, rule, f"kind = {show_value(close)}")
+                return None
+            table = kinds[kind]
+        return self.table(table, value, path)
+
+    def _value(self, key: Key, value: Any, path: Path) -> Any:
+        assert key.value is not None
+        try:
+            return key.value.check(value)
+        except RuleBroken as error:
+            if error.entry is not None:
+                path, value = (*path, error.entry), value[error.entry]
+            write = _instead(path, key.default, value, error.choices)
+            self._problem(path, show_value(value), error.rule, write)
+
+
+def _close(wrong: Any, names: Any) -> str | None:
+    """Returns the name that is most similar to a wrong name, or None."""
+    return next(iter(difflib.get_close_matches(str(wrong), names, n=1, cutoff=0.6)), None)
+
+
+def _known_keys(key: str, known: list[str], root: type) -> str:
+    places = [place for place, keys in _places(root) if key in keys]
+    if places:  # an existing key is misplaced, not misspelt
+        return f"{key!r} under {' or '.join(places)}"
+    close = _close(key, known)
+    if close:
+        return f"did you mean {close!r}?"
+    return f"one of {', '.join(known)}" if known else "nothing: this table has no keys"
+
+
+def _places(root: type) -> Iterator[tuple[str, Any]]:
+    """Yields each table of the format with its keys, to locate a misplaced key."""
+    yield "the top of the file", keys_of(root)
+    for name, key in keys_of(root).items():
+        for table in key.tables:
+            kind = getattr(table, "kind", None)
+            place = f'[clip] with kind = "{kind}"' if kind else f"[{name}]"
+            yield f"[[{name}]]" if key.several else place, keys_of(table)
+            if name == "detect":
+                for part, inner in keys_of(table).items():
+                    yield f"[detect.{part}]", keys_of(inner.tables[0])
+
+
+def _instead(path: Path, default: Any, received: Any, choices: tuple[str, ...]) -> str:
+    """A valid line to write: the closest choice, the number as an int, or the default."""
+    close, key = _close(received, choices), path[-1]
+    if isinstance(key, int):  # an entry of a list
+        if received in choices:
+            return "drop the second entry"
+        return show_value(close) if close else "one of these" if choices else "a string in quotes"
+    if key in _EXAMPLES:
+        return _EXAMPLES[key]
+    if isinstance(default, int) and isinstance(received, float) and received.is_integer():
+        default = int(received)
+    return f"{key} = {show_value(close or (NONE if default is None else default))}"
+
+
+# -- from tables -----------------------------------------------------------------------------------
+
+
+def written(table: Any) -> dict[str, Any]:
+    """A table as plain mappings, lists, strings, bools and numbers.
+
+    Omits absent tables; an absent limit is the string "none".
+    """
+    document = {"kind": table.kind} if hasattr(table, "kind") else {}
+    for name, key in keys_of(type(table)).items():
+        value = getattr(table, name)
+        if is_table(value):
+            document[name] = written(value)
+        elif isinstance(value, tuple):
+            document[name] = [written(each) if is_table(each) else each for each in value]
+        elif value is not None:
+            document[name] = value
+        elif key.value is not None:
+            document[name] = NONE
+    return document
+
+
+def rounded(value: Any, core: Any = None) -> Any:
+    """The core's config of a table: floats are rounded to float32 once, for all backends.
+
+    `core` is the config's class, or None for the class of the table.
+    """
+    if is_table(value):
+        core = core or type(value)
+        return core(*(rounded(getattr(value, name)) for name in core._fields))
+    return to_float32(value) if isinstance(value, float) else value
