@@ -23,7 +23,6 @@ from healcore.jax.store.host_copy import Index, JaxCopier, as_array, index_of, s
 from healcore.runtime.store import manifest, structure
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import StoreError
-from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.structure import Flat
 
@@ -62,14 +61,13 @@ class OrbaxStore(DirectoryStore):
         processes = CoordinatedRanks() if jax.process_count() > 1 else None
         super().__init__(root, JaxCopier(), nonfinite_ok=nonfinite_ok, ranks=processes)
 
-    def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> dict[str, Digest]:
+    def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> None:
         # Orbax does not save empty arrays.
         saved = {_escaped(name): array for name, array in arrays.items() if array.size}
         if self.processes.world > 1:
             self._check_equal(saved)
         if saved:
             _write_shards(saved, folder, process=self.processes.rank)
-        return {}
 
     def _complete_arrays(self, folder: Path) -> None:
         if folder.exists():

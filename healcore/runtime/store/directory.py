@@ -40,7 +40,6 @@ from healcore.runtime.store.background import Background
 from healcore.runtime.store.commit import RankPart
 from healcore.runtime.store.copies import Copier, StateCopy
 from healcore.runtime.store.errors import CheckpointDamaged, CheckpointNotFound, StoreError
-from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import Alone, Ranks
@@ -97,11 +96,8 @@ class DirectoryStore(Tier):
     # -- the framework's part -------------------------------------------------------------------
 
     @abstractmethod
-    def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> dict[str, Digest]:
-        """Writes arrays below the new `folder`. Runs in the background, on every rank.
-
-        Returns path below `folder` -> digest, for files whose digest is already known.
-        """
+    def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> None:
+        """Writes arrays below the new `folder`. Runs in the background, on every rank."""
 
     def _complete_arrays(self, folder: Path) -> None:
         """Completes the files of all ranks. Runs in the background, on rank 0."""
@@ -245,7 +241,7 @@ class DirectoryStore(Tier):
         # The check runs during the write: the check waits for memory, the write for the disk.
         with ThreadPoolExecutor(1) as pool:
             checking = pool.submit(copy.nonfinite)
-            written = self._write_arrays(arrays, folder / manifest.DATA)
+            self._write_arrays(arrays, folder / manifest.DATA)
             nonfinite = checking.result()
         # Each rank writes its per-rank entries, and rank 0 also writes the shared entries.
         entries = copy.snapshot.flat.entries
@@ -255,8 +251,7 @@ class DirectoryStore(Tier):
         if self.processes.rank == 0:
             shared = {name: entry for name, entry in entries.items() if name not in own}
             files.write_new(folder / manifest.STATE, structure.dumps(shared))
-        digests = {f"{manifest.DATA}/{name}": digest for name, digest in written.items()}
-        return RankPart(digests, len(arrays), nonfinite)
+        return RankPart(len(arrays), nonfinite)
 
     # -- restoring ------------------------------------------------------------------------------
 
