@@ -16,15 +16,14 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore as ts
-import xxhash
 
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.jax.store.host_copy import Index, JaxCopier, as_array, index_of, shards_of, slices_of
+from healcore.jax.store.host_copy import Index, JaxCopier, as_array, index_of, slices_of
 from healcore.runtime.store import manifest, structure
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import StoreError
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.structure import Flat, Leaf
 
 _ITEM = "state"
 """Name of the only checkpointable. Its tree is flat: array name -> array."""
@@ -61,9 +60,11 @@ class OrbaxStore(DirectoryStore):
         processes = CoordinatedRanks() if jax.process_count() > 1 else None
         super().__init__(root, JaxCopier(), nonfinite_ok=nonfinite_ok, ranks=processes)
 
-    def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> None:
+    def _write_arrays(self, leaves: dict[str, Leaf], folder: Path) -> None:
         # Orbax does not save empty arrays.
-        saved = {_escaped(name): array for name, array in arrays.items() if array.size}
+        saved = {
+            _escaped(name): leaf for name, leaf in leaves.items() if np.prod(leaf.layout.shape)
+        }
         if self.processes.world > 1:
             self._check_equal(saved)
         if saved:
@@ -73,16 +74,16 @@ class OrbaxStore(DirectoryStore):
         if folder.exists():
             _merge_shards(folder)
 
-    def _check_equal(self, arrays: dict[str, Any]) -> None:
+    def _check_equal(self, leaves: Mapping[str, Leaf]) -> None:
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""
         digests = {
-            name: xxhash.xxh3_128_hexdigest(np.asarray(array).tobytes())
-            for name, array in arrays.items()
-            if not _spans(array)
+            name: self.copier.inspect({name: leaf}).digests
+            for name, leaf in leaves.items()
+            if not _spans(leaf)
         }
         gathered = self.processes.gather(digests)
         for name in sorted(set().union(*gathered)):
-            if len({digests.get(name) for digests in gathered}) > 1:
+            if any(digests.get(name) != gathered[0].get(name) for digests in gathered):
                 raise StoreError(
                     f"{name} differs between the {self.processes.world} processes, and does not "
                     "span them: make it one array over the mesh of all processes, "
@@ -110,9 +111,10 @@ class OrbaxStore(DirectoryStore):
         }
 
 
-def _spans(leaf: Any) -> bool:
+def _spans(leaf: Leaf) -> bool:
     """Whether other processes hold shards of an array."""
-    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    sharding = leaf.layout.sharding
+    return sharding is not None and not sharding.is_fully_addressable
 
 
 def _empty(node: Mapping[str, Any], live: Flat) -> Any:
@@ -124,10 +126,10 @@ def _empty(node: Mapping[str, Any], live: Flat) -> Any:
 def _sharding(node: Mapping[str, Any], live: Flat) -> jax.sharding.Sharding | None:
     """The live array's sharding, or else the first device. None for a NumPy array."""
     leaf = live.leaves.get(node["name"])
-    if isinstance(leaf, np.ndarray) or (leaf is None and node["kind"] in ("numpy", "scalar")):
+    if node["kind"] in ("numpy", "scalar") if leaf is None else leaf.layout.numpy:
         return None
     first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return getattr(leaf, "sharding", None) or first_device
+    return (leaf and leaf.layout.sharding) or first_device
 
 
 def _size(node: Mapping[str, Any]) -> int:
@@ -142,7 +144,7 @@ def _escaped(name: str) -> str:
 # -- files of Orbax -----------------------------------------------------------------------------
 
 
-def _write_shards(arrays: Mapping[str, Any], folder: Path, *, process: int) -> None:
+def _write_shards(leaves: Mapping[str, Leaf], folder: Path, *, process: int) -> None:
     """Writes this process's shards of arrays that are not empty.
 
     The first process that holds a shard writes it. Process 0 writes arrays that do not span
@@ -150,10 +152,10 @@ def _write_shards(arrays: Mapping[str, Any], folder: Path, *, process: int) -> N
     """
     context, index = _context(), _index_spec(_process_folder(folder, process))
     opened = []
-    for name, array in arrays.items():
-        owned = [shard for shard in shards_of(array) if _writer(array, shard[0]) == process]
+    for name, leaf in leaves.items():
+        owned = [each for each in leaf.parts.items() if _writer(leaf, each[0]) == process]
         if owned:
-            spec = _array_spec(array, owned[0][1].shape)
+            spec = _array_spec(leaf, owned[0][1].shape)
             spec["kvstore"] = {**index, "path": f"{name}/"}
             opened.append((ts.open(spec, context=context), owned))
     writes = []
@@ -161,6 +163,7 @@ def _write_shards(arrays: Mapping[str, Any], folder: Path, *, process: int) -> N
         for place, data in owned:
             region = target.result()[slices_of(place)]
             # The caller keeps the data until this function returns.
+            data = np.asarray(data)
             writes.append(region.write(data, can_reference_source_data_indefinitely=True))
     for write in writes:
         write.result()
@@ -263,18 +266,18 @@ def _index_spec(directory: Path) -> dict[str, Any]:
     }
 
 
-def _array_spec(array: Any, shard: tuple[int, ...]) -> dict[str, Any]:
+def _array_spec(leaf: Leaf, shard: tuple[int, ...]) -> dict[str, Any]:
     """TensorStore's spec for a new array whose shards have the shape `shard`.
 
     Not compressed: trained weights would shrink by about 8 %, and a save would take two to three
     times as long.
     """
-    chunk = _chunk(shard, array.dtype.itemsize)
+    chunk = _chunk(shard, np.dtype(leaf.dtype).itemsize)
     return {
         "driver": "zarr3",
-        "dtype": np.dtype(array.dtype).name,
+        "dtype": leaf.dtype,
         "metadata": {
-            "shape": list(array.shape),
+            "shape": list(leaf.layout.shape),
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         },
@@ -297,13 +300,13 @@ def _smallest_factor(number: int) -> int:
     return next((n for n in range(2, int(number**0.5) + 1) if number % n == 0), number)
 
 
-def _writer(array: Any, place: Index) -> int:
+def _writer(leaf: Leaf, place: Index) -> int:
     """Index of the process that writes a shard."""
-    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+    if not _spans(leaf):
         return 0
-    devices = array.sharding.devices_indices_map(array.shape)
+    shape = leaf.layout.shape
     return min(
         device.process_index
-        for device, slices in devices.items()
-        if slices is not None and index_of(slices, array.shape) == place
+        for device, slices in leaf.layout.sharding.devices_indices_map(shape).items()
+        if slices is not None and index_of(slices, shape) == place
     )

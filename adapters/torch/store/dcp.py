@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from healcore.runtime.store import manifest, ranks, structure
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import Untrusted
-from healcore.runtime.store.host_memory import aligned
+from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.structure import Flat, Leaf
 from healcore.torch import dcp_index
 from healcore.torch.plain_values import DTYPES
 from healcore.torch.store.gloo import GlooRanks, initialized
@@ -73,13 +73,13 @@ class DCPStore(DirectoryStore):
         """The group for DCP, or None for one process."""
         return self.processes.group if isinstance(self.processes, GlooRanks) else None
 
-    def _write_arrays(self, arrays: dict[str, Tensor], folder: Path) -> None:
+    def _write_arrays(self, leaves: dict[str, Leaf], folder: Path) -> None:
         # All ranks have the same names, so either every rank returns here or no rank does.
-        if not arrays:
+        if not leaves:
             return
         try:
             save(
-                arrays,
+                {name: self.copier.array(leaf, None) for name, leaf in leaves.items()},
                 # The store synchronizes all files at the end.
                 storage_writer=FileSystemWriter(folder, sync_files=False),
                 process_group=self._group,
@@ -106,8 +106,8 @@ class DCPStore(DirectoryStore):
             for name, p in _moments_of_dtensors(entries, like).items()
         }
         for leaf in live.leaves.values():
-            if leaf.spec is not None:
-                sharded[leaf.name] = (leaf.tensor, leaf.spec)
+            if leaf.layout is not None:
+                sharded[leaf.name] = (leaf.parts[""], leaf.layout)
         targets = {name: _empty_array(node, sharded) for name, node in nodes.items()}
         if any(self.processes.gather(bool(targets))):
             try:
@@ -217,7 +217,7 @@ def _empty_array(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, An
     """New memory to read an array into; a DTensor if `sharded` has its local part and spec."""
     shape = node["shape"]
     if node["kind"] != "tensor":
-        return torch.from_numpy(aligned(_nbytes(node)))
+        return torch.from_numpy(allocate([_nbytes(node)])[0])
     dtype = DTYPES[node["dtype"]]
     part, spec = sharded.get(node["name"], (None, None))
     if part is not None and spec is not None and list(spec.shape) == shape:
@@ -227,4 +227,4 @@ def _empty_array(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, An
             spec = copy.copy(spec)
             spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
         return DTensor(torch.empty_like(part, dtype=dtype), spec, requires_grad=False)
-    return torch.from_numpy(aligned(_nbytes(node))).view(dtype).reshape(shape)
+    return torch.from_numpy(allocate([_nbytes(node)])[0]).view(dtype).reshape(shape)

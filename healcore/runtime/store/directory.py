@@ -43,7 +43,7 @@ from healcore.runtime.store.errors import CheckpointDamaged, CheckpointNotFound,
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.structure import Flat, Leaf
 from healcore.runtime.store.tier import Tier
 
 _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
@@ -96,8 +96,8 @@ class DirectoryStore(Tier):
     # -- the framework's part -------------------------------------------------------------------
 
     @abstractmethod
-    def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> None:
-        """Writes arrays below the new `folder`. Runs in the background, on every rank."""
+    def _write_arrays(self, leaves: dict[str, Leaf], folder: Path) -> None:
+        """Writes copies of arrays below the new `folder`. Runs in the background, on every rank."""
 
     def _complete_arrays(self, folder: Path) -> None:
         """Completes the files of all ranks. Runs in the background, on rank 0."""
@@ -237,21 +237,21 @@ class DirectoryStore(Tier):
 
     def _write(self, copy: StateCopy, folder: Path) -> RankPart:
         """Writes `data/` and `state.json`. Runs in the background, on every rank."""
-        arrays = self.copier.arrays(copy.snapshot)
+        leaves = copy.flat.leaves
         # The check runs during the write: the check waits for memory, the write for the disk.
         with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(copy.nonfinite)
-            self._write_arrays(arrays, folder / manifest.DATA)
-            nonfinite = checking.result()
+            checking = pool.submit(lambda: copy.inspected or self.copier.inspect(copy.flat.leaves))
+            self._write_arrays(leaves, folder / manifest.DATA)
+            nonfinite = checking.result().nonfinite
         # Each rank writes its per-rank entries, and rank 0 also writes the shared entries.
-        entries = copy.snapshot.flat.entries
+        entries = copy.flat.entries
         own = {name: entry for name, entry in entries.items() if entry.get("per_rank")}
         if own:
             files.write_new(folder / _rank_file(self.processes.rank), structure.dumps(own))
         if self.processes.rank == 0:
             shared = {name: entry for name, entry in entries.items() if name not in own}
             files.write_new(folder / manifest.STATE, structure.dumps(shared))
-        return RankPart(len(arrays), nonfinite)
+        return RankPart(len(leaves), nonfinite)
 
     # -- restoring ------------------------------------------------------------------------------
 

@@ -67,6 +67,18 @@ def attribute(item: object, name: str) -> Any:
     return getattr(item, name) if found else None
 
 
+class Leaf(NamedTuple):
+    """One array of a state."""
+
+    name: str
+    dtype: str
+    """Name of the dtype, such as "bfloat16"."""
+    parts: dict[Any, Any]
+    """Place -> the part of the array in this process. A whole array has one part, at ""."""
+    layout: Any = None
+    """The framework's description of the sharding, or None."""
+
+
 class Flat(NamedTuple):
     """A state as JSON-safe structures and named arrays."""
 
@@ -74,8 +86,8 @@ class Flat(NamedTuple):
     """Name -> structure. In torch: {"tree": node} with "stateful" and "per_rank", and "identity"
     (part -> text that must be equal) for optimizers and schedulers. In JAX: {"tree": node} for an
     object with `state_dict`, {"leaves": [[path, node], …]} for a pytree."""
-    leaves: dict[str, Any]
-    """Name of an array -> the framework's array."""
+    leaves: dict[str, Leaf]
+    """Name of an array -> the array."""
     treedefs: dict[str, Any]
     """Name -> PyTreeDef in JAX. Not saved: a restore uses the structure of the live pytrees."""
 
