@@ -90,24 +90,20 @@ class JaxCopier(Copier):
 
     def array(self, leaf: Leaf, live: Leaf | None) -> Any:
         """The array of shards in NumPy's memory, placed like the live or else the saved array."""
-        shape, shards = leaf.layout.shape, leaf.parts
+        shape: tuple[int, ...] = leaf.layout.shape
         like: Placement = leaf.layout if live is None else live.layout
         if like.numpy:
             return _assembled(leaf)
-        if like.sharding is None:  # a jax.ShapeDtypeStruct without a sharding
+        if like.sharding is None or (live is not None and not like.committed):
             return jax.device_put(_assembled(leaf))
-        wanted = {
-            index_of(slices, shape)
-            for slices in like.sharding.addressable_devices_indices_map(shape).values()
-            if slices is not None
-        }
-        if not wanted <= shards.keys():
-            return jax.device_put(_assembled(leaf), like.sharding)
-        if live is not None and not like.committed:
-            return jax.device_put(next(iter(shards.values())))
+
+        def shard(slices: Any) -> np.ndarray:
+            saved = leaf.parts.get(index_of(slices, shape))
+            return _assembled(leaf)[slices] if saved is None else saved
+
         # Replicas on a CPU share memory. This is safe with donation, because XLA never writes to
         # memory that belongs to NumPy.
-        return as_array(shape, like.sharding, shards.__getitem__)
+        return jax.make_array_from_callback(shape, like.sharding, shard)
 
     def fetch(
         self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
@@ -144,7 +140,8 @@ class _Encoder:
         paths, self.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
         leaves = []
         for path, leaf in paths:
-            place = (name, *_readable(path))
+            readable = jax.tree_util.keystr(path, simple=True, separator=".")
+            place = (name, readable) if path else (name,)
             node = structure.encode(leaf, place, self._encode_array)
             leaves.append([jax.tree_util.keystr(path), node])
         return {"leaves": leaves}
@@ -175,14 +172,6 @@ class _Encoder:
         shards = {} if isinstance(value, jax.ShapeDtypeStruct) else dict(shards_of(value))
         self.leaves[name] = Leaf(name, dtype, shards, Placement.of(value))
         return {"array": {"name": name, "kind": kind, "dtype": dtype, "shape": shape, **extra}}
-
-
-def _readable(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The key, name or index of each element of a pytree path."""
-    return tuple(
-        next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key)
-        for key in path
-    )
 
 
 def _assembled(leaf: Leaf) -> np.ndarray:
@@ -220,26 +209,7 @@ def shards_of(array: Any) -> Iterator[tuple[Index, Any]]:
             yield index, shard.data
 
 
-def as_array(
-    shape: tuple[int, ...],
-    sharding: jax.sharding.Sharding,
-    shard: Callable[[Index], np.ndarray],
-) -> jax.Array:
-    """Makes an array of global `shape` from host memory. Calls `shard` once per device.
-
-    XLA on a CPU uses aligned memory without a copy, so nobody may write to the memory that `shard`
-    returns while the array exists.
-    """
-    local = sharding.addressable_devices_indices_map(shape)
-    shards = [
-        jax.device_put(shard(index_of(slices, shape)), device)
-        for device, slices in local.items()
-        if slices is not None
-    ]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def index_of(slices: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+def index_of(slices: Any, shape: tuple[int, ...]) -> Index:
     """Converts the slices of a shard to (start, stop) per axis."""
     return tuple(axis.indices(size)[:2] for axis, size in zip(slices, shape, strict=True))
 

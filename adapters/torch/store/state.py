@@ -15,7 +15,6 @@ from healcore.runtime.store.errors import (
     StateMismatch,
     StoreError,
     UnsavableState,
-    unsavable_error,
 )
 from healcore.runtime.store.structure import Flat, Leaf
 from healcore.torch.live_state import identities
@@ -63,7 +62,7 @@ class _Flattener:
         node = structure.encode(tree, path, self._encode)
         return {"tree": node, "stateful": stateful, "per_rank": per_rank}
 
-    def _encode(self, path: tuple[Any, ...], value: Any) -> structure.Node:
+    def _encode(self, path: tuple[Any, ...], value: Any) -> structure.Node | None:
         if isinstance(value, Tensor):
             plain = value.detach()
             if _is_wrapper(plain):
@@ -78,9 +77,7 @@ class _Flattener:
         if (node := node_of(value)) is not None:
             return {"torch": node}
         # Schedulers and loaders may have any object in their state, such as a partial or a path.
-        if not self._live:
-            raise unsavable_error(structure.place(path), value)
-        return {"unsavable": structure.class_name(type(value))}
+        return {"unsavable": structure.class_name(type(value))} if self._live else None
 
     def _encode_wrapper(self, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         """Encodes the inner tensors of a wrapper subclass, such as torchao's moments of 8 bits.

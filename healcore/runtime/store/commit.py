@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import healcore
 from healcore.runtime.store import files, inspection, manifest
+from healcore.runtime.store.claim import LOCK, claim
 from healcore.runtime.store.copies import StateCopy
-from healcore.runtime.store.errors import SaveFailed
+from healcore.runtime.store.errors import SaveFailed, StoreError
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.ranks import Ranks, agreed, on_first, together, union_of_names
 
@@ -90,19 +91,25 @@ def remove(root: Path, folder: Path) -> None:
         files.end_temporary(name)
 
 
-def sweep(root: Path, *, alone: bool = False) -> list[str]:
+def sweep(root: Path, *, claimed: bool = False) -> list[str]:
     """Removes the temporary files of killed processes; returns their names.
 
-    Processes of other machines and containers cannot be seen. Their files are removed only if this
-    run is `alone` in the directory, because it has locked it.
+    Does nothing if another run has claimed the directory. `claimed` is whether the caller has.
     """
+    try:
+        held = None if claimed or not (root / LOCK).exists() else claim(root)
+    except StoreError:
+        return []
     folders = [root, *(path for path in _entries(root) if manifest.step_of(path) is not None)]
-    return [
+    swept = [
         path.relative_to(root).as_posix()
         for folder in folders
         for path in _entries(folder)
-        if files.is_abandoned(path.name, alone=alone) and files.discard(path)
+        if files.is_abandoned(path.name) and files.discard(path)
     ]
+    if held is not None:
+        held.release()
+    return swept
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@
         healing.json                   the healing state, if one was saved
         manifest.json                  written last: size and digest of all files above
         status.json                    candidate, good or quarantined; may change
-      .tmp-healcore-<pid>-…/           work in progress: a save, or a checkpoint being deleted
+      .tmp-healcore-…/                 work in progress: a save, or a checkpoint being deleted
 
 A save is written to a temporary directory, which gets its final name when its files are on disk. A
 deletion is the reverse: the directory gets a temporary name, atomically, and is then removed. The
@@ -21,7 +21,7 @@ import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ class DirectoryStore(Tier):
     @property
     def busy(self) -> bool:
         """Whether a save is still being written, so that the next save would wait."""
-        return self._saves.pending(self._written)
+        return self._saves.busy
 
     def drop(self, step: int) -> None:
         """Removes a checkpoint, even the last known-good one.
@@ -238,11 +238,8 @@ class DirectoryStore(Tier):
     def _write(self, copy: StateCopy, folder: Path) -> RankPart:
         """Writes `data/` and `state.json`. Runs in the background, on every rank."""
         leaves = copy.flat.leaves
-        # The check runs during the write: the check waits for memory, the write for the disk.
-        with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(lambda: copy.inspected or self.copier.inspect(copy.flat.leaves))
-            self._write_arrays(leaves, folder / manifest.DATA)
-            nonfinite = checking.result().nonfinite
+        inspected = copy.inspected or self.copier.inspect(leaves)
+        self._write_arrays(leaves, folder / manifest.DATA)
         # Each rank writes its per-rank entries, and rank 0 also writes the shared entries.
         entries = copy.flat.entries
         own = {name: entry for name, entry in entries.items() if entry.get("per_rank")}
@@ -251,7 +248,7 @@ class DirectoryStore(Tier):
         if self.processes.rank == 0:
             shared = {name: entry for name, entry in entries.items() if name not in own}
             files.write_new(folder / manifest.STATE, structure.dumps(shared))
-        return RankPart(len(leaves), nonfinite)
+        return RankPart(len(leaves), inspected.nonfinite)
 
     # -- restoring ------------------------------------------------------------------------------
 
