@@ -20,6 +20,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from healcore import regular_file
 from healcore.plugins.checkpoint_contents import (
@@ -31,7 +33,7 @@ from healcore.plugins.checkpoint_contents import (
     first_line,
 )
 from healcore.torch import dcp_index
-from healcore.torch.dcp_index import INDEX, IndexEntry, Place
+from healcore.torch.dcp_index import INDEX
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -60,14 +62,23 @@ def open_file(path: Path) -> Contents:
 
 def open_directory(folder: Path) -> Contents:
     """Opens a directory of DCP. Raises ProbeError if the index cannot be read."""
+    try:
+        index = dcp_index.read(folder / INDEX)
+    except ValueError as error:
+        raise ProbeError(f"{folder / INDEX} cannot be read: {first_line(error)}") from None
+    places: dict[str, list[_StorageInfo]] = {}
+    for key, place in index.storage_data.items():
+        places.setdefault(key.fqn, []).append(place)
     arrays, values, notes = [], {}, []
-    for name, entry in _index(folder).items():
-        if entry.chunks:
-            arrays.append(_sharded(folder, entry.path, name, entry))
+    for name, entry in index.state_dict_metadata.items():
+        keys = index.planner_data.get(name, name.split("."))
+        path = tuple(part for key in keys for part in str(key).split("."))
+        if isinstance(entry, TensorStorageMetadata):
+            arrays.append(_sharded(folder, path, name, entry, places.get(name, [])))
             continue
-        for place in [*entry.places.values()][:1]:
+        for place in places.get(name, [])[:1]:
             try:
-                part = _contents("", _part(folder, place), entry.path)
+                part = _contents("", _part(folder, place), path)
             except ProbeError as error:
                 notes.append(f"{name} was not looked at: {error}")
                 continue
@@ -143,28 +154,26 @@ def _flat(tensor: Tensor) -> np.ndarray:
     return flat.resolve_conj().resolve_neg().numpy()
 
 
-def _index(folder: Path) -> dict[str, IndexEntry]:
-    try:
-        return dcp_index.read(folder / INDEX)
-    except ValueError as error:
-        raise ProbeError(f"{folder / INDEX} is damaged: {first_line(error)}") from None
-
-
-def _sharded(folder: Path, path: tuple[str, ...], name: str, entry: IndexEntry) -> Array:
+def _sharded(
+    folder: Path,
+    path: tuple[str, ...],
+    name: str,
+    entry: TensorStorageMetadata,
+    places: list[_StorageInfo],
+) -> Array:
     def read() -> np.ndarray:
-        if len(entry.places) != len(entry.chunks):
-            counts = f"{len(entry.places)} of {len(entry.chunks)} parts of {name} are present"
+        if len(places) != len(entry.chunks):
+            counts = f"{len(places)} of {len(entry.chunks)} parts of {name} are present"
             raise ProbeError(f"{folder}: {counts}")
-        return np.concatenate([_flat(_part(folder, place)) for place in entry.places.values()])
+        return np.concatenate([_flat(_part(folder, place)) for place in places])
 
-    return Array(path, entry.dtype, entry.shape, read, name)
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return Array(path, dtype, tuple(entry.size), read, name)
 
 
-def _part(folder: Path, place: Place) -> Any:
+def _part(folder: Path, place: _StorageInfo) -> Any:
     """The tensor or value in one place of one file."""
-    at = folder / place.file
-    if not place.plain:
-        raise ProbeError(f"{at} is compressed or transformed, which healcore cannot read")
+    at = folder / place.relative_path
     with open(at, "rb", opener=regular_file.opener) as file:
         file.seek(place.offset)
         part = io.BytesIO(file.read(place.length))

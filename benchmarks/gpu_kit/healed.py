@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu_kit import device
 from benchmarks.gpu_kit.device import CUDA, finish, regression
 from healcore import Checkpoints, Healer
+from healcore.runtime.store.copies import parts_of
 from healcore.torch.driver import TorchDriver
 from healcore.torch.store import MemoryStore
 
@@ -121,7 +122,8 @@ def snapshots() -> dict[str, Any]:
             each.zero_()  # the save must have read the weights of before
     store.wait()
     copies = store._ring.values()  # pyright: ignore[reportPrivateUsage]
-    assert all(copy.snapshot.pinned is CUDA for copy in copies), "the copies are not pinned"  # type: ignore[attr-defined]
+    parts = [part for copy in copies for part in parts_of(copy.flat)]
+    assert all(part.is_pinned() is CUDA for part in parts), "the copies are not pinned"
     restore()
     check("saved and restored")
     for each in params:

@@ -14,7 +14,7 @@ import numpy as np
 
 from healcore import adapter_registry
 from healcore.runtime.store import structure
-from healcore.runtime.store.errors import StoreError, unsavable_error
+from healcore.runtime.store.errors import StoreError
 
 _FRAMEWORK_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 """Package of a class -> framework whose adapter converts its values (`node_of`, `value_of`)."""
@@ -27,11 +27,9 @@ def dumps(value: Any, path: tuple[Any, ...]) -> str:
         UnsavableState: a part has no plain form.
     """
 
-    def encode_other(path: tuple[Any, ...], value: Any) -> structure.Node:
-        node = _array_node(value) or _framework_node(value)
-        if node is None:
-            raise unsavable_error(structure.place(path), value)
-        return node
+    def encode_other(path: tuple[Any, ...], value: Any) -> structure.Node | None:
+        del path
+        return _array_node(value) or _framework_node(value)
 
     return structure.dumps(structure.encode(value, path, encode_other)).decode()
 

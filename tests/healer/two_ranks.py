@@ -85,7 +85,7 @@ def rots(healer: Healer, number: int) -> None:
         for saved in memory.steps():
             if saved.step >= 15:
                 with memory.reading(saved.step) as copy:
-                    next(iter(copy.snapshot.blocks())).raw[0] ^= 1
+                    next(memory.copier.blocks(copy.flat.leaves)).raw[0] ^= 1
 
 
 def loses_a_shard(healer: Healer, number: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from healcore.runtime.store import structure
-from healcore.runtime.store.copies import Copier, Snapshot
+from healcore.runtime.store.copies import Copier
 from healcore.runtime.store.errors import UnsavableState
-from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks, rounded
+from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.inspection import map_in_threads
-from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.structure import Flat, Leaf
 
 _PINNED = "pinned_host"
 
@@ -22,70 +22,31 @@ Index = tuple[tuple[int, int], ...]
 """Position of a shard in its array: (start, stop) per axis."""
 
 
-class HostArray(NamedTuple):
-    """One array in host memory."""
+class Placement(NamedTuple):
+    """Layout of a leaf: how its shards make an array."""
 
-    name: str
     shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: Any
-    """Sharding of the saved array, or None for a NumPy array."""
-    shards: dict[Index, np.ndarray]
-    """The distinct shards of this process, or empty if `pinned` holds them."""
-    pinned: jax.Array | None = None
-    """Copy of a GPU array in pinned host memory, possibly incomplete, or None."""
+    sharding: jax.sharding.Sharding | None
+    """Sharding, or None for a NumPy array and for a shape without sharding."""
+    numpy: bool
+    """Whether it is a NumPy array."""
+    committed: bool
+    """Whether JAX may not move the array to another device."""
 
-    def data(self) -> dict[Index, np.ndarray]:
-        """The distinct shards of this process. Waits until the copies are complete."""
-        if self.pinned is None:
-            return self.shards
-        return {index: np.asarray(data) for index, data in shards_of(self.pinned)}
-
-    def array(self) -> Any:
-        """The array in the snapshot's own memory, with its saved type and sharding."""
-        if self.pinned is not None:
-            return self.pinned
-        if self.sharding is None:
-            return next(iter(self.shards.values()))
-        return as_array(self.shape, self.sharding, self.shards.__getitem__)
-
-
-class JaxSnapshot(Snapshot):
-    """A JAX state in host memory. Leaves are `HostArray`s."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the snapshot in host memory, in bytes."""
-        return self.arena.nbytes + sum(
-            data.nbytes for array in self._pinned for _, data in shards_of(array)
-        )
-
-    @property
-    def _pinned(self) -> list[jax.Array]:
-        return [leaf.pinned for leaf in self.flat.leaves.values() if leaf.pinned is not None]
-
-    def settle(self) -> None:
-        """Waits for copies from a GPU."""
-        jax.block_until_ready(self._pinned)
-
-    def blocks(self) -> Iterator[Block]:
-        """Yields the bytes of every shard of every array."""
-        for leaf in self.flat.leaves.values():
-            for index, data in leaf.data().items():
-                yield _block(leaf, index, data)
+    @classmethod
+    def of(cls, value: Any) -> Placement:
+        """The placement of an array or a ShapeDtypeStruct."""
+        numpy = isinstance(value, np.ndarray)
+        sharding = None if numpy else value.sharding
+        return cls(tuple(value.shape), sharding, numpy, getattr(value, "committed", True))
 
 
 class JaxCopier(Copier):
-    """Copies JAX states to host memory.
+    """Copies JAX states to host memory. The parts of a leaf are this process's distinct shards.
 
-    Arrays on a CPU are copied into one block of memory before `take` returns, because the next step
-    may reuse donated memory. JAX copies arrays on a GPU to pinned host memory asynchronously, and
-    handles donation. `pinned` also does this on a CPU, for tests.
+    Shards on a CPU are copied before `copy` returns, because the next step may reuse donated
+    memory. JAX copies shards on a GPU to pinned host memory asynchronously, and handles donation.
     """
-
-    def __init__(self, *, pinned: bool = False) -> None:
-        super().__init__()
-        self._pinned = pinned
 
     def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
         """Returns a state's structure and arrays. A live state may hold ShapeDtypeStructs."""
@@ -96,47 +57,53 @@ class JaxCopier(Copier):
         }
         return Flat(entries, encoder.leaves, encoder.treedefs)
 
-    def take(self, state: Mapping[str, Any], recycled: JaxSnapshot | None = None) -> JaxSnapshot:
-        """Takes a snapshot of a state, in the memory of `recycled` if possible."""
-        flat = self.flatten(state)
-        pinned = self._copy_to_pinned(flat)
-        sources = {
-            name: [(index, np.asarray(data)) for index, data in shards_of(leaf)]
-            for name, leaf in flat.leaves.items()
-            if name not in pinned
-        }
-        size = sum(rounded(data.nbytes) for shards in sources.values() for _, data in shards)
-        arena = Arena.reusing(recycled.arena if recycled is not None else None, size)
-        leaves, pending = {}, []
-        for name, leaf in flat.leaves.items():
-            copies = {}
-            for index, data in sources.get(name, ()):
-                copies[index] = arena.deal(data.nbytes).view(data.dtype).reshape(data.shape)
-                pending.append((copies[index], data))
-            sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
-            shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-            leaves[name] = HostArray(name, shape, dtype, sharding, copies, pinned.get(name))
-        map_in_threads(lambda pair: np.copyto(*pair), pending, size)
-        return JaxSnapshot(flat._replace(leaves=leaves), arena)
+    def on_cpu(self, part: Any) -> bool:
+        """Whether a shard is in host memory. Empty shards count as such."""
+        on_device = isinstance(part, jax.Array) and part.size
+        return not on_device or next(iter(part.devices())).platform == "cpu"
 
-    def arrays(self, snapshot: JaxSnapshot) -> dict[str, Any]:
-        """Name -> array in the snapshot's own memory."""
-        return {name: leaf.array() for name, leaf in snapshot.flat.leaves.items()}
+    def copy_parts(
+        self, parts: Sequence[Any], old: Sequence[Any]
+    ) -> tuple[list[Any], Callable[[], None]]:
+        """Copies shards. See `Copier.copy_parts`."""
+        copies = [None if self.on_cpu(part) else _pinned(part) for part in parts]
+        pinned = [copy for copy in copies if copy is not None]
+        here = [index for index, copy in enumerate(copies) if copy is None]
+        sources = [np.asarray(parts[index]) for index in here]
+        old = [part for part in old if isinstance(part, np.ndarray)]
+        if [(each.shape, each.dtype) for each in old] != [(s.shape, s.dtype) for s in sources]:
+            raws = allocate([source.nbytes for source in sources])
+            old = list(map(self.view, raws, sources))
+        pairs = list(zip(old, sources, strict=True))
+        map_in_threads(lambda pair: np.copyto(*pair), pairs, sum(part.nbytes for part in old))
+        for index, copy in zip(here, old, strict=True):
+            copies[index] = copy
+        return copies, lambda: jax.block_until_ready(pinned) and None
 
-    def copies(
-        self, snapshot: JaxSnapshot, names: set[str], live: Flat, copy: CopyBlocks
-    ) -> dict[str, Any]:
-        """Name -> copy of the array in new memory, with the sharding of the live array."""
-        needed = [leaf for name, leaf in snapshot.flat.leaves.items() if name in names]
-        saved = [(entry, *shard) for entry in needed for shard in entry.data().items()]
-        copies = copy([_block(*arguments) for arguments in saved])
-        fresh: dict[str, dict[Index, np.ndarray]] = {entry.name: {} for entry in needed}
-        for (entry, index, data), raw in zip(saved, copies, strict=True):
-            fresh[entry.name][index] = raw.view(entry.dtype).reshape(data.shape)
-        return {
-            entry.name: _restored(entry, fresh[entry.name], live.leaves.get(entry.name))
-            for entry in needed
-        }
+    def raw(self, part: Any) -> np.ndarray:
+        """The bytes of a shard in host memory."""
+        return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+    def view(self, raw: np.ndarray, part: Any) -> np.ndarray:
+        """Bytes as an array with the dtype and shape of a shard."""
+        return raw.view(part.dtype).reshape(part.shape)
+
+    def array(self, leaf: Leaf, live: Leaf | None) -> Any:
+        """The array of shards in NumPy's memory, placed like the live or else the saved array."""
+        shape: tuple[int, ...] = leaf.layout.shape
+        like: Placement = leaf.layout if live is None else live.layout
+        if like.numpy:
+            return _assembled(leaf)
+        if like.sharding is None or (live is not None and not like.committed):
+            return jax.device_put(_assembled(leaf))
+
+        def shard(slices: Any) -> np.ndarray:
+            saved = leaf.parts.get(index_of(slices, shape))
+            return _assembled(leaf)[slices] if saved is None else saved
+
+        # Replicas on a CPU share memory. This is safe with donation, because XLA never writes to
+        # memory that belongs to NumPy.
+        return jax.make_array_from_callback(shape, like.sharding, shard)
 
     def fetch(
         self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
@@ -149,22 +116,12 @@ class JaxCopier(Copier):
             return array[()]
         return array
 
-    def _copy_to_pinned(self, flat: Flat) -> dict[str, jax.Array]:
-        """Starts to copy GPU arrays to pinned host memory. Returns the copies by name."""
-        arrays = {
-            name: leaf
-            for name, leaf in flat.leaves.items()
-            if isinstance(leaf, jax.Array) and leaf.size and (self._pinned or not _on_cpu(leaf))
-        }
-        shardings = [leaf.sharding.with_memory_kind(_PINNED) for leaf in arrays.values()]
-        return dict(zip(arrays, jax.device_put(list(arrays.values()), shardings), strict=True))
-
 
 class _Encoder:
     """Encodes trees and collects their arrays; with `shapes` also ShapeDtypeStructs."""
 
     def __init__(self, shapes: bool) -> None:
-        self.leaves: dict[str, Any] = {}
+        self.leaves: dict[str, Leaf] = {}
         self.treedefs: dict[str, Any] = {}
         self._names = structure.Names()
         self._arrays = (jax.Array, jax.ShapeDtypeStruct) if shapes else (jax.Array,)
@@ -183,7 +140,8 @@ class _Encoder:
         paths, self.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
         leaves = []
         for path, leaf in paths:
-            place = (name, *_readable(path))
+            readable = jax.tree_util.keystr(path, simple=True, separator=".")
+            place = (name, readable) if path else (name,)
             node = structure.encode(leaf, place, self._encode_array)
             leaves.append([jax.tree_util.keystr(path), node])
         return {"leaves": leaves}
@@ -210,66 +168,32 @@ class _Encoder:
         else:
             return None
         name = self._names.at(path)
-        self.leaves[name] = value
         shape, dtype = list(value.shape), np.dtype(value.dtype).name
+        shards = {} if isinstance(value, jax.ShapeDtypeStruct) else dict(shards_of(value))
+        self.leaves[name] = Leaf(name, dtype, shards, Placement.of(value))
         return {"array": {"name": name, "kind": kind, "dtype": dtype, "shape": shape, **extra}}
 
 
-def _readable(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The key, name or index of each element of a pytree path."""
-    return tuple(
-        next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key)
-        for key in path
-    )
-
-
-def _restored(entry: HostArray, shards: dict[Index, np.ndarray], live: Any) -> Any:
-    """Makes an array of shards, with the sharding of the live array, or else of the saved array."""
-    target = entry.sharding if live is None else getattr(live, "sharding", None)
-    if (live is None and target is None) or isinstance(live, (np.ndarray, np.generic)):
-        return _assembled(entry, shards)
-    if target is None:  # a jax.ShapeDtypeStruct without a sharding
-        return jax.device_put(_assembled(entry, shards))
-    wanted = {
-        index_of(slices, entry.shape)
-        for slices in target.addressable_devices_indices_map(entry.shape).values()
-        if slices is not None
-    }
-    if wanted <= shards.keys():
-        if isinstance(live, jax.Array) and not live.committed:
-            return jax.device_put(next(iter(shards.values())))
-        # Replicas on a CPU share memory. This is safe with donation, because XLA never writes to
-        # memory that belongs to NumPy.
-        return as_array(entry.shape, target, shards.__getitem__)
-    return jax.device_put(_assembled(entry, shards), target)
-
-
-def _assembled(entry: HostArray, shards: dict[Index, np.ndarray]) -> np.ndarray:
+def _assembled(leaf: Leaf) -> np.ndarray:
     """The whole array. Raises ValueError if other processes hold some of its shards."""
-    if len(shards) == 1 and next(iter(shards.values())).shape == entry.shape:
-        return next(iter(shards.values()))
-    result = np.empty(entry.shape, entry.dtype)
-    filled = 0
-    for index, data in shards.items():
-        result[slices_of(index)] = data
-        filled += data.size
-    if filled != result.size:
+    shape, shards = leaf.layout.shape, leaf.parts
+    first = next(iter(shards.values()))
+    if first.shape == shape:
+        return first
+    if sum(shard.size for shard in shards.values()) != np.prod(shape):
         raise ValueError(
-            f"{entry.name} spans several processes, and its live sharding differs: "
+            f"{leaf.name} spans several processes, and its live sharding differs: "
             "restore the array into the sharding in which it was saved"
         )
+    result = np.empty(shape, first.dtype)
+    for index, shard in shards.items():
+        result[slices_of(index)] = shard
     return result
 
 
-def _block(entry: HostArray, index: Index, data: np.ndarray) -> Block:
-    whole = tuple((0, size) for size in entry.shape)
-    place = "" if index == whole else "[" + ", ".join(f"{a}:{b}" for a, b in index) + "]"
-    raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return Block(entry.name, entry.dtype.name, raw, place)
-
-
-def _on_cpu(array: jax.Array) -> bool:
-    return next(iter(array.devices())).platform == "cpu"
+def _pinned(part: jax.Array) -> jax.Array:
+    """Starts to copy a shard to pinned host memory."""
+    return jax.device_put(part, part.sharding.with_memory_kind(_PINNED))
 
 
 def shards_of(array: Any) -> Iterator[tuple[Index, Any]]:
@@ -285,26 +209,7 @@ def shards_of(array: Any) -> Iterator[tuple[Index, Any]]:
             yield index, shard.data
 
 
-def as_array(
-    shape: tuple[int, ...],
-    sharding: jax.sharding.Sharding,
-    shard: Callable[[Index], np.ndarray],
-) -> jax.Array:
-    """Makes an array of global `shape` from host memory. Calls `shard` once per device.
-
-    XLA on a CPU uses aligned memory without a copy, so nobody may write to the memory that `shard`
-    returns while the array exists.
-    """
-    local = sharding.addressable_devices_indices_map(shape)
-    shards = [
-        jax.device_put(shard(index_of(slices, shape)), device)
-        for device, slices in local.items()
-        if slices is not None
-    ]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def index_of(slices: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+def index_of(slices: Any, shape: tuple[int, ...]) -> Index:
     """Converts the slices of a shard to (start, stop) per axis."""
     return tuple(axis.indices(size)[:2] for axis, size in zip(slices, shape, strict=True))
 

@@ -307,7 +307,7 @@ class TorchDriver:
             for group in healing.optimizer.param_groups
             for parameter in group["params"]
         )
-        return sum(leaf.tensor.nbytes for leaf in leaves) + 2 * trained
+        return sum(leaf.parts[""].nbytes for leaf in leaves) + 2 * trained
 
     def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
         """A `MemoryStore`, and with `where` also a `DCPStore`. Every rank has to call it."""

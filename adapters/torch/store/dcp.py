@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from healcore.runtime.store import manifest, ranks, structure
 from healcore.runtime.store.directory import DirectoryStore
-from healcore.runtime.store.host_memory import aligned
-from healcore.runtime.store.inspection import Digest
+from healcore.runtime.store.errors import Untrusted
+from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.structure import Flat, Leaf
+from healcore.torch import dcp_index
 from healcore.torch.plain_values import DTYPES
-from healcore.torch.store import dcp_files
-from healcore.torch.store.dcp_files import CheckedReader, DigestingWriter
 from healcore.torch.store.gloo import GlooRanks, initialized
 from healcore.torch.store.host_copy import TorchCopier
 
@@ -73,22 +73,24 @@ class DCPStore(DirectoryStore):
         """The group for DCP, or None for one process."""
         return self.processes.group if isinstance(self.processes, GlooRanks) else None
 
-    def _write_arrays(self, arrays: dict[str, Tensor], folder: Path) -> dict[str, Digest]:
+    def _write_arrays(self, leaves: dict[str, Leaf], folder: Path) -> None:
         # All ranks have the same names, so either every rank returns here or no rank does.
-        if not arrays:
-            return {}
-        writer = DigestingWriter(folder)
+        if not leaves:
+            return
         try:
             save(
-                arrays,
-                storage_writer=writer,
+                {name: self.copier.array(leaf, None) for name, leaf in leaves.items()},
+                # The store synchronizes all files at the end.
+                storage_writer=FileSystemWriter(folder, sync_files=False),
                 process_group=self._group,
                 no_dist=self._group is None,
             )
         except CheckpointException as error:
             # DCP's exception holds the errors of all ranks and has no error number.
-            raise next(iter(error.failures.values()))[0] from error
-        return writer.digests
+            failure = next(iter(error.failures.values()))[0]
+        else:
+            return
+        raise failure  # here, where its context is still the error of the system
 
     def _read_arrays(
         self,
@@ -104,8 +106,8 @@ class DCPStore(DirectoryStore):
             for name, p in _moments_of_dtensors(entries, like).items()
         }
         for leaf in live.leaves.values():
-            if leaf.spec is not None:
-                sharded[leaf.name] = (leaf.tensor, leaf.spec)
+            if leaf.layout is not None:
+                sharded[leaf.name] = (leaf.parts[""], leaf.layout)
         targets = {name: _empty_array(node, sharded) for name, node in nodes.items()}
         if any(self.processes.gather(bool(targets))):
             try:
@@ -128,16 +130,46 @@ class DCPStore(DirectoryStore):
         If one rank rejects the index, all ranks raise.
         """
         data = checkpoint.folder / manifest.DATA
+        wanted = {name: _stored_type(node) for name, node in nodes.items()}
 
-        def check() -> FileSystemReader:
-            wanted = {name: _stored_type(node) for name, node in nodes.items()}
-            if not wanted:
-                return FileSystemReader(data)  # there is no array to read
-            return CheckedReader(
-                data, dcp_files.check_index(data, checkpoint.manifest.files, wanted)
-            )
+        index = ranks.on_each(
+            self.processes, lambda: _checked_index(data, wanted) if wanted else Metadata({})
+        )
+        reader = FileSystemReader(data)
+        reader.read_metadata = lambda *args, **kwargs: index  # DCP would unpickle its file
+        return reader
 
-        return ranks.on_each(self.processes, check)
+
+def _checked_index(
+    data: Path, wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> Metadata:
+    """DCP's index, with the part for some tensors, read without pickle.
+
+    Other entries stay out, because DCP unpickles values that are not tensors.
+
+    Args:
+        data: directory of DCP's files.
+        wanted: name -> required dtype and shape of a tensor.
+
+    Raises:
+        Untrusted: a tensor is missing or differs, or the index is not as DCP writes it.
+    """
+    try:
+        index = dcp_index.read(data / dcp_index.INDEX)
+        for name, required in wanted.items():
+            entry = index.state_dict_metadata.get(name)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise ValueError(f"it has no tensor {name:.200}")
+            if (entry.properties.dtype, tuple(entry.size)) != required:
+                actual = f"{entry.properties.dtype}{list(entry.size)}"
+                raise ValueError(f"{name:.200} is {actual:.200}, not {required}")
+    except (OSError, ValueError) as error:
+        raise Untrusted(
+            f"{data / dcp_index.INDEX} is not what DCP writes: {error}. Nothing was restored: use "
+            "an older checkpoint"
+        ) from None
+    index.state_dict_metadata = {name: index.state_dict_metadata[name] for name in wanted}
+    return index
 
 
 def _moments_of_dtensors(
@@ -168,10 +200,11 @@ def _pairs(node: Any) -> list[Any]:
     return node.get("dict", []) if isinstance(node, dict) else []
 
 
-def _stored_type(node: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Name of the dtype, and shape, in DCP's files. NumPy arrays are stored as bytes."""
-    shape = tuple(node["shape"])
-    return (node["dtype"], shape) if node["kind"] == "tensor" else ("uint8", (_nbytes(node),))
+def _stored_type(node: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape in DCP's files. NumPy arrays are stored as bytes."""
+    if node["kind"] == "tensor":
+        return DTYPES[node["dtype"]], tuple(node["shape"])
+    return torch.uint8, (_nbytes(node),)
 
 
 def _nbytes(node: Mapping[str, Any]) -> int:
@@ -184,7 +217,7 @@ def _empty_array(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, An
     """New memory to read an array into; a DTensor if `sharded` has its local part and spec."""
     shape = node["shape"]
     if node["kind"] != "tensor":
-        return torch.from_numpy(aligned(_nbytes(node)))
+        return torch.from_numpy(allocate([_nbytes(node)])[0])
     dtype = DTYPES[node["dtype"]]
     part, spec = sharded.get(node["name"], (None, None))
     if part is not None and spec is not None and list(spec.shape) == shape:
@@ -194,4 +227,4 @@ def _empty_array(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, An
             spec = copy.copy(spec)
             spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
         return DTensor(torch.empty_like(part, dtype=dtype), spec, requires_grad=False)
-    return torch.from_numpy(aligned(_nbytes(node))).view(dtype).reshape(shape)
+    return torch.from_numpy(allocate([_nbytes(node)])[0]).view(dtype).reshape(shape)

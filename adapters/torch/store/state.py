@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,27 +15,17 @@ from healcore.runtime.store.errors import (
     StateMismatch,
     StoreError,
     UnsavableState,
-    unsavable_error,
 )
-from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.structure import Flat, Leaf
 from healcore.torch.live_state import identities
 from healcore.torch.plain_values import node_of
 
 
-class Leaf(NamedTuple):
-    """One array of a state."""
-
-    name: str
-    tensor: Tensor
-    """A plain tensor on any device: also a DTensor's local part, or a NumPy array's bytes."""
-    dtype: str
-    """Name of the dtype, such as "bfloat16"."""
-    spec: Any = None
-    """The DTensorSpec if the tensor is the local part of a DTensor, else None."""
-
-
 def flatten(state: Mapping[str, Any], rank: int = 0, *, live: bool = False) -> Flat:
     """Splits a state into JSON and arrays, without copies. UnsavableState for an unsavable value.
+
+    The part of a leaf is a plain tensor on any device: the tensor, the local part of a DTensor, or
+    the bytes of a NumPy array. The layout is the DTensorSpec of a DTensor, else None.
 
     Writers assume that arrays of one name are equal on every rank. So arrays of an object with
     ``per_rank = True`` (a random generator, a data loader) have the rank in their names. A `live`
@@ -72,7 +62,7 @@ class _Flattener:
         node = structure.encode(tree, path, self._encode)
         return {"tree": node, "stateful": stateful, "per_rank": per_rank}
 
-    def _encode(self, path: tuple[Any, ...], value: Any) -> structure.Node:
+    def _encode(self, path: tuple[Any, ...], value: Any) -> structure.Node | None:
         if isinstance(value, Tensor):
             plain = value.detach()
             if _is_wrapper(plain):
@@ -87,9 +77,7 @@ class _Flattener:
         if (node := node_of(value)) is not None:
             return {"torch": node}
         # Schedulers and loaders may have any object in their state, such as a partial or a path.
-        if not self._live:
-            raise unsavable_error(structure.place(path), value)
-        return {"unsavable": structure.class_name(type(value))}
+        return {"unsavable": structure.class_name(type(value))} if self._live else None
 
     def _encode_wrapper(self, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         """Encodes the inner tensors of a wrapper subclass, such as torchao's moments of 8 bits.
@@ -136,7 +124,7 @@ class _Flattener:
             "shape": list(value.shape),
         }
         self._encoded[key] = node
-        self.leaves[node["name"]] = Leaf(node["name"], local, node["dtype"], spec)
+        self.leaves[node["name"]] = Leaf(node["name"], node["dtype"], {"": local}, spec)
         return node
 
     def _encode_numpy(self, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
@@ -144,7 +132,7 @@ class _Flattener:
         name = self._names.at(path)
         # Copies read-only arrays, because torch warns about memory that it cannot write.
         raw = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
-        self.leaves[name] = Leaf(name, torch.from_numpy(raw), value.dtype.name)
+        self.leaves[name] = Leaf(name, value.dtype.name, {"": torch.from_numpy(raw)})
         return {
             "name": name,
             "kind": "scalar" if isinstance(value, np.generic) else "numpy",

@@ -154,7 +154,7 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
         nonlocal own_claim
         folder.mkdir(parents=True, exist_ok=True)
         own_claim = claim(folder)
-        sweep(folder, alone=own_claim.warning is None)
+        sweep(folder, claimed=True)
         return own_claim.warning
 
     try:

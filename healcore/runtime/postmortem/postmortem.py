@@ -22,7 +22,6 @@ from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes, traces
 from healcore.runtime.store import files
-from healcore.runtime.store.commit import sweep
 
 SCHEMA = 2
 
@@ -103,7 +102,6 @@ def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
         files.replace(path, f"{text}\n".encode("ascii"))
     except Exception as error:
         return f"the postmortem {path} could not be written: {type(error).__name__}: {error}"
-    sweep(path.parent)
     return None
 
 

@@ -63,10 +63,6 @@ class Background:
         """Whether any job is not done."""
         return not all(job.done() for job in tuple(self._jobs))
 
-    def pending(self, job: Future[None] | None) -> bool:
-        """Whether a job is in this queue and not done."""
-        return job is not None and job in self._jobs and not job.done()
-
     def wait(self) -> None:
         """Waits for all jobs, then raises the oldest failure that was not reported."""
         self.join()

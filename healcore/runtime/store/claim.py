@@ -62,16 +62,16 @@ class Claim:
 
     def __init__(self, handle: int | None, warning: str | None) -> None:
         self.warning = warning
-        self._end = weakref.finalize(self, _close, handle)
+        # Closing the file also releases the lock.
+        self._end = weakref.finalize(self, os.close, handle) if handle is not None else None
         fork_safety.watch(self)
 
     def release(self) -> None:
         """Releases the directory. Later calls and calls in a forked child do nothing."""
-        self._end()
+        if self._end is not None:
+            self._end()
 
-    def forked(self) -> None:
-        """Gives up the lock in a forked child, which may outlive its parent."""
-        self._end()
+    forked = release  # a forked child may outlive its parent
 
 
 def claim(root: str | os.PathLike[str]) -> Claim:
@@ -90,6 +90,7 @@ def claim(root: str | os.PathLike[str]) -> Claim:
         raise StoreError(
             f"{lock} is no regular file ({stat.filemode(mode)}): remove it, or pass another path"
         )
+    name = f"process {os.getpid()} on {socket.gethostname()}"
     try:
         # Opened for writing, because network disks lock only writable files.
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)
@@ -97,33 +98,17 @@ def claim(root: str | os.PathLike[str]) -> Claim:
             raise OSError("this system has no flock")
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{_name()}\n".encode(), 0)
+        os.pwrite(handle, f"{name}\n".encode(), 0)
     except BlockingIOError:
         assert handle is not None
-        holder = _holder(handle)
+        holder = clean(os.pread(handle, _LENGTH, 0).decode(errors="replace").strip())
         os.close(handle)
-        raise StoreInUse(root, holder) from None
+        if holder == name:
+            holder = (
+                "this process: leave the `with` block of the earlier Healer, or delete the object"
+            )
+        raise StoreInUse(root, holder or f"a process that {LOCK} does not name") from None
     except OSError as error:
         why = f"{lock} cannot be locked ({error.strerror or error})"
         return Claim(handle, f"{why}: a second run in this directory would not be noticed")
     return Claim(handle, None)
-
-
-def _name() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def _holder(handle: int) -> str:
-    """The process that a lock file names."""
-    try:
-        named = clean(os.pread(handle, _LENGTH, 0).decode(errors="replace").strip())
-    except OSError:
-        named = ""
-    if named == _name():
-        return "this process: leave the `with` block of the earlier Healer, or delete the object"
-    return named or f"a process that {LOCK} does not name"
-
-
-def _close(handle: int | None) -> None:
-    if handle is not None:
-        os.close(handle)  # this also releases the lock

@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import healcore
 from healcore.runtime.store import files, inspection, manifest
+from healcore.runtime.store.claim import LOCK, claim
 from healcore.runtime.store.copies import StateCopy
-from healcore.runtime.store.errors import SaveFailed
+from healcore.runtime.store.errors import SaveFailed, StoreError
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.ranks import Ranks, agreed, on_first, together, union_of_names
 
@@ -32,8 +33,6 @@ _HINTS = {
 class RankPart(NamedTuple):
     """The part of a checkpoint that one rank has written."""
 
-    digests: Mapping[str, Digest]
-    """Path -> digest computed during the write. Other files are read again for their digests."""
     array_count: int
     nonfinite: tuple[str, ...]
     """Names of arrays with NaN or Inf, allowed or not."""
@@ -92,19 +91,25 @@ def remove(root: Path, folder: Path) -> None:
         files.end_temporary(name)
 
 
-def sweep(root: Path, *, alone: bool = False) -> list[str]:
+def sweep(root: Path, *, claimed: bool = False) -> list[str]:
     """Removes the temporary files of killed processes; returns their names.
 
-    Processes of other machines and containers cannot be seen. Their files are removed only if this
-    run is `alone` in the directory, because it has locked it.
+    Does nothing if another run has claimed the directory. `claimed` is whether the caller has.
     """
+    try:
+        held = None if claimed or not (root / LOCK).exists() else claim(root)
+    except StoreError:
+        return []
     folders = [root, *(path for path in _entries(root) if manifest.step_of(path) is not None)]
-    return [
+    swept = [
         path.relative_to(root).as_posix()
         for folder in folders
         for path in _entries(folder)
-        if files.is_abandoned(path.name, alone=alone) and files.discard(path)
+        if files.is_abandoned(path.name) and files.discard(path)
     ]
+    if held is not None:
+        held.release()
+    return swept
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -114,24 +119,26 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _hint(error: BaseException) -> str:
-    number = error.errno if isinstance(error, OSError) else None
-    # Orbax's writer raises a ValueError with the error number in its text.
-    in_text = re.search(r"os_error_code='(\d+)'", str(error))
-    if number is None and in_text:
-        number = int(in_text[1])
-    return _HINTS.get(number or 0, "")
+def _hint(error: BaseException | None) -> str:
+    while error is not None:
+        # TensorStore raises a ValueError with the error number in its text; torch raises errors of
+        # its own while it handles the system's error.
+        in_text = re.search(r"os_error_code='(\d+)'", str(error))
+        number = int(in_text[1]) if in_text else getattr(error, "errno", None)
+        if number in _HINTS:
+            return _HINTS[number]
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _complete(
     root: Path, folder: Path, copy: StateCopy, format: str, parts: Sequence[RankPart]
 ) -> None:
-    """Completes a save: adds the missing digests, writes the manifest, sets the final name."""
+    """Completes a save: computes the digests, writes the manifest, sets the final name."""
     if copy.healing is not None:
         files.write_new(folder / manifest.HEALING, copy.healing)
     paths = files.list_below(folder)
-    digests = {path: digest for part in parts for path, digest in part.digests.items()}
-    digests.update(_sync_and_digest(folder, [path for path in paths if path not in digests]))
+    digests = _sync_and_digest(folder, paths)
     earlier = manifest.complete(root).get(copy.step, [])
     nonfinite = union_of_names(part.nonfinite for part in parts)
     record = manifest.Manifest(
@@ -140,15 +147,12 @@ def _complete(
         save=1 + max((save.manifest.save for save in earlier), default=0),
         writer=f"healcore {healcore.__version__}",
         format=format,
-        files={path: digests[path] for path in paths},
+        files=digests,
         arrays=max(part.array_count for part in parts),
         nonfinite=nonfinite[: manifest.MAX_NAMES],
         healing=copy.healing is not None,
         unnamed=max(0, len(nonfinite) - manifest.MAX_NAMES),
     )
-    resized = manifest.missing_or_resized(folder, record)
-    if resized is not None:
-        raise OSError(errno.EIO, f"{resized.file} {resized.difference}")
     manifest.write(folder, record)
     files.sync_directory(folder)
     # The last step: a directory with this name is a complete checkpoint.

@@ -5,49 +5,36 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from healcore.runtime.store import inspection, protocol
 from healcore.runtime.store.errors import SaveFailed, StateMismatch, StoreError
-from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks
-from healcore.runtime.store.inspection import Inspection
+from healcore.runtime.store.inspection import Block, Inspection
 from healcore.runtime.store.protocol import Status
-from healcore.runtime.store.structure import Flat, array_types, decode, is_stateful, nodes_of
-
-
-@dataclass
-class Snapshot(ABC):
-    """The arrays of a state in host memory."""
-
-    flat: Flat
-    """The state, with its leaves in host memory."""
-    arena: Arena
-    """Memory of the leaves."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory held."""
-        return self.arena.nbytes
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Waits until the copy is complete: copies from an accelerator are asynchronous."""
-
-    @abstractmethod
-    def blocks(self) -> Iterator[Block]:
-        """The bytes of the arrays, in a fixed order. Call `settle` first."""
+from healcore.runtime.store.structure import (
+    Flat,
+    Leaf,
+    array_types,
+    decode,
+    is_stateful,
+    nodes_of,
+)
 
 
 @dataclass
 class StateCopy:
-    """A copy of the state after one step, and its status in memory."""
+    """A copy of the state after one step in host memory, and its status in memory."""
 
     step: int
-    snapshot: Snapshot
+    flat: Flat
+    """The state, with its leaves in host memory."""
+    copied: Callable[[], None]
+    """Waits for the copies from an accelerator, which are asynchronous."""
     healing: bytes | None
     created: float
     inspecting: Future[None] | None = None
@@ -59,6 +46,11 @@ class StateCopy:
     """Number of users of the memory."""
     dropped: bool = False
     """Whether the copy is not in the ring."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory held."""
+        return sum(part.nbytes for part in parts_of(self.flat))
 
     @property
     def digests(self) -> dict[str, str]:
@@ -78,17 +70,11 @@ class StateCopy:
             StoreError: the copy failed.
         """
         if self.inspecting is None:
-            self.snapshot.settle()
+            self.copied()
             return
         self.inspecting.result()
         if self.inspected is None:
             raise StoreError(f"the copy of step {self.step} could not be completed")
-
-    def nonfinite(self) -> tuple[str, ...]:
-        """Names of the arrays with NaN or Inf, allowed or not. Call `settle` first."""
-        if self.inspected is not None:
-            return self.inspected.nonfinite
-        return inspection.nonfinite(self.snapshot.blocks())
 
 
 class Copier(ABC):
@@ -98,7 +84,7 @@ class Copier(ABC):
     """
 
     def __init__(self) -> None:
-        self._spare: deque[Any] = deque(maxlen=1)
+        self._spare: StateCopy | None = None
 
     # -- the framework's part -------------------------------------------------------------------
 
@@ -111,18 +97,26 @@ class Copier(ABC):
         """
 
     @abstractmethod
-    def take(self, state: Mapping[str, Any], recycled: Any | None = None) -> Any:
-        """A snapshot of the current state; reuses the memory of `recycled` if its size fits."""
+    def copy_parts(
+        self, parts: Sequence[Any], old: Sequence[Any]
+    ) -> tuple[list[Any], Callable[[], None]]:
+        """Copies parts to host memory, in the memory of `old` if it has the same layout.
+
+        Also returns a function that waits for the copies: those from an accelerator are
+        asynchronous.
+        """
 
     @abstractmethod
-    def arrays(self, snapshot: Any) -> dict[str, Any]:
-        """The framework's arrays by name, in the snapshot's own memory."""
+    def raw(self, part: Any) -> np.ndarray:
+        """The bytes of a part in host memory, uint8 (n,), not copied."""
 
     @abstractmethod
-    def copies(
-        self, snapshot: Any, names: set[str], live: Flat, copy: CopyBlocks
-    ) -> dict[str, Any]:
-        """Copies of the named arrays by name, on the devices of the live arrays."""
+    def view(self, raw: np.ndarray, part: Any) -> Any:
+        """The bytes `raw` as an array with the dtype and layout of `part`."""
+
+    @abstractmethod
+    def array(self, leaf: Leaf, live: Leaf | None) -> Any:
+        """The framework's array of a leaf in host memory, sharded like the live array."""
 
     @abstractmethod
     def fetch(
@@ -141,35 +135,40 @@ class Copier(ABC):
         """Copies a state. Arguments and errors as for `CheckpointStore.save`."""
         step = protocol.checked_step(step)
         healing_bytes = None if healing is None else protocol.encode_healing(healing)
+        spare, self._spare = self._spare, None
         try:
-            snapshot = self._snapshot(state)
+            flat = self.flatten(state)
+            old = parts_of(spare.flat) if spare else []
+            copies, copied = self.copy_parts(parts_of(flat), old)
         except StoreError:
             raise
         except Exception as error:
             raise SaveFailed(step, "while copying the state", error) from error
-        return StateCopy(step, snapshot, healing_bytes, time.time())
+        flat = flat._replace(leaves=_with_parts(flat.leaves, copies))
+        return StateCopy(step, flat, copied, healing_bytes, time.time())
 
     def release(self, copy: StateCopy) -> None:
         """Makes the memory of a copy available to the next copy."""
-        self._spare.append(copy.snapshot)
+        self._spare = copy
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not."""
-        snapshot = self._snapshot(state)
+        copy = self.copy(0, state, None)
         try:
-            snapshot.settle()
-            return inspection.nonfinite(snapshot.blocks())
+            copy.settle()
+            return self.inspect(copy.flat.leaves).nonfinite
         finally:
-            self._spare.append(snapshot)  # the first save reuses it
+            self.release(copy)  # the first save reuses it
 
-    def _snapshot(self, state: Mapping[str, Any]) -> Any:
-        spare = self._spare.popleft() if self._spare else None
-        try:
-            return self.take(state, spare)
-        except Exception:
-            if spare is not None:
-                self._spare.append(spare)
-            raise
+    def inspect(self, leaves: Mapping[str, Leaf]) -> Inspection:
+        """Digests of leaves in host memory, and names of arrays with NaN or Inf."""
+        return inspection.inspect(self.blocks(leaves))
+
+    def blocks(self, leaves: Mapping[str, Leaf]) -> Iterator[Block]:
+        """The bytes of the parts of leaves in host memory, in order."""
+        for leaf in leaves.values():
+            for place, part in leaf.parts.items():
+                yield Block(leaf.name, leaf.dtype, self.raw(part), str(place))
 
     # -- restoring ------------------------------------------------------------------------------
 
@@ -223,16 +222,41 @@ class Copier(ABC):
                 state[name] = decode(entry["tree"], fetch)
         return state
 
-    def restore(self, snapshot: Any, like: Mapping[str, Any], copy: CopyBlocks) -> dict[str, Any]:
-        """The state in fresh memory, on the devices of `like`; StateMismatch if it does not fit."""
-        saved = snapshot.flat.entries
+    def restore(
+        self, copy: StateCopy, like: Mapping[str, Any], changed: Callable[[str], Exception]
+    ) -> dict[str, Any]:
+        """The state of an inspected copy in fresh memory, on the devices of `like`.
+
+        Raises:
+            StateMismatch: the state does not fit.
+            Exception: `changed(key)`, if the digest of a block differs.
+        """
+        saved = copy.flat.entries
         like = protocol.values_to_restore(saved, like)
         if not like:
             return {}
         live = self.flatten_matching(None, saved, like)
         entries = {name: saved[name] for name in like}
-        arrays = self.copies(snapshot, set(nodes_of(entries)), live, copy)
+        leaves = {name: copy.flat.leaves[name] for name in nodes_of(entries)}
+        raws = inspection.checked_copies([*self.blocks(leaves)], copy.digests, changed)
+        old = [part for leaf in leaves.values() for part in leaf.parts.values()]
+        fresh = _with_parts(leaves, map(self.view, raws, old))
+        arrays = {name: self.array(leaf, live.leaves.get(name)) for name, leaf in fresh.items()}
         return self.assemble(entries, arrays, like, live)
+
+
+def parts_of(flat: Flat) -> list[Any]:
+    """The parts of all arrays, in order."""
+    return [part for leaf in flat.leaves.values() for part in leaf.parts.values()]
+
+
+def _with_parts(leaves: Mapping[str, Leaf], parts: Iterable[Any]) -> dict[str, Leaf]:
+    """The same leaves with other parts."""
+    following = iter(parts)
+    return {
+        name: leaf._replace(parts={place: next(following) for place in leaf.parts})
+        for name, leaf in leaves.items()
+    }
 
 
 def _differences(saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]:

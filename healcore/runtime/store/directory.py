@@ -8,7 +8,7 @@
         healing.json                   the healing state, if one was saved
         manifest.json                  written last: size and digest of all files above
         status.json                    candidate, good or quarantined; may change
-      .tmp-healcore-<pid>-…/           work in progress: a save, or a checkpoint being deleted
+      .tmp-healcore-…/                 work in progress: a save, or a checkpoint being deleted
 
 A save is written to a temporary directory, which gets its final name when its files are on disk. A
 deletion is the reverse: the directory gets a temporary name, atomically, and is then removed. The
@@ -21,7 +21,7 @@ import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,10 @@ from healcore.runtime.store.background import Background
 from healcore.runtime.store.commit import RankPart
 from healcore.runtime.store.copies import Copier, StateCopy
 from healcore.runtime.store.errors import CheckpointDamaged, CheckpointNotFound, StoreError
-from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.structure import Flat, Leaf
 from healcore.runtime.store.tier import Tier
 
 _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
@@ -97,11 +96,8 @@ class DirectoryStore(Tier):
     # -- the framework's part -------------------------------------------------------------------
 
     @abstractmethod
-    def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> dict[str, Digest]:
-        """Writes arrays below the new `folder`. Runs in the background, on every rank.
-
-        Returns path below `folder` -> digest, for files whose digest is already known.
-        """
+    def _write_arrays(self, leaves: dict[str, Leaf], folder: Path) -> None:
+        """Writes copies of arrays below the new `folder`. Runs in the background, on every rank."""
 
     def _complete_arrays(self, folder: Path) -> None:
         """Completes the files of all ranks. Runs in the background, on rank 0."""
@@ -189,7 +185,7 @@ class DirectoryStore(Tier):
     @property
     def busy(self) -> bool:
         """Whether a save is still being written, so that the next save would wait."""
-        return self._saves.pending(self._written)
+        return self._saves.busy
 
     def drop(self, step: int) -> None:
         """Removes a checkpoint, even the last known-good one.
@@ -241,22 +237,18 @@ class DirectoryStore(Tier):
 
     def _write(self, copy: StateCopy, folder: Path) -> RankPart:
         """Writes `data/` and `state.json`. Runs in the background, on every rank."""
-        arrays = self.copier.arrays(copy.snapshot)
-        # The check runs during the write: the check waits for memory, the write for the disk.
-        with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(copy.nonfinite)
-            written = self._write_arrays(arrays, folder / manifest.DATA)
-            nonfinite = checking.result()
+        leaves = copy.flat.leaves
+        inspected = copy.inspected or self.copier.inspect(leaves)
+        self._write_arrays(leaves, folder / manifest.DATA)
         # Each rank writes its per-rank entries, and rank 0 also writes the shared entries.
-        entries = copy.snapshot.flat.entries
+        entries = copy.flat.entries
         own = {name: entry for name, entry in entries.items() if entry.get("per_rank")}
         if own:
             files.write_new(folder / _rank_file(self.processes.rank), structure.dumps(own))
         if self.processes.rank == 0:
             shared = {name: entry for name, entry in entries.items() if name not in own}
             files.write_new(folder / manifest.STATE, structure.dumps(shared))
-        digests = {f"{manifest.DATA}/{name}": digest for name, digest in written.items()}
-        return RankPart(digests, len(arrays), nonfinite)
+        return RankPart(len(leaves), inspected.nonfinite)
 
     # -- restoring ------------------------------------------------------------------------------
 

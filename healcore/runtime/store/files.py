@@ -4,28 +4,23 @@ Writing always makes a new file, because a write through a link would change ano
 go to disk first, then the name, then the directory that holds the name: without the last step a
 power cut can undo the name.
 
-Work in progress is named after its process, `.tmp-healcore-<pid>-<machine>-<random>`, so that the
-next start can remove the files of a killed process.
+Work in progress is named `.tmp-healcore-<random>`, so that the next start can remove the files of a
+killed process.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import secrets
 import shutil
 from pathlib import Path
 
-import xxhash
-
-from healcore.events import process
-
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 _CLOSED_IN_CHILDREN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
-_TEMPORARY = re.compile(r"\.tmp-healcore-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
+_TEMPORARY = re.compile(r"\.tmp-healcore-[0-9a-f]{16}")
 _in_use: set[str] = set()
 """Temporary names that this process is using."""
 
@@ -99,7 +94,7 @@ def list_below(folder: Path) -> list[str]:
 
 def new_temporary() -> str:
     """A new name for work in progress, in use by this process until `end_temporary`."""
-    name = f".tmp-healcore-{os.getpid()}-{machine_id()}-{secrets.token_hex(4)}"
+    name = f".tmp-healcore-{secrets.token_hex(8)}"
     _in_use.add(name)
     return name
 
@@ -109,28 +104,6 @@ def end_temporary(name: str) -> None:
     _in_use.discard(name)
 
 
-def is_temporary(name: str) -> bool:
-    """Whether a name has the form of `new_temporary`."""
-    return _TEMPORARY.fullmatch(name) is not None
-
-
-def is_abandoned(name: str, *, alone: bool = False) -> bool:
-    """Whether this is a temporary name whose process has certainly ended.
-
-    Processes of another machine or container cannot be seen, but a run that is `alone` in its
-    directory knows that they have ended. In a container every run may have the same process number,
-    so an unused name with this number is from before a restart.
-    """
-    match = _TEMPORARY.fullmatch(name)
-    if match is None:
-        return False
-    pid, own = int(match[1]), match[2] == machine_id()
-    if alone or (own and pid == os.getpid()):
-        return name not in _in_use
-    return own and process.pid_gone(pid) is True
-
-
-@functools.cache
-def machine_id() -> str:
-    """Eight hex digits that identify this machine or container."""
-    return xxhash.xxh32_hexdigest(process.machine().encode())
+def is_abandoned(name: str) -> bool:
+    """Whether a name is a temporary name that this process is not using."""
+    return _TEMPORARY.fullmatch(name) is not None and name not in _in_use

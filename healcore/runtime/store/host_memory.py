@@ -1,8 +1,7 @@
 """Host memory for copies of a state.
 
-All arrays of a copy are in one reused `Arena`. A copy into fresh memory is slower, because of the
-first touch of every page (measured: 1.2 GB/s into memory of torch's allocator, 6 GB/s into NumPy's,
-9 GB/s into reused memory).
+A copy into fresh memory is slower than into used memory, because of the first touch of every page
+(measured: 1.2 GB/s into memory of torch's allocator, 6 GB/s into NumPy's, 9 GB/s into used memory).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,63 +22,8 @@ _MAX_SHARE_OF_FREE = 0.5
 """The rest of the free memory is for data loaders, the page cache and the next allocation."""
 
 
-class Block(NamedTuple):
-    """The bytes of one array, or of one part of an array."""
-
-    name: str
-    dtype: str
-    raw: np.ndarray
-    """uint8 (n,), contiguous."""
-    part: str = ""
-    """Name of the part; empty for the whole array."""
-
-    @property
-    def key(self) -> str:
-        """Unique among the blocks of a snapshot."""
-        return self.name + self.part
-
-
-CopyBlocks = Callable[[Sequence[Block]], list[np.ndarray]]
-"""Copies the bytes of blocks into fresh memory, and checks them."""
-
-
-class Arena:
-    """One block of host memory, divided into pieces whose sizes are rounded up to `ALIGNMENT`."""
-
-    def __init__(self, nbytes: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
-        self._memory = aligned(nbytes, allocate)
-        self._next = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole block in bytes."""
-        return len(self._memory)
-
-    def deal(self, nbytes: int) -> np.ndarray:
-        """Allocates the next piece, uint8 (nbytes,), aligned."""
-        start = self._next
-        self._next = start + rounded(nbytes)
-        assert self._next <= self.nbytes, "the arena was planned too small"
-        return self._memory[start : start + nbytes]
-
-    @classmethod
-    def reusing(
-        cls, old: Arena | None, nbytes: int, allocate: Callable[[int], np.ndarray] | None = None
-    ) -> Arena:
-        """The old arena, emptied, if its size fits; else a new arena."""
-        if old is None or not nbytes <= old.nbytes <= 2 * nbytes:
-            return cls(nbytes, allocate)
-        old._next = 0
-        return old
-
-
-def rounded(nbytes: int) -> int:
-    """Bytes that a piece uses in an arena."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def empty(nbytes: int) -> np.ndarray:
-    """Fresh memory, uint8 (nbytes,). A large piece starts and ends with a huge page."""
+def _block(nbytes: int) -> np.ndarray:
+    """Fresh memory, uint8 (nbytes,). A large block starts and ends with a huge page."""
     if nbytes < 2 * _HUGE_PAGE:
         return np.empty(nbytes, np.uint8)
     whole = np.empty((-(-nbytes // _HUGE_PAGE) + 1) * _HUGE_PAGE, np.uint8)
@@ -88,31 +31,29 @@ def empty(nbytes: int) -> np.ndarray:
     return whole[start : start + nbytes]
 
 
-def allocate_arrays(sizes: Sequence[int]) -> list[np.ndarray]:
-    """Fresh aligned memory for arrays that outlive the store, uint8 (n,) each.
+def allocate(sizes: Sequence[int], block: Callable[[int], np.ndarray] = _block) -> list[np.ndarray]:
+    """Fresh aligned memory for arrays, uint8 (n,) each.
 
     Neighbours share blocks large enough for huge pages: with pages of 4 KB the first touch takes
     several times as long as the copy (measured: 120 against 14 ms for 256 MB). A block lives as
     long as any of its arrays, so its size is limited to `_MAX_SHARED_BLOCK`.
+
+    Args:
+        sizes: sizes of the arrays in bytes.
+        block: allocates one block of some bytes.
     """
     pieces: list[np.ndarray] = []
     while len(pieces) < len(sizes):
-        group, nbytes = [], 0
-        for size in sizes[len(pieces) :]:
-            if group and nbytes + rounded(size) > _MAX_SHARED_BLOCK:
+        places, nbytes = [], 0
+        for index in range(len(pieces), len(sizes)):
+            if places and nbytes + sizes[index] > _MAX_SHARED_BLOCK:
                 break
-            group.append(size)
-            nbytes += rounded(size)
-        block = Arena(nbytes)
-        pieces += [block.deal(size) for size in group]
+            places.append((nbytes, sizes[index]))
+            nbytes += -(-sizes[index] // ALIGNMENT) * ALIGNMENT
+        whole = block(nbytes + ALIGNMENT)
+        first = -whole.ctypes.data % ALIGNMENT
+        pieces += [whole[first + at : first + at + size] for at, size in places]
     return pieces
-
-
-def aligned(nbytes: int, allocate: Callable[[int], np.ndarray] | None = None) -> np.ndarray:
-    """Fresh aligned memory, uint8 (nbytes,)."""
-    whole = (allocate or empty)(nbytes + ALIGNMENT)
-    start = -whole.ctypes.data % ALIGNMENT
-    return whole[start : start + nbytes]
 
 
 def fits(copies: int, nbytes: int, processes: int = 1) -> bool:

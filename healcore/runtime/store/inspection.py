@@ -13,18 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 from pydantic import Field
 
 from healcore import regular_file
-from healcore.runtime.store.host_memory import Block, allocate_arrays
+from healcore.runtime.store.host_memory import allocate
 
 _PIECE = 1 << 17
-CHUNK = 1 << 18
-"""Bytes of one read or finite check; `_PIECE` is for digests. Both fit into a core's cache."""
+"""Bytes of one read, which fit into a core's cache."""
 _WORTH_THREADS = 8 << 20
 """Least number of bytes that are worth several threads."""
 
@@ -59,7 +58,7 @@ class Inspection(NamedTuple):
 def file_digest(path: Path, *, sync: bool = False) -> Digest:
     """The digest of a file's content; `sync` also waits until the content is on disk."""
     state, size = xxhash.xxh3_128(), 0
-    buffer = bytearray(CHUNK)
+    buffer = bytearray(_PIECE)
     view = memoryview(buffer)
     with open(path, "rb", buffering=0, opener=regular_file.opener) as file:
         while count := file.readinto(buffer):
@@ -71,24 +70,17 @@ def file_digest(path: Path, *, sync: bool = False) -> Digest:
 
 
 def map_in_threads(action: Callable[[A], B], items: Sequence[A], nbytes: int) -> list[B]:
-    """Applies an action that releases the interpreter's lock, in threads if `nbytes` is large."""
-    workers = min(threads(), len(items))
-    if nbytes < _WORTH_THREADS or workers < 2:
+    """Applies an action that releases the interpreter's lock, in threads if `nbytes` is large.
+
+    The results are in no particular order.
+    """
+    workers = threads() if nbytes >= _WORTH_THREADS else 1
+    if workers == 1:
         return [action(item) for item in items]
-    results: list[Any] = [None] * len(items)
-    pending = iter(range(len(items)))
-
-    def work() -> None:
-        # Not one task per item: submitting a task takes as long as a small item.
-        for index in pending:
-            results[index] = action(items[index])
-
-    with ThreadPoolExecutor(workers - 1) as pool:
-        futures = [pool.submit(work) for _ in range(workers - 1)]
-        work()
-        for future in futures:
-            future.result()
-    return results
+    # Not one task per item: submitting a task takes as long as a small item.
+    with ThreadPoolExecutor(workers) as pool:
+        shares = pool.map(lambda first: [*map(action, items[first::workers])], range(workers))
+        return [result for share in shares for result in share]
 
 
 def threads() -> int:
@@ -97,7 +89,23 @@ def threads() -> int:
     return max(1, min(4, cores or 1))
 
 
-# -- snapshots --------------------------------------------------------------------------------
+# -- copies in host memory --------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """The bytes of one array, or of one part of an array."""
+
+    name: str
+    dtype: str
+    raw: np.ndarray
+    """uint8 (n,), contiguous."""
+    part: str = ""
+    """Name of the part; empty for the whole array."""
+
+    @property
+    def key(self) -> str:
+        """Unique among the blocks of a copy."""
+        return self.name + self.part
 
 
 def inspect(blocks: Iterable[Block]) -> Inspection:
@@ -108,33 +116,18 @@ def inspect(blocks: Iterable[Block]) -> Inspection:
         for at in range(0, len(block.raw), _PIECE):
             piece = block.raw[at : at + _PIECE]
             state.update(piece.data)
-            finite_so_far = finite_so_far and finite_chunk(piece, block.dtype)
+            finite_so_far = finite_so_far and finite(piece, block.dtype)
         digests[block.key] = state.hexdigest()
         if not finite_so_far:
             nonfinite.append(block.name)
     return Inspection(digests, tuple(dict.fromkeys(nonfinite)))
 
 
-def nonfinite(blocks: Iterable[Block]) -> tuple[str, ...]:
-    """Names of the arrays with NaN or Inf."""
-    names = [block.name for block in blocks if not finite(block.raw, block.dtype)]
-    return tuple(dict.fromkeys(names))
-
-
-def first_changed(blocks: Iterable[Block], digests: dict[str, str]) -> str | None:
-    """Key of the first block whose digest has changed, or None."""
-    for block in blocks:
-        if xxhash.xxh3_128_hexdigest(block.raw.data) != digests[block.key]:
-            return block.key
-    return None
-
-
 def checked_copies(
     blocks: Sequence[Block], digests: dict[str, str], changed: Callable[[str], Exception]
 ) -> list[np.ndarray]:
     """Copies of the blocks in fresh memory; raises `changed(key)` where the digest differs."""
-    sizes = [len(block.raw) for block in blocks]
-    copies = allocate_arrays(sizes)
+    copies = allocate([len(block.raw) for block in blocks])
 
     def copy(pair: tuple[Block, np.ndarray]) -> None:
         block, into = pair
@@ -146,7 +139,7 @@ def checked_copies(
         if state.hexdigest() != digests[block.key]:
             raise changed(block.key)
 
-    map_in_threads(copy, list(zip(blocks, copies, strict=True)), sum(sizes))
+    map_in_threads(copy, list(zip(blocks, copies, strict=True)), sum(map(len, copies)))
     return copies
 
 
@@ -201,11 +194,6 @@ _NAN_IS_MINUS_ZERO = {"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"
 
 def finite(raw: np.ndarray, dtype: str) -> bool:
     """Whether an array's bytes, uint8 (n,), hold no NaN or Inf; `dtype` is a name: "bfloat16"."""
-    return all(finite_chunk(raw[at : at + CHUNK], dtype) for at in range(0, len(raw), CHUNK))
-
-
-def finite_chunk(raw: np.ndarray, dtype: str) -> bool:
-    """Same as `finite`, for at most `CHUNK` bytes of whole elements."""
     if dtype in _NAN_IS_MINUS_ZERO:
         return not bool((raw == 0x80).any())
     layout = _LAYOUTS.get(dtype)

@@ -151,7 +151,7 @@ def find_damage(checkpoint: StoredCheckpoint, names: Iterable[str]) -> list[Chec
         return None if same else checkpoint.damaged(name, DIFFERS)
 
     errors = map_in_threads(compare, list(names), checkpoint.manifest.bytes)
-    return [error for error in errors if error is not None]
+    return sorted((error for error in errors if error), key=lambda error: error.file)
 
 
 def saved(checkpoint: StoredCheckpoint, nonfinite_ok: Collection[str]) -> Saved:

@@ -6,19 +6,16 @@ complete and inspected. So a failure during the copy loses no earlier copy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from threading import RLock
 from typing import Any
-
-import numpy as np
 
 from healcore.events import fork_safety
 from healcore.runtime.store import inspection, retention
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.copies import Copier, StateCopy
 from healcore.runtime.store.errors import CheckpointDamaged, CheckpointNotFound, StoreError
-from healcore.runtime.store.host_memory import Block
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.retention import Keep
 from healcore.runtime.store.tier import Tier
@@ -67,21 +64,15 @@ class SnapshotStore(Tier):
     def verify(self, step: int) -> Saved:
         """Recomputes the digest of every array."""
         with self.reading(step) as copy:
-            name = inspection.first_changed(copy.snapshot.blocks(), copy.digests)
-            if name is not None:
-                raise _damaged(step, name)
+            for name, digest in self.copier.inspect(copy.flat.leaves).digests.items():
+                if digest != copy.digests[name]:
+                    raise _damaged(step, name)
             return self._as_saved(copy)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Copies the arrays, verifying every digest during the copy."""
         with self.reading(step) as copy:
-
-            def verified(blocks: Sequence[Block]) -> list[np.ndarray]:
-                return inspection.checked_copies(
-                    blocks, copy.digests, lambda name: _damaged(step, name)
-                )
-
-            state = self.copier.restore(copy.snapshot, like, verified)
+            state = self.copier.restore(copy, like, lambda name: _damaged(step, name))
             return Restored(state, copy.healing_state)
 
     def drop(self, step: int) -> None:
@@ -142,8 +133,8 @@ class SnapshotStore(Tier):
     def _inspect_and_add(self, copy: StateCopy) -> None:
         """Completes and inspects a copy, then adds it to the ring. Runs in the background."""
         try:
-            copy.snapshot.settle()
-            copy.inspected = inspection.inspect(copy.snapshot.blocks())
+            copy.copied()
+            copy.inspected = self.copier.inspect(copy.flat.leaves)
             nonfinite = self._as_saved(copy).nonfinite
             if nonfinite:
                 self._nonfinite.append((copy.step, nonfinite))
@@ -170,7 +161,7 @@ class SnapshotStore(Tier):
             step=copy.step,
             status=copy.status,
             finite=not nonfinite,
-            bytes=copy.snapshot.nbytes,
+            bytes=copy.nbytes,
             created=copy.created,
             healing=copy.healing is not None,
             path=None,

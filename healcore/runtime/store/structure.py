@@ -3,8 +3,8 @@
 In the JSON an object is a node with one tag. All other values are stored unchanged:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
 `{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`,
-`{"ints": base64}` (a long list, int64), `{"deque": {"parts": […], "maxlen": 5}}`, `{"set": […]}`,
-`{"range": [0, 9, 1]}`, `{"bytearray": base64}`,
+`{"deque": {"parts": […], "maxlen": 5}}`, `{"set": […]}`, `{"range": [0, 9, 1]}`,
+`{"bytearray": base64}`,
 `{"named": {"class": "module.Pair", "fields": [names], "parts": [nodes]}}` (a named tuple).
 A dictionary of another type has a "type": "OrderedDict", "Counter", or "defaultdict:int".
 Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number their parameters.
@@ -21,9 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from healcore.runtime.store.errors import StoreError, UnsavableState
+from healcore.runtime.store.errors import StoreError, UnsavableState, unsavable_error
 
 Node = Any
 """A JSON-safe value as described above."""
@@ -36,7 +34,6 @@ Fetch = Callable[[str, Any], Any]
 
 _SIMPLE = {type(None), bool, int, str}
 """Types that JSON stores unchanged."""
-_MIN_PACKED = 1000  # integers in a list that is stored as base64
 _FACTORIES = (None, bool, bytes, dict, float, int, list, set, str, tuple)
 _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
     "dict": dict,
@@ -49,7 +46,6 @@ _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
 }
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "ints": lambda content: np.frombuffer(base64.b64decode(content), "<i8").tolist(),
     "float": float,
     "bytes": base64.b64decode,
     "complex": lambda content: complex(float(content[0]), float(content[1])),
@@ -67,6 +63,18 @@ def attribute(item: object, name: str) -> Any:
     return getattr(item, name) if found else None
 
 
+class Leaf(NamedTuple):
+    """One array of a state."""
+
+    name: str
+    dtype: str
+    """Name of the dtype, such as "bfloat16"."""
+    parts: dict[Any, Any]
+    """Place -> the part of the array in this process. A whole array has one part, at ""."""
+    layout: Any = None
+    """The framework's description of the sharding, or None."""
+
+
 class Flat(NamedTuple):
     """A state as JSON-safe structures and named arrays."""
 
@@ -74,8 +82,8 @@ class Flat(NamedTuple):
     """Name -> structure. In torch: {"tree": node} with "stateful" and "per_rank", and "identity"
     (part -> text that must be equal) for optimizers and schedulers. In JAX: {"tree": node} for an
     object with `state_dict`, {"leaves": [[path, node], …]} for a pytree."""
-    leaves: dict[str, Any]
-    """Name of an array -> the framework's array."""
+    leaves: dict[str, Leaf]
+    """Name of an array -> the array."""
     treedefs: dict[str, Any]
     """Name -> PyTreeDef in JAX. Not saved: a restore uses the structure of the live pytrees."""
 
@@ -145,8 +153,6 @@ def encode(value: Any, path: Path, special: Special) -> Node:
         return value if math.isfinite(value) else {"float": repr(value)}
     if (mapping := _mapping_of(value)) is not None:
         return _encode_dict(value, mapping, path, special)
-    if kind is list and len(value) >= _MIN_PACKED and (packed := _pack_ints(value)) is not None:
-        return {"ints": packed}
     if kind in (list, tuple, set, frozenset):
         return {kind.__name__: _encode_parts(value, path, special)}
     if kind is deque:
@@ -167,11 +173,7 @@ def encode(value: Any, path: Path, special: Special) -> Node:
         }
     node = special(path, value)
     if node is None:
-        raise UnsavableState(
-            f"{place(path)} is a {class_name(kind)}, which a "
-            "checkpoint cannot hold: keep arrays, numbers, strings, lists, tuples and dictionaries "
-            "in the state, or give it a state_dict() that returns such values"
-        )
+        raise unsavable_error(place(path), value)
     return node
 
 
@@ -201,16 +203,6 @@ def _encode_parts(value: Collection[Any], path: Path, special: Special) -> list[
     if set(map(type, value)) <= _SIMPLE:
         return list(value)
     return [encode(part, (*path, i), special) for i, part in enumerate(value)]
-
-
-def _pack_ints(value: Any) -> str | None:
-    """Integers as base64, which is fast even for a million; None for other values."""
-    if set(map(type, value)) != {int}:
-        return None
-    try:
-        return base64.b64encode(np.array(value, "<i8").tobytes()).decode()
-    except OverflowError:
-        return None
 
 
 def _encode_dict(value: dict[Any, Any], mapping: str, path: Path, special: Special) -> Node:

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from healcore.jax.store import Keep, MemoryStore, OrbaxStore, TieredStore
-from healcore.jax.store.host_copy import JaxCopier
 from healcore.runtime.store import memory
+from tests.jax.store.pinned import PinningCopier
 
 root, KEEP = Path(sys.argv[1]), Keep(quarantined=1)
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
@@ -46,7 +46,7 @@ def data(leaf):
 stores = {
     "orbax": OrbaxStore(root / "orbax"),
     "memory": MemoryStore(KEEP),
-    "pinned": memory.SnapshotStore(JaxCopier(pinned=True), KEEP),
+    "pinned": memory.SnapshotStore(PinningCopier(), KEEP),
     "tiers": TieredStore(MemoryStore(KEEP), OrbaxStore(root / "tiers")),
 }
 for name, store in stores.items():

@@ -16,14 +16,14 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import healcore.jax
-from healcore.jax.store.host_copy import JaxCopier
 from healcore.runtime.store import StateMismatch, UnsavableState, memory
+from tests.jax.store.pinned import PinningCopier
 from tests.runtime.store.store_cases import JAX_MEMORY, JAX_TIERS, ORBAX, StoreCase, over, same
 
 PINNED = StoreCase(
     "jax-pinned",
     # As on an accelerator: arrays go to pinned host memory by themselves. Here it is a CPU's.
-    lambda root, **options: memory.SnapshotStore(JaxCopier(pinned=True), **options),
+    lambda root, **options: memory.SnapshotStore(PinningCopier(), **options),
     JAX_MEMORY.state,
     JAX_MEMORY.spoil,
 )

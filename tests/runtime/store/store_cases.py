@@ -20,7 +20,7 @@ import torch
 import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
 from healcore.runtime.store import CheckpointStore, Keep, superfluous
-from healcore.runtime.store.copies import Snapshot
+from healcore.runtime.store.copies import StateCopy, parts_of
 
 KEEP = Keep(good=3, candidates=8, quarantined=4)
 
@@ -187,7 +187,7 @@ def over(*cases: StoreCase) -> Any:
 def damage_in_memory(store: Any, step: int) -> str:
     """Flips a bit of the largest array in a memory store; returns the array's name."""
     with store.reading(step) as copy:
-        block = max(copy.snapshot.blocks(), key=lambda each: len(each.raw))
+        block = max(store.copier.blocks(copy.flat.leaves), key=lambda each: len(each.raw))
         block.raw[3] ^= 1
     return block.name
 
@@ -237,5 +237,6 @@ def held_bytes(store: CheckpointStore) -> int:
     """Bytes of host memory of all copies, including the memory kept for the next copy."""
     store.wait()
     gc.collect()
-    found = [each for each in gc.get_objects() if issubclass(type(each), Snapshot)]
-    return sum({id(each.arena): each.nbytes for each in found}.values())
+    copies = [each for each in gc.get_objects() if type(each) is StateCopy]
+    parts = {id(part): part for copy in copies for part in parts_of(copy.flat)}
+    return sum(part.nbytes for part in parts.values())

@@ -92,12 +92,14 @@ def test_a_link_is_refused(tmp_path):
 def test_the_work_of_pods_that_are_gone_is_removed_by_a_run_that_has_the_lock(tmp_path):
     cut_short("torch", tmp_path)
     (checkpoint, *_) = sorted(tmp_path.glob("step-*"))
-    old = tmp_path / ".tmp-healcore-1-deadbeef-0000000a"
-    inside = checkpoint / ".tmp-healcore-1-deadbeef-0000000b"
+    old = tmp_path / ".tmp-healcore-000000000000000a"
+    inside = checkpoint / ".tmp-healcore-000000000000000b"
     foreign = tmp_path / ".tmp-somebody"
     for path in (old, inside, foreign):
         (path / "data").mkdir(parents=True)
+    held = claim(tmp_path)
     DCPStore(tmp_path)
-    assert old.exists(), "a store alone does not know whether another run is at work"
+    assert old.exists(), "another run may be at work"
+    held.release()
     go_on("torch", tmp_path)
     assert [path.exists() for path in (old, inside, foreign)] == [False, False, True]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from healcore.runtime.store.inspection import CHUNK, finite
+from healcore.runtime.store.inspection import finite
 
 FLOATS = [
     np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16,
@@ -33,9 +33,8 @@ def test_every_bit_pattern_of_a_small_format(dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
 def test_one_bad_number_anywhere(dtype):
-    in_a_chunk = CHUNK // np.dtype(dtype).itemsize
-    for at in (0, 1, in_a_chunk - 1, in_a_chunk, -1):
-        array = np.ones(3 * in_a_chunk // 2 + 1, dtype)
+    for at in (0, 1, 1000, -1):
+        array = np.ones(1 << 14, dtype)
         assert check(array)
         array[at] = np.nan
         assert not check(array), at

@@ -143,7 +143,7 @@ def test_none_known_good_yet(case, tmp_path):
 @over(*DISKS)
 def test_reading_changes_nothing_and_needs_no_lock(case, tmp_path):
     filled(case, tmp_path, "good", "candidate")
-    (tmp_path / ".tmp-healcore-999999-00000000-00000000").mkdir()
+    (tmp_path / ".tmp-healcore-0000000000000000").mkdir()
     held = claim(tmp_path)
     before = picture(tmp_path)
     result = probe(tmp_path)

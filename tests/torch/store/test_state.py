@@ -96,10 +96,12 @@ class _Generator:
         torch.set_rng_state(state["torch"])
 
 
-@over(*CASES)
+PAIRS = [*((name, "cosine") for name in OPTIMIZERS), *(("adamw", name) for name in SCHEDULERS)]
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "scheduler"),
-    [*((name, "cosine") for name in OPTIMIZERS), *(("adamw", name) for name in SCHEDULERS)],
+    ("case", "optimizer", "scheduler"),
+    [(CASES[number % len(CASES)], *pair) for number, pair in enumerate(PAIRS)],
 )
 def test_a_run_replays_bit_for_bit(case, tmp_path, optimizer, scheduler):
     run, store = Run(optimizer, scheduler), case.make(tmp_path)

@@ -31,7 +31,7 @@ def fresh(scale):
 def flip(step):
     if rank == ODD:
         with tiers.memory.reading(step) as copy:
-            next(iter(copy.snapshot.blocks())).raw[3] ^= 1
+            next(tiers.memory.copier.blocks(copy.flat.leaves)).raw[3] ^= 1
 
 
 def check(state, scale):
