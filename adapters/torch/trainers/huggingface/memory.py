@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from healcore.core.verdict import Cause
 from healcore.runtime.faults import classify
 from healcore.runtime.healer import Healer
 from healcore.runtime.microbatches.splitting import count_samples
@@ -46,7 +45,6 @@ class SplitSteps:
         self._healer = healer
         self._counters = counters
         self._stack = stack
-        self._gradients: Any = healer.driver.gradient_window()
         self._window: list[Any] = []
         """Inputs of the micro-batches since the last step."""
         self._pending: list[Any] = []
@@ -61,7 +59,7 @@ class SplitSteps:
                 return self._run(*args)
             except Exception as error:
                 if classify(error).transient:
-                    self._gradients.redo_window([], clear_cache=False)
+                    healer.run.memory.drop_window()
                     self._restore_counts()
                     self._pending = list(self._window)
                 raise
@@ -84,7 +82,6 @@ class SplitSteps:
         """
         if not self._window:
             self._counters.before = WindowCounts(self._trainer)
-            self._gradients.begin_window()
             self._accumulated, self._tokens = False, 0
         self._window.append(inputs)
         self._pending = [inputs]
@@ -96,20 +93,15 @@ class SplitSteps:
     def _run(self, original: Callable[..., Tensor], model: Any, items: Any) -> Tensor:
         """Trains on the pending micro-batches; returns the loss of the last micro-batch."""
         losses: list[Tensor] = []
+        count = None if self._is_sum(items) else self._loss_items
         for inputs in self._pending:
             losses.clear()
-            if obstacle := self._split_obstacle():
-                try:
-                    losses.append(self._train(original, model, inputs, items))
-                except Exception as error:
-                    if classify(error).cause is Cause.OOM:
-                        error.add_note(f"healcore has not tried smaller parts: {obstacle}")
-                    raise
-                continue
             batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
-            count = None if self._is_sum(items) else self._loss_items
-            for part in self._healer.microbatches(
-                batch, count=count, last_resort=lambda: self._checkpoint_activations(model)
+            for part in self._healer.run.memory.parts(
+                batch,
+                count=count,
+                whole=self._obstacle(),
+                last_resort=lambda: self._checkpoint_activations(model),
             ):
                 if part.first and self._accumulated:
                     losses.clear()
@@ -189,8 +181,8 @@ class SplitSteps:
                 changed[name] = value.transpose(0, 1).flatten(0, 1)
         return changed
 
-    def _split_obstacle(self) -> str:
-        """Reason why the window cannot be repeated in smaller parts, or an empty string."""
+    def _obstacle(self) -> str:
+        """Reason why a batch cannot be split, or an empty string."""
         from transformers import Trainer
 
         trainer = self._trainer
