@@ -65,8 +65,8 @@ class TrainerCheckpoints(MemoryStore):
         return ()
 
 
-def load_engines(healer: Healer[Any], engines: Mapping[str, Any], step: int) -> None:
-    """Loads the engine states of a trainer's checkpoint of `step`, and sets the Healer's step.
+def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
+    """Loads the engine states of a trainer's checkpoint, by name of the optimizer.
 
     Without usable states, warns and keeps the initial baselines.
     """
@@ -79,8 +79,7 @@ def load_engines(healer: Healer[Any], engines: Mapping[str, Any], step: int) -> 
         problem = str(error)
     if problem:
         console.warning(
-            f"the policy's state in the checkpoint of step {step} was not loaded, so baselines, "
-            f"budgets and the learning-rate multiplier are reset: {problem}"
+            "the policy's state in the trainer's checkpoint was not loaded, so baselines, budgets "
+            f"and the learning-rate multiplier are reset: {problem}"
         )
-    healer.run.data.go_to(step)
     healer.run.recovery.read_engines()

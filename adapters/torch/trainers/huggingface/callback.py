@@ -186,8 +186,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         # transformers 5.23 raises KeyError at the next save if the checkpoint lacked this entry.
         entry = exported.setdefault(name, {})
         entry = entry[0] if isinstance(entry, list) else entry
-        engines = entry.get("attributes", {}).get("engines", {})
-        driven.load_engines(healer, engines, state.global_step)
+        driven.load_engines(healer, entry.get("attributes", {}).get("engines", {}))
+        healer.run.data.go_to(state.global_step)
 
     # -- the Trainer's events -------------------------------------------------------------------
 
