@@ -199,7 +199,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         Raises:
             AttachError: the Trainer cannot be healed.
         """
-        self.close()  # an exception outside of the epochs has ended an earlier train()
+        if self._running is not None:
+            self.close(RuntimeError("an exception outside of the epochs has ended train()"))
         trainer = self.trainer = _trainer_of(self)
         self._check(trainer, state)
         callbacks = trainer.callback_handler.callbacks

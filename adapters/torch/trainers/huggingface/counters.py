@@ -173,17 +173,6 @@ class Counters:
         metrics = getattr(trainer, "_metrics", None)  # TRL's metrics since the last log
         if isinstance(metrics, dict) and "train" in metrics:
             metrics["train"].clear()
-        self._hide_undone_rows()
-
-    def _hide_undone_rows(self) -> None:
-        """Makes TensorBoard hide the rows of undone steps."""
-        for callback in self.trainer.callback_handler.callbacks:
-            writer: Any = getattr(callback, "tb_writer", None)  # of report_to="tensorboard"
-            # A writer of tensorboardX does not imply that TensorBoard is installed.
-            if type(writer).__module__.startswith("torch.") and writer.file_writer is not None:
-                from healcore.runtime.trackers.tensorboard_run import hide_undone
-
-                hide_undone(writer.file_writer, self.trainer.state.global_step + 1)
 
     def _stateful_callbacks(self) -> list[Any]:
         """Callbacks with a state, such as EarlyStoppingCallback."""

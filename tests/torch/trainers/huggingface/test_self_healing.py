@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
 from transformers import Trainer, TrainerCallback
-from transformers.integrations.integration_utils import TensorBoardCallback
 
 from healcore import Checkpoints
 from healcore.runtime.loop.termination import RunStopped
@@ -54,7 +51,6 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     steps, scales = tiny.Steps(), LRScales()
     trainer.add_callback(steps)
     trainer.add_callback(scales)
-    trainer.add_callback(TensorBoardCallback(SummaryWriter(str(tmp_path / "tensorboard"))))
     healed: Any = heal_trainer(trainer, "pretraining", store=tmp_path / "store", **grouped(OFTEN))
     scales.healed = healed
     healed.train()
@@ -74,8 +70,6 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     # The log has each step once, and the sums of the loss have gone back with it.
     logged = [row["step"] for row in trainer.state.log_history if "loss" in row]
     assert logged == list(range(1, 51))
-    shown = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    assert [each.step for each in shown.Scalars("train/loss")] == logged
     losses = tiny.logged(trainer, "loss")
     assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(sum(losses) / 50, rel=1e-4)
     # Without healing the same run is lost.
