@@ -211,7 +211,7 @@ def test_without_a_store_damaged_weights_stop_the_run(tmp_path: Path):
             model.layers[0].weight[0, 0] = math.nan
 
     run = trainer(tmp_path, callbacks=[callback, calling("on_step_begin", damage, at=10)])
-    with pytest.raises(RunStopped):
+    with pytest.raises(RunStopped, match="needs a store"):
         run.train()
     assert run.state.global_step < 40
 
