@@ -63,7 +63,7 @@ def main(directory: str) -> None:
         trainer(directory), "pretraining", checkpoints=healcore.Checkpoints(every=5)
     )  # <- healcore
     healed.train()
-    losses = [row["loss"] for row in healed.state.log_history if "loss" in row]
+    losses = [row["loss"] for row in healed.trainer.state.log_history if "loss" in row]
     report = healed.report()  # <- healcore
     print(f"loss {losses[-1]:.3f}, steps {report.steps}, rollbacks {report.attempts}")
 

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from healcore.torch.trainers.arctic import arctic_callbacks
     from healcore.torch.trainers.deepspeed.attachment import heal_engine
     from healcore.torch.trainers.deepspeed.state import engine_state
-    from healcore.torch.trainers.huggingface.callback import HealingCallback
+    from healcore.torch.trainers.huggingface.callback import HealingCallback, heal_trainer
     from healcore.torch.trainers.huggingface.dry_run import DryRun
-    from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal_trainer
     from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
 __all__ = [
@@ -56,7 +55,6 @@ __all__ = [
     "ParametersChangedError",
     "RanksDisagreeError",
     "Report",
-    "SelfHealingTrainer",
     "SignalError",
     "StateError",
     "TieredStore",
@@ -70,13 +68,12 @@ __all__ = [
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
     "arctic_callbacks": "healcore.torch.trainers.arctic",
-    "HealingCallback": "healcore.torch.trainers.huggingface.callback",
     "engine_state": "healcore.torch.trainers.deepspeed.state",
     "heal_engine": "healcore.torch.trainers.deepspeed.attachment",
     "DryRun": "healcore.torch.trainers.huggingface.dry_run",
     "HealingReport": "healcore.runtime.healing_report",
     **dict.fromkeys(
-        ("SelfHealingTrainer", "heal_trainer"), "healcore.torch.trainers.huggingface.self_healing"
+        ("HealingCallback", "heal_trainer"), "healcore.torch.trainers.huggingface.callback"
     ),
     "LightningHealingCallback": "healcore.torch.trainers.lightning.callback",
 }

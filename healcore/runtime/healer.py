@@ -285,8 +285,6 @@ class Healer(Generic[State]):
         batch: Batch,
         *,
         count: Callable[[Batch], SupportsFloat] | str | None = None,
-        ignore_index: int = -100,
-        total: SupportsFloat | None = None,
         most: int | None = None,
         last_resort: Callable[[], str] | None = None,
     ) -> Iterator[Microbatch[Batch]]:
@@ -306,11 +304,8 @@ class Healer(Generic[State]):
             batch: an array or a structure of arrays, split along their first axis, or a list of
                 samples; see `healcore.runtime.microbatches.splitting`.
             count: what the loss averages over, which weights the parts: the key of an entry whose
-                elements count unless they are `ignore_index`, a function that returns the count of
-                a part, or None for samples. Used only if a batch is split, or with `total`.
-            ignore_index: value of the elements that do not count.
-            total: count of all batches of this optimizer step, or None if it is unknown: each batch
-                then has the weight 1.
+                elements count unless they are -100, a function that returns the count of a part,
+                or None for samples. Used only if a batch is split.
             most: max samples in a part, or None for no limit.
             last_resort: called if no smaller part is left. Reduces a step's memory, for example by
                 gradient checkpointing, and describes the change: the parts then come again. Returns
@@ -321,14 +316,8 @@ class Healer(Generic[State]):
             UnsplittableBatch: `most` is given, and the batch has no common number of samples.
             MicrobatchError: the loop does not enter each part with `with part:`.
         """
-        self._live.memory.last_resort = last_resort
-        return self._live.memory.window.parts(
-            batch,
-            count=count,
-            ignore_index=ignore_index,
-            total=None if total is None else float(total),
-            most=most,
-        )
+        memory = self._live.memory
+        return memory.parts(batch, count=count, most=most, last_resort=last_resort)
 
     def after_step(self, *, last: bool = False) -> bool:
         """Does the work between two steps in a loop without `batches`.
@@ -385,7 +374,7 @@ class Healer(Generic[State]):
             self._live.observed(batch)
         method = self._driver_method("observe", "in JAX pass value=loss to tx.update")
         self._live.guard.resume()  # a hang between the loss and the optimizer's step counts
-        part = self._live.memory.window.part
+        part = self._live.memory.part
         method(loss, optimizer, weight=1.0 if part is None else part.weight)
 
     def observe_eval(self, eval_loss: SupportsFloat, optimizer: str | None = None) -> None:

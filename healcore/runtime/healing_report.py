@@ -33,7 +33,7 @@ class HealingReport:
     steps: int
     """Optimizer steps done. A rollback decreases the number."""
     attempts: int
-    """Number of rollbacks; 0 with a transformers callback, which cannot roll back."""
+    """Number of rollbacks."""
     recoveries: int
     """Number of incidents that have ended."""
     history: tuple[IncidentRecord, ...]

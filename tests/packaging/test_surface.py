@@ -88,7 +88,6 @@ SURFACE = {
         "ParametersChangedError",
         "RanksDisagreeError",
         "Report",
-        "SelfHealingTrainer",
         "SignalError",
         "StateError",
         "TieredStore",

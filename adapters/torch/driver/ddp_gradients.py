@@ -9,13 +9,12 @@ last part, when all ranks have voted that no part has failed.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -23,8 +22,6 @@ from healcore.runtime.microbatches.window import MicrobatchError
 from healcore.torch.ranks import StepRanks
 from healcore.torch.store.gloo import GlooRanks
 
-_BUCKET_BYTES = 25 * 2**20
-"""Size of a copy of gradients that is reduced at once, as in DDP."""
 _WAITING = "the other ranks wait in a collective that this rank has left: "
 
 
@@ -133,13 +130,24 @@ class DDPGradients:
         self._end_batch(self._broadcasts if votes[0] else self._syncs)
         return bool(votes[0])
 
+    @torch.no_grad()
     def reduce(self) -> None:
-        """Averages the gradients over each module's ranks, unless the loop uses `no_sync`."""
-        used = iter(self._used)
+        """Averages the gradients over each module's ranks, unless the loop uses `no_sync`.
+
+        A gradient that is missing on this rank only counts as 0.
+        """
+        used, sums = iter(self._used), list[Any]()
         for each, params, syncs in zip(self._modules, self._params, self._syncs, strict=True):
-            params = [p for p in params if next(used)]
-            for bucket in _buckets(params) if syncs else ():
-                _average(bucket, each.process_group)
+            group = each.process_group
+            for p in params:
+                if not next(used) or not syncs:
+                    continue
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                total = grad.contiguous().div_(dist.get_world_size(group))
+                sums.append((p, grad, total, dist.all_reduce(total, group=group, async_op=True)))
+        for p, grad, total, work in sums:
+            work.wait()
+            p.grad = grad if grad is total else grad.copy_(total)
 
     def close(self) -> None:
         """Restores the modules."""
@@ -160,33 +168,6 @@ class DDPGradients:
                 "optimizer.step() was called before the end of the loop over healer.microbatches, "
                 "where the gradients are not reduced over the ranks yet: call it after the loop"
             )
-
-
-def _buckets(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters in lists of one dtype and device, of `_BUCKET_BYTES` or one parameter."""
-    bucket: list[Tensor] = []
-    for p in params:
-        nbytes = sum(each.nbytes for each in bucket) + p.nbytes
-        alike = not bucket or (p.dtype, p.device) == (bucket[0].dtype, bucket[0].device)
-        if bucket and (not alike or nbytes > _BUCKET_BYTES):
-            yield bucket
-            bucket = []
-        bucket.append(p)
-    if bucket:
-        yield bucket
-
-
-@torch.no_grad()
-def _average(params: list[Tensor], group: Any) -> None:
-    """Averages the gradients of some parameters over the ranks; a missing gradient counts as 0."""
-    for p in params:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    grads = [p.grad for p in params if p.grad is not None]
-    flat = _flatten_dense_tensors(grads).div_(dist.get_world_size(group))
-    dist.all_reduce(flat, group=group)
-    for grad, averaged in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
-        grad.copy_(averaged)
 
 
 def _reduced_parameters(ddp: DistributedDataParallel) -> list[Tensor]:

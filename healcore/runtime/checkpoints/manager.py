@@ -140,6 +140,8 @@ class CheckpointManager:
         Raises:
             UnsavableState: the first save found a value that cannot be saved.
         """
+        if not self.store.accepts(why):
+            return
         began = time.monotonic()
         try:
             self.store.save(step, state, healing=healing)

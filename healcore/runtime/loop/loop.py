@@ -270,7 +270,7 @@ class Loop:
 
     def observed(self, batch: Any) -> None:
         """Records a batch, or its current part, whose loss is the result of `loss_fn`."""
-        part = self.memory.window.part
+        part = self.memory.part
         if self.data.observed(batch, 1.0 if part is None else part.weight):
             self.recovery.dominance.loss_function.gives_loss = True
 

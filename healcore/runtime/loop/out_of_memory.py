@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause, names
 from healcore.runtime.driver import Driver
@@ -12,17 +13,28 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes
-from healcore.runtime.microbatches.splitting import UnsplittableBatch, count_samples
+from healcore.runtime.microbatches.splitting import UnsplittableBatch, count_samples, split
 from healcore.runtime.microbatches.window import (
-    AccumulationWindow,
-    Failure,
+    Count,
+    Microbatch,
+    MicrobatchError,
     Synchronization,
+    part_weights,
     released,
 )
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import RankFailed, Ranks
 
 _NOT_TRIED = "healcore has not tried smaller parts of the batch"
+
+
+class _Entry(NamedTuple):
+    """A batch since the last step, with the arguments of `OutOfMemory.parts`."""
+
+    batch: Any
+    count: Count
+    most: int | None
+    whole: str
 
 
 class _Overrun(NamedTuple):
@@ -47,9 +59,8 @@ class OutOfMemory:
     ranks.
 
     Attributes:
-        sizes: Sizes of the parts that fit into memory, as far as known.
-        window: The batches since the last step.
-        last_resort: See `Healer.microbatches`.
+        sizes: sizes of the parts that fit into memory, as far as known.
+        part: the current part, or None.
     """
 
     def __init__(
@@ -68,19 +79,18 @@ class OutOfMemory:
         self._ranks = ranks
         self._log = log
         self._answers = policy.answers(Cause.OOM)
-        self.last_resort: Callable[[], str] | None = None
         self.sizes = MicrobatchSizes(shrinks=policy.shrinks)
+        self.part: Microbatch[Any] | None = None
         self._gradients = driver.gradient_window()
-        self._ranks_obstacle = ""
-        """Reason why the ranks cannot redo a window together, or an empty string."""
-        self.window = AccumulationWindow(
-            self._gradients,
-            self.sizes,
-            decide=self._decide,
-            on_redo=data.forget_parts,
-            clear_cache="clear_cache" in self._answers,
-            synchronize=self._synchronize,
-        )
+        self._last_resort: Callable[[], str] | None = None
+        self._entries: list[_Entry] = []
+        """The batches since the last step."""
+        self._redoable = True
+        """Whether all gradients come from the parts of this window."""
+        self._held: list[Any] = []
+        """Values of the failed part that variables of the loop refer to."""
+        self._synchronization: Synchronization | str | None = None
+        """How the ranks repeat a window, why they cannot, or None: each rank decides alone."""
 
     def resume(self) -> None:
         """Loads the sizes that an earlier process has written to the journal."""
@@ -88,36 +98,128 @@ class OutOfMemory:
         if saved is not None:
             self.sizes.load(saved)
 
-    def _synchronize(self) -> Synchronization | None:
-        """The synchronization of all ranks, or None if each rank decides alone."""
-        if self._ranks.world == 1 or self._policy_obstacle():
-            return None
-        result = self._gradients.between_ranks(self._ranks)
-        self._ranks_obstacle = result if isinstance(result, str) else ""
-        return None if isinstance(result, str) else result
+    def parts(
+        self,
+        batch: Any,
+        *,
+        count: Count = None,
+        most: int | None = None,
+        whole: str = "",
+        last_resort: Callable[[], str] | None = None,
+    ) -> Iterator[Microbatch[Any]]:
+        """Yields the parts of a batch; see `Healer.microbatches`.
 
-    def _decide(self, failure: Failure | None) -> bool:
-        """Whether to redo the window after a failed part, or after the last part of a batch.
+        The context manager of a part catches the exception of its body, which this generator does
+        not see. The generator then begins again with the first batch since the last step.
+
+        `whole` is the reason why this batch cannot be split, or an empty string.
+        """
+        self._last_resort = last_resort
+        self._begin(whole)
+        self._entries.append(_Entry(batch, count, most, whole))
+        done = len(self._entries) - 1  # number of earlier batches of this window
+        try:
+            while True:
+                for part in self._split(self._entries[done:], first=not done):
+                    self.part = part
+                    yield part
+                    if not part.entered:
+                        raise MicrobatchError(
+                            "each part of healer.microbatches is a context manager: write "
+                            "`with part:` around its forward and backward pass"
+                        )
+                    if part.failed:
+                        break
+                else:
+                    return
+                self.part = None
+                self._undo()
+                done = 0
+        finally:
+            self.part = None
+
+    def drop_window(self) -> None:
+        """Undoes the parts since the last step, whose batches the loop trains on again."""
+        self._undo()
+        self._entries.clear()
+
+    # -- the window -----------------------------------------------------------------------------
+
+    def _begin(self, whole: str) -> None:
+        """Begins a new window, unless the current window still waits for its optimizer step."""
+        accumulating = self._gradients.accumulating()
+        if accumulating and self._entries and not self._gradients.has_stepped():
+            return
+        self._entries.clear()
+        # Gradients from elsewhere cannot be computed again.
+        self._redoable = not accumulating
+        self._gradients.begin_window()
+        alone = self._ranks.world == 1 or whole or self._policy_obstacle()
+        if self._synchronization is None and not alone:
+            self._synchronization = self._gradients.between_ranks(self._ranks)
+
+    def _undo(self) -> None:
+        clear_cache = "clear_cache" in self._answers
+        self._gradients.redo_window(self._held, clear_cache=clear_cache)
+        self._held.clear()
+        self._data.forget_parts()
+
+    def _split(self, entries: list[_Entry], *, first: bool) -> Iterator[Microbatch[Any]]:
+        for entry in entries:
+            number = self._number_of_parts(entry)
+            pieces = split(entry.batch, number)
+            weights = part_weights(pieces, entry.count)
+            # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
+            pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
+            if self._joint is not None:
+                self._joint.begin_batch(first=first)
+            for i, (piece, weight) in enumerate(pairs, 1):
+                ends = i == len(pairs)
+                last = ends and entry is entries[-1]
+                on_exit = partial(self._leave, entry, number, ends)
+                yield Microbatch(piece, weight, first=first, last=last, on_exit=on_exit)
+                first = False
+
+    def _number_of_parts(self, entry: _Entry) -> int:
+        if entry.whole or (self.sizes.limit is None and entry.most is None):
+            return 1
+        try:
+            samples = count_samples(entry.batch)
+        except UnsplittableBatch:
+            if entry.most is not None:
+                raise
+            return 1  # the whole batch may fit
+        return self.sizes.parts(samples, entry.most)
+
+    @property
+    def _joint(self) -> Synchronization | None:
+        """The synchronization of all ranks, or None if each rank decides alone."""
+        return None if isinstance(self._synchronization, str) else self._synchronization
+
+    # -- out of memory --------------------------------------------------------------------------
+
+    def _leave(self, entry: _Entry, parts: int, ends: bool, error: BaseException | None) -> bool:
+        """Ends one of the `parts` of a batch. Returns whether to repeat the window.
 
         Raises RunStopped on every rank if there is no smaller part, and RankFailed if another
         rank's batch cannot be split.
         """
-        overrun = None if failure is None else self._overrun(failure)
-        error = None if failure is None else failure.error
-        synchronization = self.window.synchronization
-        if error is not None and overrun is None:
-            return False  # another kind of exception
-        if error is not None and synchronization is not None:
-            released(error)  # the exchange needs a little memory
-        if synchronization is None:
-            overruns = [overrun]
-        elif synchronization.any_failed(overrun is not None):
-            overruns = self._ranks.gather(overrun)
-        else:
-            synchronization.reduce()
+        joint, overrun = self._joint, None
+        if error is not None:
+            overrun = self._overrun(entry, parts, error)
+            if overrun is None:
+                return False  # another kind of exception
+        elif joint is None or not ends:
             return False
-        if overrun is not None and overrun.why_not:
-            assert error is not None
+        overruns = [overrun]
+        if joint is not None:
+            if error is not None:
+                released(error)  # the exchange needs a little memory
+            if not joint.any_failed(overrun is not None):
+                joint.reduce()
+                return False
+            overruns = self._ranks.gather(overrun)
+        if overrun is not None and error is not None and overrun.why_not:
             error.add_note(f"{_NOT_TRIED}: {overrun.why_not}")
             return False  # the exception propagates
         failed = {rank: each for rank, each in enumerate(overruns) if each is not None}
@@ -126,34 +228,36 @@ class OutOfMemory:
                 raise RankFailed(f"rank {rank}: {each.line}; {_NOT_TRIED}: {each.why_not}")
         # The smallest part that did not fit determines the size for all ranks.
         rank, smallest = min(failed.items(), key=lambda item: item[1].samples / item[1].parts)
-        prefix = "" if synchronization is None else f"rank {', '.join(map(str, failed))}: "
+        prefix = "" if joint is None else f"rank {', '.join(map(str, failed))}: "
         self._shrink(smallest, error or RankFailed(f"rank {rank}: {smallest.line}"), prefix)
+        if error is not None:
+            self._held = released(error)
         return True
 
-    def _overrun(self, failure: Failure) -> _Overrun | None:
+    def _overrun(self, entry: _Entry, parts: int, error: BaseException) -> _Overrun | None:
         """The part that did not fit into memory, or None if it failed for another reason."""
-        fault = classify(failure.error)
-        if fault.cause is not Cause.OOM or not isinstance(failure.error, Exception):
+        fault = classify(error)
+        if fault.cause is not Cause.OOM or not isinstance(error, Exception):
             return None
-        samples, why_not = 0, self._obstacle(failure)
+        samples, why_not = 0, entry.whole or self._obstacle()
         if not why_not:
             try:
-                samples = count_samples(failure.batch)
+                samples = count_samples(entry.batch)
             except UnsplittableBatch as reason:
                 why_not = str(reason)
-        line = f"{type(failure.error).__name__}: {failure.error}".splitlines()[0][:300]
-        return _Overrun(samples, failure.parts, fault.sign, line, why_not)
+        line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        return _Overrun(samples, parts, fault.sign, line, why_not)
 
-    def _obstacle(self, failure: Failure) -> str:
+    def _obstacle(self) -> str:
         """Reason why the policy or the loop does not permit a redo, or an empty string."""
         if self._policy_obstacle():
             return self._policy_obstacle()
-        if self._ranks_obstacle:
+        if isinstance(self._synchronization, str):
             return (
-                f"{self._ranks_obstacle}; pass the size that fits, healer.microbatches(batch, "
-                "most=...), on every rank"
+                f"{self._synchronization}; pass the size that fits, "
+                "healer.microbatches(batch, most=...), on every rank"
             )
-        if not failure.redoable:
+        if not self._redoable:
             return (
                 "gradients existed before the first part of the batch, and a repeated step would "
                 "discard them: compute these gradients within a part too, or call "
@@ -173,11 +277,12 @@ class OutOfMemory:
 
     def _shrink(self, overrun: _Overrun, error: BaseException, rank: str) -> None:
         """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
-        step, fault = self._data.step, Fault(Cause.OOM, overrun.sign)
+        step, fault, samples = self._data.step, Fault(Cause.OOM, overrun.sign), overrun.samples
+        before = -(-samples // overrun.parts)
         try:
-            resize = self.sizes.shrink(overrun.samples, overrun.parts)
+            size = self.sizes.shrink(samples, overrun.parts)
         except CannotShrink as reason:
-            changed = "" if self.last_resort is None else self.last_resort()
+            changed = "" if self._last_resort is None else self._last_resort()
             why = f"{rank}{reason}"
             if not changed:
                 self._recovery.stop(why, error, Cause.OOM, cause=names(Cause.OOM))
@@ -186,12 +291,12 @@ class OutOfMemory:
         self._log.fault(
             step,
             fault,
-            f"{rank}{resize.before} of {resize.samples} samples do not fit into memory, the step "
-            f"is repeated with {resize.after} at a time: {overrun.line}",
+            f"{rank}{before} of {samples} samples do not fit into memory, the step is repeated "
+            f"with {size} at a time: {overrun.line}",
             answer="shrink_microbatch",
-            samples=resize.samples,
-            size_before=resize.before,
-            size=resize.after,
+            samples=samples,
+            size_before=before,
+            size=size,
         )
         restorer = self._recovery.restorer
         restorer.journal.state.microbatches = self.sizes.to_dict()  # for the next process

@@ -454,6 +454,9 @@ class Recovery:
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
         """The facts for a diagnosis. `why` is the reason of a stop, or the signal."""
         good, path = self._last_good_checkpoint()
+        facts = self.monitor.end_facts()
+        if not self._checkpoints.store.accepts("regular"):
+            facts["probation"] = None  # no checkpoint becomes known-good
         return RunEnd(
             ending=ending,
             step=self._data.step,
@@ -463,7 +466,7 @@ class Recovery:
             last_good_path=path,
             declined=self._evidence.declined,
             **self._facts_of_checkpoints(),
-            **self.monitor.end_facts(),
+            **facts,
             **fields,
         )
 

@@ -6,7 +6,7 @@ The number of parts is a power of two, so that a compiled step sees few shapes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from healcore.core.errors import HealcoreError
 
@@ -15,19 +15,8 @@ class CannotShrink(HealcoreError, RuntimeError):
     """A part does not fit into memory and cannot be made smaller."""
 
 
-class Resize(NamedTuple):
-    """A change of the number of samples in a part."""
-
-    samples: int
-    """Samples in the batch."""
-    before: int
-    """Samples in its largest part before the change."""
-    after: int
-    """Samples in its largest part after the change."""
-
-
 class MicrobatchSizes:
-    """Decides into how many parts a batch is split, for any framework and trainer.
+    """Decides into how many parts a batch is split. Parts are halved, and never grow again.
 
     Args:
         shrinks: largest number of halvings in the run (`budget.shrinks` of a policy).
@@ -43,11 +32,9 @@ class MicrobatchSizes:
         self.limit: int | None = None
 
     def parts(self, samples: int, most: int | None = None) -> int:
-        """Number of parts of a batch: 1, 2, 4, ..., at most one part per sample.
+        """Number of parts of a batch of `samples`: 1, 2, 4, ..., at most one part per sample.
 
-        Args:
-            samples: number of samples of the batch.
-            most: largest number of samples in a part, or None for the learnt limit only.
+        `most` is a further limit on the samples in a part, or None.
         """
         limit = min(each for each in (self.limit, most, samples) if each is not None)
         parts = 1
@@ -55,8 +42,11 @@ class MicrobatchSizes:
             parts = min(2 * parts, samples)
         return parts
 
-    def shrink(self, samples: int, parts: int) -> Resize:
+    def shrink(self, samples: int, parts: int) -> int:
         """Halves the size of parts after one of `parts` parts of a batch did not fit.
+
+        Returns:
+            The largest number of samples in a part from now on.
 
         Raises:
             CannotShrink: a part was one sample, or all shrinks are used. Changes nothing.
@@ -71,7 +61,7 @@ class MicrobatchSizes:
             )
         self.used += 1
         self.limit = -(-samples // min(2 * parts, samples))
-        return Resize(samples, largest, self.limit)
+        return self.limit
 
     def to_dict(self) -> dict[str, Any]:
         """The limit as JSON-safe values, for `load`."""

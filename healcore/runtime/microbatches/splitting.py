@@ -112,11 +112,8 @@ def _list_leaf(path: str, node: Any) -> _Leaf | None:
         return None
     if all(map(_is_array, node)):
         return _Leaf(path, node, _common(array.shape[0] for array in node), len(node))
-    records = any(all(isinstance(entry, kind) for entry in node) for kind in (Mapping, tuple))
-    records = records or all(dataclasses.is_dataclass(entry) for entry in node)
-    if records or not _holds_array(node):
-        return _Leaf(path, node, None, len(node))
-    return None
+    records = all(isinstance(e, (Mapping, tuple)) or dataclasses.is_dataclass(e) for e in node)
+    return _Leaf(path, node, None, len(node)) if records or not _holds_array(node) else None
 
 
 def _samples(leaves: list[_Leaf], batch: Any) -> int:
@@ -168,15 +165,11 @@ def _is_array(node: Any) -> bool:
     return len(getattr(node, "shape", ())) > 0 and hasattr(node, "__getitem__")
 
 
-def _holds_array(nodes: Iterable[Any]) -> bool:
-    found = False
-
-    def look(leaf: _Leaf) -> Any:
-        nonlocal found
-        found = found or _is_array(leaf.value) or _holds_array(leaf.value)
-        return leaf.value
-
-    for node in nodes:
-        if not isinstance(node, str):
-            _mapped(node, "", look)
-    return found
+def _holds_array(node: Any) -> bool:
+    if isinstance(node, Mapping):
+        node = node.values()
+    elif dataclasses.is_dataclass(node):
+        node = [getattr(node, field.name) for field in dataclasses.fields(node)]
+    elif not isinstance(node, (list, tuple)):
+        return _is_array(node)
+    return any(map(_holds_array, node))

@@ -1,26 +1,22 @@
-"""Repeats the batches since the last optimizer step in smaller parts when memory runs out.
-
-The loop is `for part in window.parts(batch):`, with `with part:` around the forward and backward
-pass. The context manager catches the exception of its body, which the generator `parts` does not
-see. The generator then begins again with the first batch of the accumulation window.
-"""
+"""The parts of a batch, and what a framework does to repeat the batches since the last step."""
 
 from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime.microbatches.sizes import MicrobatchSizes
-from healcore.runtime.microbatches.splitting import UnsplittableBatch, count_samples, split
+from healcore.runtime.microbatches.splitting import count_samples
 from healcore.runtime.store.ranks import Ranks
 
 Batch = TypeVar("Batch")
 Count = Callable[[Any], Any] | str | None
+
+IGNORE_INDEX = -100
+"""Label that does not count, as in torch's `cross_entropy`."""
 
 
 class MicrobatchError(HealcoreError, RuntimeError):
@@ -69,7 +65,7 @@ class Microbatch(Generic[Batch]):
 
 
 class Gradients(Protocol):
-    """The gradients of a window. Each framework's driver implements it."""
+    """The gradients of a window, which is all parts since the last optimizer step."""
 
     def accumulating(self) -> bool:
         """Whether any gradients have not been used by an optimizer step."""
@@ -120,168 +116,6 @@ class Synchronization(Protocol):
         ...
 
 
-class _Entry(NamedTuple):
-    """A batch of the window."""
-
-    batch: Any
-    count: Count
-    ignore_index: int
-    total: float | None
-    most: int | None
-
-
-class Failure(NamedTuple):
-    """A part that raised."""
-
-    error: BaseException
-    batch: Any
-    """The batch of the part."""
-    parts: int
-    """Number of parts of its batch."""
-    redoable: bool
-    """Whether all gradients come from the parts of this window."""
-
-
-class AccumulationWindow:
-    """The batches since the last optimizer step.
-
-    Args:
-        gradients: gradients of the framework's driver.
-        sizes: limits on the sizes of parts.
-        decide: called with a part that raised, and if ranks are synchronized also with None after
-            the last part of a batch. Returns whether to repeat the window with the new `sizes`. Its
-            exceptions end the loop.
-        on_redo: called before the batches since the last step are repeated.
-        clear_cache: see `Gradients.redo_window`.
-        synchronize: called before the first window. Returns None if this rank decides alone.
-
-    Attributes:
-        part: the current part, or None.
-        synchronization: the result of `synchronize`.
-    """
-
-    def __init__(
-        self,
-        gradients: Gradients,
-        sizes: MicrobatchSizes,
-        *,
-        decide: Callable[[Failure | None], bool],
-        on_redo: Callable[[], object] = lambda: None,
-        clear_cache: bool = True,
-        synchronize: Callable[[], Synchronization | None] = lambda: None,
-    ) -> None:
-        self._gradients = gradients
-        self.sizes = sizes
-        self._decide = decide
-        self._on_redo = on_redo
-        self._clear_cache = clear_cache
-        self._synchronize = synchronize
-        self.synchronization: Synchronization | None = None
-        self._begun = False
-        self._entries: list[_Entry] = []
-        self._redoable = True
-        self._held: list[Any] = []
-        self.part: Microbatch[Any] | None = None
-
-    def parts(
-        self,
-        batch: Batch,
-        *,
-        count: Count = None,
-        ignore_index: int = -100,
-        total: float | None = None,
-        most: int | None = None,
-    ) -> Iterator[Microbatch[Batch]]:
-        """Yields the parts of a batch; see `Healer.microbatches`."""
-        self._begin()
-        self._entries.append(_Entry(batch, count, ignore_index, total, most))
-        done = len(self._entries) - 1  # number of earlier batches of this window
-        first = not done
-        try:
-            while True:
-                for part in self._parts(self._entries[done:], first=first):
-                    self.part = part
-                    if part.weight or self.synchronization is None:
-                        yield part
-                    else:  # no token of this rank's batch counts, but tokens of other ranks do
-                        with part:
-                            pass
-                    if not part.entered:
-                        raise MicrobatchError(
-                            "each part of healer.microbatches is a context manager: write "
-                            "`with part:` around its forward and backward pass"
-                        )
-                    if part.failed:
-                        break
-                else:
-                    return
-                self.part = None
-                self._gradients.redo_window(self._held, clear_cache=self._clear_cache)
-                self._held.clear()
-                self._on_redo()
-                done, first = 0, True
-        finally:
-            self.part = None
-
-    # -- within ---------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """Begins a new window, unless the current window still waits for its optimizer step."""
-        accumulating = self._gradients.accumulating()
-        if accumulating and self._entries and not self._gradients.has_stepped():
-            return
-        self._entries.clear()
-        # Gradients from elsewhere cannot be computed again.
-        self._redoable = not accumulating
-        self._gradients.begin_window()
-        if not self._begun:
-            self._begun, self.synchronization = True, self._synchronize()
-
-    def _parts(self, entries: list[_Entry], *, first: bool) -> Iterator[Microbatch[Any]]:
-        for entry in entries:
-            number = self._number_of_parts(entry)
-            pieces = split(entry.batch, number)
-            weights = _weights(pieces, entry)
-            # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
-            pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
-            if self.synchronization is not None:
-                self.synchronization.begin_batch(first=first)
-                pairs = pairs or [(pieces[0], 0.0)]
-            for i, (piece, weight) in enumerate(pairs):
-                ends = i == len(pairs) - 1
-                yield Microbatch(
-                    piece,
-                    weight,
-                    first=first,
-                    last=entry is entries[-1] and ends,
-                    on_exit=partial(self._left, entry, number, ends),
-                )
-                first = False
-
-    def _number_of_parts(self, entry: _Entry) -> int:
-        if self.sizes.limit is None and entry.most is None:
-            return 1
-        try:
-            samples = count_samples(entry.batch)
-        except UnsplittableBatch:
-            if entry.most is not None:
-                raise
-            return 1  # the whole batch may fit
-        return self.sizes.parts(samples, entry.most)
-
-    def _left(self, entry: _Entry, parts: int, last: bool, error: BaseException | None) -> bool:
-        """Ends one of the `parts` of a batch. Returns whether to repeat the window."""
-        failure = None
-        if error is not None:
-            failure = Failure(error, entry.batch, parts, self._redoable)
-        elif self.synchronization is None or not last:
-            return False
-        repeat = self._decide(failure)
-        if repeat and error is not None:
-            self._held = released(error)
-        return repeat
-
-
 def released(error: BaseException) -> list[Any]:
     """Clears the variables of functions that an exception has ended.
 
@@ -305,19 +139,16 @@ def released(error: BaseException) -> list[Any]:
     return held
 
 
-def _weights(pieces: list[Any], entry: _Entry) -> list[float]:
-    """The share of each part in its batch, or in `total`."""
-    if len(pieces) == 1 and entry.total is None:
+def part_weights(pieces: list[Any], count: Count) -> list[float]:
+    """The share of each part in its batch."""
+    if len(pieces) == 1:
         return [1.0]
     samples = [float(count_samples(piece)) for piece in pieces]
-    counts = [_count(piece, entry) for piece in pieces] if entry.count else samples
-    whole = sum(counts) if entry.total is None else float(entry.total)
-    if not whole:
-        counts, whole = samples, sum(samples)
-    return [count / whole for count in counts]
-
-
-def _count(piece: Any, entry: _Entry) -> float:
-    if callable(entry.count):
-        return float(entry.count(piece))
-    return float((piece[entry.count] != entry.ignore_index).sum())
+    counts = samples
+    if callable(count):
+        counts = [float(count(piece)) for piece in pieces]
+    elif count is not None:
+        counts = [float((piece[count] != IGNORE_INDEX).sum()) for piece in pieces]
+    if not sum(counts):
+        counts = samples
+    return [each / sum(counts) for each in counts]

@@ -116,5 +116,5 @@ def _no_checkpoint_text(saves: Sequence[Saved], onset: int) -> str:
     )
     return (
         f"no known-good checkpoint from before the onset at step {onset}, and no initial snapshot; "
-        f"there: {listed or 'none'}"
+        f"there: {listed or 'none, and a rollback needs a store'}"
     )

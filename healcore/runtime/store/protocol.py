@@ -97,6 +97,11 @@ class CheckpointStore(ABC):
             SaveFailed: the state could not be copied. `wait` raises later failures.
         """
 
+    def accepts(self, why: str) -> bool:
+        """Whether a run saves for the reason `why`, as in the event `save`. By default always."""
+        del why
+        return True
+
     @abstractmethod
     def steps(self) -> list[Saved]:
         """The complete checkpoints, ascending by step. Reads no arrays."""

@@ -1,216 +1,394 @@
-"""Defines `HealingCallback`, a callback that heals any transformers or TRL Trainer."""
+"""Defines `HealingCallback` and `heal_trainer`, which heal any transformers or TRL Trainer."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers import TrainerControl as Control
 from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 from transformers.trainer_callback import ExportableState
 
-from healcore.console import Console, checked, warning
-from healcore.core.engine import StateError
-from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Action, Cause
-from healcore.policy import Overrides, Policy, PolicySource, from_dict, load, to_dict
+from healcore.policy import Policy, PolicyLike, from_dict, load, to_dict
 from healcore.policy.trainer_limit import can_apply_limit, with_limit
-from healcore.runtime.faults.failures import failures_of
-from healcore.runtime.incidents.step_lines import cause_text
-from healcore.runtime.loop.termination import RunStopped
-from healcore.runtime.store.ranks import Alone, on_first
-from healcore.torch.attachment import attach, unwrapped
+from healcore.runtime.healer import Healer
+from healcore.runtime.healing_report import HealingReport
+from healcore.runtime.run_options import LOGGING, Logging
+from healcore.runtime.store import CheckpointStore
+from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.store.gloo import GlooRanks, initialized
-from healcore.torch.trainers.huggingface import checkpoints, signals
+from healcore.torch.store import MemoryStore
+from healcore.torch.trainers import driven, replaced
+from healcore.torch.trainers.huggingface import losses
+from healcore.torch.trainers.huggingface.counters import Counters
+from healcore.torch.trainers.huggingface.dry_run import DryRun, add_hint, read_metrics, trainer_copy
+from healcore.torch.trainers.huggingface.epochs import EpochFeed, run_epochs
+from healcore.torch.trainers.huggingface.memory import SplitSteps
+
+if TYPE_CHECKING:
+    from transformers.trainer_utils import TrainOutput
+
+Store = str | os.PathLike[str] | CheckpointStore | None
+
+_FOLDER = "_healcore"
+"""Directory in the Trainer's `output_dir`. `push_to_hub` skips names with a leading underscore."""
 
 
 class HealingCallback(TrainerCallback, ExportableState):
-    """Clips gradients, skips bad steps, and prevents a resume from a bad checkpoint.
+    """Heals a Trainer: clips and skips steps, splits batches that do not fit, rolls back.
 
-        trainer = Trainer(..., callbacks=[HealingCallback("default")])
+        trainer = Trainer(..., callbacks=[HealingCallback("default", store="auto")])
 
-    The policy judges the unrounded loss of each optimizer step and its gradient norm before
-    clipping. The Trainer's own `max_grad_norm` stays in force: the lower limit applies.
+    The policy judges every step by its unrounded loss and its gradient norm before clipping.
 
-    A callback cannot roll back: use `heal_trainer`. If the policy orders a stop, `train()` raises
-    `RunStopped`, a SystemExit: the process ends with status 1.
+    With a `store`, a rollback restores a known-good checkpoint within the same call of `train()`:
+    weights, optimizer, learning-rate schedule, random states, data and the Trainer's counters. A
+    restarted program resumes from the store. Without a `store`, the callback keeps no copy of the
+    state and cannot roll back: if the policy orders a rollback, `train()` raises `RunStopped`. Such
+    a run resumes from the Trainer's checkpoints, which hold the policy's state.
+
+    The Trainer does not clip, because the policy needs the norm before clipping. Instead,
+    `max_grad_norm` of the TrainingArguments becomes the `max_norm` of the policy's clipping if that
+    is higher. Under "default" this limit is then the only clipping, as without healcore.
 
     Args:
-        policy: a preset's name, the path of a TOML file, a `Policy`, or a mapping as in a
-            checkpoint's trainer_state.json.
-        engine: see `healcore.torch.attach`.
-        console: whether lines are printed to standard error, as for `healcore.torch.attach`.
-        **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
+        policy: as for `healcore.Healer`, or a mapping as in a checkpoint's trainer_state.json.
+        store: a directory for checkpoints, a store, "auto" for `_healcore` in the trainer's
+            `output_dir`, or None for no rollbacks.
+        loss_fn: function that returns the loss of one batch, to compare the current weights with
+            earlier weights. "auto" is the trainer's own `compute_loss`, except in a trainer that
+            generates its own training data (GRPO, RLOO). With None, or without a store, no weights
+            are compared.
+        **options: further arguments of `healcore.Healer` (`checkpoints`, `logging`, `trackers`,
+            ...) and values to replace in the policy, `clip={"max_norm": 1.0}`. `resume="auto"` and
+            True do not repeat a completed run. `trackers` are in addition to the Trainer's
+            `report_to`. Without `Logging(events=)`, events are written to `_healcore` in the
+            trainer's `output_dir` if the store is no directory.
 
     Attributes:
-        healing: the optimizer's handle in the current or last `train()`, or None before the first.
+        trainer: the Trainer of the current or last `train()`, or None before the first.
+        healer: the Healer of the current or last `train()`, or None before the first.
 
     Raises:
         healcore.policy.PolicyError: the policy does not exist or is invalid.
+        ValueError, TypeError: an option is out of range or unknown.
     """
 
     def __init__(
         self,
-        policy: PolicySource | Mapping[str, Any] = "default",
+        policy: PolicyLike | Mapping[str, Any] = "default",
         *,
-        engine: Literal["auto", "host", "device"] = "auto",
-        console: Console = "auto",
-        **overrides: Unpack[Overrides],
+        store: Store = None,
+        loss_fn: Callable[[Any], Any] | Literal["auto"] | None = "auto",
+        **options: Unpack[driven.TrainerOptions],
     ) -> None:
         if isinstance(policy, Mapping):
             policy = from_dict(policy)
-        self.policy: Policy = load(policy, **overrides)
-        self.healing: Healing | None = None
-        self._engine: Literal["auto", "host", "device"] = engine
-        self._console: Console = checked(console)
+        self.policy, self._options = driven.resolve_options(policy, options)
+        self._store = store
+        self._loss_fn = loss_fn
+        self.trainer: Any = None
+        self.healer: Healer[Any] | None = None
+        self._feed: EpochFeed | None = None
+        self._running: Healer[Any] | None = None
+        """The Healer during `train()`, otherwise None."""
         self._changes = ExitStack()
-        """Restores the Trainer and its optimizer."""
-        self._orders, self._cause = Action(0), Cause(0)
-        """Orders that the Trainer has not received, and their causes."""
+        """Ends the Healer, and restores the Trainer."""
+
+    @property
+    def healing(self) -> Healing | None:
+        """The optimizer's handle in the current or last `train()`, or None before the first."""
+        driver: Any = None if self.healer is None else self.healer.driver
+        return None if driver is None else driver.healings["optimizer"]
+
+    def report(self) -> HealingReport:
+        """Returns the report of the run so far: incidents, rollbacks, learning rate, ending.
+
+        Raises:
+            AttachError: `train()` has not begun yet.
+        """
+        if self.healer is None:
+            raise AttachError("there is nothing to report before train(): call it first")
+        return self.healer.report()
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Trains the trainer of `heal_trainer`: `trainer.train(*args, **kwargs)`."""
+        return self._known_trainer().train(*args, **kwargs)
+
+    def dry_run(self, steps: int = 2) -> DryRun:
+        """Trains a copy for some steps in observe mode, and returns the results.
+
+        The trainer does not change: weights, optimizer, random states, files, `state` and
+        callbacks. The copy needs the memory of a second model.
+
+        Args:
+            steps: number of optimizer steps, at least 1.
+
+        Raises:
+            AttachError: this callback was not created by `heal_trainer`.
+            ValueError: `steps` is not a whole number >= 1.
+            Exception: an exception of the training, with a diagnosis as its note.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps is a whole number >= 1, not {steps!r}")
+        policy: Any = self.policy
+        if isinstance(policy, Policy):
+            policy = load(policy, mode="observe")
+        else:
+            policy = policy.config._replace(mode="observe")
+        with trainer_copy(self._known_trainer(), steps) as (trainer, folder):
+            metrics = folder / "metrics.jsonl"
+            attach = self._options.get("attach")
+            callback = HealingCallback(policy, logging=Logging(metrics=metrics), attach=attach)
+            trainer.add_callback(callback)
+            try:
+                trainer.train()
+            except Exception as error:
+                add_hint(error)
+                raise
+            return read_metrics(metrics)
+
+    def _known_trainer(self) -> Any:
+        if self.trainer is None:
+            raise AttachError("the callback has no Trainer yet: use heal_trainer(trainer)")
+        return self.trainer
+
+    # -- the Trainer's checkpoints --------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Returns the arguments and the state of this object, which the Trainer saves."""
+        policy, store = self.policy, self._store
+        engines = {} if self.healer is None else self.healer.driver.healing()
         return {
             "args": {
-                "policy": to_dict(self.policy),
-                "engine": self._engine,
-                "console": self._console,
+                **({"policy": to_dict(policy)} if isinstance(policy, Policy) else {}),
+                **({"store": os.fspath(store)} if isinstance(store, str | os.PathLike) else {}),
             },
-            "attributes": {"saved": None if self.healing is None else self.healing.state_dict()},
+            "attributes": {"engines": engines},
         }
 
-    def on_init_end(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
-        """Wraps the Trainer's `train()`."""
-        trainer = _trainer_of(self)
-        if trainer is not None:
-            _wrap_train(trainer)
+    def _load_state(self, healer: Healer[Any], state: State) -> None:
+        """Loads the policy's state from the checkpoint that the Trainer has resumed from.
 
-    def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
-        """Attaches the policy. The Trainer calls this after it has restored its own state."""
-        self.close()  # auto_find_batch_size restarted the training, or an unwrapped train() raised
-        trainer = _trainer_of(self)
-        if trainer is None:
-            raise AttachError(
-                "HealingCallback found no Trainer among its callers: give it to a transformers "
-                "Trainer in callbacks=[...], or heal the optimizer with healcore.torch.attach"
-            )
-        _check(trainer)
-        _wrap_train(trainer)
-        saved = _saved_state(state, type(self).__name__)
-        limit = signals.max_grad_norm(trainer)
-        policy: Any = self.policy
-        with ExitStack() as stack:
-            if can_apply_limit(policy):
-                policy, limit = with_limit(policy, limit), None
-            healing = attach(trainer.optimizer, policy, engine=self._engine, console=self._console)
-            stack.callback(healing.detach)
-            stack.enter_context(signals.unclipped(trainer))
-            if limit is not None:
-                optimizer = unwrapped(trainer.optimizer)
-                stack.enter_context(signals.clipped_after(trainer, optimizer, limit))
-            stack.enter_context(signals.observed_losses(trainer, healing.observe))
-            metrics = functools.partial(signals.metrics_of, healing)
-            stack.enter_context(signals.extended_log(trainer, metrics))
-            healing.hooks.incident_log.take = self._take
-            self._changes = stack.pop_all()
-        self.healing = healing
-        if state.global_step:
-            _load(healing, saved, state.global_step)
-        # transformers 5.23 raises KeyError at the next save if the checkpoint lacked this entry.
+        The attribute `engines` cannot be used: the Trainer sets it only with the option
+        `restore_callback_states_from_checkpoint`, on a new object that a later `train()` may reuse.
+        """
         exported: Any = state.stateful_callbacks
-        exported.setdefault(type(self).__name__, self.state())
+        name = type(self).__name__
+        # transformers 5.23 raises KeyError at the next save if the checkpoint lacked this entry.
+        entry = exported.setdefault(name, {})
+        entry = entry[0] if isinstance(entry, list) else entry
+        driven.load_engines(healer, entry.get("attributes", {}).get("engines", {}))
+        healer.run.data.go_to(state.global_step)
 
-    def on_step_end(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
-        """Saves or stops by the policy's orders."""
-        orders, self._orders = self._orders, Action(0)
-        control.should_save |= bool(orders & Action.SAVE)
-        if orders & Action.STOP:
-            cause = cause_text(self._cause)
-            advice = " ".join(row.diagnosis for row in failures_of(self._cause))
-            raise RunStopped(
-                f"healcore stops the run at step {state.global_step}: {cause}. {advice} Resume "
-                "from an earlier checkpoint, or use healcore.torch.heal_trainer, which rolls back",
-                cause,
-                None,
-            )
+    # -- the Trainer's events -------------------------------------------------------------------
 
-    def on_evaluate(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
+    def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        """Opens the Healer, and inserts it into the training loop.
+
+        The Trainer calls this when model, optimizer and loss sums exist, before the first epoch.
+
+        Raises:
+            AttachError: the Trainer cannot be healed.
+        """
+        if self._running is not None:
+            self.close(RuntimeError("an exception outside of the epochs has ended train()"))
+        trainer = self.trainer = _trainer_of(self)
+        self._check(trainer, state)
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.remove(self)
+        callbacks.insert(0, self)  # other callbacks then read the corrected `state.epoch`
+        limit = losses.max_grad_norm(trainer)
+        policy = self.policy
+        if can_apply_limit(policy):
+            policy, limit = with_limit(policy, limit), None
+        self._feed = None if self._store is None else EpochFeed(kwargs["train_dataloader"])
+        try:
+            self._insert(policy, limit, state)
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        """Does the Healer's work between two steps, or corrects `state.epoch`."""
+        if self._feed is not None:  # the Healer works when it reads the next batch
+            self._feed.correct_epoch(state)
+        elif self._running is not None:
+            self._running.after_step()
+
+    def on_evaluate(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Reports the evaluation's loss to policies that read it."""
-        metrics = kwargs.get("metrics")
-        loss = metrics.get("eval_loss") if isinstance(metrics, dict) else None
-        if self.healing is not None and loss is not None:
-            self.healing.observe_eval(loss)
+        metrics = kwargs.get("metrics") or {}
+        if self._running is not None and "eval_loss" in metrics:
+            self._running.observe_eval(metrics["eval_loss"])
 
-    def on_train_end(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
-        """Restores the Trainer."""
+    def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        """Ends the Healer, and restores the Trainer."""
         self.close()
 
-    def close(self) -> None:
-        """Restores the Trainer and its optimizer. A second call does nothing."""
-        self._changes.close()
-        self._orders, self._cause = Action(0), Cause(0)
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the Healer, and restores the Trainer. A second call does nothing.
 
-    def _take(self, record: StepRecord, action: Action) -> Action:
-        """Keeps the orders of one step. Returns the orders that are not carried out."""
-        self._orders |= action
-        self._cause |= Cause(record.cause)
-        return action & ~Action.STOP
+        Args:
+            error: the exception that ends the training, or None.
+        """
+        changes, self._changes, self._running = self._changes, ExitStack(), None
+        changes.__exit__(type(error) if error else None, error, None)
 
+    def _insert(self, policy: Any, limit: float | None, state: State) -> None:
+        """Opens the Healer, and replaces methods of the Trainer until `close`."""
+        trainer, stack = self.trainer, self._changes
+        counters = Counters(trainer, self._feed, self)
+        healer = self.healer = stack.enter_context(self._healer(policy, counters))
+        if self._feed is not None:
+            counters.begin()
+            self._feed.open(healer, nothing_to_do=counters.had_completed(healer))
+        elif state.global_step:
+            self._load_state(healer, state)
+        split = SplitSteps(trainer, healer, counters, stack)
+        for name, replacement in (
+            ("training_step", split.training_step),
+            ("_run_epoch", self._run_epoch),
+            ("_push_from_checkpoint", self._push),
+        ):
+            call = functools.partial(replacement, getattr(trainer, name))
+            stack.enter_context(replaced(trainer, name, call))
+        stack.enter_context(losses.unclipped(trainer))
+        if limit is not None:  # the policy's clipping does not enforce it
+            optimizer = unwrapped(trainer.optimizer)
+            stack.enter_context(losses.clipped_after(trainer, optimizer, limit))
+        stack.enter_context(losses.extended_log(trainer, healer.metrics))
+        self._running = healer
 
-def _check(trainer: Any) -> None:
-    """Raises AttachError for a Trainer whose optimizer steps a policy cannot judge."""
-    kind = str(getattr(trainer.accelerator.distributed_type, "value", ""))
-    if kind == "DEEPSPEED":
-        raise AttachError(
-            "HealingCallback does not support a Trainer with DeepSpeed, whose engine clips, skips "
-            "and steps by itself: use healcore.torch.heal_engine in a loop of your own, or train "
-            "without DeepSpeed"
+    def _healer(self, policy: Any, counters: Counters) -> Healer[Any]:
+        trainer, store = self.trainer, self._store
+        loss_fn: Any = losses.loss_fn_of(trainer) if self._loss_fn == "auto" else self._loss_fn
+        folder = os.path.join(trainer.args.output_dir or "trainer_output", _FOLDER)
+        options = dict(self._options)
+        if store == "auto":
+            store = folder
+        elif getattr(store, "root", None) is None and not isinstance(store, str | os.PathLike):
+            logging = options.get("logging", LOGGING)
+            if logging.events is None:
+                events = os.path.join(folder, "healcore.events.jsonl")
+                options["logging"] = dataclasses.replace(logging, events=events)
+        if store is None:
+            store, loss_fn = driven.TrainerCheckpoints(functools.partial(_save, trainer)), None
+        state = {
+            "model": trainer.accelerator.unwrap_model(trainer.model),
+            "optimizer": trainer.optimizer,
+            "scheduler": trainer.lr_scheduler,
+            "scaler": getattr(trainer.accelerator, "scaler", None),
+            "progress": counters,
+        }
+        return Healer(
+            policy,
+            state={name: part for name, part in state.items() if part is not None},
+            store=store,
+            loss_fn=loss_fn,
+            **options,
         )
-    if kind == "FSDP" and not trainer.accelerator.is_fsdp2:
-        raise AttachError(
-            "HealingCallback does not support FSDP 1, where a rank has only the norm of its shard: "
-            'use FSDP 2, TrainingArguments(fsdp_config={"fsdp_version": 2})'
-        )
 
-
-def _saved_state(state: State, name: str) -> Any:
-    """The callback's state in the checkpoint that the Trainer resumed from, or None.
-
-    The attribute `saved` cannot be used: the Trainer sets it only with the option
-    `restore_callback_states_from_checkpoint`, and on a new object that a later `train()` may reuse.
-    """
-    exported: Any = state.stateful_callbacks
-    entry = exported.get(name)
-    entry = entry[0] if isinstance(entry, list) else entry
-    return None if entry is None else entry.get("attributes", {}).get("saved")
-
-
-def _load(healing: Healing, saved: Any, step: int) -> None:
-    """Loads a saved state. Without a usable state, warns and keeps the initial baselines."""
-    problem = "it has none"
-    if saved is not None:
+    def _run_epoch(self, original: Callable[..., None], **call: Any) -> None:
+        """Runs an epoch with the Healer's batches. Ends the Healer if an exception is raised."""
         try:
-            healing.load_state_dict(saved)
-        except StateError as error:
-            problem = str(error)
-        else:
+            if self._feed is None:
+                original(**call)
+            else:
+                run_epochs(self.trainer, self._feed, original, call)
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def _push(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Pushes a checkpoint to the Hub; retries after a network failure."""
+        assert self._running is not None
+        return self._running.retrying(original)(*args, **kwargs)
+
+    def _check(self, trainer: Any, state: State) -> None:
+        """Raises AttachError for a Trainer that cannot be healed."""
+        distributed = str(getattr(trainer.accelerator.distributed_type, "value", ""))
+        if distributed == "DEEPSPEED":
+            raise AttachError(
+                "a Trainer with DeepSpeed is not supported, because its engine clips, skips and "
+                "steps by itself: use healcore.torch.heal_engine in a loop of your own"
+            )
+        if distributed == "FSDP" and not trainer.accelerator.is_fsdp2:
+            raise AttachError(
+                "FSDP 1 is not supported, because a rank has only the norm of its shard: use "
+                'FSDP 2, TrainingArguments(fsdp_config={"fsdp_version": 2})'
+            )
+        if self._store is None:
             return
-    warning(
-        f"the policy's state in the checkpoint of step {step} was not loaded, so baselines, "
-        f"budgets and the learning-rate multiplier are reset: {problem}"
-    )
+        if state.global_step:
+            raise AttachError(
+                "resume_from_checkpoint conflicts with the store, which continues the run by "
+                "itself: omit the argument; to start a new run from those weights, load the model "
+                "from that directory and pass an empty store"
+            )
+        if state.is_hyper_param_search:
+            raise AttachError(
+                "hyperparameter_search is not supported with a store, which the trials would "
+                "share: use HealingCallback without a store"
+            )
+        if trainer.args.auto_find_batch_size:
+            raise AttachError(
+                "auto_find_batch_size=True restarts the training with another batch size when "
+                "memory runs out: set it to False; healcore splits the batch and keeps its size"
+            )
 
 
-def _trainer_of(callback: HealingCallback) -> Any | None:
-    """The Trainer among the callers, or None. Callbacks do not receive it as an argument."""
+def heal_trainer(
+    trainer: Trainer,
+    policy: PolicyLike = "default",
+    *,
+    store: Store = "auto",
+    loss_fn: Callable[[Any], Any] | Literal["auto"] | None = "auto",
+    **options: Unpack[driven.TrainerOptions],
+) -> HealingCallback:
+    """Adds a `HealingCallback` with a store to a Trainer, in place of an earlier callback.
+
+        healed = heal_trainer(trainer, "default")
+        healed.train()  # or trainer.train()
+
+    Args:
+        trainer: a `transformers.Trainer`, or a trainer of TRL.
+        policy: as for `HealingCallback`.
+        store: as for `HealingCallback`, but None is host memory, which is lost with the process.
+        loss_fn: as for `HealingCallback`.
+        **options: as for `HealingCallback`.
+
+    Returns:
+        The callback, with `train`, `dry_run` and `report`.
+
+    Raises:
+        AttachError: `trainer` is not a Trainer.
+        healcore.policy.PolicyError: the policy does not exist or is invalid.
+        ValueError, TypeError: an option is out of range or unknown.
+    """
+    if not isinstance(trainer, Trainer):
+        raise AttachError(
+            "heal_trainer takes a transformers.Trainer or a trainer of TRL, not "
+            f"{type(trainer).__name__}: for a loop of your own use healcore.Healer"
+        )
+    store = MemoryStore() if store is None else store
+    callback = HealingCallback(policy, store=store, loss_fn=loss_fn, **options)
+    callback.trainer = trainer
+    trainer.remove_callback(HealingCallback)
+    trainer.add_callback(callback)
+    return callback
+
+
+def _trainer_of(callback: HealingCallback) -> Any:
+    """The Trainer among the callers. Callbacks do not receive it as an argument."""
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -218,46 +396,11 @@ def _trainer_of(callback: HealingCallback) -> Any | None:
         if any(other is callback for other in getattr(handler, "callbacks", ())):
             return caller
         frame = frame.f_back
-    return None
+    raise AttachError(
+        "HealingCallback found no Trainer among its callers: give it to a transformers Trainer in "
+        "callbacks=[...], or heal the optimizer with healcore.torch.attach"
+    )
 
 
-def _wrap_train(trainer: Any) -> None:
-    """Makes `trainer.train()` resume from a complete checkpoint, and clean up when it raises.
-
-    The Trainer has no callback event for these two moments.
-    """
-    if "train" in vars(trainer):
-        return
-    original = trainer.train
-
-    @functools.wraps(original)
-    def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint:
-            resume_from_checkpoint = _resume_checkpoint(trainer, resume_from_checkpoint)
-        try:
-            return original(resume_from_checkpoint, *args, **kwargs)
-        except BaseException:
-            for callback in trainer.callback_handler.callbacks:  # a resume may have replaced it
-                if isinstance(callback, HealingCallback):
-                    callback.close()
-            raise
-
-    trainer.train = train
-
-
-def _resume_checkpoint(trainer: Any, requested: Any) -> Any:
-    """The checkpoint to resume from: `requested`, or an older checkpoint if that is bad."""
-    found = checkpoints.list_checkpoints(Path(trainer.args.output_dir))
-    if requested is not True:
-        names = [path.absolute() for path in found]
-        if Path(requested).absolute() not in names:
-            return requested
-        found = found[: names.index(Path(requested).absolute()) + 1]
-    ranks = GlooRanks() if initialized() else Alone()
-    target, defects = on_first(ranks, lambda: checkpoints.newest_complete(found))
-    for path, defect in defects.items():
-        warning(f"the run does not resume from {path}: {defect}")
-    if target is None and defects:
-        warning(f"{trainer.args.output_dir} has no good checkpoint: training starts at step 0")
-        return None
-    return requested if target is None else str(target)
+def _save(trainer: Any) -> None:
+    trainer.control.should_save = True

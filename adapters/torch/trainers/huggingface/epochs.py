@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from transformers import TrainerCallback
-
 from healcore import console
 from healcore.runtime.data.epoch_reader import EmptyLoader
 from healcore.runtime.healer import Healer
@@ -129,6 +127,11 @@ class EpochFeed:
             self._read()
         return bool(self._pending) and self._data_epoch == self.epoch
 
+    def correct_epoch(self, state: Any) -> None:
+        """Sets `state.epoch`, because Trainer counts the rest of an epoch as a whole epoch."""
+        if self.length:
+            state.epoch = self.epoch + self.count / self.length
+
     def next_epoch(self) -> None:
         """Moves to the beginning of the next epoch."""
         self.epoch, self.count = self.epoch + 1, 0
@@ -169,28 +172,6 @@ class EpochFeed:
             self._batches, self.exhausted = None, True
         if healer.rollbacks != rollbacks:
             raise EpochChanged
-
-
-class TrainerEvents(TrainerCallback):
-    """Corrects `state.epoch` after a rollback, and reports evaluation losses to the Healer.
-
-    This callback has to be the first, so that the other callbacks read the corrected value.
-    """
-
-    def __init__(self, feed: EpochFeed, healer: Healer[Any]) -> None:
-        self._feed = feed
-        self._healer = healer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Sets `state.epoch`, because Trainer counts the rest of an epoch as a whole epoch."""
-        if self._feed.length:
-            state.epoch = self._feed.epoch + self._feed.count / self._feed.length
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Observes the evaluation loss."""
-        metrics = kwargs.get("metrics") or {}
-        if "eval_loss" in metrics:
-            self._healer.observe_eval(metrics["eval_loss"])
 
 
 def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], call: Any) -> None:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from healcore.core.engine import Engine
 from healcore.extras import require
-from healcore.policy import Overrides, Policy, PolicyLike, load
-from healcore.policy.loader import resolve
+from healcore.policy import Policy, PolicyLike
 from healcore.policy.trainer_limit import with_limit
 from healcore.runtime.healer import Healer
-from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
-from healcore.runtime.run_options import Checkpoints, Logging
+from healcore.runtime.loop.setup import StoreNotEmpty
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.trainers.lightning.runs import WholeRun
+from healcore.torch.trainers import driven, replaced
+from healcore.torch.trainers.lightning.feed import Feed
+from healcore.torch.trainers.lightning.progress import Progress
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -34,20 +34,7 @@ else:
     require("lightning", "pytorch_lightning")
     from pytorch_lightning import Callback
 
-_OVERRIDES = frozenset(Overrides.__annotations__)
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
-
-
-class FitOptions(Overrides, total=False):
-    """Arguments of `healcore.Healer`, and values to replace in the policy."""
-
-    checkpoints: Checkpoints
-    logging: Logging
-    trackers: object
-    hooks: Hooks
-    resume: bool | Literal["auto"]
-    attach: Mapping[str, object] | None
-    stop_file: str | os.PathLike[str] | None
 
 
 class LightningHealingCallback(Callback):
@@ -75,6 +62,9 @@ class LightningHealingCallback(Callback):
         **options: further arguments of `healcore.Healer` (`checkpoints`, `logging`, `resume`, ...)
             and values to replace in the policy.
 
+    Attributes:
+        healer: the Healer of the last fit, or None before the first batch.
+
     Raises:
         healcore.policy.PolicyError: the policy does not exist or is invalid.
         ValueError, TypeError: an option is out of range or unknown.
@@ -87,72 +77,106 @@ class LightningHealingCallback(Callback):
         store: str | os.PathLike[str] | CheckpointStore | None = None,
         loss_fn: Callable[[Any], Any] | None = None,
         eval_loss: str | None = None,
-        **options: Unpack[FitOptions],
+        **options: Unpack[driven.TrainerOptions],
     ) -> None:
-        healer_options: dict[str, Any] = dict(options)
-        overrides = {n: healer_options.pop(n) for n in _OVERRIDES & healer_options.keys()}
-        self._policy = resolve(policy, overrides)
+        self._policy, self._options = driven.resolve_options(
+            policy, {**options, "store": store, "loss_fn": loss_fn}
+        )
+        self._fit_policy = self._policy
         self._eval_loss = eval_loss
-        healer_options |= {"store": store, "loss_fn": loss_fn}
-        Healer(self._policy, state={}, **healer_options)  # raises if an option is invalid
-        self._options = healer_options
-        self._run: WholeRun | None = None
-        self._last_run: WholeRun | None = None
+        self.healer: Healer[Any] | None = None
+        self._progress: Progress | None = None
+        """The counters of the running fit, or None outside of a fit."""
+        self._changes = ExitStack()
+        """Restores the Trainer and its loops."""
+        self._metrics = ChangedMetrics(dict)
         self._pending_losses: list[Tensor] = []
         """Losses since the last step, if the fit has several optimizers."""
-        self._clip_value: float | None = None
-        """The Trainer's `gradient_clip_val` while the policy enforces it, or None."""
-        self._fit_policy = self._policy
         self._engines: Mapping[str, Any] = {}
+        """Engine states of the Lightning checkpoint that the fit begins with."""
 
     @property
     def healings(self) -> Mapping[str, Healing]:
         """Handles of the optimizers of the last fit, by name ("optimizer", "optimizer0")."""
-        return {} if self._last_run is None else self._last_run.healings
+        driver: Any = None if self.healer is None else self.healer.driver
+        return {} if driver is None else driver.healings
 
-    @property
-    def healer(self) -> Healer[Any] | None:
-        """The Healer of the last fit, or None before the first batch."""
-        return None if self._last_run is None else self._last_run.healer
+    # -- begin and end --------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the strategy, and makes the policy enforce the Trainer's `gradient_clip_val`."""
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        self._restore_clip_value(trainer)  # an earlier fit may have raised before it began
+        self._changes.close()  # an earlier fit may have raised before it began
         strategy = type(trainer.strategy)
         if not any(base.__name__ in _STRATEGIES for base in strategy.__mro__):
             raise AttachError(
                 f"Trainer(strategy={strategy.__name__}) is not supported, because it may shard or "
                 f"replace the optimizer: use one of {', '.join(_STRATEGIES)}"
             )
-        self._fit_policy = self._policy
-        limit = trainer.gradient_clip_val
+        self._fit_policy, limit = self._policy, trainer.gradient_clip_val
         if limit and self._policy.mode != "observe":
-            self._fit_policy = _with_limit_of(trainer, self._policy, float(limit))
-            self._clip_value = limit
-            trainer.gradient_clip_val = None
+            self._fit_policy = _with_limit(trainer, self._policy, float(limit))
+            self._changes.enter_context(replaced(trainer, "gradient_clip_val", None))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inserts the Healer between Lightning and its dataloaders. Not with `fast_dev_run`."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        self._run = WholeRun(trainer, pl_module, self._fit_policy, self._options, self._engines)
-        self._run.feed()
-        self._last_run = self._run
-        self._metrics = ChangedMetrics(self._run.metrics)
+        self.healer = None
+        self._progress = Progress(trainer)
+        self._replace_hooks(trainer.fit_loop)
+        self._feed(trainer)
         self._pending_losses.clear()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wraps dataloaders that were reloaded (`reload_dataloaders_every_n_epochs`)."""
-        if self._run is not None:
-            self._run.feed()
+        self._feed(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends the run, which saves the last state."""
+        self._close(None)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Ends the run with the exception, which writes a postmortem."""
+        self._close(exception)  # Lightning skips `teardown` after an exception
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ends the run, and restores the Trainer's `gradient_clip_val`."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        self._changes.close()
+        progress, self._progress = self._progress, None
+        if progress is None or self.healer is None:
+            return
+        self._engines = {}
+        if type(error).__name__ == "SIGTERMException":
+            # Lightning raises this after a step, before the Healer has processed the step.
+            try:
+                self.healer.after_step()
+            except BaseException as ended:
+                error = ended
+        self.healer.__exit__(type(error) if error else None, error, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states of the engines for Lightning's checkpoints. One sync on a GPU."""
+        engines = {name: healing.state_dict() for name, healing in self.healings.items()}
+        return {"engines": engines} if engines else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the engine states of a Lightning checkpoint for the fit that begins."""
+        self._engines = state_dict.get("engines", {})
+
+    # -- the steps ------------------------------------------------------------------------------
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Logs the counts that have changed (`heal/skips`, ...), every `log_every_n_steps`."""
-        if self._run is None or not trainer._logger_connector.should_update_logs:
+        if self._progress is None or not trainer._logger_connector.should_update_logs:
             return
         metrics = self._metrics() if trainer.loggers else {}
         if metrics:
@@ -168,7 +192,7 @@ class LightningHealingCallback(Callback):
         With several optimizers (manual optimization), the loss belongs to the optimizer that steps
         next. A GAN's generator is therefore not judged by the discriminator's loss.
         """
-        if self._run is None:
+        if self._progress is None:
             return
         # Undoes two changes by Lightning: the GradScaler's scale, and the division by
         # accumulate_grad_batches (only in automatic optimization). The scale stays on the device.
@@ -180,7 +204,7 @@ class LightningHealingCallback(Callback):
         if len(trainer.optimizers) > 1:
             self._pending_losses.append(loss.detach())
         else:
-            for healing in self._run.healings.values():
+            for healing in self.healings.values():
                 healing.observe(loss)
 
     def on_before_optimizer_step(
@@ -195,73 +219,112 @@ class LightningHealingCallback(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observes the loss of the evaluation."""
-        if self._run is None or trainer.sanity_checking or self._eval_loss is None:
+        if self._progress is None or trainer.sanity_checking or self._eval_loss is None:
             return
         value = trainer.callback_metrics.get(self._eval_loss)
         if value is not None:
-            for healing in self._run.healings.values():
+            for healing in self.healings.values():
                 healing.observe_eval(value)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the run, which saves the last state."""
-        self._close(None)
+    # -- within ---------------------------------------------------------------------------------
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Ends the run with the exception, which writes a postmortem."""
-        self._close(exception)
-        self._restore_clip_value(trainer)  # Lightning skips `teardown` after an exception
+    def _feed(self, trainer: Any) -> None:
+        """Wraps the dataloaders in a `Feed`, again if Lightning has reloaded them."""
+        fit = trainer.fit_loop
+        if self._progress is None or isinstance(fit._data_fetcher, Feed):
+            return
+        if any(c.__name__ == "_DataLoaderIterDataFetcher" for c in type(fit._data_fetcher).__mro__):
+            raise AttachError(
+                "training_step takes dataloader_iter and reads the data itself, so a rollback "
+                "cannot rewind the data: write training_step(self, batch, batch_idx), or heal the "
+                "optimizer with healcore.torch.attach"
+            )
+        fit._data_fetcher = Feed(trainer, fit._data_fetcher, self._progress, self._open)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ends the run, and restores the Trainer's `gradient_clip_val`."""
-        self._close(None)
-        self._restore_clip_value(trainer)
+    def _open(self, trainer: Any, rewinds_data: bool) -> Healer[Any]:
+        """Returns the Healer. The first call opens it and resumes the run in its store.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the states of the engines for Lightning's checkpoints. One sync on a GPU."""
-        engines = {name: healing.state_dict() for name, healing in self.healings.items()}
-        return {"engines": engines} if engines else {}
+        Lightning requests the first batch then. Every checkpoint is therefore taken at the same
+        point of the loop, so a rollback can restore the loop's counters.
+        """
+        assert self._progress is not None
+        if self.healer is None:
+            ckpt_path, options = trainer.ckpt_path, dict(self._options)
+            if ckpt_path is not None:
+                options["resume"] = False
+            if (loss_fn := options["loss_fn"]) is not None:
+                to_device = trainer.strategy.batch_to_device
+                options["loss_fn"] = lambda batch: loss_fn(to_device(batch.fetched[0]))
+            healer = Healer(self._fit_policy, state=_state(trainer, self._progress), **options)
+            try:
+                self.healer = healer.__enter__()
+            except StoreNotEmpty as error:
+                if ckpt_path is None:
+                    raise
+                raise AttachError(
+                    f"ckpt_path={str(ckpt_path)!r} and the callback's store both have a run to "
+                    "resume: omit ckpt_path to continue from the store, or "
+                    "pass an empty store to start from ckpt_path"
+                ) from error
+            self._metrics = ChangedMetrics(healer.metrics)
+            self._progress.within_step = lambda: bool(healer.run.data.unused)
+            if ckpt_path is not None:
+                driven.load_engines(healer, self._engines)
+        self._progress.rewinds_data = rewinds_data
+        return self.healer
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the engine states of a Lightning checkpoint for the fit that begins."""
-        self._engines = state_dict.get("engines", {})
+    def _replace_hooks(self, fit: Any) -> None:
+        """Replaces two methods of Lightning's loops, because no callback runs at their moment."""
+        loop = fit.epoch_loop
+        fit_on_advance_end, loop_on_advance_end = fit.on_advance_end, loop.on_advance_end
 
-    def _restore_clip_value(self, trainer: Trainer) -> None:
-        if self._clip_value is not None:
-            trainer.gradient_clip_val = self._clip_value
-            self._clip_value = None
+        def end_if_complete() -> None:
+            """Makes `fit` return without the end of an epoch that had no batch."""
+            if getattr(fit._data_fetcher, "nothing_to_do", False):
+                raise StopIteration  # leaves FitLoop.run
+            fit_on_advance_end()
 
-    def _close(self, error: BaseException | None) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            self._engines = {}
-            run.close(error)
+        def read_last_steps(data_fetcher: Any) -> None:
+            """Reads the last steps of an epoch, which may roll the run back into the epoch.
+
+            Lightning requests no batch after the last batch. Its callbacks run before the loop's
+            counters are complete, or after the end of the loop.
+            """
+            loop_on_advance_end(data_fetcher)
+            if self.healer is not None and loop.done:
+                self.healer.after_step(last=True)
+
+        self._changes.enter_context(replaced(fit, "on_advance_end", end_if_complete))
+        self._changes.enter_context(replaced(loop, "on_advance_end", read_last_steps))
 
 
-def _with_limit_of(trainer: Trainer, policy: Policy | Engine, limit: float) -> Policy:
+def _state(trainer: Any, progress: Progress) -> dict[str, Any]:
+    """The state of a fit. The names of optimizers are those of checkpoints and events."""
+    optimizers = {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
+    if len(optimizers) == 1:
+        optimizers = {"optimizer": trainer.optimizers[0]}
+    configs = trainer.lr_scheduler_configs
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return {
+        "model": trainer.lightning_module,
+        **optimizers,
+        **{f"scheduler{i}": config.scheduler for i, config in enumerate(configs)},
+        **({} if scaler is None else {"scaler": scaler}),
+        "progress": progress,
+    }
+
+
+def _with_limit(trainer: Trainer, policy: Any, limit: float) -> Any:
     """The policy, with the lower of the Trainer's limit and its own `clip.max_norm`.
 
     Raises AttachError for clipping by value, for `adagc`, which has no limit for the whole
     gradient, and for an Engine.
     """
-    setting = f"Trainer(gradient_clip_val={limit:g}"
-    if getattr(trainer.gradient_clip_algorithm, "value", "norm") != "norm":
+    by_value = getattr(trainer.gradient_clip_algorithm, "value", "norm") != "norm"
+    if by_value or not isinstance(policy, Policy) or policy.clip.kind == "adagc":
+        what = 'gradient_clip_algorithm="value"' if by_value else "gradient_clip_val"
         raise AttachError(
-            f'{setting}, gradient_clip_algorithm="value") changes each element before the policy '
-            'can measure the norm: use gradient_clip_algorithm="norm", or omit both arguments'
+            f"Trainer({what}) clips before the policy can measure the norm, and the policy cannot "
+            "apply the limit instead: omit gradient_clip_val, or use a policy with a clip by norm"
         )
-    if isinstance(policy, Engine):
-        raise AttachError(
-            f"{setting}) clips before the policy can measure the norm, and the limit of an Engine "
-            "is fixed: set the limit in the engine's config, and omit gradient_clip_val"
-        )
-    if policy.clip.kind == "adagc":
-        raise AttachError(
-            f"{setting}) clips before the policy can measure the norm, and [clip] kind = "
-            '"adagc" has no limit for the whole gradient: omit gradient_clip_val, or use another '
-            "kind"
-        )
-    if policy.clip.kind == "none":
-        return load(policy, clip={"kind": "fixed", "max_norm": limit})
-    return with_limit(policy, limit)  # type: ignore[return-value]
+    return with_limit(policy, limit)

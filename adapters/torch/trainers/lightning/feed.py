@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from healcore.runtime.data.epoch_reader import EmptyLoader
@@ -33,11 +33,12 @@ class Feed:
         trainer: Any,
         fetcher: Any,
         progress: Progress,
-        open_healer: Callable[[Feed], Healer[Any]],
+        open_healer: Callable[[Any, bool], Healer[Any]],
     ) -> None:
         self._fetcher = fetcher
         self._progress = progress
         self._open = open_healer
+        self._trainer = trainer
         length = trainer.fit_loop.max_batches
         self.length = None if length == float("inf") else int(length)
         self._loop = trainer.fit_loop.epoch_loop
@@ -81,7 +82,7 @@ class Feed:
             self._done_before = self._loop.batch_progress.current.ready
             self.loader = TrainLoader(self._fetcher, self.length, self._done_before)
         if self._healer is None:
-            self._healer = self._open(self)
+            self._healer = self._open(self._trainer, self.loader.why_not is None)
             had_completed = self._healer.run.data.had_completed
             self.nothing_to_do = self._progress.is_complete(had_completed=had_completed)
             if self.nothing_to_do:
@@ -176,7 +177,16 @@ class TrainLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yields a `TrainBatch`, or an `UnreadableBatch` for a batch that cannot be read."""
         batches = TolerantIterator(self._begin())
-        return self._unsized(batches) if self.length is None else self._sized(batches)
+        if self.length is not None:
+            for fetched in islice(batches, self.length - self._index):
+                self._index += 1
+                yield _train_batch(fetched, False)
+            return
+        ahead: Any = next(batches, _END)
+        while ahead is not _END:
+            fetched, ahead = ahead, next(batches, _END)
+            self._index += 1
+            yield _train_batch(fetched, ahead is _END)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of a dataloader that has a state."""
@@ -197,22 +207,6 @@ class TrainLoader:
         if loaded is not None:
             self._index, self.length = loaded["index"], loaded["length"]
         return iter(self._combined)
-
-    def _sized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | UnreadableBatch]:
-        assert self.length is not None
-        while self._index < self.length:
-            fetched = next(batches, _END)
-            if fetched is _END:
-                return
-            self._index += 1
-            yield _train_batch(fetched, False)
-
-    def _unsized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | UnreadableBatch]:
-        ahead: Any = next(batches, _END)
-        while ahead is not _END:
-            fetched, ahead = ahead, next(batches, _END)
-            self._index += 1
-            yield _train_batch(fetched, ahead is _END)
 
     def _why_not(self) -> str | None:
         if self._only is None:

@@ -135,10 +135,8 @@ def test_nothing_stays_after_an_exception(tmp_path: Path, late: bool):
         run.add_callback(raises)
     with pytest.raises(RuntimeError, match="stop here"):
         run.train()
-    if late:  # it was added after the Trainer was made, which calls it only within train()
-        callback.close()
     assert hooks_of(run) == 0
-    assert not {"training_step", "log", "_mixed_mesh_grad_norm"} & set(vars(run))
+    assert not {"training_step", "log", "_run_epoch", "_mixed_mesh_grad_norm"} & set(vars(run))
     assert "clip_grad_norm_" not in vars(run.accelerator)
 
 
@@ -153,14 +151,15 @@ def test_a_row_of_the_log_has_what_has_changed(
     run.train()
     rows = [row for row in seen if "loss" in row]
     assert len(rows) == 40
-    assert [i for i, row in enumerate(rows) if "heal/skips" in row] == [7]
-    assert (rows[7]["heal/skips"], rows[7]["heal/incidents"]) == (1.0, 1.0)
+    # A step is read after the next step.
+    assert [i for i, row in enumerate(rows) if "heal/skips" in row] == [8]
+    assert (rows[8]["heal/skips"], rows[8]["heal/incidents"]) == (1.0, 1.0)
     healthy = {"loss", "grad_norm", "learning_rate", "epoch", "heal/clips"}
-    assert all(row.keys() <= healthy for i, row in enumerate(rows) if i != 7)
+    assert all(row.keys() <= healthy for i, row in enumerate(rows) if i != 8)
     assert not any(name.startswith("heal/") for row in seen if "loss" not in row for name in row)
-    (line,) = (each for each in capsys.readouterr().err.splitlines() if "healcore: " in each)
+    (line,) = (each for each in capsys.readouterr().err.splitlines() if "incident 1: " in each)
     assert "step 7: incident 1: nonfinite loss and nonfinite grad" in line
-    assert ", learning rate 0.008" in line
+    assert ", learning rate 0.007" in line
     assert not [each for each in recwarn if "scheduler" in str(each.message)]
 
 
@@ -172,6 +171,49 @@ def test_an_order_to_save_saves(tmp_path: Path):
         ["checkpoint-11"],
         ["checkpoint-12"],  # read one step later
     )
+
+
+def test_the_end_by_an_exception_is_reported(tmp_path: Path):
+    """Without a store too: events, the postmortem, the report, and the user's tracker."""
+    tracker = Tracked()
+    callback = HealingCallback(trackers=tracker)
+    raises = calling("on_step_end", small_runs.raising(ZeroDivisionError("here")), at=9)
+    run = trainer(tmp_path, scaled={4: math.nan}, callbacks=[callback, raises])
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    report = callback.report()
+    assert (report.ending, report.steps, report.counts["skips"]) == ("exception", 9, 1)
+    assert not report.converged
+    assert report.postmortem is not None
+    assert "ZeroDivisionError" in report.postmortem.read_text()
+    assert len(tracker.steps) > 5
+    assert not list(tmp_path.glob("**/step-*"))  # no checkpoint
+
+
+class Tracked:
+    """A tracker that keeps the steps whose numbers it receives."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self.steps.append(step)
+
+    def event(self, event: Any) -> None:
+        pass
+
+
+def test_without_a_store_damaged_weights_stop_the_run(tmp_path: Path):
+    callback = HealingCallback()
+
+    def damage(state: Any, *, model: Any, **_: Any) -> None:
+        with torch.no_grad():
+            model.layers[0].weight[0, 0] = math.nan
+
+    run = trainer(tmp_path, callbacks=[callback, calling("on_step_begin", damage, at=10)])
+    with pytest.raises(RunStopped, match="needs a store"):
+        run.train()
+    assert run.state.global_step < 40
 
 
 def test_a_callback_without_a_trainer_is_refused(tmp_path: Path):

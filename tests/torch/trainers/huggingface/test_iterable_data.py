@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from healcore.torch import heal_trainer
+from healcore.torch import HealingCallback
 from tests.healer.run_options import grouped
 from tests.torch.trainers.huggingface.small_runs import (
     BATCH,
@@ -67,7 +67,6 @@ def run(
     *,
     once: bool,
     bad: int | None = None,
-    healed: bool = True,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Any:
     torch.manual_seed(0)
@@ -86,10 +85,10 @@ def run(
         accelerator_config={"dispatch_batches": False},
         dataloader_pin_memory=False,
     )
-    trainer = Seen(Net(), args, train_dataset=Stream(20, bad, once=once), callbacks=list(callbacks))
-    (
-        heal_trainer(trainer, store=folder / "store", **grouped(POLICY)) if healed else trainer
-    ).train()
+    own = [HealingCallback(store=folder / "store", **grouped(POLICY))]
+    data = Stream(20, bad, once=once)
+    trainer = Seen(Net(), args, train_dataset=data, callbacks=[*own, *callbacks])
+    trainer.train()
     return trainer
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from healcore.torch.trainers.huggingface import signals
+from healcore.torch import HealingCallback
 from tests.torch.trainers.huggingface import small_runs
+from tests.torch.trainers.huggingface.small_runs import counts
 
 
 def test_a_token_mean_over_uneven_micro_batches_is_seen_as_such(tmp_path: Path):
@@ -35,8 +36,7 @@ def test_a_token_mean_over_uneven_micro_batches_is_seen_as_such(tmp_path: Path):
     kept = data.y != -100
     with torch.no_grad():
         true = nn.functional.mse_loss(run.model.layers(data.x).squeeze(-1)[kept], data.y[kept])
-    seen: list[float] = []
-    with signals.observed_losses(run, lambda loss: seen.append(float(loss))):
-        run.train()
-    assert sum(seen) / len(seen) == pytest.approx(float(true), rel=1e-5)
-    assert len(seen) == 4
+    callback = HealingCallback()
+    run.add_callback(callback)
+    run.train()
+    assert counts(callback, "loss") == pytest.approx([float(true)], rel=1e-5)

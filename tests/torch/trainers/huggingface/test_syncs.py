@@ -29,7 +29,7 @@ def test_no_sync_is_added_to_a_step(
     plain = [counted(tmp_path, steps, [], **arguments) for steps in (short, long)]
     assert plain[1] > plain[0]  # HF's own: its filter for NaN reads the loss of each micro-batch
     healed = [
-        counted(tmp_path, steps, [HealingCallback(engine=engine)], **arguments)
+        counted(tmp_path, steps, [HealingCallback(attach={"engine": engine})], **arguments)
         for steps in (short, long)
     ]
     assert healed[1] - healed[0] == plain[1] - plain[0]

@@ -1,4 +1,4 @@
-"""Gives a policy a Trainer's unclipped gradient norms and the loss of each step.
+"""A Trainer's gradient norm before clipping, its training log, and the loss of one batch.
 
 Each context manager changes one Trainer for its block. The Trainer's arguments stay unchanged,
 because every checkpoint saves them and trackers read them.
@@ -13,14 +13,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from healcore.runtime.incidents.run_metrics import METRICS, ChangedMetrics
+from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.torch.driver.loss_evaluation import copied
-from healcore.torch.healing import Healing
 from healcore.torch.trainers import replaced
-from healcore.torch.trainers.huggingface.progress import LossCounts
+from healcore.torch.trainers.huggingface.counters import LossCounts
 
 
 def max_grad_norm(trainer: Any) -> float | None:
@@ -80,28 +78,6 @@ def clipped_after(trainer: Any, optimizer: Optimizer, limit: float) -> Iterator[
 
 
 @contextmanager
-def observed_losses(trainer: Any, observe: Callable[[Tensor], None]) -> Iterator[None]:
-    """Calls `observe` with a loss after each micro-batch; the mean of these is the step's loss.
-
-    `training_step` returns a loss that is divided by the number of micro-batches, or by the items
-    in all micro-batches (tokens of a causal language model). In both cases the sum of these losses
-    is the step's loss, so each is multiplied by the number of micro-batches. This loss precedes the
-    Trainer's NaN filter, its average over logging steps and its rounding. No host sync.
-    """
-    original = trainer.training_step
-
-    @functools.wraps(original)
-    def training_step(*args: Any, **kwargs: Any) -> Any:
-        loss = original(*args, **kwargs)
-        micro_batches = trainer.current_gradient_accumulation_steps
-        observe(loss if micro_batches == 1 else loss * micro_batches)
-        return loss
-
-    with replaced(trainer, "training_step", training_step):
-        yield
-
-
-@contextmanager
 def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Iterator[None]:
     """Adds the entries of `metrics()` that have changed to each training row of the log.
 
@@ -115,14 +91,6 @@ def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Itera
 
     with replaced(trainer, "log", log):
         yield
-
-
-def metrics_of(healing: Healing) -> dict[str, float]:
-    """Metrics of the last step for the log, such as `heal/skips`. One sync on a GPU."""
-    values = healing.metrics()
-    names = [f"heal/{name}" for name in METRICS]
-    numbers = torch.stack([values[name].float() for name in names]).tolist()
-    return dict(zip(names, numbers, strict=True))
 
 
 def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from transformers.trainer_callback import ExportableState
+
 from healcore.runtime.driver import json_setting
+from healcore.runtime.healer import Healer
 
 if TYPE_CHECKING:
     from healcore.torch.trainers.huggingface.epochs import EpochFeed
-    from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
 
 _STATE = (
     "epoch",
@@ -77,28 +78,31 @@ class WindowCounts:
         self.tr_loss = trainer._tr_loss.clone()
         self.buffered = getattr(trainer, "_buffered_inputs", None)
         """GRPO's and RLOO's generated batches. A later micro-batch of the step replaces them."""
-        self.counters = {
-            name: copy.deepcopy(getattr(trainer, name))
-            for name in COUNTERS
-            if hasattr(trainer, name)
-        }
+        self.counters = copy.deepcopy(_counters_of(trainer))
 
 
-@dataclass(eq=False)
-class Progress:
+class Counters:
     """The trainer's counters, as an entry of the Healer's state.
 
     The counters are one JSON string, because TrainerState holds None, text and dictionaries. Within
     a step, the counters before the step are saved, because a resume repeats the step.
+
+    Args:
+        trainer: the Trainer, in `on_train_begin`.
+        feed: its batches, or None for a run that cannot roll back.
+        callback: the callback of this run, whose own state is no counter.
+
+    Attributes:
+        before: the counts before the newest step, or None before the first step.
     """
 
-    trainer: Any
-    feed: EpochFeed
-    split: SplitSteps
-    training: bool = False
-    """Whether Trainer's loop has begun. The loop resets its loss sums when it begins."""
-    max_steps: int | None = None
-    """`max_steps` of the loaded run, or None."""
+    def __init__(self, trainer: Any, feed: EpochFeed | None, callback: object) -> None:
+        self.trainer = trainer
+        self.before: WindowCounts | None = None
+        self._feed = feed
+        self._callback = callback
+        self._max_steps: int | None = None
+        """`max_steps` of the loaded run, or None."""
 
     @property
     def run_settings(self) -> dict[str, Any]:
@@ -112,47 +116,55 @@ class Progress:
         settings = {name: json_setting(_as_number(getattr(args, name, None))) for name in names}
         return {name: value for name, value in settings.items() if value is not None}
 
+    def begin(self) -> None:
+        """Begins the Trainer's sums of this `train()`, which exclude steps before a restart."""
+        trainer, state = self.trainer, self.trainer.state
+        trainer._tr_loss.zero_()
+        trainer._total_loss_scalar = 0.0
+        trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
+        trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
+
+    def had_completed(self, healer: Healer[Any]) -> bool:
+        """Whether an earlier start with the same `max_steps` completed the run."""
+        same = self._max_steps == self.trainer.state.max_steps
+        return healer.run.data.had_completed and same
+
     def state_dict(self) -> dict[str, str]:
         """Returns the counters. Reads one scalar from the device."""
-        trainer, state = self.trainer, self.trainer.state
-        counters = {name: getattr(trainer, name) for name in COUNTERS if hasattr(trainer, name)}
+        trainer, state, before = self.trainer, self.trainer.state, self.before
+        counters, loss = _counters_of(trainer), trainer._tr_loss
         fields = {name: getattr(state, name) for name in _STATE}
-        loss = trainer._tr_loss if self.training else 0.0
-        before = self.split.counts_before
-        if self.feed.received and before is not None and before.step == state.global_step:
+        received = self._feed is not None and self._feed.received
+        if received and before is not None and before.step == state.global_step:
             counters, loss = before.counters, before.tr_loss
             fields["num_input_tokens_seen"] = before.tokens_seen
         saved = {
             "state": fields,
             "max_steps": state.max_steps,
             "counters": {name: _as_number(value) for name, value in counters.items()},
-            "logging": {name: getattr(trainer, name) for name in _LOGGING if self.training},
+            "logging": {name: getattr(trainer, name) for name in _LOGGING},
             "tr_loss": float(loss),
             "callbacks": [[type(c).__name__, c.state()] for c in self._stateful_callbacks()],
-            "data": self.feed.position(),
+            "data": None if self._feed is None else self._feed.position(),
         }
         return {"json": json.dumps(saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the counters of the trainer and its callbacks."""
+        assert self._feed is not None
         trainer, saved = self.trainer, json.loads(state["json"])
-        self.max_steps = saved.get("max_steps")
+        self._max_steps = saved["max_steps"]
         for name, value in saved["state"].items():
             setattr(trainer.state, name, value)
-        for name, value in saved["counters"].items():
+        for name, value in (saved["counters"] | saved["logging"]).items():
             setattr(trainer, name, value)
-        if self.training:
-            # The first snapshot has no loss sums, because it is taken before Trainer's loop.
-            for name in _LOGGING:
-                setattr(trainer, name, saved["logging"].get(name, 0))
-            trainer._tr_loss.fill_(saved["tr_loss"])
-            self._hide_undone_rows()
+        trainer._tr_loss.fill_(saved["tr_loss"])
         callbacks = self._stateful_callbacks()
         for callback, (name, exported) in zip(callbacks, saved["callbacks"], strict=False):
             if type(callback).__name__ == name:
                 for key, value in exported["attributes"].items():
                     setattr(callback, key, value)
-        self.feed.go_to(*saved["data"])
+        self._feed.go_to(*saved["data"])
         # Requests to stop, to save or to evaluate came from steps that are undone.
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
@@ -162,22 +174,15 @@ class Progress:
         if isinstance(metrics, dict) and "train" in metrics:
             metrics["train"].clear()
 
-    def _hide_undone_rows(self) -> None:
-        """Makes TensorBoard hide the rows of undone steps."""
-        for callback in self.trainer.callback_handler.callbacks:
-            writer: Any = getattr(callback, "tb_writer", None)  # of report_to="tensorboard"
-            # A writer of tensorboardX does not imply that TensorBoard is installed.
-            if type(writer).__module__.startswith("torch.") and writer.file_writer is not None:
-                from healcore.runtime.trackers.tensorboard_run import hide_undone
-
-                hide_undone(writer.file_writer, self.trainer.state.global_step + 1)
-
     def _stateful_callbacks(self) -> list[Any]:
         """Callbacks with a state, such as EarlyStoppingCallback."""
-        from transformers.trainer_callback import ExportableState
-
         callbacks = self.trainer.callback_handler.callbacks
-        return [callback for callback in callbacks if isinstance(callback, ExportableState)]
+        stateful = [each for each in callbacks if isinstance(each, ExportableState)]
+        return [each for each in stateful if each is not self._callback]
+
+
+def _counters_of(trainer: Any) -> dict[str, Any]:
+    return {name: getattr(trainer, name) for name in COUNTERS if hasattr(trainer, name)}
 
 
 def _as_number(value: Any) -> Any:

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from healcore.core.verdict import Cause
 from healcore.runtime.faults import classify
 from healcore.runtime.healer import Healer
 from healcore.runtime.microbatches.splitting import count_samples
-from healcore.torch.trainers.huggingface.progress import WindowCounts
+from healcore.torch.trainers.huggingface.counters import Counters, WindowCounts
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers whose batch has first all chosen rows, then all rejected rows."""
@@ -34,18 +33,18 @@ class SplitSteps:
 
     Args:
         trainer: the Trainer.
-        healer: returns the open Healer.
+        healer: the open Healer.
+        counters: receives the trainer's counts before each step.
         stack: closed when the training ends. Gradient checkpointing is then switched off again.
-
-    Attributes:
-        counts_before: the trainer's counts before the newest window, or None before the first.
     """
 
-    def __init__(self, trainer: Any, healer: Callable[[], Healer[Any]], stack: ExitStack) -> None:
+    def __init__(
+        self, trainer: Any, healer: Healer[Any], counters: Counters, stack: ExitStack
+    ) -> None:
         self._trainer = trainer
         self._healer = healer
+        self._counters = counters
         self._stack = stack
-        self.counts_before: WindowCounts | None = None
         self._window: list[Any] = []
         """Inputs of the micro-batches since the last step."""
         self._pending: list[Any] = []
@@ -54,8 +53,20 @@ class SplitSteps:
         """Whether a part of the window was trained on."""
         self._tokens = 0
         """Number of tokens that `training_step` has counted itself in this window."""
-        self._gradients: Any = None
-        self._attempt: Callable[..., Tensor] | None = None
+
+        def attempt(*args: Any) -> Tensor:
+            try:
+                return self._run(*args)
+            except Exception as error:
+                if classify(error).transient:
+                    healer.run.memory.drop_window()
+                    self._restore_counts()
+                    self._pending = list(self._window)
+                raise
+
+        attempt.__qualname__ = f"{type(trainer).__name__}.training_step"
+        single = trainer.accelerator.num_processes == 1  # else other ranks would wait
+        self._attempt = healer.retrying(attempt) if single else attempt
 
     def training_step(
         self, original: Callable[..., Tensor], model: Any, inputs: Any, items: Any = None
@@ -69,54 +80,28 @@ class SplitSteps:
             Exception: an out-of-memory error, if the policy has no rule for it or the batch
                 cannot be split; a network failure, after the retries of `[retry]`; any other error.
         """
-        attempt = self._attempt or self._make_attempt()
         if not self._window:
-            self.counts_before = WindowCounts(self._trainer)
-            self._gradients.begin_window()
+            self._counters.before = WindowCounts(self._trainer)
             self._accumulated, self._tokens = False, 0
         self._window.append(inputs)
         self._pending = [inputs]
-        loss = attempt(original, model, items)
+        loss = self._attempt(original, model, items)
         if self._trainer.accelerator.gradient_state.sync_gradients:
             self._window.clear()
         return loss
 
-    def _make_attempt(self) -> Callable[..., Tensor]:
-        """Wraps `_run`, so that a retry after a network failure repeats the whole window."""
-
-        def attempt(*args: Any) -> Tensor:
-            try:
-                return self._run(*args)
-            except Exception as error:
-                if classify(error).transient:
-                    self._gradients.redo_window([], clear_cache=False)
-                    self._restore_counts()
-                    self._pending = list(self._window)
-                raise
-
-        attempt.__qualname__ = f"{type(self._trainer).__name__}.training_step"
-        self._gradients = self._healer().driver.gradient_window()
-        single = self._trainer.accelerator.num_processes == 1  # else other ranks would wait
-        self._attempt = self._healer().retrying(attempt) if single else attempt
-        return self._attempt
-
     def _run(self, original: Callable[..., Tensor], model: Any, items: Any) -> Tensor:
         """Trains on the pending micro-batches; returns the loss of the last micro-batch."""
         losses: list[Tensor] = []
+        count = None if self._is_sum(items) else self._loss_items
         for inputs in self._pending:
             losses.clear()
-            if obstacle := self._split_obstacle():
-                try:
-                    losses.append(self._train(original, model, inputs, items))
-                except Exception as error:
-                    if classify(error).cause is Cause.OOM:
-                        error.add_note(f"healcore has not tried smaller parts: {obstacle}")
-                    raise
-                continue
             batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
-            count = None if self._is_sum(items) else self._loss_items
-            for part in self._healer().microbatches(
-                batch, count=count, last_resort=lambda: self._checkpoint_activations(model)
+            for part in self._healer.run.memory.parts(
+                batch,
+                count=count,
+                whole=self._obstacle(),
+                last_resort=lambda: self._checkpoint_activations(model),
             ):
                 if part.first and self._accumulated:
                     losses.clear()
@@ -145,13 +130,14 @@ class SplitSteps:
         finally:
             trainer.current_gradient_accumulation_steps = per_step
             self._tokens += state.num_input_tokens_seen - tokens
-        # See `signals.observed_losses`. The Healer multiplies the loss by the part's share.
-        self._healer().observe(loss if factor == 1 else loss * factor)
+        # The loss is divided by the micro-batches or the items of the step, so that the sum over
+        # the step is the step's loss. The Healer averages, and multiplies by the part's share.
+        self._healer.observe(loss if factor == 1 else loss * factor)
         return loss
 
     def _restore_counts(self) -> None:
         """Restores the trainer's counts before the window."""
-        trainer, before = self._trainer, self.counts_before
+        trainer, before = self._trainer, self._counters.before
         assert before is not None
         before.in_loss.restore()
         if "_step" in before.counters:
@@ -195,8 +181,8 @@ class SplitSteps:
                 changed[name] = value.transpose(0, 1).flatten(0, 1)
         return changed
 
-    def _split_obstacle(self) -> str:
-        """Reason why the window cannot be repeated in smaller parts, or an empty string."""
+    def _obstacle(self) -> str:
+        """Reason why a batch cannot be split, or an empty string."""
         from transformers import Trainer
 
         trainer = self._trainer
