@@ -30,8 +30,6 @@ class PendingEntry(NamedTuple):
 
     recorder: Recorder
     record: PendingRecord
-    before: PendingRecord | int
-    """Record of the previous step, or the number of steps before this step."""
     norms: StepNorms
     marks: AsyncCopy | None
     """See `SignalAllReduce.last_marks`."""
@@ -93,7 +91,8 @@ class Recorder:
         self._ceiling = NormCeiling()
         self._names = names
         self._pending = pending
-        self._before: PendingRecord | int = 0
+        self._last_step = 0
+        """Number of the last step that was read."""
         self._baseline_norms: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
         self.restart()
@@ -101,21 +100,20 @@ class Recorder:
 
     def restart(self) -> None:
         """Call it after the engine's state is replaced. A sync."""
-        self._before = int(self.healing.live_engine.state.step)
+        self._last_step = int(self.healing.live_engine.state.step)
 
     def _record(self, norms: StepNorms) -> None:
         record = self.healing.live_engine.pending_record(self.name)
         marks = self.healing.hooks.all_reduce.last_marks
-        self._pending.add(PendingEntry(self, record, self._before, norms, marks))
-        self._before = record
+        self._pending.add(PendingEntry(self, record, norms, marks))
 
     def read(self, entry: PendingEntry) -> StepRecord:
-        """The record of an entry. A record with a cause has evidence, which takes a sync."""
+        """The record of an entry, read in order. Evidence, for records with a cause, is a sync."""
         record = entry.record()
-        before = entry.before if isinstance(entry.before, int) else entry.before().step
-        if record.step == before:
+        if record.step == self._last_step:
             # A GradScaler has skipped this step: the state has the previous step's record.
             return record.unjudged()
+        self._last_step = record.step
         if clipped := self._ceiling.add(record.grad_norm):
             self._warn(clipped)
         if record.cause:
