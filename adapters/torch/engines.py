@@ -173,14 +173,10 @@ class HostEngine(_StatefulEngine):
 
     def step(self, measured: Measurement) -> HostOrder:
         """Judges one step."""
-        values = Measurement._make([*read(measured[:-1]), measured.state_init])
-        if values.externally_skipped is not None:
-            values = values._replace(externally_skipped=values.externally_skipped > 0)
+        values = Measurement._make(read(measured))
+        skipped = np.True_ if (values.externally_skipped or 0) > 0 else None
         with np.errstate(all="ignore"):  # the core discards invalid values afterwards
-            signals = signals_of(values)
-            if signals.externally_skipped is not None:
-                skipped = np.True_ if signals.externally_skipped else None
-                signals = signals._replace(externally_skipped=skipped)
+            signals = signals_of(values._replace(externally_skipped=skipped))
             self.state, decision = self._program(signals)(self.state, signals)
         self.decision = decision
         group_scale = decision.group_scale

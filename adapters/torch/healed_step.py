@@ -89,16 +89,22 @@ class HealedStep:
 
         A bound method is made of the result, because learning-rate schedulers wrap `__func__`.
         """
-        before, after = map(torch.compiler.disable, (self._before, self._after))
-        restore: Any = torch.compiler.disable(self._restore)
+        disable: Any = torch.compiler.disable
+        before, after = disable(self._before), disable(self._after)
+        restore, creates_state = disable(self._restore), disable(self._creates_state)
 
-        @functools.partial(torch.compiler.disable, recursive=False)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self.attached:  # a scheduler that was made after `attach` keeps this function
+            # A scheduler that was made after `attach` keeps this function after `detach`.
+            if not self.attached:
                 return original(*args, **kwargs)
+            self.in_update, self._order, self._skipped = False, None, None
             try:
-                loss, args, kwargs = before(args, kwargs)
-                if not (skipped := self._order is not None and self._order.skip):
+                loss, skipped = None, False
+                if not creates_state(kwargs):
+                    loss, args, kwargs = before(args, kwargs)
+                    skipped = self._order is not None and self._order.skip
+                self._running = True
+                if not skipped:
                     loss = original(*args, **kwargs)
             finally:
                 restore()
@@ -106,16 +112,30 @@ class HealedStep:
             return loss
 
         functools.update_wrapper(step, getattr(original, "__func__", original), updated=())
+        replacement: Any = torch.compiler.disable(step, recursive=False)
         if hasattr(original, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True
-        return step
+            replacement._wrapped_by_lr_sched = True
+        return replacement
+
+    def _creates_state(self, kwargs: Any) -> bool:
+        """Whether torch.distributed.checkpoint creates the state of a fresh optimizer.
+
+        It calls `step(closure=None)` at a learning rate of 0 with gradients of 0. No rank judges
+        such a step, because other ranks may not take it. A sync in these cases only.
+        """
+        groups = self.optimizer.param_groups
+        if kwargs.get("closure", 0) is not None or self.optimizer.state:
+            return False
+        if any(float(group.get("lr", 1.0)) for group in groups):
+            return False
+        grads = [p.grad for p in gradients.parameters(self.optimizer) if p.grad is not None]
+        return not any(bool(gradients.local(grad).any()) for grad in grads)
 
     def _before(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """Evaluates the closure, judges the step, enforces the order unless it skips.
 
         Returns the closure's loss and the arguments for the original `step`.
         """
-        self.in_update, self._order, self._skipped = False, None, None
         self.hold_numbers(self.enforcer)
         closure, loss = args[0] if args else kwargs.get("closure"), None
         if closure is not None:
@@ -127,7 +147,6 @@ class HealedStep:
         if closure is not None:
             reused = torch.compiler.disable(self._reused(closure, loss))
             args, kwargs = (reused, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
-        self._running = True
         return loss, args, kwargs
 
     def _restore(self) -> None:
@@ -241,9 +260,6 @@ class HealedStep:
         self.measurer.clear()
         own_loss = None
         if has_ranks:
-            state_init = measured.state_init and _are_zero(self.measurer.tensor_norms, params)
-            if state_init:  # perhaps on this rank only: an all_reduce would never return
-                return
             if measured.loss is not None:
                 own_loss = measured.loss.clone()  # the next loss overwrites it
             measured = self.all_reduce.reduce(measured, self.live_engine.decision)
@@ -289,11 +305,3 @@ def _marks(params: Sequence[Tensor]) -> list[tuple[int, ...]]:
     """Identities, and numbers of writes in place, of the parameters and their gradients."""
     tensors = [(p, p.grad) for p in params]
     return [(p._version, id(g), -1 if g is None else g._version) for p, g in tensors]
-
-
-def _are_zero(norms: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
-    """Whether all gradients are 0, for DTensors on all ranks: this rank may have no elements.
-
-    A sync, but called only for a fresh optimizer with learning rate 0.
-    """
-    return all(not norm.cpu().numpy() for norm in gradients.whole_norms(norms, params))

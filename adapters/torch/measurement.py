@@ -47,26 +47,22 @@ class Measurement(NamedTuple):
     """0-d bool: the GradScaler skips this step, so the engine ignores it."""
     learning_rate: Tensor | None = None
     """0-d float32: the largest rate of any group, as the user's schedule sets it."""
-    state_init: bool = False
-    """See `_may_be_state_init`."""
 
 
 def signals_of(measured: Measurement) -> Signals:
     """The engine's signals of a measurement, whose values are torch tensors or NumPy scalars."""
-    norm, groups, skipped = measured.grad_norm, measured.group_norms, measured.externally_skipped
+    norm, groups = measured.grad_norm, measured.group_norms
     assert norm is not None
     if measured.grad_divisor is not None:
         norm = norm / measured.grad_divisor
         groups = None if groups is None else groups / measured.grad_divisor
-    if measured.state_init:
-        skipped = norm == 0 if skipped is None else skipped | (norm == 0)
     return Signals(
         loss=measured.loss,
         grad_norm=norm,
         group_norms=groups,
         eval_loss=measured.eval_loss,
         update_norm=measured.update_norm,
-        externally_skipped=skipped,
+        externally_skipped=measured.externally_skipped,
         learning_rate=measured.learning_rate,
     )
 
@@ -189,7 +185,6 @@ class Measurer:
             grad_divisor=self._at_home(grad_divisor),
             found_inf=self._at_home(found_inf),
             learning_rate=self._learning_rate(),
-            state_init=_may_be_state_init(self._optimizer),
         )
 
     def mark_overflow(self, measured: Measurement) -> Measurement:
@@ -272,24 +267,6 @@ class Measurer:
         if value is None:
             return None
         return value.detach().to(self.home, torch.float32, non_blocking=True)
-
-
-def _may_be_state_init(optimizer: Optimizer) -> bool:
-    """Whether this may be the step by which torch.distributed.checkpoint creates optimizer state.
-
-    DCP steps a fresh optimizer at learning rate 0 with zero gradients, which `signals_of` checks.
-    """
-    if optimizer.state:
-        return False
-    for group in optimizer.param_groups:
-        lr = group.get("lr")
-        if isinstance(lr, Tensor):
-            if lr.device.type != "cpu":
-                return False
-            lr = float(lr.detach().numpy())
-        if lr != 0:
-            return False
-    return True
 
 
 # -- copies to the host ---------------------------------------------------------------------------
