@@ -170,7 +170,7 @@ def heal_optimizer(
         Enforcer(optimizer, by_kernel=obstacle is None, scales_lr=core.scales_lr),
         SignalAllReduce(ranks, home),
     )
-    return Healing(step, engine_reason=reason, obstacle=obstacle)
+    return Healing(step, engine_reason=reason)
 
 
 def _fused_obstacle(optimizer: Optimizer) -> str | None:
@@ -196,7 +196,7 @@ def _choose_engine(
 ) -> tuple[str, str]:
     """Returns "host" or "device", and the reason."""
     if wanted != "auto":
-        return wanted, f"set by engine={wanted!r}"
+        return wanted, f"set by engine={wanted!r}{f'; {obstacle}' if obstacle else ''}"
     if home.type == "cpu":
         return "host", "the parameters are on the CPU, where reading a tensor costs nothing"
     if obstacle is None:
@@ -213,14 +213,6 @@ def unwrapped(optimizer: Any) -> Optimizer:
         return inner
     if any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__):
         hint = "for DeepSpeed use healcore.torch.heal_engine(engine)"
-    elif isinstance(optimizer, torch.nn.Module):
-        hint = "pass the optimizer, not the model"
-    elif isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
-        hint = "pass scheduler.optimizer"
-    elif isinstance(optimizer, type):
-        hint = f"pass an instance, {optimizer.__name__}(model.parameters(), lr=1e-3)"
-    elif isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        hint = f"pass the {type(optimizer).__name__}'s .optimizer"
     else:
         hint = "pass the torch.optim.Optimizer whose step() you call"
     raise AttachError(

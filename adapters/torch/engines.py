@@ -10,7 +10,6 @@ each. On an accelerator the step is therefore compiled into a few kernels.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -256,17 +255,7 @@ class DeviceEngine(_StatefulEngine):
         return torch.tensor(leaf, device=self.device)
 
     def _whole(self) -> EngineState:
-        """See `_StatefulEngine`. The state on the device is read in one copy. A sync."""
-        bits = torch.cat([_bits(leaf).reshape(-1) for leaf in leaves(self.state)]).cpu().numpy()
-        ends = itertools.accumulate(leaf.numel() for leaf in leaves(self.state))
-        parts = iter(np.split(bits, list(ends)))
-
-        def on_host(leaf: Tensor) -> np.ndarray:
-            part = next(parts).reshape(tuple(leaf.shape))
-            kind = np.dtype(str(leaf.dtype).removeprefix("torch."))
-            return part.view(kind) if leaf.dtype is torch.float32 else part.astype(kind)
-
-        return map_leaves(on_host, self.state)
+        return map_leaves(lambda leaf: leaf.cpu().numpy(), self.state)
 
     def _replace_whole(self, new: EngineState) -> None:
         self._replace_state(map_leaves(self._to_tensor, new))
@@ -359,11 +348,6 @@ class DeviceEngine(_StatefulEngine):
         """Named 0-d tensors on the device; copies, because the state is written in place."""
         found = self.engine.metrics(self.state)
         return {name: value.detach().clone() for name, value in found.items()}
-
-
-def _bits(leaf: Tensor) -> Tensor:
-    """A float32, int32 or bool leaf of a state as int32."""
-    return leaf.view(torch.int32) if leaf.dtype is torch.float32 else leaf.to(torch.int32)
 
 
 def _scalar(leaf: Any) -> Any:

@@ -57,7 +57,6 @@ class Overflows:
         self._home = home
         self._search = search
         self._consecutive: Tensor | None = None
-        self._dropped = 0
 
     def externally_skipped(self, found_inf: Tensor) -> Tensor:
         """Whether the engine ignores this step, 0-d bool. `found_inf` above 0 is an overflow."""
@@ -67,11 +66,6 @@ class Overflows:
         self._consecutive = torch.where(overflowed, self._consecutive + 1, 0)
         return overflowed & (self._consecutive <= self._search)
 
-    def count_dropped(self) -> bool:
-        """Counts a step without a call of the optimizer. Returns whether to judge the step."""
-        self._dropped += 1
-        return self._dropped > self._search
-
     def reset(self) -> None:
-        """Restarts the count, because a step has reached the optimizer."""
-        self._dropped = 0
+        """Restarts the count, because a step without a scaler's flag has reached the optimizer."""
+        self._consecutive = None

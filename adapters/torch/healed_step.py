@@ -217,10 +217,8 @@ class HealedStep:
         if not self.measurer.dropped.found():
             return
         alone = self.all_reduce.world == 1
-        measured = self.measurer.measure_dropped(self._groups, alone=alone)
-        if measured is not None:
-            self.live_engine.step(measured)
-            self._report(StepNorms([], [], None))
+        self.live_engine.step(self.measurer.measure_dropped(self._groups, alone=alone))
+        self._report(StepNorms([], [], None))
 
     def on_state_loaded(self) -> None:
         """Call it after the engine's state is replaced."""

@@ -31,9 +31,6 @@ class Report:
     engine_reason: str
     skip: str
     """How a step is skipped: found_inf (in the fused kernel) or not run."""
-    clip: str
-    """How gradients are scaled: grad_scale (in the fused kernel), or in place."""
-    skip_reason: str
     syncs_per_step: int
     """Host syncs that healcore adds to each step."""
     ranks: int
@@ -47,8 +44,7 @@ class Report:
         lines = [
             f"mode    {self.mode}",
             f"engine  {self.engine}{', compiled' if self.compiled else ''}: {self.engine_reason}",
-            f"skip    {'' if self.skip == 'not run' else 'by '}{self.skip}: {self.skip_reason}",
-            f"clip    by {self.clip}",
+            f"skip    {self.skip}",
             f"syncs   {self.syncs_per_step} per step",
         ]
         if self.ranks > 1:
@@ -65,14 +61,13 @@ class Healing:
         hooks: the optimizer's healed step.
     """
 
-    def __init__(self, hooks: HealedStep, *, engine_reason: str, obstacle: str | None) -> None:
+    def __init__(self, hooks: HealedStep, *, engine_reason: str) -> None:
         self.optimizer = hooks.optimizer
         self.live_engine = hooks.live_engine
         self.engine = hooks.live_engine.engine
         self.hooks = hooks
         self._measurer = hooks.measurer
         self._engine_reason = engine_reason
-        self._obstacle = obstacle
         hooks.check.__healing__ = self
 
     # -- signals from the training loop ---------------------------------------------------------
@@ -93,8 +88,6 @@ class Healing:
         value = checked("loss", loss)
         self.judge_dropped()
         self._measurer.add_loss(value, weight=weight)
-        if self.hooks.on_judged is None:
-            self.hooks.incident_log.observed()
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
         """Reports the loss of an evaluation, which the policy reads at the next step.
@@ -232,11 +225,7 @@ class Healing:
         """Returns how this optimizer is healed: engine, skips and clips, their reasons and cost."""
         live_engine, measurer, policy = self.live_engine, self._measurer, self.engine
         on_host = live_engine.name == "host"
-        by_flag = self._obstacle is None and not on_host
-        if by_flag:
-            reason = "the fused kernel reads it on the device"
-        else:
-            reason = self._obstacle or "the host knows the decision before the step"
+        by_flag = not on_host and self.hooks.enforcer.by_kernel
         reads = on_host or (not by_flag and policy.mode != "observe")
         missing = (n for n in _METHODS if n in policy.needs and n not in measurer.seen)
         return Report(
@@ -244,8 +233,6 @@ class Healing:
             engine=live_engine.name,
             engine_reason=self._engine_reason,
             skip="found_inf" if by_flag else "not run",
-            clip="grad_scale" if self._obstacle is None else "one pass over the gradients",
-            skip_reason=reason,
             syncs_per_step=int(reads) * (measurer.home.type != "cpu"),
             ranks=self.ranks,
             compiled=live_engine.compiled,

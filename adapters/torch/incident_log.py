@@ -21,9 +21,6 @@ from healcore.torch.loop_mistakes import NormCeiling
 WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""
 
-WITHOUT_STEP = 100
-"""Losses without a step after which a warning is logged. Fewer may be accumulated gradients."""
-
 _ANSWERS = {
     Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback(), or heal.decline(),",
     Action.STOP: "end the run",
@@ -59,7 +56,7 @@ class IncidentLog:
         self.console: console.Console = "auto"
         self.take: Callable[[StepRecord, Action], Action] = lambda record, action: action
         """Receives the orders of a step. Returns the orders that the loop does not carry out."""
-        self._steps = self._losses = self._nonfinite_row = self._incident = 0
+        self._steps = self._nonfinite_row = self._incident = 0
         self._last_step = -1
         """Number of the last record's step."""
         self._logged: set[str] = set()
@@ -68,20 +65,9 @@ class IncidentLog:
         """Orders that the loop has not answered yet."""
         self._ordered_at = 0
 
-    def observed(self) -> None:
-        """Call it when a loss is observed."""
-        self._losses += 1
-        if self._losses == WITHOUT_STEP:
-            self._write_once(
-                "no step",
-                f"{WITHOUT_STEP} losses were observed since this optimizer's last step: if it was "
-                "replaced or copied, attach to the optimizer that steps; if a GradScaler drops its "
-                "steps, pass attach(..., scaler=scaler)",
-            )
-
     def stepped(self, *, has_seen_loss: bool) -> None:
         """Call it after a step is judged."""
-        self._steps, self._losses = self._steps + 1, 0
+        self._steps += 1
         if self._steps == WITHOUT_LOSS and not has_seen_loss and "loss" in self._engine.needs:
             self._write_once(
                 "no loss",

@@ -42,10 +42,9 @@ class SignalAllReduce:
         self.ranks = ranks
         self._home = home
         self._zero = torch.zeros((), dtype=torch.float32, device=home)
-        self._counts: dict[int, Tensor] = {}
-        """Packed counts of losses, update norms and gradients -> the number as a tensor."""
         self._scales = torch.tensor([1, _MOST, _MOST**2], dtype=torch.float64).to(home)
-        self._differs: tuple[AsyncCopy, str] | None = None
+        self._unchecked: AsyncCopy | None = None
+        """Marks that have not been compared between the ranks yet."""
         self.requests_vote = False
         """Whether this rank asks all ranks for a vote, at each step while it is True."""
         self.last_marks: AsyncCopy | None = None
@@ -67,16 +66,15 @@ class SignalAllReduce:
                 their parameters. On an accelerator it is raised some steps later, when the marks
                 can be read without waiting.
         """
-        if self._differs is not None and self._differs[0].has_arrived():
-            differs, self._differs = self._differs, None
-            self._raise_if(*differs)
+        if self._unchecked is not None and self._unchecked.has_arrived():
+            marks, self._unchecked = self._unchecked, None
+            self._raise_if_different(marks)
         sums = self._summed(self._packed(measured, last))
         self.last_marks = AsyncCopy(sums[3:6])
-        differs = self.last_marks, _why(last)
         if self._home.type == "cpu":
-            self._raise_if(*differs)
-        elif self._differs is None:
-            self._differs = differs
+            self._raise_if_different(self.last_marks)
+        elif self._unchecked is None:
+            self._unchecked = self.last_marks
         counts = torch.remainder(torch.floor(sums[7] / self._scales), _MOST)
         means = sums[:2] / counts[:2]
         squares = torch.cat([sums[6:7], sums[8:]])
@@ -127,13 +125,11 @@ class SignalAllReduce:
         counts = sum(
             _MOST**i for i, name in enumerate(_COUNTED) if getattr(measured, name) is not None
         )
-        if counts not in self._counts:
-            number = torch.tensor([counts], dtype=torch.float64)
-            self._counts[counts] = number.to(self._home)
+        counted = torch.full((1,), counts, dtype=torch.float64, device=self._home)
         if self.requests_vote:
             head[3] += float(_MOST**2)
         mark = self._mark(last)
-        return torch.cat([head, mark, squares[:1], self._counts[counts], squares[1:]])
+        return torch.cat([head, mark, squares[:1], counted, squares[1:]])
 
     def _mark(self, last: Decision | None) -> Tensor:
         """(2,) float64: 16 bits of the last decision, or first of the parameters; their square."""
@@ -147,10 +143,16 @@ class SignalAllReduce:
             bits = ((folded ^ (folded >> 16)) & 0xFFFF).to(torch.float64)
         return torch.stack([bits, bits * bits])
 
-    def _raise_if(self, marks: AsyncCopy, why: str) -> None:
+    def _raise_if_different(self, marks: AsyncCopy) -> None:
         _, bits, squares = marks.read()
         if self.world * squares != bits * bits:
-            raise RanksDisagreeError(why)
+            raise RanksDisagreeError(
+                "the ranks decided differently at the previous step, so their parameters differ, "
+                "or at the first step their parameters have different shapes: roll back to a "
+                "checkpoint, attach with one policy, and call expect_change(), load_state_dict() "
+                "and on_rollback() on every rank before the same step; for the stages of a "
+                "pipeline pass pp_mesh=mesh['pp'], for ranks of another model process_group="
+            )
 
     def _summed(self, packed: Tensor) -> Tensor:
         """The sum over the ranks, float64."""
@@ -158,20 +160,6 @@ class SignalAllReduce:
         packed = packed.to(device, torch.float64)
         dist.all_reduce(packed, group=self.ranks.group)
         return packed.to(self._home, non_blocking=True)
-
-
-def _why(last: Decision | None) -> str:
-    if last is None:
-        return (
-            "at the first step the ranks have parameters of different shapes, or only some of them "
-            "have loaded a state: pass pp_mesh=mesh['pp'] for the stages of a pipeline, and "
-            "process_group= for ranks that train another model; call load_state_dict() on all ranks"
-        )
-    return (
-        "the ranks decided differently at the previous step, so their parameters differ: roll back "
-        "to a checkpoint, attach with one policy, and call expect_change(), load_state_dict() and "
-        "on_rollback() on every rank before the same step"
-    )
 
 
 def requests_vote(marks: AsyncCopy | None) -> bool:

@@ -149,7 +149,7 @@ def rollback(optimizer: str = "AdamW") -> None:
 
 
 def save() -> None:
-    """A save reads one array: the state on the device."""
+    """A state saved on the device is loaded on the CPU."""
     run = Run(DEVICE)
     heal = attach(run.optimizer, "default", engine="device", compile=False)
     loss = run.loss(run.batch(0))
@@ -158,11 +158,8 @@ def save() -> None:
     run.optimizer.step()
     on_cpu = Run(CPU)
     other = attach(on_cpu.optimizer, "default")
-    found_waits()
     saved = heal.state_dict()
-    assert found_waits().total() == 1
     assert heal.state_dict() == saved
-    assert found_waits().total() == 1
     other.load_state_dict(saved)
     assert other.state_dict() == saved
 

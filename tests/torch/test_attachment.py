@@ -19,15 +19,9 @@ def optimizer(**options: Any) -> AdamW:
     return AdamW([Parameter(torch.ones(2))], **options)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (None, "got NoneType.*whose step"),
-        (Linear(2, 2), "not the model"),
-    ],
-)
-def test_a_value_that_is_no_optimizer_is_rejected(given: Any, message: str):
-    with pytest.raises(AttachError, match=message):
+@pytest.mark.parametrize("given", [None, Linear(2, 2)], ids=type)
+def test_a_value_that_is_no_optimizer_is_rejected(given: Any):
+    with pytest.raises(AttachError, match="whose step"):
         attach(given, policies.SKIPS)
 
 

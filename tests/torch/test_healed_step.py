@@ -64,7 +64,7 @@ def test_a_step_with_its_own_arithmetic_is_skipped_too(where: Where):
     optimizer = case.build()
     heal = attach(optimizer, policies.SKIPS, engine=where)
     assert heal.report().skip == "not run"
-    assert "Decaying has a step() of its own" in heal.report().skip_reason
+    assert "Decaying has a step() of its own" in heal.report().engine_reason
     before = snapshot(optimizer)
     case.step(optimizer, 0, heal=heal, factor=NAN)
     assert_same(before, snapshot(optimizer), "params")

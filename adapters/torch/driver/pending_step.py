@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from healcore.torch.loop_mistakes import NormCeiling
 from healcore.torch.measurement import AsyncCopy, StepNorms
 from healcore.torch.signal_allreduce import requests_vote
 
-MOST = 64
+MOST = 256
 """Number of newest entries to keep. A loop may take several steps per batch, as in RL."""
 
 _NEVER_POLLED, _POLLED_BEFORE = 100, 1000
@@ -36,21 +37,17 @@ class PendingEntry(NamedTuple):
 
 
 class PendingEntries:
-    """Entries since the last `take`: the newest `MOST`, and up to `MOST` older alarms."""
+    """The newest `MOST` entries since the last `take`."""
 
     def __init__(self) -> None:
-        self._entries: list[PendingEntry] = []
+        self._entries: deque[PendingEntry] = deque(maxlen=MOST)
         self._count = 0
         self._polled = self._warned = False
 
     def add(self, entry: PendingEntry) -> None:
-        """Adds an entry. If there are too many, drops old entries."""
+        """Adds an entry."""
         self._entries.append(entry)
         self._count += 1
-        if len(self._entries) >= 3 * MOST:
-            # Old records have arrived long ago, so this does not wait.
-            old = [each for each in self._entries[:-MOST] if each.record().cause]
-            self._entries = old[-MOST:] + self._entries[-MOST:]
         if not self._warned and self._count >= (_POLLED_BEFORE if self._polled else _NEVER_POLLED):
             self._warned = True
             console.warning(
@@ -66,12 +63,14 @@ class PendingEntries:
     def take(self) -> list[PendingEntry]:
         """Returns the entries, oldest first, and removes them."""
         self._polled, self._count = True, 0
-        taken, self._entries = self._entries, []
+        taken = list(self._entries)
+        self._entries.clear()
         return taken
 
     def clear(self) -> None:
         """Removes the entries."""
-        self._entries, self._count = [], 0
+        self._entries.clear()
+        self._count = 0
 
 
 class Recorder:
