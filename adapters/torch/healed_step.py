@@ -37,8 +37,6 @@ class HealedStep:
             float32 of exactly 0 or 1. In observe mode always False.
         on_step: called after every step.
         hold_numbers: called before each step to replace unusual numbers of the parameter groups.
-        grows: whether per-tensor clipping starts a history for added parameters, instead of raising
-            `ParametersChangedError`.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class HealedStep:
         self.on_ended: Callable[[bool | Tensor], None] | None = None
         self.on_step: Callable[[], None] | None = None
         self.hold_numbers: Callable[[Enforcer], object] = lambda enforcer: None
-        self.grows = False
 
         self.attached, self.changes = True, ExitStack()
         self._own_step = vars(optimizer).get("step")
@@ -242,14 +239,13 @@ class HealedStep:
         if not params and not has_ranks:
             self.measurer.clear()
             return
-        if self.grows and len(all_parameters) > self._groups:
+        if len(all_parameters) > self._groups:  # added parameters start a history
             self._groups = len(all_parameters)
             self.live_engine.grow(self._groups)
         if self._engine.per_tensor and len(all_parameters) != self._groups:
             raise ParametersChangedError(
-                f"the optimizer had {self._groups} parameters at attach, "
-                f"now {len(all_parameters)}, and this policy has a clipping history for each: "
-                "detach() and attach again"
+                f"the optimizer had {self._groups} parameters, now {len(all_parameters)}, and this "
+                "policy has a clipping history for each: detach() and attach again"
             )
         divisor, found_inf = self.enforcer.amp_flags()
         measured = self.measurer.measure(

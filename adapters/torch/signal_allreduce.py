@@ -2,13 +2,13 @@
 
 DistributedDataParallel reduces gradients but not losses: after a loss spike on one rank only that
 rank would skip. Sharded gradients differ between ranks. So before a step is judged, one
-`all_reduce` of eight float64 reduces its signals:
+`all_reduce` of twelve float64 sums its signals:
 
-    loss, update norm, eval loss    sums over the ranks that have them
-    overflows, eval losses, votes   counts, packed in one number
-    decision, its square            16 bits of the last step's decision, to detect differing ranks
+    loss, update norm, eval loss    of the ranks that have them
+    eval losses, overflows          counts
+    losses, update norms, gradients counts
+    votes, decision, its square     16 bits of the last step's decision show differing ranks
     squared gradient norm           the sum is the squared global norm, or ranks times it
-    losses, update norms, gradients counts, packed in one number
 
 Per-tensor clipping adds eight bytes for each parameter.
 """
@@ -28,8 +28,6 @@ from healcore.torch.ranks import StepRanks
 
 _COUNTED = ("loss", "update_norm", "grad_norm")
 """Signals that one rank may have while another has not."""
-_MOST = 1 << 17
-"""Base of the packed counts, above any number of ranks: three counts take 51 of 53 bits."""
 
 
 class SignalAllReduce:
@@ -42,13 +40,14 @@ class SignalAllReduce:
         self.ranks = ranks
         self._home = home
         self._zero = torch.zeros((), dtype=torch.float32, device=home)
-        self._scales = torch.tensor([1, _MOST, _MOST**2], dtype=torch.float64).to(home)
+        self._known: dict[tuple[bool, ...], Tensor] = {}
+        """Flags -> the flags as float64, so that each is copied to the device once."""
         self._unchecked: AsyncCopy | None = None
         """Marks that have not been compared between the ranks yet."""
         self.requests_vote = False
         """Whether this rank asks all ranks for a vote, at each step while it is True."""
         self.last_marks: AsyncCopy | None = None
-        """(3,) float64 of the last step: packed votes, bits of the decision, and their square."""
+        """(3,) float64 of the last step: votes, bits of the decision, and their squares."""
 
     @property
     def world(self) -> int:
@@ -70,66 +69,54 @@ class SignalAllReduce:
             marks, self._unchecked = self._unchecked, None
             self._raise_if_different(marks)
         sums = self._summed(self._packed(measured, last))
-        self.last_marks = AsyncCopy(sums[3:6])
+        self.last_marks = AsyncCopy(sums[8:11])
         if self._home.type == "cpu":
             self._raise_if_different(self.last_marks)
         elif self._unchecked is None:
             self._unchecked = self.last_marks
-        counts = torch.remainder(torch.floor(sums[7] / self._scales), _MOST)
-        means = sums[:2] / counts[:2]
-        squares = torch.cat([sums[6:7], sums[8:]])
-        if not self.ranks.has_parts:
-            squares = squares / counts[2]
+        loss, update, evals, evaluated, overflows, losses, updates, grads = sums[:8].unbind()
+        squares = sums[11:] if self.ranks.has_parts else sums[11:] / grads
         norms = squares.sqrt().to(torch.float32)
         found = {name for name in _COUNTED if getattr(measured, name) is not None}
         if len(found) < len(_COUNTED):
-            on_host = counts.cpu().numpy()
-            found = {name for name, count in zip(_COUNTED, on_host, strict=True) if count}
-        loss, update = means.to(torch.float32).unbind()
-        overflows = evals = None
-        if measured.found_inf is not None:
-            overflows = torch.remainder(sums[3], _MOST).to(torch.float32)
-        if measured.eval_loss is not None:
-            count = torch.remainder(torch.floor(sums[3] / _MOST), _MOST)
-            evals = (sums[2] / count).to(torch.float32)
+            counts = sums[5:8].cpu().numpy()
+            found = {name for name, count in zip(_COUNTED, counts, strict=True) if count}
+        without_eval, without_flag = measured.eval_loss is None, measured.found_inf is None
         return measured._replace(
-            loss=loss if "loss" in found else None,
-            update_norm=update if "update_norm" in found else None,
+            loss=(loss / losses).to(torch.float32) if "loss" in found else None,
+            update_norm=(update / updates).to(torch.float32) if "update_norm" in found else None,
             grad_norm=norms[0] if "grad_norm" in found else None,
             group_norms=None if measured.group_norms is None else norms[1:],
-            eval_loss=evals,
-            found_inf=overflows,
+            eval_loss=None if without_eval else (evals / evaluated).to(torch.float32),
+            found_inf=None if without_flag else overflows.to(torch.float32),
             squares=None,
         )
 
     def _packed(self, measured: Measurement, last: Decision | None) -> Tensor:
-        """This rank's terms of the sums: (8,) float64, or (8 + n,) with `group_norms`."""
+        """This rank's terms of the sums: (12,) float64, or (12 + n,) with `group_norms`."""
         zero = self._zero
-        loss, update = (zero if x is None else x for x in (measured.loss, measured.update_norm))
-        flags = zero if measured.found_inf is None else (measured.found_inf > 0).to(torch.float32)
-        evals = measured.eval_loss
-        if evals is None:
-            evals = zero
-        else:  # NaN means that the step has no evaluation
-            has_one = ~torch.isnan(evals)
-            flags = flags + _MOST * has_one
-            evals = torch.where(has_one, evals, zero)
-        head = torch.stack([loss, update, evals, flags]).to(torch.float64)
+        loss, update, evals, found_inf, norm = (
+            zero if value is None else value
+            for value in (
+                measured.loss,
+                measured.update_norm,
+                measured.eval_loss,
+                measured.found_inf,
+                measured.grad_norm,
+            )
+        )
+        evaluated = ~torch.isnan(evals)  # NaN means that the step has no evaluation
+        evals = torch.where(evaluated, evals, zero)
+        signals = torch.stack([loss, update, evals, evaluated, found_inf > 0])
+        flags = *(getattr(measured, name) is not None for name in _COUNTED), self.requests_vote
+        if flags not in self._known:
+            self._known[flags] = torch.tensor(flags, dtype=torch.float64).to(self._home)
         squares = measured.squares
         if squares is None:
-            norm = zero if measured.grad_norm is None else measured.grad_norm
-            each = [norm.reshape(1)]
-            if measured.group_norms is not None:
-                each.append(measured.group_norms)
-            squares = torch.cat(each).to(torch.float64).square()
-        counts = sum(
-            _MOST**i for i, name in enumerate(_COUNTED) if getattr(measured, name) is not None
-        )
-        counted = torch.full((1,), counts, dtype=torch.float64, device=self._home)
-        if self.requests_vote:
-            head[3] += float(_MOST**2)
-        mark = self._mark(last)
-        return torch.cat([head, mark, squares[:1], counted, squares[1:]])
+            groups = () if measured.group_norms is None else (measured.group_norms,)
+            squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
+        parts = [signals.to(torch.float64), self._known[flags], self._mark(last), squares]
+        return torch.cat(parts)
 
     def _mark(self, last: Decision | None) -> Tensor:
         """(2,) float64: 16 bits of the last decision, or first of the parameters; their square."""
@@ -164,7 +151,7 @@ class SignalAllReduce:
 
 def requests_vote(marks: AsyncCopy | None) -> bool:
     """Whether any rank asked for a vote at the step with these `last_marks`. Waits for the copy."""
-    return marks is not None and bool(marks.read()[0] >= _MOST**2)
+    return marks is not None and bool(marks.read()[0])
 
 
 def _reduction_device(group: Any, home: torch.device) -> torch.device:

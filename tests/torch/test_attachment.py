@@ -12,7 +12,6 @@ from torch.optim import SGD, AdamW
 from healcore.policy import PolicyError, load
 from healcore.torch import AttachError, ParametersChangedError, attach
 from tests.torch import policies
-from tests.torch.optimizer_cases import host_and_device
 
 
 def optimizer(**options: Any) -> AdamW:
@@ -60,18 +59,16 @@ def test_a_policy_by_name_object_or_engine(policy: Any):
     assert torch.equal(o.param_groups[0]["params"][0].detach(), torch.ones(2))
 
 
-@host_and_device
-def test_parameters_added_later_are_refused_where_each_has_a_history(where: Any):
+def test_removed_parameters_are_refused_where_each_has_a_history():
     o = optimizer()
-    heal = attach(o, policies.ADAGC, engine=where)
-    state = heal.state_dict()
     o.add_param_group({"params": [Parameter(torch.ones(3))]})
+    attach(o, policies.ADAGC)
     first = o.param_groups[0]["params"][0]
     first.grad = torch.ones(2)
+    del o.param_groups[1]
     with pytest.raises(ParametersChangedError, match="parameters"):
         o.step()
     assert torch.equal(first.detach(), torch.ones(2))
-    assert heal.state_dict() == state
 
 
 def test_one_number_of_a_policy_needs_no_file():

@@ -336,7 +336,6 @@ class TorchDriver:
             accumulation.close()
         for healing in self.healings.values():
             healing.hooks.on_judged = None
-            healing.hooks.grows = False
         self._detach()
 
     # -- internal -------------------------------------------------------------------------------
@@ -371,8 +370,6 @@ class TorchDriver:
                     "attach with the policy of the Healer"
                 )
             self.healings[name] = healing
-        for healing in self.healings.values():
-            healing.hooks.grows = True
 
     @property
     def _members(self) -> list[int]:
