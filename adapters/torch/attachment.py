@@ -10,15 +10,14 @@ from torch.optim import Optimizer
 
 from healcore.console import Console, checked
 from healcore.torch import gradients
-from healcore.torch.enforcer import Enforcer, all_fused
+from healcore.torch.enforcer import Enforcer, all_fused, is_third_party
 from healcore.torch.engines import DeviceEngine, HostEngine
 from healcore.torch.errors import AttachError
+from healcore.torch.healed_step import HealedStep
 from healcore.torch.healing import Healing
 from healcore.torch.measurement import Measurer
 from healcore.torch.ranks import StepRanks
 from healcore.torch.signal_allreduce import SignalAllReduce
-from healcore.torch.skipped_step import is_third_party
-from healcore.torch.step_hooks import StepHooks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,23 +46,24 @@ def attach(
 
     Remove other clipping: the policy needs the unclipped norm. A skipped step leaves parameters,
     moments and step counters bit-identical. The loop's own learning-rate schedules and weight
-    averages continue, since the loop did call `step()`.
+    averages continue, since the loop did call `step()`. Step hooks of a skipped step do not run if
+    the host decides.
 
     Args:
         optimizer: any torch.optim optimizer, or accelerate's or Fabric's wrapper of an optimizer.
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
             an EngineConfig.
-        scaler: the GradScaler of the loop. By default it is found at the first step that it takes.
-            Needed only if the optimizer is not fused and may overflow at its first step: after an
-            overflow a GradScaler does not call `step()`. The losses of such a step are dropped. The
-            step is judged if its loss is not finite, or if overflows do not end.
+        scaler: the GradScaler of the loop; by default the GradScaler of accelerate's wrapper.
+            Needed if the optimizer is not fused, because after an overflow a GradScaler does not
+            call `step()`. The losses of such a step are dropped. The step is judged if its loss is
+            not finite, or if overflows do not end.
         engine: where decisions are made. "device": in torch, next to the parameters, without a
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
             make the same decisions.
         compile: whether torch.compile compiles the device engine; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
-            and the global norm, which costs one all_reduce of 64 bytes per step. "auto": the ranks
+            and the global norm, which costs one all_reduce of 96 bytes per step. "auto": the ranks
             of the parameters' meshes (FSDP2, tensor parallel), or for plain parameters the default
             group, if torch.distributed is initialized. None: the ranks exchange nothing. Use it
             only if every rank has the same loss and gradients, or trains its own model.
@@ -87,18 +87,22 @@ def attach(
     from healcore.policy.loader import check_keywords
 
     check_keywords(attach, overrides)
-    scaler = scaler_of(optimizer) if scaler is None else scaler
-    optimizer = unwrapped(optimizer)
-    printed = checked(console)
+    printed, stored = checked(console), scaler_of(optimizer)
     healing = heal_optimizer(
-        optimizer,
+        unwrapped(optimizer),
         lambda: engine_of(policy, overrides),
-        scaler=scaler,
+        scaler=stored if scaler is None else scaler,
         engine=engine,
         compile=compile,
         process_group=process_group,
         pp_mesh=pp_mesh,
     )
+    if stored is not None:
+        # With fp16 accelerate's wrapper stores `step` and restores it after each step. An update of
+        # its state with nothing makes it store the current `step`.
+        wrapper: Any = optimizer
+        wrapper.__setstate__({})
+        healing.hooks.changes.callback(wrapper.__setstate__, {})
     healing.hooks.incident_log.console = printed
     return healing
 
@@ -113,11 +117,12 @@ def heal_optimizer(
     process_group: Any = "auto",
     pp_mesh: Any = None,
     measurer: Callable[..., Measurer] = Measurer,
-    hooks: Callable[..., StepHooks] = StepHooks,
+    healed_step: Callable[..., HealedStep] = HealedStep,
 ) -> Healing:
     """Attaches to an optimizer without a wrapper. Calls `core_of` after all other checks.
 
-    A trainer that steps the optimizer in its own way passes subclasses as `measurer` and `hooks`.
+    A trainer that steps the optimizer in its own way passes subclasses of `Measurer` and
+    `HealedStep`.
     """
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
@@ -158,14 +163,14 @@ def heal_optimizer(
         live_engine = DeviceEngine(core, len(params), home, compile=compiled)
     else:
         live_engine = HostEngine(core, len(params))
-    step_hooks = hooks(
+    step = healed_step(
         optimizer,
         live_engine,
         measurer(core, optimizer, home, scaler),
         Enforcer(optimizer, by_kernel=obstacle is None, scales_lr=core.scales_lr),
         SignalAllReduce(ranks, home),
     )
-    return Healing(step_hooks, engine_reason=reason, obstacle=obstacle)
+    return Healing(step, engine_reason=reason)
 
 
 def _fused_obstacle(optimizer: Optimizer) -> str | None:
@@ -191,7 +196,7 @@ def _choose_engine(
 ) -> tuple[str, str]:
     """Returns "host" or "device", and the reason."""
     if wanted != "auto":
-        return wanted, f"set by engine={wanted!r}"
+        return wanted, f"set by engine={wanted!r}{f'; {obstacle}' if obstacle else ''}"
     if home.type == "cpu":
         return "host", "the parameters are on the CPU, where reading a tensor costs nothing"
     if obstacle is None:
@@ -208,14 +213,6 @@ def unwrapped(optimizer: Any) -> Optimizer:
         return inner
     if any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__):
         hint = "for DeepSpeed use healcore.torch.heal_engine(engine)"
-    elif isinstance(optimizer, torch.nn.Module):
-        hint = "pass the optimizer, not the model"
-    elif isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
-        hint = "pass scheduler.optimizer"
-    elif isinstance(optimizer, type):
-        hint = f"pass an instance, {optimizer.__name__}(model.parameters(), lr=1e-3)"
-    elif isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        hint = f"pass the {type(optimizer).__name__}'s .optimizer"
     else:
         hint = "pass the torch.optim.Optimizer whose step() you call"
     raise AttachError(

@@ -1,11 +1,12 @@
-"""Enforces a decision on one optimizer: clips, skips, scales the rate, resets the moments.
+"""Enforces a decision on one optimizer: clips, scales the rate, resets the moments.
 
-Learning rates, `.grad` and the two attributes that fused kernels read are changed for one step, and
-restored afterwards unless other code has written there.
+Learning rates and the two attributes that fused kernels read are changed for one step, and restored
+afterwards unless other code has written there.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,8 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.torch import gradients
-from healcore.torch.engines import READ_EVERY, DeviceOrder, HostOrder
-from healcore.torch.measurement import AsyncCopy
+from healcore.torch.engines import DeviceOrder, HostOrder
 from healcore.torch.optimizer_numbers import entries
-from healcore.torch.skipped_step import StepSkipper, is_third_party
-
-# Private in torch, but every foreach optimizer uses these functions.
 
 _ABSENT = object()
 
@@ -36,14 +33,10 @@ class Enforcer:
 
     def __init__(self, optimizer: Optimizer, *, by_kernel: bool, scales_lr: bool) -> None:
         self.by_kernel = by_kernel
-        self.step_skipper = StepSkipper(optimizer)
         self._optimizer = optimizer
         self._scales_lr = scales_lr
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
         """For each replaced value: dictionary, name, value for one step, value before."""
-        self._hidden: list[tuple[Tensor, Tensor]] = []
-        """Parameters whose `.grad` is None for one step, and their gradients."""
-        self._momentum = FirstStepMomentum(optimizer)
 
     def amp_flags(self) -> tuple[Tensor | None, Tensor | None]:
         """A GradScaler's `(grad_scale, found_inf)` for this step: 0-d float32, or None."""
@@ -54,27 +47,35 @@ class Enforcer:
             found if isinstance(found, Tensor) else None,
         )
 
-    def needs_host(self, params: list[Tensor]) -> bool:
-        """Whether enforcing this step needs the order on the host."""
-        return not self._uses_kernel() or self._momentum.needs_host(params)
+    def needs_host(self, params: Sequence[Tensor]) -> bool:
+        """Whether enforcing this step needs the order on the host.
+
+        A fused SGD that skips leaves new momentum buffers uninitialised, so the host decides the
+        step that creates the buffers of `params`, the parameters with gradients.
+        """
+        if not self._uses_kernel():
+            return True
+        if not isinstance(self._optimizer, SGD):
+            return False
+        state = self._optimizer.state
+        return any(group["momentum"] != 0 for group in self._optimizer.param_groups) and any(
+            state.get(p, {}).get("momentum_buffer") is None for p in params
+        )
 
     def enforce(
         self, all_parameters: Sequence[Tensor], order: HostOrder, divisor: Tensor | None
     ) -> None:
-        """Enforces an order that is on the host. Neutral factors change nothing.
+        """Enforces an order that is on the host, unless it skips. Neutral factors change nothing.
 
         `divisor` (0-d float32) is the GradScaler's scale that the gradients still have, or None.
         """
         if order.skip:
-            self.skip(all_parameters)
             return
         self.clip(all_parameters, order, divisor)
         if order.lr_scale != 1.0:
             self.scale_lr(order.lr_scale)
 
-    def enforce_on_device(
-        self, all_parameters: Sequence[Tensor], params: list[Tensor], order: DeviceOrder
-    ) -> None:
+    def enforce_on_device(self, all_parameters: Sequence[Tensor], order: DeviceOrder) -> None:
         """Enforces an order that stays on the device, where the fused kernel reads it.
 
         A neutral order changes no bit: the kernel divides by exactly 1, and subtracts a `found_inf`
@@ -84,21 +85,8 @@ class Enforcer:
             gradients.scale_each_(all_parameters, order.group_scale.unbind())
         self._set_amp_flag("grad_scale", order.grad_divisor)
         self._set_amp_flag("found_inf", order.found_inf)
-        self._momentum.before_step(params, order.found_inf)
         if self._scales_lr:
             self.scale_lr(order.lr_scale)
-
-    def skip(self, params: Sequence[Tensor]) -> None:
-        """Makes the step an exact no-op: hides the gradients, or does not run `step()` at all.
-
-        Rejected: zeroed gradients, because Adam, momentum SGD and Muon would still move. The same
-        tensors are restored, because `gradient_as_bucket_view` makes them views of DDP's buckets.
-        """
-        for p in params:
-            if p.grad is not None:
-                self._hidden.append((p, p.grad))
-                p.grad = None
-        self.step_skipper.skip()
 
     def learning_rate(self) -> float | None:
         """The first group's rate, without this step's multiplier. A sync if it is on a device."""
@@ -153,11 +141,6 @@ class Enforcer:
 
     def restore(self) -> None:
         """Restores everything that was changed for the step."""
-        self._momentum.after_step()
-        for p, grad in self._hidden:
-            if p.grad is None:
-                p.grad = grad
-        self._hidden.clear()
         for values, name, value, before in reversed(self._replaced):
             if values.get(name) is not value:
                 continue
@@ -166,7 +149,6 @@ class Enforcer:
             else:
                 values[name] = before
         self._replaced.clear()
-        self.step_skipper.reset()
 
     def _uses_kernel(self) -> bool:
         return self.by_kernel and all_fused(self._optimizer)
@@ -189,50 +171,9 @@ def all_fused(optimizer: Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-class FirstStepMomentum:
-    """Fills fused SGD's momentum buffers that a skipped first step leaves uninitialised.
-
-    torch creates a buffer with `empty_like`, and the kernel does not fill it on a skip. A first
-    step stores g. After a fill with -0.0 the next step stores g too: `momentum * -0.0 + g` is g for
-    every g, including zeros of either sign. Later steps with dampening add `(1 - dampening) * g`,
-    so with dampening the host has to decide the first step.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._new: list[Tensor] = []
-        self._found_inf: Tensor | None = None
-
-    def needs_host(self, params: Sequence[Tensor]) -> bool:
-        """Whether an exact skip of this step needs the host."""
-        return isinstance(self._optimizer, SGD) and (
-            any(g["momentum"] != 0 and g["dampening"] != 0 for g in self._optimizer.param_groups)
-            and bool(self._without_buffer(params))
-        )
-
-    def before_step(self, params: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Records which of `params`, which have gradients, get their buffer in this step."""
-        if isinstance(self._optimizer, SGD):
-            self._new, self._found_inf = self._without_buffer(params), found_inf
-
-    def after_step(self) -> None:
-        """Fills the new buffers if the step was skipped."""
-        if not self._new:
-            return
-        with torch.no_grad():
-            for p in self._new:
-                buffer = self._optimizer.state[p].get("momentum_buffer")
-                if buffer is None or self._found_inf is None:
-                    continue
-                skipped = self._found_inf.to(buffer.device, non_blocking=True) > 0
-                buffer.copy_(torch.where(skipped, torch.full_like(buffer, -0.0), buffer))
-        self._new, self._found_inf = [], None
-
-    def _without_buffer(self, params: Sequence[Tensor]) -> list[Tensor]:
-        if all(group["momentum"] == 0 for group in self._optimizer.param_groups):
-            return []
-        state = self._optimizer.state
-        return [p for p in params if state.get(p, {}).get("momentum_buffer") is None]
+def is_third_party(optimizer: Optimizer) -> bool:
+    """Whether the class defines `step()` outside of torch.optim."""
+    return not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
 
 
 def moments_obstacle(optimizer: Optimizer) -> str:
@@ -261,26 +202,3 @@ def reset_moments(optimizer: Optimizer) -> None:
             state = optimizer.state[parameter]
             state["step"].zero_()
             state["sum"].fill_(group["initial_accumulator_value"])
-
-
-class CutsOnDevice:
-    """Reads whether the device has cut the learning rate, 10 to 19 steps after the cut.
-
-    After this delay the copy has arrived, so the host does not wait. The delay depends only on the
-    number of steps, because every rank has to reset its moments at the same step.
-    """
-
-    def __init__(self) -> None:
-        self._flags: list[Tensor] = []
-        self._pending: AsyncCopy | None = None
-
-    def add(self, cut: Tensor) -> bool:
-        """Adds a step's flag (0-d float32). Returns whether the flags read now have a cut."""
-        if cut.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False  # the replays of a CUDA graph run no hooks
-        self._flags.append(cut)
-        if len(self._flags) < READ_EVERY:
-            return False
-        due, self._pending = self._pending, AsyncCopy(torch.stack(self._flags).amax())
-        self._flags = []
-        return due is not None and bool(due.read())

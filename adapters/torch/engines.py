@@ -4,13 +4,12 @@
 an accelerator). Its step is recorded once (`healcore.core.recorded`) and takes 0.1 ms.
 
 `DeviceEngine` needs no sync. The addresses of its state never change, so that a captured CUDA graph
-can update it. An eager step of the preset `default` makes about 300 launches of a few microseconds
+can update it. An eager step of the preset `default` makes about 200 launches of a few microseconds
 each. On an accelerator the step is therefore compiled into a few kernels.
 """
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -28,8 +27,7 @@ from healcore.core.step_record import StepRecord
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Decision
 from healcore.torch import namespace
-from healcore.torch.measurement import Measurement, read, signals_of
-from healcore.torch.record_queue import PendingRecords, RecordQueue
+from healcore.torch.measurement import AsyncCopy, Measurement, read, signals_of
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
@@ -50,54 +48,40 @@ class HostOrder(NamedTuple):
 
 
 class DeviceOrder(NamedTuple):
-    """The decision to enforce at one step, as 0-d float32 tensors for fused kernels."""
+    """The decision to enforce at one step, as 0-d tensors for fused kernels."""
 
     found_inf: Tensor
-    """1 to skip the step, else exactly 0."""
+    """float32: 1 to skip the step, else exactly 0."""
     grad_divisor: Tensor
-    """The number by which the fused kernel divides the gradients."""
+    """float32: the number by which the fused kernel divides the gradients."""
     lr_scale: Tensor
     grad_scale: Tensor
     group_scale: Tensor | None
     """(n,) float32, or None."""
-    cut: Tensor | None
-    """1 if the policy cuts the learning rate at this step and does not skip it, else 0; None if a
-    cut does not reset the moments."""
+    action: Tensor
+    """int32: flags of `Action`."""
 
     def to_host(self) -> HostOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
-        found_inf, scale, lr_scale, groups, cut = read(
-            [self.found_inf, self.grad_scale, self.lr_scale, self.group_scale, self.cut]
+        found_inf, scale, lr_scale, groups, action = read(
+            [self.found_inf, self.grad_scale, self.lr_scale, self.group_scale, self.action]
         )
-        return HostOrder(bool(found_inf > 0), float(scale), float(lr_scale), groups, bool(cut))
+        skip = bool(found_inf > 0)
+        return HostOrder(skip, float(scale), float(lr_scale), groups, is_cut(action, skip))
 
-
-_CUT_LR = int(Action.CUT_LR)  # operations on an IntFlag take microseconds
 
 READ_EVERY = 10
-"""Steps between two reads of a device engine's flags. The host does not wait for the flags."""
+"""Steps between two reads of a device engine's records. The host does not wait for a record."""
 
 PendingRecord = Callable[[], StepRecord]
 """Reads the record of a judged step. Waits until the record is on the host."""
 
+_CUT_LR = int(Action.CUT_LR)  # operations on an IntFlag take microseconds
 
-class _ReadOnce:
-    """A `PendingRecord` that keeps its record: the next step's record reads this step's number.
 
-    `functools.cache` would take as long to create as the record takes to read.
-    """
-
-    __slots__ = ("_read", "_record")
-
-    def __init__(self, read: PendingRecord) -> None:
-        self._read: PendingRecord | None = read
-        self._record: StepRecord | None = None
-
-    def __call__(self) -> StepRecord:
-        if self._record is None:
-            assert self._read is not None
-            self._record, self._read = self._read(), None  # drops the engine's state
-        return self._record
+def is_cut(action: Any, skip: bool) -> bool:
+    """Whether a step with these flags of `Action` cuts the learning rate, and is not skipped."""
+    return bool(int(action) & _CUT_LR) and not skip
 
 
 class _StatefulEngine:
@@ -167,7 +151,7 @@ class HostEngine(_StatefulEngine):
     """An engine in NumPy scalars. Its states are immutable."""
 
     name = "host"
-    compiled = False
+    compiled = is_capturing = False
     _xp = host
 
     def __init__(self, engine: Engine, groups: int) -> None:
@@ -188,14 +172,10 @@ class HostEngine(_StatefulEngine):
 
     def step(self, measured: Measurement) -> HostOrder:
         """Judges one step."""
-        values = Measurement._make([*read(measured[:-1]), measured.state_init])
-        if values.externally_skipped is not None:
-            values = values._replace(externally_skipped=values.externally_skipped > 0)
+        values = Measurement._make(read(measured))
+        skipped = np.True_ if (values.externally_skipped or 0) > 0 else None
         with np.errstate(all="ignore"):  # the core discards invalid values afterwards
-            signals = signals_of(values)
-            if signals.externally_skipped is not None:
-                skipped = np.True_ if signals.externally_skipped else None
-                signals = signals._replace(externally_skipped=skipped)
+            signals = signals_of(values._replace(externally_skipped=skipped))
             self.state, decision = self._program(signals)(self.state, signals)
         self.decision = decision
         group_scale = decision.group_scale
@@ -205,7 +185,7 @@ class HostEngine(_StatefulEngine):
             grad_scale=float(decision.grad_scale),
             lr_scale=float(decision.lr_scale),
             group_scale=None if group_scale is None else np.asarray(group_scale),
-            cut=bool(int(decision.action) & _CUT_LR) and not skip,
+            cut=is_cut(decision.action, skip),
         )
 
     def _program(self, signals: Signals) -> Callable[..., Any]:
@@ -217,7 +197,15 @@ class HostEngine(_StatefulEngine):
     def pending_record(self, name: str = "") -> PendingRecord:
         """The last step's record, read from the immutable state. `name` is the optimizer's name."""
         state = self.state
-        return _ReadOnce(lambda: step_record.to_host(step_record.numbers(state), name))
+        return lambda: step_record.to_host(step_record.numbers(state), name)
+
+    def arrived_records(self) -> list[StepRecord]:
+        """The last step's record."""
+        return [self.pending_record()()]
+
+    def remaining_records(self) -> list[StepRecord]:
+        """See `DeviceEngine.remaining_records`."""
+        return []
 
     def grow(self, groups: int) -> None:
         """See `DeviceEngine.grow`."""
@@ -244,7 +232,10 @@ class DeviceEngine(_StatefulEngine):
         self.device = device
         self._xp = namespace.on(device)
         super().__init__(engine, groups)
-        self._records = RecordQueue()
+        self._rows: list[Tensor] = []
+        """Records of steps whose copy to the host has not begun."""
+        self._copy: AsyncCopy | None = None
+        """The `READ_EVERY` records before `_rows`."""
         self._run = _CompiledOrEager(self._step, compile=compile)
 
     @property
@@ -264,21 +255,10 @@ class DeviceEngine(_StatefulEngine):
         return torch.tensor(leaf, device=self.device)
 
     def _whole(self) -> EngineState:
-        """See `_StatefulEngine`. The state on the device is read in one copy. A sync."""
-        bits = torch.cat([_bits(leaf).reshape(-1) for leaf in leaves(self.state)]).cpu().numpy()
-        ends = itertools.accumulate(leaf.numel() for leaf in leaves(self.state))
-        parts = iter(np.split(bits, list(ends)))
-
-        def on_host(leaf: Tensor) -> np.ndarray:
-            part = next(parts).reshape(tuple(leaf.shape))
-            kind = np.dtype(str(leaf.dtype).removeprefix("torch."))
-            return part.view(kind) if leaf.dtype is torch.float32 else part.astype(kind)
-
-        return map_leaves(on_host, self.state)
+        return map_leaves(lambda leaf: leaf.cpu().numpy(), self.state)
 
     def _replace_whole(self, new: EngineState) -> None:
         self._replace_state(map_leaves(self._to_tensor, new))
-        self._records.forget()
 
     def _replace_state(self, new: EngineState) -> None:
         """Copies every changed leaf of `new` into the state's leaf, in place.
@@ -310,8 +290,6 @@ class DeviceEngine(_StatefulEngine):
     def step(self, measured: Measurement) -> DeviceOrder:
         """Judges one step without reading anything on the host."""
         order, self.decision = self._run(measured)
-        if not self.is_capturing:
-            self._records.add(self.state)
         return order
 
     def _step(self, measured: Measurement) -> tuple[DeviceOrder, Decision]:
@@ -322,38 +300,54 @@ class DeviceEngine(_StatefulEngine):
         if measured.found_inf is not None:
             skip = skip | (measured.found_inf > 0)
         scale, base = decision.grad_scale, measured.grad_divisor
-        divisor, cut = scale if base is None else base, None  # a policy that does not clip has 1
+        divisor = scale if base is None else base  # a policy that does not clip has a scale of 1
         if self.engine.config.clip is not None:
             divisor = (torch.ones_like(scale) if base is None else base) / scale
-        if self.engine.resets_moments:
-            cut = (((decision.action & _CUT_LR) > 0) & ~skip).to(torch.float32)
         return DeviceOrder(
             found_inf=skip.to(torch.float32),
             grad_divisor=divisor,
             lr_scale=decision.lr_scale,
             grad_scale=decision.grad_scale,
             group_scale=decision.group_scale,
-            cut=cut,
+            action=decision.action,
         ), decision
 
     def pending_record(self, name: str = "") -> PendingRecord:
         """The last step's record. Starts its copy to the host, as one tensor."""
-        records = self._records.last(self.state)
-        return _ReadOnce(lambda: records()[-1]._replace(engine=name))
+        copy = AsyncCopy(self._row())
+        return lambda: step_record.unpack(copy.read(), name)
 
-    def pending_records(self) -> list[PendingRecords]:
-        """The records since the last call. Starts their copy to the host."""
-        return self._records.take()
+    def arrived_records(self) -> list[StepRecord]:
+        """Records `READ_EVERY` to 2 * `READ_EVERY` - 1 steps late. Call it after each step.
+
+        After this delay a copy has arrived. The delay depends only on the number of steps, because
+        every rank has to act on a record at the same step.
+        """
+        self._rows.append(self._row())
+        if len(self._rows) < READ_EVERY:
+            return []
+        due, self._copy, self._rows = self._copy, AsyncCopy(torch.stack(self._rows)), []
+        return [] if due is None else [step_record.unpack(row) for row in due.read()]
+
+    def remaining_records(self) -> list[StepRecord]:
+        """The records that `arrived_records` has not returned. A sync."""
+        rows = [*(() if self._copy is None else self._copy.read())]
+        if self._rows:
+            rows += [*AsyncCopy(torch.stack(self._rows)).read()]
+        self._copy, self._rows = None, []
+        return [*map(step_record.unpack, rows)]
+
+    def _row(self) -> Tensor:
+        """The last step's record as one int32 tensor, see `step_record.unpack`."""
+        values = step_record.numbers(self.state)
+        ints = torch.stack([each.to(torch.int32) for each in values[: step_record.INTS]])
+        floats = torch.stack(values[step_record.INTS :])
+        return torch.cat([ints, floats.view(torch.int32)])
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d tensors on the device; copies, because the state is written in place."""
         found = self.engine.metrics(self.state)
         return {name: value.detach().clone() for name, value in found.items()}
-
-
-def _bits(leaf: Tensor) -> Tensor:
-    """A float32, int32 or bool leaf of a state as int32."""
-    return leaf.view(torch.int32) if leaf.dtype is torch.float32 else leaf.to(torch.int32)
 
 
 def _scalar(leaf: Any) -> Any:

@@ -18,4 +18,4 @@ class RanksDisagreeError(HealcoreError, RuntimeError):
 
 
 class ParametersChangedError(HealcoreError, RuntimeError):
-    """The optimizer's parameters have changed since `attach`. The current step was not taken."""
+    """The optimizer has fewer parameters than before. The current step was not taken."""

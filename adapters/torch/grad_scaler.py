@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,44 +13,24 @@ SEARCH = 40
 """Consecutive overflows that a GradScaler may need to find its scale, from its default 2^16 to
 below 2^-23. At that scale only non-finite gradients overflow."""
 
-_SEARCHED_STEPS, _SEARCHED_FRAMES = 100, 8
-_CALLERS = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
-
 
 class DroppedSteps:
     """Detects, without a sync, that a GradScaler skipped a step without calling the optimizer.
 
-    After an overflow a GradScaler does not call `step()` of an optimizer that is not fused, so no
-    hook runs. But `update()` replaces the scaler's per-optimizer records. The old records show
-    whether the loop asked the scaler to step this optimizer.
+    After an overflow a GradScaler does not call `step()` of an optimizer that is not fused. But
+    `update()` replaces the scaler's per-optimizer records. The old records show whether the loop
+    asked the scaler to step this optimizer.
 
     Attributes:
-        scaler: the GradScaler passed to `attach` or found by `find_scaler`, or None.
-        stepped: whether the optimizer's own hook ran since the last `update()`; the caller sets it.
+        scaler: the GradScaler passed to `attach`, or None.
+        stepped: whether the optimizer has stepped since the last `update()`; the caller sets it.
     """
-
-    searches = _SEARCHED_STEPS
-    """Remaining steps in which `find_scaler` searches."""
-    found_scaler = False
-    """Whether `find_scaler` has found the scaler."""
 
     def __init__(self, scaler: GradScaler | None, optimizer: Optimizer) -> None:
         self.scaler = scaler
         self.stepped = False
         self._key = id(optimizer)
         self._records = self._current()
-
-    def find_scaler(self, step: FrameType | None) -> None:
-        """Searches for a GradScaler among the callers of a frame within `step()`."""
-        if self.scaler is not None or not self.searches:
-            return
-        self.searches -= 1
-        for _ in range(_SEARCHED_FRAMES):
-            step = None if step is None else step.f_back
-            if step is not None and step.f_code in _CALLERS:
-                self.scaler, self.found_scaler = step.f_locals["self"], True
-                self._records = self._current()
-                return
 
     def found(self) -> bool:
         """Whether a step was skipped since the last call. Call it at least once per step."""
@@ -78,7 +57,6 @@ class Overflows:
         self._home = home
         self._search = search
         self._consecutive: Tensor | None = None
-        self._dropped = 0
 
     def externally_skipped(self, found_inf: Tensor) -> Tensor:
         """Whether the engine ignores this step, 0-d bool. `found_inf` above 0 is an overflow."""
@@ -88,11 +66,6 @@ class Overflows:
         self._consecutive = torch.where(overflowed, self._consecutive + 1, 0)
         return overflowed & (self._consecutive <= self._search)
 
-    def count_dropped(self) -> bool:
-        """Counts a step without a call of the optimizer. Returns whether to judge the step."""
-        self._dropped += 1
-        return self._dropped > self._search
-
     def reset(self) -> None:
-        """Restarts the count, because a step has reached the optimizer."""
-        self._dropped = 0
+        """Restarts the count, because a step without a scaler's flag has reached the optimizer."""
+        self._consecutive = None

@@ -60,9 +60,6 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
         if grad.layout is not torch.strided:
             grad = (grad.coalesce() if grad.is_sparse else grad).values()
         dtype = grad.dtype
-        if dtype.is_complex:
-            grad = torch.view_as_real(_without_conjugation(grad))
-            dtype = grad.dtype
         large = grad.numel() > SMALL and dtype in _WIDE and type(grad) is Tensor
         if grad.is_cpu and (large or dtype in _HALVES):
             by_dot[i] = grad
@@ -71,7 +68,7 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     for (_, dtype), batch in batches.items():
         result = torch.float32 if dtype in _HALVES else None
         each = _foreach_norm([*batch.values()], 2, dtype=result)
-        if dtype is torch.float64:
+        if each[0].dtype is not torch.float32:
             each = [norm.to(torch.float32) for norm in each]
         if len(each) == len(grads):
             return [*each]

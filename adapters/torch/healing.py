@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from healcore.core.verdict import Action, Cause, Decision
+from healcore.torch.healed_step import HealedStep
 from healcore.torch.losses import checked
-from healcore.torch.step_hooks import StepHooks
 
 _METHODS = {
     "loss": "observe(loss)",
@@ -30,10 +30,7 @@ class Report:
     """Where the engine runs: host (NumPy) or device (torch)."""
     engine_reason: str
     skip: str
-    """How a step is skipped: found_inf (in the fused kernel), grads (hidden) or not run."""
-    clip: str
-    """How gradients are scaled: grad_scale (in the fused kernel), or in place."""
-    skip_reason: str
+    """How a step is skipped: found_inf (in the fused kernel) or not run."""
     syncs_per_step: int
     """Host syncs that healcore adds to each step."""
     ranks: int
@@ -47,8 +44,7 @@ class Report:
         lines = [
             f"mode    {self.mode}",
             f"engine  {self.engine}{', compiled' if self.compiled else ''}: {self.engine_reason}",
-            f"skip    {'' if self.skip == 'not run' else 'by '}{self.skip}: {self.skip_reason}",
-            f"clip    by {self.clip}",
+            f"skip    {self.skip}",
             f"syncs   {self.syncs_per_step} per step",
         ]
         if self.ranks > 1:
@@ -62,18 +58,17 @@ class Healing:
 
     Attributes:
         live_engine: the engine with its state.
-        hooks: the optimizer's step hooks.
+        hooks: the optimizer's healed step.
     """
 
-    def __init__(self, hooks: StepHooks, *, engine_reason: str, obstacle: str | None) -> None:
+    def __init__(self, hooks: HealedStep, *, engine_reason: str) -> None:
         self.optimizer = hooks.optimizer
         self.live_engine = hooks.live_engine
         self.engine = hooks.live_engine.engine
         self.hooks = hooks
         self._measurer = hooks.measurer
         self._engine_reason = engine_reason
-        self._obstacle = obstacle
-        hooks.before.__healing__ = self
+        hooks.check.__healing__ = self
 
     # -- signals from the training loop ---------------------------------------------------------
 
@@ -93,8 +88,6 @@ class Healing:
         value = checked("loss", loss)
         self.judge_dropped()
         self._measurer.add_loss(value, weight=weight)
-        if self.hooks.on_judged is None:
-            self.hooks.incident_log.observed()
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
         """Reports the loss of an evaluation, which the policy reads at the next step.
@@ -123,7 +116,7 @@ class Healing:
 
     def decline(self) -> None:
         """Reports that the loop declines the last ordered rollback, which then costs no budget."""
-        self.hooks.incident_log.answered()
+        self.hooks.answered()
 
     def discard(self) -> None:
         """Drops the signals since the last step, for loops that discard a step themselves."""
@@ -168,8 +161,8 @@ class Healing:
 
     @property
     def attached(self) -> bool:
-        """Whether the hooks are in place."""
-        return bool(self.hooks.handles)
+        """Whether the policy judges the optimizer's steps."""
+        return self.hooks.attached
 
     @property
     def decision(self) -> Decision | None:
@@ -232,21 +225,14 @@ class Healing:
         """Returns how this optimizer is healed: engine, skips and clips, their reasons and cost."""
         live_engine, measurer, policy = self.live_engine, self._measurer, self.engine
         on_host = live_engine.name == "host"
-        by_flag = self._obstacle is None and not on_host
-        if by_flag:
-            reason = "the fused kernel reads it on the device"
-        else:
-            reason = self._obstacle or "the host knows the decision before the step"
-        omits_step = self.hooks.enforcer.step_skipper.can_skip
+        by_flag = not on_host and self.hooks.enforcer.by_kernel
         reads = on_host or (not by_flag and policy.mode != "observe")
         missing = (n for n in _METHODS if n in policy.needs and n not in measurer.seen)
         return Report(
             mode=policy.mode,
             engine=live_engine.name,
             engine_reason=self._engine_reason,
-            skip="found_inf" if by_flag else "not run" if omits_step else "grads",
-            clip="grad_scale" if self._obstacle is None else "one pass over the gradients",
-            skip_reason=reason,
+            skip="found_inf" if by_flag else "not run",
             syncs_per_step=int(reads) * (measurer.home.type != "cpu"),
             ranks=self.ranks,
             compiled=live_engine.compiled,
@@ -282,12 +268,8 @@ class Healing:
         self.live_engine.load(state, rollback=rollback)
         self.hooks.on_state_loaded()
 
-    def settle(self) -> None:
-        """Restores the optimizer after a step that raised. Do not call it during a step."""
-        self.hooks.restore()
-
     def detach(self) -> None:
-        """Removes the hooks: the optimizer is as if `attach` had never been called.
+        """Restores `step`: the optimizer is as if `attach` had never been called.
 
         State and metrics stay readable. Calling it again does nothing.
         """

@@ -1,17 +1,13 @@
-"""`IncidentLog`: logs incidents and likely mistakes, for `attach` without a Healer.
-
-On an accelerator records are copied every `READ_EVERY` steps, and read `READ_EVERY` steps later.
-"""
+"""`IncidentLog`: logs incidents and likely mistakes, for `attach` without a Healer."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from healcore import console
 from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
-from healcore.core.verdict import NONFINITE, Action, Cause, names
+from healcore.core.verdict import NONFINITE, Action, names
 from healcore.runtime.incidents.step_lines import (
     FROM_START,
     enforced_text,
@@ -20,15 +16,10 @@ from healcore.runtime.incidents.step_lines import (
     nonfinite_row_text,
     passes_power_of_ten,
 )
-from healcore.torch.engines import READ_EVERY, DeviceEngine, HostEngine, LiveEngine
 from healcore.torch.loop_mistakes import NormCeiling
-from healcore.torch.record_queue import PendingRecords
 
 WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""
-
-WITHOUT_STEP = 100
-"""Losses without a step after which a warning is logged. Fewer may be accumulated gradients."""
 
 _ANSWERS = {
     Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback(), or heal.decline(),",
@@ -41,111 +32,84 @@ class IncidentLog:
     """Logs one line per incident, and one line for each call that the loop lacks.
 
     Each line names the optimizer's class.
+
+    Args:
+        name: the optimizer's class.
+        engine: the policy's engine.
+        learning_rate: returns the current rate, or None.
+        resets_moments: whether a cut of the learning rate resets the moments too.
     """
 
     def __init__(
-        self, name: str, engine: Engine, learning_rate: Callable[[], float | None]
+        self,
+        name: str,
+        engine: Engine,
+        learning_rate: Callable[[], float | None],
+        resets_moments: bool,
     ) -> None:
         self._name = name
-        self._learning_rate = learning_rate
         self._engine = engine
+        self._learning_rate = learning_rate
+        self.resets_moments = resets_moments
         self.enabled = True
         """Whether this rank logs. Only the first of the ranks that decide together logs."""
         self.console: console.Console = "auto"
-        self.resets_moments = False
-        """Whether a cut of the learning rate resets the moments too."""
-        self._steps = self._losses = self._nonfinite_row = 0
-        self._incident = 0
+        self.take: Callable[[StepRecord, Action], Action] = lambda record, action: action
+        """Receives the orders of a step. Returns the orders that the loop does not carry out."""
+        self._steps = self._nonfinite_row = self._incident = 0
+        self._last_step = -1
+        """Number of the last record's step."""
         self._logged: set[str] = set()
         self._ceiling = NormCeiling()
         self._open_orders = Action(0)
         """Orders that the loop has not answered yet."""
         self._ordered_at = 0
-        self.take: Callable[[StepRecord, Action], Action] = lambda record, action: action
-        """Receives the orders of a step. Returns the orders that the loop does not carry out."""
-        self._pending: list[PendingRecords] = []
-        self._read = self._answered = 0
-        """Steps whose records were read; steps whose orders the loop has answered."""
 
-    def observed(self) -> None:
-        """Call it when a loss is observed."""
-        self._losses += 1
-        if self._losses == WITHOUT_STEP:
-            self._write_once(
-                "no step",
-                f"{WITHOUT_STEP} losses were observed since this optimizer's last step: if it was "
-                "replaced or copied, attach to the optimizer that steps; if a GradScaler drops its "
-                "steps, pass attach(..., scaler=scaler)",
-            )
-
-    def judged(self, live_engine: LiveEngine, *, has_seen_loss: bool) -> None:
+    def stepped(self, *, has_seen_loss: bool) -> None:
         """Call it after a step is judged."""
         self._steps += 1
-        self._losses = 0
-        self._log_ignored_orders()
         if self._steps == WITHOUT_LOSS and not has_seen_loss and "loss" in self._engine.needs:
             self._write_once(
                 "no loss",
                 f"no loss has been observed in {WITHOUT_LOSS} steps: call heal.observe(loss) "
                 "before each optimizer.step(); detectors that read it are inactive",
             )
-        if isinstance(live_engine, HostEngine):
-            if clipped := self._ceiling.add(float(live_engine.state.last.grad_norm)):
-                self._write(clipped)
-            decision = live_engine.state.last.decision
-            cause, action = int(decision.cause), int(decision.action)
-            if cause or action:
-                self._log_step(live_engine.pending_record()(), cause, action)
-            else:
-                self._nonfinite_row = 0
-            return
-        self._collect(live_engine)
+
+    def add(self, records: Iterable[StepRecord]) -> None:
+        """Logs the records of steps, oldest first."""
+        for record in records:
+            self._log_ignored_orders()
+            # A step that a GradScaler skips has the record of the step before.
+            if record.step != self._last_step:
+                self._last_step = record.step
+                self._log(record)
 
     def answered(self) -> None:
         """Call it after the loop has carried out or declined an order."""
-        self._open_orders = Action(0)
-        self._answered = self._steps
+        self._open_orders, self._last_step = Action(0), -1
 
-    def _collect(self, live_engine: DeviceEngine) -> None:
-        if live_engine.is_capturing:
-            self._steps -= 1  # the replays of a CUDA graph run no hooks
-            return
-        if self._steps % READ_EVERY == 0:
-            self._read_pending()
-            self._pending = live_engine.pending_records()
-
-    def _read_pending(self) -> None:
-        """Reads the steps whose copies began `READ_EVERY` steps ago, on all ranks at one step."""
-        batches, self._pending = self._pending, []
-        for record in itertools.chain.from_iterable(batch() for batch in batches):
-            self._read += 1
-            self._log_ignored_orders()
-            action = 0 if self._read <= self._answered else int(record.action)
-            if record.cause or action:
-                self._log_step(record, int(record.cause), action)
-            else:
-                self._nonfinite_row = 0
-
-    def _log_step(self, record: StepRecord, cause: int, action: int) -> None:
-        self._log_nonfinite_row(record, cause)
+    def _log(self, record: StepRecord) -> None:
+        if clipped := self._ceiling.add(record.grad_norm):
+            self._write(clipped)
+        self._log_nonfinite_row(record)
         new, self._incident = record.incident > self._incident, record.incident
-        if new and cause and is_logged(record.incident):
-            self._write(self._incident_line(record, cause))
-        observes = self._engine.mode == "observe"
+        if new and record.cause and is_logged(record.incident):
+            self._write(self._incident_line(record))
+        if not record.action or self._engine.mode == "observe":
+            return
         # Only at a cut, because a rising schedule also changes the multiplier afterwards.
-        if action & Action.CUT_LR and not observes and is_logged(record.incident):
+        if record.action & Action.CUT_LR and is_logged(record.incident):
             reset = ", moments reset" if self.resets_moments else ""
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}{reset}")
-        if action and not observes:
-            orders = self.take(record, Action(action)) & (Action.ROLLBACK | Action.STOP)
-            if orders:
-                self._open_orders, self._ordered_at = orders, record.step - 1
+        orders = self.take(record, record.action) & (Action.ROLLBACK | Action.STOP)
+        if orders:
+            self._open_orders, self._ordered_at = orders, record.step - 1
 
-    def _log_nonfinite_row(self, record: StepRecord, cause: int) -> None:
+    def _log_nonfinite_row(self, record: StepRecord) -> None:
         """Logs an error after 100, 1,000, 10,000 steps in a row that were not finite."""
-        self._nonfinite_row = row = self._nonfinite_row + 1 if cause & NONFINITE else 0
+        row = self._nonfinite_row + 1 if record.cause & NONFINITE else 0
+        self._nonfinite_row = row
         if row >= FROM_START and passes_power_of_ten(row - 1, row) and self.enabled:
-            record = record._replace(cause=Cause(cause))
             text = nonfinite_row_text(record, row, (), from_start=row == record.step)
             console.error(f"{self._name}: {text}", self.console)
 
@@ -164,13 +128,13 @@ class IncidentLog:
                     f"{answer} if heal.last_decision().action contains it",
                 )
 
-    def _incident_line(self, record: StepRecord, cause: int) -> str:
+    def _incident_line(self, record: StepRecord) -> str:
         enforced = ""
         if self._engine.mode == "observe":
             enforced = "; nothing is changed, the policy observes"
         elif record.onset == record.step - 1:
             enforced = enforced_text(record, self._engine)
-        text = incident_text(record._replace(cause=Cause(cause)), self._learning_rate())
+        text = incident_text(record, self._learning_rate())
         return f"step {record.onset}: incident {record.incident}: {text}{enforced}"
 
     def _write_once(self, key: str, line: str) -> None:

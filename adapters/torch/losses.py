@@ -55,8 +55,6 @@ class LossMean:
 
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros((), dtype=torch.float32, device=device)
-        self._on_host = self._total.numpy() if self._total.is_cpu else None
-        """The memory of the sum, or None on an accelerator."""
         self._count = 0
         self._weight = 0.0
 
@@ -65,27 +63,22 @@ class LossMean:
 
     def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss, which `checked` has returned."""
-        if isinstance(loss, Tensor) and loss.is_cpu:
-            # Added as a number, because copying pageable memory to an accelerator is a sync.
-            # NumPy lacks some dtypes of torch, and a conversion of the usual dtype costs time.
-            loss = float((loss if loss.dtype is torch.float32 else loss.double()).numpy())
-        if not isinstance(loss, Tensor):
-            number = loss * weight
-            if abs(number) > _LARGEST:
-                number *= math.inf  # `fill_` would raise, but any other cast gives infinity
-            if self._count:
-                self._total.add_(number)
-            elif self._on_host is not None:
-                self._on_host.fill(number)
-            else:
-                self._total.fill_(number)
-        elif self._count:
-            on_device = loss.to(self._total.device, torch.float32, non_blocking=True)
-            self._total.add_(on_device, alpha=weight)
+        if isinstance(loss, Tensor) and not loss.is_cpu:
+            value = loss.to(self._total.device, torch.float32, non_blocking=True)
+            value = value if weight == 1.0 else value * weight
         else:
-            self._total.copy_(loss, non_blocking=True)
-            if weight != 1.0:
-                self._total.mul_(weight)
+            # As a number, because copying pageable memory to an accelerator is a sync. As a double,
+            # because NumPy lacks some dtypes of torch.
+            number = loss.double().numpy() if isinstance(loss, Tensor) else loss
+            value = float(number) * weight
+            if abs(value) > _LARGEST:
+                value *= math.inf  # `fill_` would raise, but any other cast gives infinity
+        if self._count:
+            self._total.add_(value)
+        elif isinstance(value, Tensor):
+            self._total.copy_(value, non_blocking=True)
+        else:
+            self._total.fill_(value)
         self._count += 1
         self._weight += weight
 

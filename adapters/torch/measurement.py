@@ -47,26 +47,22 @@ class Measurement(NamedTuple):
     """0-d bool: the GradScaler skips this step, so the engine ignores it."""
     learning_rate: Tensor | None = None
     """0-d float32: the largest rate of any group, as the user's schedule sets it."""
-    state_init: bool = False
-    """See `_may_be_state_init`."""
 
 
 def signals_of(measured: Measurement) -> Signals:
     """The engine's signals of a measurement, whose values are torch tensors or NumPy scalars."""
-    norm, groups, skipped = measured.grad_norm, measured.group_norms, measured.externally_skipped
+    norm, groups = measured.grad_norm, measured.group_norms
     assert norm is not None
     if measured.grad_divisor is not None:
         norm = norm / measured.grad_divisor
         groups = None if groups is None else groups / measured.grad_divisor
-    if measured.state_init:
-        skipped = norm == 0 if skipped is None else skipped | (norm == 0)
     return Signals(
         loss=measured.loss,
         grad_norm=norm,
         group_norms=groups,
         eval_loss=measured.eval_loss,
         update_norm=measured.update_norm,
-        externally_skipped=skipped,
+        externally_skipped=measured.externally_skipped,
         learning_rate=measured.learning_rate,
     )
 
@@ -127,8 +123,6 @@ class Measurer:
         self.dropped = DroppedSteps(scaler, optimizer)
         self.overflows = Overflows(home)
         self._side_signals: dict[str, Tensor | float] = {}
-        self._known_rate: tuple[float | None, Tensor | None] = (None, None)
-        """The last learning rate that was a Python number, and a tensor of this rate."""
 
     def add_loss(self, loss: Tensor | float, name: str = "loss", *, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss. SignalError, and no change, if it is not a number."""
@@ -162,7 +156,6 @@ class Measurer:
     ) -> Measurement:
         """Measures the current step. `all_parameters` is all parameters of the optimizer."""
         self.dropped.stepped = True
-        self.overflows.reset()
         self._add_seen()
         gradients.complete_(all_parameters)
         each = gradients.norms([grad for p in all_parameters if (grad := p.grad) is not None])
@@ -189,7 +182,6 @@ class Measurer:
             grad_divisor=self._at_home(grad_divisor),
             found_inf=self._at_home(found_inf),
             learning_rate=self._learning_rate(),
-            state_init=_may_be_state_init(self._optimizer),
         )
 
     def mark_overflow(self, measured: Measurement) -> Measurement:
@@ -198,6 +190,7 @@ class Measurer:
         A step with a non-finite loss is non-finite too, because no scale makes the loss finite.
         """
         if measured.found_inf is None or measured.grad_norm is None:
+            self.overflows.reset()
             return measured
         skipped = self.overflows.externally_skipped(measured.found_inf)
         if measured.loss is not None:
@@ -208,36 +201,25 @@ class Measurer:
             grad_norm=measured.grad_norm.masked_fill(counted, math.nan),
         )
 
-    def measure_dropped(self, groups: int, *, alone: bool) -> Measurement | None:
+    def measure_dropped(self, groups: int, *, alone: bool) -> Measurement:
         """Measures a step that a GradScaler skipped without calling the optimizer.
 
-        None if there is no need to judge it. Drops its losses. Uses its loss only if the rank
-        decides `alone`. A sync on an accelerator, like the GradScaler's own decision.
+        Drops its losses. Uses its loss only if the rank decides `alone`.
         """
         self._add_seen()
         loss = self.losses.mean() if alone else None
-        to_judge = self.overflows.count_dropped()
-        if loss is not None:
-            to_judge |= not bool(torch.isfinite(loss).cpu().numpy())
-        measured = None
-        if to_judge:
-            bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
-            measured = Measurement(
-                grad_norm=bad,
-                loss=None if loss is None else loss.clone(),
-                group_norms=bad.expand(groups).clone() if self.engine.per_tensor else None,
-                eval_loss=self._side_signal("eval_loss"),
-                update_norm=self._side_signal("update_norm"),
-                learning_rate=self._learning_rate(),
-            )
+        bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
+        measured = Measurement(
+            grad_norm=bad,
+            loss=None if loss is None else loss.clone(),
+            group_norms=bad.expand(groups).clone() if self.engine.per_tensor else None,
+            eval_loss=self._side_signal("eval_loss"),
+            update_norm=self._side_signal("update_norm"),
+            found_inf=torch.ones_like(bad),
+            learning_rate=self._learning_rate(),
+        )
         self.clear()
-        return measured
-
-    def all_finite(self, grads: Sequence[Tensor]) -> bool:
-        """Whether these gradients are finite. A sync on an accelerator."""
-        each = gradients.whole_norms(gradients.norms(grads), grads)
-        norm = gradients.total_norm(each, self.home)
-        return bool(torch.isfinite(norm).cpu().numpy())
+        return self.mark_overflow(measured)
 
     def _add_seen(self) -> None:
         self.seen.update(self._side_signals, ["loss"] if self.has_loss else [])
@@ -260,11 +242,7 @@ class Measurer:
         if not rates:
             return None
         if not any(isinstance(rate, Tensor) for rate in rates):
-            highest = max(rates)
-            if highest != self._known_rate[0]:
-                rate = torch.full((), highest, dtype=torch.float32, device=self.home)
-                self._known_rate = highest, rate
-            return self._known_rate[1]
+            return torch.full((), max(rates), dtype=torch.float32, device=self.home)
         each = [torch.as_tensor(r, dtype=torch.float32).detach().to(self.home) for r in rates]
         return torch.stack([rate.reshape(()) for rate in each]).amax()
 
@@ -272,24 +250,6 @@ class Measurer:
         if value is None:
             return None
         return value.detach().to(self.home, torch.float32, non_blocking=True)
-
-
-def _may_be_state_init(optimizer: Optimizer) -> bool:
-    """Whether this may be the step by which torch.distributed.checkpoint creates optimizer state.
-
-    DCP steps a fresh optimizer at learning rate 0 with zero gradients, which `signals_of` checks.
-    """
-    if optimizer.state:
-        return False
-    for group in optimizer.param_groups:
-        lr = group.get("lr")
-        if isinstance(lr, Tensor):
-            if lr.device.type != "cpu":
-                return False
-            lr = float(lr.detach().numpy())
-        if lr != 0:
-            return False
-    return True
 
 
 # -- copies to the host ---------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 DistributedDataParallel reduces gradients but not losses: after a loss spike on one rank only that
 rank would skip. Sharded gradients differ between ranks. So before a step is judged, one
-`all_reduce` of eight float64 reduces its signals:
+`all_reduce` of twelve float64 sums its signals:
 
-    loss, update norm, eval loss    sums over the ranks that have them
-    overflows, eval losses, votes   counts, packed in one number
-    decision, its square            16 bits of the last step's decision, to detect differing ranks
+    loss, update norm, eval loss    of the ranks that have them
+    eval losses, overflows          counts
+    losses, update norms, gradients counts
+    votes, decision, its square     16 bits of the last step's decision show differing ranks
     squared gradient norm           the sum is the squared global norm, or ranks times it
-    losses, update norms, gradients counts, packed in one number
 
 Per-tensor clipping adds eight bytes for each parameter.
 """
@@ -28,8 +28,6 @@ from healcore.torch.ranks import StepRanks
 
 _COUNTED = ("loss", "update_norm", "grad_norm")
 """Signals that one rank may have while another has not."""
-_MOST = 1 << 17
-"""Base of the packed counts, above any number of ranks: three counts take 51 of 53 bits."""
 
 
 class SignalAllReduce:
@@ -42,14 +40,14 @@ class SignalAllReduce:
         self.ranks = ranks
         self._home = home
         self._zero = torch.zeros((), dtype=torch.float32, device=home)
-        self._counts: dict[int, Tensor] = {}
-        """Packed counts of losses, update norms and gradients -> the number as a tensor."""
-        self._scales = torch.tensor([1, _MOST, _MOST**2], dtype=torch.float64).to(home)
-        self._differs: tuple[AsyncCopy, str] | None = None
+        self._known: dict[tuple[bool, ...], Tensor] = {}
+        """Flags -> the flags as float64, so that each is copied to the device once."""
+        self._unchecked: AsyncCopy | None = None
+        """Marks that have not been compared between the ranks yet."""
         self.requests_vote = False
         """Whether this rank asks all ranks for a vote, at each step while it is True."""
         self.last_marks: AsyncCopy | None = None
-        """(3,) float64 of the last step: packed votes, bits of the decision, and their square."""
+        """(3,) float64 of the last step: votes, bits of the decision, and their squares."""
 
     @property
     def world(self) -> int:
@@ -67,73 +65,58 @@ class SignalAllReduce:
                 their parameters. On an accelerator it is raised some steps later, when the marks
                 can be read without waiting.
         """
-        if self._differs is not None and self._differs[0].has_arrived():
-            differs, self._differs = self._differs, None
-            self._raise_if(*differs)
+        if self._unchecked is not None and self._unchecked.has_arrived():
+            marks, self._unchecked = self._unchecked, None
+            self._raise_if_different(marks)
         sums = self._summed(self._packed(measured, last))
-        self.last_marks = AsyncCopy(sums[3:6])
-        differs = self.last_marks, _why(last)
+        self.last_marks = AsyncCopy(sums[8:11])
         if self._home.type == "cpu":
-            self._raise_if(*differs)
-        elif self._differs is None:
-            self._differs = differs
-        counts = torch.remainder(torch.floor(sums[7] / self._scales), _MOST)
-        means = sums[:2] / counts[:2]
-        squares = torch.cat([sums[6:7], sums[8:]])
-        if not self.ranks.has_parts:
-            squares = squares / counts[2]
+            self._raise_if_different(self.last_marks)
+        elif self._unchecked is None:
+            self._unchecked = self.last_marks
+        loss, update, evals, evaluated, overflows, losses, updates, grads = sums[:8].unbind()
+        squares = sums[11:] if self.ranks.has_parts else sums[11:] / grads
         norms = squares.sqrt().to(torch.float32)
         found = {name for name in _COUNTED if getattr(measured, name) is not None}
         if len(found) < len(_COUNTED):
-            on_host = counts.cpu().numpy()
-            found = {name for name, count in zip(_COUNTED, on_host, strict=True) if count}
-        loss, update = means.to(torch.float32).unbind()
-        overflows = evals = None
-        if measured.found_inf is not None:
-            overflows = torch.remainder(sums[3], _MOST).to(torch.float32)
-        if measured.eval_loss is not None:
-            count = torch.remainder(torch.floor(sums[3] / _MOST), _MOST)
-            evals = (sums[2] / count).to(torch.float32)
+            counts = sums[5:8].cpu().numpy()
+            found = {name for name, count in zip(_COUNTED, counts, strict=True) if count}
+        without_eval, without_flag = measured.eval_loss is None, measured.found_inf is None
         return measured._replace(
-            loss=loss if "loss" in found else None,
-            update_norm=update if "update_norm" in found else None,
+            loss=(loss / losses).to(torch.float32) if "loss" in found else None,
+            update_norm=(update / updates).to(torch.float32) if "update_norm" in found else None,
             grad_norm=norms[0] if "grad_norm" in found else None,
             group_norms=None if measured.group_norms is None else norms[1:],
-            eval_loss=evals,
-            found_inf=overflows,
+            eval_loss=None if without_eval else (evals / evaluated).to(torch.float32),
+            found_inf=None if without_flag else overflows.to(torch.float32),
             squares=None,
         )
 
     def _packed(self, measured: Measurement, last: Decision | None) -> Tensor:
-        """This rank's terms of the sums: (8,) float64, or (8 + n,) with `group_norms`."""
+        """This rank's terms of the sums: (12,) float64, or (12 + n,) with `group_norms`."""
         zero = self._zero
-        loss, update = (zero if x is None else x for x in (measured.loss, measured.update_norm))
-        flags = zero if measured.found_inf is None else (measured.found_inf > 0).to(torch.float32)
-        evals = measured.eval_loss
-        if evals is None:
-            evals = zero
-        else:  # NaN means that the step has no evaluation
-            has_one = ~torch.isnan(evals)
-            flags = flags + _MOST * has_one
-            evals = torch.where(has_one, evals, zero)
-        head = torch.stack([loss, update, evals, flags]).to(torch.float64)
+        loss, update, evals, found_inf, norm = (
+            zero if value is None else value
+            for value in (
+                measured.loss,
+                measured.update_norm,
+                measured.eval_loss,
+                measured.found_inf,
+                measured.grad_norm,
+            )
+        )
+        evaluated = ~torch.isnan(evals)  # NaN means that the step has no evaluation
+        evals = torch.where(evaluated, evals, zero)
+        signals = torch.stack([loss, update, evals, evaluated, found_inf > 0])
+        flags = *(getattr(measured, name) is not None for name in _COUNTED), self.requests_vote
+        if flags not in self._known:
+            self._known[flags] = torch.tensor(flags, dtype=torch.float64).to(self._home)
         squares = measured.squares
         if squares is None:
-            norm = zero if measured.grad_norm is None else measured.grad_norm
-            each = [norm.reshape(1)]
-            if measured.group_norms is not None:
-                each.append(measured.group_norms)
-            squares = torch.cat(each).to(torch.float64).square()
-        counts = sum(
-            _MOST**i for i, name in enumerate(_COUNTED) if getattr(measured, name) is not None
-        )
-        if counts not in self._counts:
-            number = torch.tensor([counts], dtype=torch.float64)
-            self._counts[counts] = number.to(self._home)
-        if self.requests_vote:
-            head[3] += float(_MOST**2)
-        mark = self._mark(last)
-        return torch.cat([head, mark, squares[:1], self._counts[counts], squares[1:]])
+            groups = () if measured.group_norms is None else (measured.group_norms,)
+            squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
+        parts = [signals.to(torch.float64), self._known[flags], self._mark(last), squares]
+        return torch.cat(parts)
 
     def _mark(self, last: Decision | None) -> Tensor:
         """(2,) float64: 16 bits of the last decision, or first of the parameters; their square."""
@@ -147,10 +130,16 @@ class SignalAllReduce:
             bits = ((folded ^ (folded >> 16)) & 0xFFFF).to(torch.float64)
         return torch.stack([bits, bits * bits])
 
-    def _raise_if(self, marks: AsyncCopy, why: str) -> None:
+    def _raise_if_different(self, marks: AsyncCopy) -> None:
         _, bits, squares = marks.read()
         if self.world * squares != bits * bits:
-            raise RanksDisagreeError(why)
+            raise RanksDisagreeError(
+                "the ranks decided differently at the previous step, so their parameters differ, "
+                "or at the first step their parameters have different shapes: roll back to a "
+                "checkpoint, attach with one policy, and call expect_change(), load_state_dict() "
+                "and on_rollback() on every rank before the same step; for the stages of a "
+                "pipeline pass pp_mesh=mesh['pp'], for ranks of another model process_group="
+            )
 
     def _summed(self, packed: Tensor) -> Tensor:
         """The sum over the ranks, float64."""
@@ -160,23 +149,9 @@ class SignalAllReduce:
         return packed.to(self._home, non_blocking=True)
 
 
-def _why(last: Decision | None) -> str:
-    if last is None:
-        return (
-            "at the first step the ranks have parameters of different shapes, or only some of them "
-            "have loaded a state: pass pp_mesh=mesh['pp'] for the stages of a pipeline, and "
-            "process_group= for ranks that train another model; call load_state_dict() on all ranks"
-        )
-    return (
-        "the ranks decided differently at the previous step, so their parameters differ: roll back "
-        "to a checkpoint, attach with one policy, and call expect_change(), load_state_dict() and "
-        "on_rollback() on every rank before the same step"
-    )
-
-
 def requests_vote(marks: AsyncCopy | None) -> bool:
     """Whether any rank asked for a vote at the step with these `last_marks`. Waits for the copy."""
-    return marks is not None and bool(marks.read()[0] >= _MOST**2)
+    return marks is not None and bool(marks.read()[0])
 
 
 def _reduction_device(group: Any, home: torch.device) -> torch.device:

@@ -12,7 +12,7 @@ import healcore
 
 # Raised and caught within healcore; nobody outside ever sees one.
 INTERNAL = {
-    "StepSkipped", "ChecksumError", "NotRecordable", "NotProvided",
+    "ChecksumError", "NotRecordable", "NotProvided",
     "CannotShrink", "EpochChanged", "WeightsChanged",
     "RuleBroken",
 }  # fmt: skip

@@ -12,22 +12,15 @@ from torch.optim import SGD, AdamW
 from healcore.policy import PolicyError, load
 from healcore.torch import AttachError, ParametersChangedError, attach
 from tests.torch import policies
-from tests.torch.optimizer_cases import host_and_device
 
 
 def optimizer(**options: Any) -> AdamW:
     return AdamW([Parameter(torch.ones(2))], **options)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (None, "got NoneType.*whose step"),
-        (Linear(2, 2), "not the model"),
-    ],
-)
-def test_a_value_that_is_no_optimizer_is_rejected(given: Any, message: str):
-    with pytest.raises(AttachError, match=message):
+@pytest.mark.parametrize("given", [None, Linear(2, 2)], ids=type)
+def test_a_value_that_is_no_optimizer_is_rejected(given: Any):
+    with pytest.raises(AttachError, match="whose step"):
         attach(given, policies.SKIPS)
 
 
@@ -66,18 +59,16 @@ def test_a_policy_by_name_object_or_engine(policy: Any):
     assert torch.equal(o.param_groups[0]["params"][0].detach(), torch.ones(2))
 
 
-@host_and_device
-def test_parameters_added_later_are_refused_where_each_has_a_history(where: Any):
+def test_removed_parameters_are_refused_where_each_has_a_history():
     o = optimizer()
-    heal = attach(o, policies.ADAGC, engine=where)
-    state = heal.state_dict()
     o.add_param_group({"params": [Parameter(torch.ones(3))]})
+    attach(o, policies.ADAGC)
     first = o.param_groups[0]["params"][0]
     first.grad = torch.ones(2)
+    del o.param_groups[1]
     with pytest.raises(ParametersChangedError, match="parameters"):
         o.step()
     assert torch.equal(first.detach(), torch.ones(2))
-    assert heal.state_dict() == state
 
 
 def test_one_number_of_a_policy_needs_no_file():

@@ -12,6 +12,8 @@ from tests.torch.four_ranks import FAULTS, LAYOUTS, ODD, SECONDS, STEPS, TAKEN, 
 from tests.torch.optimizer_cases import host_and_device
 from tests.torch.worlds import Worlds, worlds_of
 
+BYTES = 96
+"""Of the one all_reduce of each step."""
 COPIES = {"DDP": 4, "DDP, device": 4, "FSDP2": 1, "HSDP": 2}
 TOLERANCE = 1e-5
 """Relative, of losses and norms: four processes add up in another order than one does."""
@@ -50,9 +52,9 @@ def test_four_processes_decide_as_one_does(kind: str, of: Of):
 
 
 @pytest.mark.parametrize("kind", COPIES)
-def test_a_step_is_given_one_all_reduce_of_64_bytes(kind: str, of: Of):
+def test_a_step_is_given_one_small_all_reduce(kind: str, of: Of):
     for each in of(kind):
-        assert each["added"] == [[64]]
+        assert each["added"] == [[BYTES]]
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -64,20 +66,20 @@ def test_the_global_norm_counts_every_part_once(kind: str, of: Of):
         assert each["same"], "a step that is not skipped is not the optimizer's own"
         alone, healed = each["calls"]
         # Sequence parallel: the optimizer would reduce partial gradients, several times.
-        assert healed[-1] == 64
+        assert healed[-1] == BYTES
         assert len(healed) <= len(alone) + 1
         if kind != "sequence parallel":
-            assert healed == [64]
+            assert healed == [BYTES]
 
 
 @host_and_device
 def test_a_fused_step_of_sharded_parameters_is_skipped_exactly(where: str, of: Of):
     outcomes = of(f"fused, {where}")
     for each in outcomes:
-        assert each["skips"][:3] == [1.0, True, [64]]
+        assert each["skips"][:3] == [1.0, True, [BYTES]]
         skips, exact, added, _ = each["per tensor"]
         assert (skips, exact) == (1.0, True)
-        assert added == [64 + 8 * 6]  # a number for each parameter
+        assert added == [BYTES + 8 * 6]  # a number for each parameter
         assert each == outcomes[0]
     assert outcomes == of("fused, host")
 
@@ -98,7 +100,7 @@ def test_norms_are_added_up_over_pipeline_stages(kind: str, of: Of):
         judged, norm = each["norms"]
         assert judged == pytest.approx(norm, rel=1e-6)
         assert each["loss"] == outcomes[-1]["loss"]
-        assert each["added"] == [64]
+        assert each["added"] == [BYTES]
         assert each["skips"] == 1.0
         assert each["unmoved"]
 
@@ -120,7 +122,7 @@ def test_a_rank_that_lacks_something_keeps_no_rank_waiting(what: str, where: str
     """Gradients; and a torch function on one rank steps the optimizer to make its state."""
     for each in of(f"{what}, {where}"):
         assert each["raised"] == ""
-        assert each["calls"] == [64] * TAKEN
+        assert each["calls"] == [BYTES] * TAKEN
     assert of(f"no exchange, {where}")[0]["calls"] == []
 
 

@@ -15,7 +15,7 @@ from healcore.core.engine import Engine, RuleConfig
 from healcore.core.verdict import Action
 from healcore.torch import Healing, attach
 from healcore.torch.engines import READ_EVERY
-from healcore.torch.incident_log import WITHOUT_LOSS, WITHOUT_STEP
+from healcore.torch.incident_log import WITHOUT_LOSS
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN, Where, host_and_device
 
@@ -91,12 +91,3 @@ def test_a_forgotten_observe_is_logged_once(where: Where, lines: Lines):
     loop.steps(*[1.0] * 3 * WITHOUT_LOSS, observes=False)
     (line,) = logged(lines)
     assert f"no loss has been observed in {WITHOUT_LOSS} steps" in line
-
-
-def test_a_replaced_or_copied_optimizer_is_logged(lines: Lines):
-    loop = Loop()
-    loop.steps(1.0)
-    loop.optimizer = AdamW([loop.p])
-    loop.steps(*[1.0] * 2 * WITHOUT_STEP)
-    (line,) = logged(lines)
-    assert "replaced or copied" in line

@@ -84,7 +84,8 @@ class LayerStatistics:
     def __init__(self) -> None:
         self._layers: Sequence[nn.Module] = ()
         self._buffers: list[Tensor] = []
-        self._blocks: list[_BufferBlock] = []
+        self._blocks: list[tuple[list[Tensor], Tensor]] = []
+        """For each dtype and device: 1-d views of the buffers, and their saved values."""
 
     def cover(self, layers: Sequence[nn.Module]) -> None:
         """Replaces the layers. Keeps the saved values if the buffers are the same."""
@@ -102,7 +103,7 @@ class LayerStatistics:
             # backward pass would raise otherwise, although it reads no buffer in train mode.
             local = each.to_local() if hasattr(each, "to_local") else each  # type: ignore[operator]
             kinds.setdefault((each.device, each.dtype), []).append(local.data.view(-1))
-        self._blocks = [_BufferBlock(buffers) for buffers in kinds.values()]
+        self._blocks = [(buffers, torch.cat(buffers)) for buffers in kinds.values()]
 
     @torch.no_grad()
     def end(self, skipped: bool | Tensor) -> None:
@@ -114,17 +115,32 @@ class LayerStatistics:
         if not self._is_current():
             self.save()  # for example moved to another device: there is nothing to restore
             return
-        for block in self._blocks:
-            if skipped is True:
-                block.restore()
-            else:
-                block.save(None if skipped is False else skipped)
+        for i, (buffers, saved) in enumerate(self._blocks):
+            if skipped is not True:
+                now = torch.cat(buffers)
+                if skipped is False and _is_finite(now):
+                    self._blocks[i] = buffers, now
+                    continue
+                restored = ~torch.isfinite(now)
+                if isinstance(skipped, Tensor):
+                    restored |= skipped.to(now.device, non_blocking=True) > 0
+                saved = torch.where(restored, saved, now)
+                self._blocks[i] = buffers, saved
+            parts = list(saved.split([each.numel() for each in buffers]))
+            torch._foreach_copy_(buffers, parts)  # pyright: ignore[reportPrivateImportUsage]
 
     def _is_current(self) -> bool:
         now = statistics(self._layers)
         return len(now) == len(self._buffers) and all(
             a is b for a, b in zip(now, self._buffers, strict=True)
         )
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether all values are finite; always False for floats on an accelerator: no sync."""
+    if not values.is_floating_point():
+        return True
+    return values.is_cpu and math.isfinite(values.sum(dtype=torch.float32).numpy())
 
 
 def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -137,39 +153,6 @@ def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
             if each is not None and not isinstance(each, UninitializedBuffer):
                 found.append(each)
     return found
-
-
-class _BufferBlock:
-    """Statistics of one dtype on one device, from 1-d views of their buffers."""
-
-    def __init__(self, buffers: list[Tensor]) -> None:
-        self._buffers = buffers
-        self._sizes = [each.numel() for each in buffers]
-        self._saved = torch.cat(buffers)
-        self._now = torch.empty_like(self._saved)
-
-    def restore(self) -> None:
-        """Writes the saved values into the layers."""
-        saved = list(self._saved.split(self._sizes))
-        torch._foreach_copy_(self._buffers, saved)  # pyright: ignore[reportPrivateImportUsage]
-
-    def save(self, skipped: Tensor | None) -> None:
-        """Restores all values after a skip, else non-finite values; saves the other values."""
-        torch.cat(self._buffers, out=self._now)
-        if skipped is None and (not self._now.is_floating_point() or self._is_finite()):
-            self._saved, self._now = self._now, self._saved
-            return
-        restored = ~torch.isfinite(self._now)
-        if skipped is not None:
-            restored |= skipped.to(restored.device, non_blocking=True) > 0
-        torch.where(restored, self._saved, self._now, out=self._saved)
-        self.restore()
-
-    def _is_finite(self) -> bool:
-        """Whether all values are finite; always False on an accelerator, to avoid a sync."""
-        if self._now.device.type != "cpu":
-            return False
-        return math.isfinite(self._now.sum(dtype=torch.float32).numpy())
 
 
 def layers_of(

@@ -112,14 +112,12 @@ class TorchDriver:
     # -- the protocol ---------------------------------------------------------------------------
 
     def items(self) -> dict[str, Any]:
-        """The state as the user passed it. Restores the optimizers first if a step has raised."""
-        self._settle()
+        """The state as the user passed it."""
         self._statistics.find_layers()
         return dict(self._state)
 
     def replace(self, restored: Mapping[str, Any]) -> None:
         """Loads a restored state. Drops gradients and losses since the last step."""
-        self._settle()
         hyperparameters = [
             live_state.TensorHyperparameters(h.optimizer) for h in self.healings.values()
         ]
@@ -178,7 +176,6 @@ class TorchDriver:
             return None
         step = PendingStep(entries, self._ranks_to_compare, lambda: self._wants_vote)
         self._polled_steps += 1
-        self._warn_of_missing_scalers()
         if self._polled_steps == WITHOUT_LOSS:
             self._warn_of_missing_losses()
         return step
@@ -240,12 +237,10 @@ class TorchDriver:
 
     def hyperparameters(self) -> dict[str, Any]:
         """See `live_state.hyperparameters`."""
-        self._settle()
         return live_state.hyperparameters(self._state)
 
     def learning_rate(self) -> float | None:
         """The rate of the first optimizer's first group. A sync if it is a tensor on a device."""
-        self._settle()
         groups = next(iter(self.healings.values())).optimizer.param_groups
         rate = groups[0].get("lr")
         return None if rate is None else float(rate)
@@ -341,8 +336,6 @@ class TorchDriver:
             accumulation.close()
         for healing in self.healings.values():
             healing.hooks.on_judged = None
-            healing.hooks.grows = False
-            healing.settle()
         self._detach()
 
     # -- internal -------------------------------------------------------------------------------
@@ -363,7 +356,7 @@ class TorchDriver:
             healing = healing_of(optimizer)
             if healing is None:
                 attach_with = getattr(self._state[name], "attach_with", None)  # from a trainer
-                attach_function = attach_with or partial(attach_to, optimizer)
+                attach_function = attach_with or partial(attach_to, self._state[name])
                 healing = attach_function(engine, **options)
                 self._own.append(healing)
             elif healing.hooks.on_judged is not None:
@@ -377,8 +370,6 @@ class TorchDriver:
                     "attach with the policy of the Healer"
                 )
             self.healings[name] = healing
-        for healing in self.healings.values():
-            healing.hooks.grows = True
 
     @property
     def _members(self) -> list[int]:
@@ -402,17 +393,6 @@ class TorchDriver:
         for healing in self._own:
             healing.detach()
 
-    def _warn_of_missing_scalers(self) -> None:
-        for name, healing in self.healings.items():
-            dropped = healing.hooks.measurer.dropped
-            saved = live_state.saved_scalers(self._state)
-            if dropped.found_scaler and not any(each is dropped.scaler for each in saved):
-                self.warnings.append(
-                    f'a GradScaler that is not in the state steps "{name}": its scale is neither '
-                    'saved nor rolled back; add it, as in state={..., "scaler": scaler}'
-                )
-            dropped.found_scaler = False
-
     def _warn_of_missing_losses(self) -> None:
         read = any("loss" in healing.engine.needs for healing in self.healings.values())
         if read and not any(healing.has_seen_loss for healing in self.healings.values()):
@@ -420,10 +400,6 @@ class TorchDriver:
                 f"no loss has been observed in {self._polled_steps} steps: call "
                 "healer.observe(loss); detectors that read it are inactive"
             )
-
-    def _settle(self) -> None:
-        for healing in self.healings.values():
-            healing.settle()
 
     def _healings_of(self, optimizer: str | Optimizer | None) -> list[Healing]:
         if optimizer is None:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch import gradients
@@ -45,10 +44,8 @@ class Accumulation:
         self._reached = self.stepped = self.reached_since_any_step = False
         self.steps = self.idle = 0
         self.on_step: Callable[[], None] | None = None
-        # The hooks must not be traced into a compiled step.
-        on_step: Any = torch.compiler.disable(self._on_step)
         self._backward_hook: Any = torch.compiler.disable(self._on_backward)
-        self._step_handle = healing.optimizer.register_step_post_hook(on_step)
+        healing.hooks.on_step = self._on_step
         self._watched: Tensor | None = None
         self._backward_handle: Any = None
         self._watch()
@@ -78,7 +75,7 @@ class Accumulation:
 
     def close(self) -> None:
         """Removes the hooks."""
-        self._step_handle.remove()
+        self.healing.hooks.on_step = None
         if self._backward_handle is not None:
             self._backward_handle.remove()
 
@@ -101,7 +98,7 @@ class Accumulation:
     def _on_backward(self, _: Tensor) -> None:
         self._reached = self.reached_since_any_step = True
 
-    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _on_step(self) -> None:
         self._reached, self.stepped = False, True
         self.steps, self.idle = self.steps + 1, 0
         self._watch()

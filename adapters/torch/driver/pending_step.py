@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from healcore.torch.loop_mistakes import NormCeiling
 from healcore.torch.measurement import AsyncCopy, StepNorms
 from healcore.torch.signal_allreduce import requests_vote
 
-MOST = 64
+MOST = 256
 """Number of newest entries to keep. A loop may take several steps per batch, as in RL."""
 
 _NEVER_POLLED, _POLLED_BEFORE = 100, 1000
@@ -30,29 +31,23 @@ class PendingEntry(NamedTuple):
 
     recorder: Recorder
     record: PendingRecord
-    before: PendingRecord | int
-    """Record of the previous step, or the number of steps before this step."""
     norms: StepNorms
     marks: AsyncCopy | None
     """See `SignalAllReduce.last_marks`."""
 
 
 class PendingEntries:
-    """Entries since the last `take`: the newest `MOST`, and up to `MOST` older alarms."""
+    """The newest `MOST` entries since the last `take`."""
 
     def __init__(self) -> None:
-        self._entries: list[PendingEntry] = []
+        self._entries: deque[PendingEntry] = deque(maxlen=MOST)
         self._count = 0
         self._polled = self._warned = False
 
     def add(self, entry: PendingEntry) -> None:
-        """Adds an entry. If there are too many, drops old entries."""
+        """Adds an entry."""
         self._entries.append(entry)
         self._count += 1
-        if len(self._entries) >= 3 * MOST:
-            # Old records have arrived long ago, so this does not wait.
-            old = [each for each in self._entries[:-MOST] if each.record().cause]
-            self._entries = old[-MOST:] + self._entries[-MOST:]
         if not self._warned and self._count >= (_POLLED_BEFORE if self._polled else _NEVER_POLLED):
             self._warned = True
             console.warning(
@@ -68,12 +63,14 @@ class PendingEntries:
     def take(self) -> list[PendingEntry]:
         """Returns the entries, oldest first, and removes them."""
         self._polled, self._count = True, 0
-        taken, self._entries = self._entries, []
+        taken = list(self._entries)
+        self._entries.clear()
         return taken
 
     def clear(self) -> None:
         """Removes the entries."""
-        self._entries, self._count = [], 0
+        self._entries.clear()
+        self._count = 0
 
 
 class Recorder:
@@ -93,7 +90,8 @@ class Recorder:
         self._ceiling = NormCeiling()
         self._names = names
         self._pending = pending
-        self._before: PendingRecord | int = 0
+        self._last_step = 0
+        """Number of the last step that was read."""
         self._baseline_norms: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
         self.restart()
@@ -101,21 +99,20 @@ class Recorder:
 
     def restart(self) -> None:
         """Call it after the engine's state is replaced. A sync."""
-        self._before = int(self.healing.live_engine.state.step)
+        self._last_step = int(self.healing.live_engine.state.step)
 
     def _record(self, norms: StepNorms) -> None:
         record = self.healing.live_engine.pending_record(self.name)
         marks = self.healing.hooks.all_reduce.last_marks
-        self._pending.add(PendingEntry(self, record, self._before, norms, marks))
-        self._before = record
+        self._pending.add(PendingEntry(self, record, norms, marks))
 
     def read(self, entry: PendingEntry) -> StepRecord:
-        """The record of an entry. A record with a cause has evidence, which takes a sync."""
+        """The record of an entry, read in order. Evidence, for records with a cause, is a sync."""
         record = entry.record()
-        before = entry.before if isinstance(entry.before, int) else entry.before().step
-        if record.step == before:
+        if record.step == self._last_step:
             # A GradScaler has skipped this step: the state has the previous step's record.
             return record.unjudged()
+        self._last_step = record.step
         if clipped := self._ceiling.add(record.grad_norm):
             self._warn(clipped)
         if record.cause:

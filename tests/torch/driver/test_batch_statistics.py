@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, AdamW
+from torch.optim import AdamW
 
 from healcore.torch.driver import TorchDriver
 from tests.torch.bit_comparison import bits
@@ -102,22 +102,6 @@ def test_all_of_an_accumulated_step_is_restored(where: str, optimizer: Any):
         run.optimizer.step()
         run.optimizer.zero_grad()
         assert (run.statistics == before) == (bad is not None)
-
-
-def test_later_evaluations_of_a_closure_are_restored_too():
-    run = NormRun(partial(LBFGS, max_iter=3))
-    evaluations = 0
-
-    def closure(bad: int | None) -> Tensor:
-        nonlocal evaluations
-        evaluations += 1
-        run.optimizer.zero_grad()
-        return run.backward(evaluations, NAN if evaluations == bad else 1.0)
-
-    run.optimizer.step(partial(closure, None))
-    before = run.statistics
-    run.optimizer.step(partial(closure, evaluations + 2))
-    assert run.statistics == before
 
 
 @every_way

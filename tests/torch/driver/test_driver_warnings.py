@@ -1,11 +1,9 @@
-"""Warnings of the driver: missing losses, and a GradScaler that is not in the state."""
+"""Warnings of the driver: missing losses."""
 
 from __future__ import annotations
 
 from functools import partial
 
-import pytest
-import torch
 from torch.optim import SGD
 
 from healcore.torch.driver import TorchDriver
@@ -19,26 +17,6 @@ def taken(driver: TorchDriver, run: Run, n: int) -> list[str]:
         run.step(i)
         driver.poll_step()
     return driver.warnings
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("present", ["missing", "in the state"])
-def test_a_grad_scaler_that_is_not_in_the_state_has_one_warning(fused: bool, present: str):
-    run = Run(partial(SGD, lr=0.01, fused=fused))
-    scaler = torch.amp.GradScaler("cpu")
-    found = {
-        "missing": {},
-        "in the state": {"scaler": scaler},
-    }
-    driver = TorchDriver(run.state | found[present], ROLLS_BACK)
-    for _ in range(3):
-        run.optimizer.zero_grad()
-        scaler.scale(run.model(torch.ones(1, 4, dtype=torch.float64)).sum()).backward()
-        scaler.step(run.optimizer)
-        scaler.update()
-        driver.poll_step()
-    assert len(driver.warnings) == (present == "missing")
-    assert all('state={..., "scaler": scaler}' in line for line in driver.warnings)
 
 
 def test_a_missing_loss_has_one_warning_after_a_while():

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from healcore.runtime.healer import Healer
-from healcore.torch import attach
+from healcore.torch import AttachError, attach
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import rules, skip_no_batches
 from tests.torch import policies
@@ -118,6 +118,33 @@ def test_a_healthy_run_is_the_same_to_the_bit_and_waits_for_nothing_more(accumul
         syncs.append(counter.count)
     assert all(map(torch.equal, *found))
     assert syncs[0] == syncs[1]
+
+
+def test_a_wrapper_with_a_scaler_is_healed_and_released():
+    """With fp16 it stores `step` before `attach`, and restores it after each step."""
+    Loop()
+    p = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    inner = AdamW([p], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    wrapped: Any = accelerate.optimizer.AcceleratedOptimizer(inner, scaler=scaler)
+
+    def step(factor: float = 1.0) -> bool:
+        before = p.detach().clone()
+        wrapped.zero_grad()
+        scaler.scale(0.5 * (p**2).sum() * factor).backward()
+        wrapped.step()
+        return torch.equal(before, p)
+
+    heal = attach(wrapped, policies.SKIPS)
+    assert [step(factor) for factor in (*[1.0] * 6, 1e4, 1.0)] == [*[False] * 6, True, False]
+    assert not wrapped.step_was_skipped, "a schedule goes on"
+    assert int(heal.metrics()["heal/steps"]) == 8
+    heal.detach()
+    assert not step(1e4)
+    assert int(heal.metrics()["heal/steps"]) == 8
+    attach(inner, policies.SKIPS)
+    with pytest.raises(AttachError, match="accelerate"):
+        step()
 
 
 def test_clipping_in_the_loop_is_noticed(caplog: pytest.LogCaptureFixture):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -84,7 +83,7 @@ def heal_basic_optimizer(engine: Any, core: Engine, process_group: Any = "auto")
         engine="host" if sharded and len(basic.param_groups) > 1 else "auto",
         process_group=process_group,
         measurer=partial(EngineMeasurer, engine),
-        hooks=partial(EngineHooks, engine, limit),
+        healed_step=partial(EngineHooks, engine, limit),
     )
     backward = engine.backward
 
@@ -93,7 +92,7 @@ def heal_basic_optimizer(engine: Any, core: Engine, process_group: Any = "auto")
         healing.observe(loss)
         return backward(loss, *args, **kwargs)
 
-    changes: ExitStack = healing.hooks.changes  # type: ignore[attr-defined]
+    changes = healing.hooks.changes
     changes.enter_context(replaced(engine, "backward", observed))
     if limit:
         _set_clipping(engine, 0.0)

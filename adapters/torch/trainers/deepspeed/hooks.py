@@ -8,7 +8,6 @@ Its gradients in one call are therefore only a part of the step's gradients.
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ import torch
 from healcore.torch import gradients
 from healcore.torch.engines import HostOrder
 from healcore.torch.grad_scaler import SEARCH, DroppedSteps, Overflows
+from healcore.torch.healed_step import HealedStep
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
-from healcore.torch.step_hooks import StepHooks
 
 
 def is_sharded(engine: Any) -> bool:
@@ -35,7 +34,6 @@ def searches_scale(engine: Any) -> bool:
 class SkippedByDeepSpeed(DroppedSteps):
     """Detects that DeepSpeed skipped a step after an overflow, without calling the optimizer."""
 
-    searches = 0
     scaler = None
 
     def __init__(self, deepspeed: Any) -> None:
@@ -73,32 +71,23 @@ class EngineMeasurer(Measurer):
         return measured._replace(grad_norm=norm.masked_fill(norm < 0, math.nan))
 
 
-class EngineHooks(StepHooks):
+class EngineHooks(HealedStep):
     """Judges once per step of the engine, and enforces the decision in every parameter group.
 
     Args:
         deepspeed: the engine.
         adopted_limit: DeepSpeed's max gradient norm, which the policy enforces instead, or None.
-        *args: arguments of `StepHooks`.
-
-    Attributes:
-        changes: undoes the changes of the engine when the hooks are removed.
+        *args: arguments of `HealedStep`.
     """
 
     def __init__(self, deepspeed: Any, adopted_limit: float | None, *args: Any) -> None:
         super().__init__(*args)
         self.adopted_limit = adopted_limit
-        self.changes = ExitStack()
         self._first = gradients.parameters(self.optimizer)[0]
         self._group_order: HostOrder | None = None
         self._sharded = is_sharded(deepspeed)
         # DeepSpeed refers to the moment tensors, so they must not be replaced.
         self._resets_moments = self.incident_log.resets_moments = False
-
-    def detach(self) -> None:
-        """See `Healing.detach`."""
-        super().detach()
-        self.changes.close()
 
     @torch.no_grad()
     def _judge(self) -> None:

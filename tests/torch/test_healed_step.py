@@ -1,15 +1,18 @@
-"""The ways in which a step is called: closures, subclasses, exceptions, no gradients."""
+"""The ways in which a step is called: closures, subclasses, schedulers, copies, exceptions."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
-from healcore.torch import attach
+from healcore.torch import AttachError, attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
 from tests.torch.optimizer_cases import NAN, Case, Where, host_and_device
@@ -41,33 +44,6 @@ def test_a_closures_own_gradients_are_judged(where: Where):
     assert float(metrics["heal/loss"]) == 6.0  # what the closure returned
 
 
-@pytest.mark.parametrize(
-    ("where", "line_search", "bad_call"), [("host", None, 2), ("device", "strong_wolfe", 3)]
-)
-def test_lbfgs_that_reaches_a_nan_is_undone(where: Where, line_search: str | None, bad_call: int):
-    case = Case("", LBFGS, {"max_iter": 5, "line_search_fn": line_search}, closure=True)
-    optimizer = case.build()
-    attach(optimizer, policies.SKIPS, engine=where)
-    case.step(optimizer, 0)
-    case.step(optimizer, 1)
-    before = snapshot(optimizer)
-    calls = 0
-
-    def poison() -> None:
-        nonlocal calls
-        calls += 1
-        if calls >= bad_call:
-            for p in parameters(optimizer):
-                p.grad = torch.full_like(p, NAN)
-
-    case.step(optimizer, 2, then=poison)
-    assert calls >= bad_call
-    assert_same(before, snapshot(optimizer))
-    case.step(optimizer, 3)
-    assert before["params"] != snapshot(optimizer)["params"]
-    assert all(bool(torch.isfinite(p).all()) for p in parameters(optimizer))
-
-
 # -- subclasses ----------------------------------------------------------------------------------
 
 
@@ -88,10 +64,59 @@ def test_a_step_with_its_own_arithmetic_is_skipped_too(where: Where):
     optimizer = case.build()
     heal = attach(optimizer, policies.SKIPS, engine=where)
     assert heal.report().skip == "not run"
-    assert "Decaying has a step() of its own" in heal.report().skip_reason
+    assert "Decaying has a step() of its own" in heal.report().engine_reason
     before = snapshot(optimizer)
     case.step(optimizer, 0, heal=heal, factor=NAN)
     assert_same(before, snapshot(optimizer), "params")
+
+
+# -- schedulers and copies -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [Case("", SGD), Case("", AdamW, {"fused": True})], ids=str)
+def test_schedulers_made_before_and_after_attach(case: Case, recwarn: pytest.WarningsRecorder):
+    mine, twin = case.build(), case.build()
+    schedulers = [ExponentialLR(mine, 0.9), ExponentialLR(twin, 0.9)]
+    heal = attach(mine, policies.SKIPS)
+    schedulers += [StepLR(mine, 2), StepLR(twin, 2)]
+    for i in range(6):
+        case.step(mine, i, heal=heal, factor=NAN if i == 0 else 1.0)
+        if i:
+            case.step(twin, i)
+        else:
+            twin._opt_called = True  # type: ignore[attr-defined]
+        for each in schedulers:
+            each.step()
+    assert not recwarn.list
+    assert_same(snapshot(mine), snapshot(twin))
+    assert int(heal.metrics()["heal/skips"]) == 1
+    heal.detach()
+    case.step(mine, 0, factor=NAN)
+    assert bool(torch.isnan(parameters(mine)[0]).any()), "the last scheduler keeps a free step"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_is_free_of_the_policy(copied: Any):
+    optimizer = SGD([Parameter(torch.ones(3))], lr=0.5)
+    heal = attach(optimizer, policies.SKIPS)
+    other = copied(optimizer)
+    (p,) = parameters(other)
+    p.grad = torch.full((3,), NAN)
+    other.step()
+    assert bool(torch.isnan(p).all())
+    assert steps(heal) == 0
+
+
+def test_a_step_stored_before_attach_is_an_error():
+    """Not an update that no policy has judged."""
+    optimizer = SGD([Parameter(torch.ones(3))], lr=0.5)
+    stored = optimizer.step
+    attach(optimizer, policies.SKIPS)
+    (p,) = parameters(optimizer)
+    p.grad = torch.full((3,), NAN)
+    with pytest.raises(AttachError, match="stored before attach"):
+        stored()
+    assert bits(p) == bits(torch.ones(3))
 
 
 # -- exceptions ----------------------------------------------------------------------------------

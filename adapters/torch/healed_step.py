@@ -1,0 +1,301 @@
+"""`HealedStep`: replaces `step` of one optimizer object; measures, judges, enforces, restores."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from healcore.torch import gradients
+from healcore.torch.enforcer import Enforcer, moments_obstacle, reset_moments
+from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine, is_cut
+from healcore.torch.errors import AttachError, ParametersChangedError
+from healcore.torch.incident_log import IncidentLog
+from healcore.torch.measurement import Measurer, StepNorms
+from healcore.torch.signal_allreduce import SignalAllReduce
+
+
+class HealedStep:
+    """The healed `step` of one optimizer.
+
+    The host skips a step by not calling the original `step`. A fused kernel skips by itself.
+    A closure is evaluated before the original `step`, which receives the result.
+
+    Attributes:
+        attached: whether the replacement is active.
+        changes: undoes further changes at `detach`.
+        in_update: see `Healing.in_update`.
+        last_norms: gradient norms of the last judged step.
+        on_judged: called at every judged step, before the optimizer's update.
+        on_ended: called after each judged step with whether the step was skipped: a bool, or a 0-d
+            float32 of exactly 0 or 1. In observe mode always False.
+        on_step: called after every step.
+        hold_numbers: called before each step to replace unusual numbers of the parameter groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        live_engine: LiveEngine,
+        measurer: Measurer,
+        enforcer: Enforcer,
+        all_reduce: SignalAllReduce,
+    ) -> None:
+        self.optimizer = optimizer
+        self.live_engine = live_engine
+        self.measurer = measurer
+        self.enforcer = enforcer
+        self.all_reduce = all_reduce
+        self._engine = live_engine.engine
+        self._groups = len(gradients.parameters(optimizer))
+        self.in_update = self._running = False
+        self._order: HostOrder | None = None
+        self._skipped: bool | Tensor | None = None
+        self._resets_moments = self._engine.resets_moments and not moments_obstacle(optimizer)
+        self._resets_next = False
+        """Whether the next step that is not skipped resets the moments. The step that cuts the
+        learning rate does not reset them, because its gradient is damaged."""
+        self.incident_log = IncidentLog(
+            type(optimizer).__name__, self._engine, enforcer.learning_rate, self._resets_moments
+        )
+        self.last_norms: StepNorms | None = None
+        self.on_judged: Callable[[StepNorms], None] | None = None
+        self.on_ended: Callable[[bool | Tensor], None] | None = None
+        self.on_step: Callable[[], None] | None = None
+        self.hold_numbers: Callable[[Enforcer], object] = lambda enforcer: None
+
+        self.attached, self.changes = True, ExitStack()
+        self._own_step = vars(optimizer).get("step")
+        """The `step` of the optimizer object before `attach`, or None if the class has it."""
+        self._replacement = types.MethodType(self._replaced(optimizer.step), optimizer)
+        optimizer.step = self._replacement  # type: ignore[method-assign]
+        # Dynamo must not trace what reads values, or writes to the optimizer.
+        self.check: Any = torch.compiler.disable(self._check_running)
+        self._handle = optimizer.register_step_pre_hook(self.check)
+
+    # -- the replacement ------------------------------------------------------------------------
+
+    def _replaced(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that replaces `original`, the `step` before `attach`.
+
+        A bound method is made of the result, because learning-rate schedulers wrap `__func__`.
+        """
+        disable: Any = torch.compiler.disable
+        before, after = disable(self._before), disable(self._after)
+        restore, creates_state = disable(self._restore), disable(self._creates_state)
+
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            # A scheduler that was made after `attach` keeps this function after `detach`.
+            if not self.attached:
+                return original(*args, **kwargs)
+            self.in_update, self._order, self._skipped = False, None, None
+            try:
+                loss, skipped = None, False
+                if not creates_state(kwargs):
+                    loss, args, kwargs = before(args, kwargs)
+                    skipped = self._order is not None and self._order.skip
+                self._running = True
+                if not skipped:
+                    loss = original(*args, **kwargs)
+            finally:
+                restore()
+            after(skipped)
+            return loss
+
+        functools.update_wrapper(step, getattr(original, "__func__", original), updated=())
+        replacement: Any = torch.compiler.disable(step, recursive=False)
+        if hasattr(original, "_wrapped_by_lr_sched"):
+            replacement._wrapped_by_lr_sched = True
+        return replacement
+
+    def _creates_state(self, kwargs: Any) -> bool:
+        """Whether torch.distributed.checkpoint creates the state of a fresh optimizer.
+
+        It calls `step(closure=None)` at a learning rate of 0 with gradients of 0. No rank judges
+        such a step, because other ranks may not take it. A sync in these cases only.
+        """
+        groups = self.optimizer.param_groups
+        if kwargs.get("closure", 0) is not None or self.optimizer.state:
+            return False
+        if any(float(group.get("lr", 1.0)) for group in groups):
+            return False
+        grads = [p.grad for p in gradients.parameters(self.optimizer) if p.grad is not None]
+        return not any(bool(gradients.local(grad).any()) for grad in grads)
+
+    def _before(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """Evaluates the closure, judges the step, enforces the order unless it skips.
+
+        Returns the closure's loss and the arguments for the original `step`.
+        """
+        self.hold_numbers(self.enforcer)
+        closure, loss = args[0] if args else kwargs.get("closure"), None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            if loss is not None and not self.measurer.has_loss:
+                self.measurer.add_loss(loss, "the closure's loss")
+        self._judge()
+        if closure is not None:
+            reused = torch.compiler.disable(self._reused(closure, loss))
+            args, kwargs = (reused, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
+        return loss, args, kwargs
+
+    def _restore(self) -> None:
+        self._running = False
+        self.enforcer.restore()
+
+    def _after(self, skipped: bool) -> None:
+        self.in_update = False
+        if skipped and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+            self.optimizer._opt_called = True  # type: ignore[attr-defined] -- the scheduler asks
+        self.measurer.clear()  # losses of a closure's later evaluations
+        if self._skipped is not None and self.on_ended is not None:
+            self.on_ended(self._skipped)
+        if self.on_step is not None:
+            self.on_step()
+
+    def _reused(self, closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
+        """A closure whose first call returns `loss`, if weights and gradients are still the same.
+
+        Sharpness-aware and schedule-free optimizers move the weights before they evaluate, and
+        L-BFGS evaluates again. Further evaluations are clipped by the factor of the step.
+        """
+        params = gradients.parameters(self.optimizer)
+        before = _marks(params)
+        calls = 0
+
+        def evaluate() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1 and before == _marks(params):
+                return loss
+            found = closure()
+            if self._order is not None:
+                with torch.no_grad():
+                    self.enforcer.clip(params, self._order)
+            return found
+
+        return evaluate
+
+    def _check_running(self, *_: Any) -> None:
+        """The pre-hook of the optimizer. Raises if a step bypasses the replacement."""
+        if not self._running:
+            raise AttachError(
+                f"step() of this {type(self.optimizer).__name__} was stored before attach(), so "
+                "the policy cannot judge it: attach before the code that stores it (accelerate "
+                "with fp16: pass accelerate's optimizer to attach)"
+            )
+
+    def detach(self) -> None:
+        """See `Healing.detach`."""
+        if not self.attached:
+            return
+        self.attached = False
+        self._handle.remove()
+        if vars(self.optimizer).get("step") is self._replacement:
+            del self.optimizer.step
+            if self._own_step is not None:
+                self.optimizer.step = self._own_step  # type: ignore[method-assign]
+        self.changes.close()
+        self.on_judged = self.on_ended = self.on_step = None
+        self.measurer.clear()
+
+    # -- judging --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def judge_dropped(self) -> None:
+        """See `Healing.judge_dropped`."""
+        if not self.measurer.dropped.found():
+            return
+        alone = self.all_reduce.world == 1
+        self.live_engine.step(self.measurer.measure_dropped(self._groups, alone=alone))
+        self._report(StepNorms([], [], None))
+
+    def on_state_loaded(self) -> None:
+        """Call it after the engine's state is replaced."""
+        self.measurer.clear()
+        self.answered()
+        self._resets_next = False
+
+    def answered(self) -> None:
+        """Call it after the loop has carried out or declined an order."""
+        records = self.live_engine.remaining_records()
+        if self.on_judged is None:
+            self.incident_log.add(records)
+        self.incident_log.answered()
+
+    @torch.no_grad()
+    def _judge(self) -> None:
+        """Measures the step, runs the engine and enforces its order, if there are gradients."""
+        all_parameters = gradients.parameters(self.optimizer)
+        params = [p for p in all_parameters if p.grad is not None]
+        has_ranks = self.all_reduce.world > 1
+        if not params and not has_ranks:
+            self.measurer.clear()
+            return
+        if len(all_parameters) > self._groups:  # added parameters start a history
+            self._groups = len(all_parameters)
+            self.live_engine.grow(self._groups)
+        if self._engine.per_tensor and len(all_parameters) != self._groups:
+            raise ParametersChangedError(
+                f"the optimizer had {self._groups} parameters, now {len(all_parameters)}, and this "
+                "policy has a clipping history for each: detach() and attach again"
+            )
+        divisor, found_inf = self.enforcer.amp_flags()
+        measured = self.measurer.measure(
+            all_parameters, grad_divisor=divisor, found_inf=found_inf, ranks=self.all_reduce.ranks
+        )
+        self.measurer.clear()
+        own_loss = None
+        if has_ranks:
+            if measured.loss is not None:
+                own_loss = measured.loss.clone()  # the next loss overwrites it
+            measured = self.all_reduce.reduce(measured, self.live_engine.decision)
+        if measured.grad_norm is None:
+            return
+        measured = self.measurer.mark_overflow(measured)
+        self.in_update = True  # a collective that raised before this line changed nothing
+        order = self.live_engine.step(measured)
+        self._skipped = False
+        if self._resets_next and not (isinstance(order, HostOrder) and order.skip):
+            reset_moments(self.optimizer)
+            self._resets_next = False
+        if self._engine.mode != "observe":
+            if isinstance(order, DeviceOrder) and not self.enforcer.needs_host(params):
+                self.enforcer.enforce_on_device(all_parameters, order)
+                self._skipped = order.found_inf
+            else:
+                order = order.to_host() if isinstance(order, DeviceOrder) else order
+                self._order, self._skipped = order, order.skip
+                self.enforcer.enforce(all_parameters, order, measured.grad_divisor)
+                self._resets_next |= self._resets_moments and order.cut
+        norms = self.measurer.tensor_norms
+        self.last_norms = StepNorms(params, norms, measured.grad_divisor, own_loss)
+        self._report(self.last_norms)
+
+    def _report(self, norms: StepNorms) -> None:
+        """Reports a judged step to the Healer, or to the log if there is no Healer."""
+        engine, log, records = self.live_engine, self.incident_log, []
+        if self.on_judged is not None:
+            self.on_judged(norms)
+        if self.on_judged is None or (self._resets_moments and engine.name == "device"):
+            # The replays of a CUDA graph do not call this method.
+            records = [] if engine.is_capturing else engine.arrived_records()
+        if self.on_judged is None:
+            log.enabled = self.all_reduce.ranks.is_first
+            log.stepped(has_seen_loss="loss" in self.measurer.seen)
+            log.add(records)
+        if self._resets_moments and self._order is None and self._engine.mode != "observe":
+            self._resets_next |= any(is_cut(each.action, each.skip) for each in records)
+
+
+def _marks(params: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Identities, and numbers of writes in place, of the parameters and their gradients."""
+    tensors = [(p, p.grad) for p in params]
+    return [(p._version, id(g), -1 if g is None else g._version) for p, g in tensors]
