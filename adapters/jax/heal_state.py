@@ -51,7 +51,8 @@ class HealState(NamedTuple):
     """int32 (records, n): ring of the last steps, see `row_values`. Row (i - 1) % records is of
     step i. A dispatch (`lax.scan` over steps) has at most as many steps."""
     heal_decision: dict[str, jax.Array]
-    """The decision of the last step: `heal_skip`, `heal_grad_scale`, ..."""
+    """The decision of the last step: `heal_skip`, `heal_grad_scale`, ... Separate arrays, because
+    XLA would compute the numbers in a vector again in the kernel of each tensor."""
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
     caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
@@ -138,7 +139,10 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
 
 
 def with_engine_state(state: HealState, new: EngineState) -> HealState:
-    """Replaces the EngineState, outside of `jit`. StateError if `new` belongs to another model."""
+    """Replaces the EngineState, outside of `jit`, and resets the last decision.
+
+    Raises StateError if `new` belongs to another model.
+    """
     new = jax.device_get(new)
     vector, row = np.asarray(_pack((0, 0, 0, new.last.loss != 0), new)), np.asarray(_row(new))
     live, records = state.heal_engine, state.heal_records
@@ -152,12 +156,13 @@ def with_engine_state(state: HealState, new: EngineState) -> HealState:
     return state._replace(
         heal_engine=jnp.where(head, live | vector, vector),
         heal_records=jnp.where(here[:, None], row, records),
+        heal_decision=_flat_decision(neutral(groups=_groups(state))),
     )
 
 
-def with_neutral_decision(state: HealState) -> HealState:
-    """Replaces the last decision by the neutral decision, as before the first step."""
-    return state._replace(heal_decision=_flat_decision(neutral(groups=_groups(state))))
+def last_decision(state: HealState) -> Decision:
+    """The decision of the last step, in 0-d arrays; neutral before the first step."""
+    return Decision(*(state.heal_decision.get(f"heal_{name}") for name in Decision._fields))
 
 
 def with_change_expected(state: HealState) -> HealState:

@@ -26,7 +26,6 @@ from healcore.jax.heal_state import (
     map_nodes,
     replace,
     with_engine_state,
-    with_neutral_decision,
 )
 from healcore.jax.optax_states import ScaleByHealLrState
 from healcore.jax.transform import ProtectState
@@ -69,13 +68,12 @@ def last_decision(opt_state: optax.OptState) -> Decision:
         opt_state: any nesting of optax states that contains one `heal`, `heal_zclip` or `protect`.
 
     Returns:
-        The Decision, with 0-d arrays that are not copied. Neutral before the first step.
+        The Decision, in 0-d arrays. Neutral before the first step.
 
     Raises:
         HealStateError: the state contains no healing state, or more than one.
     """
-    found = find(opt_state).heal_decision
-    return Decision(*(found.get(f"heal_{field}") for field in Decision._fields))
+    return heal_state.last_decision(find(opt_state))
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -176,7 +174,7 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
     old = find(opt_state)
     engine_state(engine, old)  # raises for another policy
     new = with_engine_state(old, engine.from_dict(data))
-    return replace(opt_state, with_neutral_decision(new))
+    return replace(opt_state, new)
 
 
 def expect_change(opt_state: State) -> State:

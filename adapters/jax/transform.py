@@ -17,7 +17,6 @@ from healcore.jax import gradients, heal_state
 from healcore.jax.commit import step_or_keep
 from healcore.jax.heal_state import RECORDS, HealState, check_records
 from healcore.jax.optax_states import (
-    check_leaves,
     check_second_iterates,
     has_injected_schedule,
     has_lr_scale,
@@ -30,8 +29,6 @@ from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, spl
 
 if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
-
-_ARRAYS_ONLY = "for an Equinox module write `tx.init(eqx.filter(model, eqx.is_array))`"
 
 
 def heal(
@@ -238,7 +235,6 @@ def protect(
     reads_update_norm = "update_norm" in engine.needs
 
     def init(params: optax.Params) -> ProtectState:
-        check_leaves(params, "params", _ARRAYS_ONLY)
         inner_state = inner.init(params)
         if engine.mode != "observe" and engine.scales_lr:
             check_second_iterates(inner_state, "a cut of the learning rate")
@@ -319,7 +315,6 @@ def _transformation(
     engine: Engine, axes: Axes, kept: int = RECORDS
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: optax.Params) -> HealState:
-        check_leaves(params, "params", _ARRAYS_ONLY)
         return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), kept))
 
     def update(

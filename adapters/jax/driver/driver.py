@@ -23,7 +23,6 @@ from healcore.jax.heal_state import (
 )
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import (
-    check_leaves,
     injected_hyperparameters,
     injected_rates,
     moments_obstacle,
@@ -48,8 +47,7 @@ class JaxDriver:
         policy: the optimizer's policy.
 
     Raises:
-        HealStateError: `state` has no healing state, its policy differs, or a leaf is neither an
-            array nor a number.
+        HealStateError: `state` has no healing state, or its policy differs.
     """
 
     framework = "jax"
@@ -58,7 +56,6 @@ class JaxDriver:
         self._engine = engine_of(policy)
         self._live = live_state_of(state)
         tree = self._live.read()
-        check_leaves(tree, "state", _ARRAYS_ONLY)
         self._engines = in_state.find(tree, self._live.trained(), self._engine)
         parts = [each.candidates for each in self._engines]
         parts = parts if all(parts) else []
@@ -115,7 +112,7 @@ class JaxDriver:
             return
         before, self._live.state = self._live.state, state
         try:
-            if self._live.check():
+            if self._live.is_new():
                 self._states()  # raises if a state of another class has replaced a healing state
             if self._edit_is_new:  # one sync, in the first update after an edit
                 edits = in_state.edits(self._states())
@@ -123,7 +120,7 @@ class JaxDriver:
                 if self._edit_is_new:
                     raise HealStateError(_STALE)
         except HealStateError:
-            self._live.state, self._live.checked = before, None
+            self._live.state = before
             raise
 
     def on_step(self, call: Callable[[], None]) -> None:
@@ -414,10 +411,6 @@ class JaxDriver:
         self._last_counters = self._counters()
 
 
-_ARRAYS_ONLY = (
-    "for an Equinox module write `params, static = eqx.partition(model, eqx.is_array)`, pass "
-    "params in the state, and start the step with `model = eqx.combine(params, static)`"
-)
 _LINE = "state = healer.update(step(healer.state, batch))"
 _STALE = (
     "this state was computed from an older state than healer.state, which a rollback, a resume or "

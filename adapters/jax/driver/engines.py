@@ -108,7 +108,7 @@ def loaded(
     for name, state in states.items():
         live = at(tree, paths[name])
         packed = heal_state.with_engine_state(live, state)
-        new[paths[name]] = jax.tree.map(as_live, heal_state.with_neutral_decision(packed), live)
+        new[paths[name]] = jax.tree.map(as_live, packed, live)
     scales = {float(state.lr.scale) for state in states.values()}
     scale = scales.pop() if len(scales) == 1 and engine.mode != "observe" else None
 
@@ -146,7 +146,7 @@ def edits(states: Sequence[HealState]) -> list[int]:
 
 def _check_single(path: Path, state: HealState) -> None:
     """Raises HealStateError for a state with a leading axis, from `vmap` or `pmap`."""
-    lanes = jnp.shape(state.heal_decision["heal_skip"])
+    lanes = jnp.shape(state.heal_engine)[:-1]
     if lanes:
         raise HealStateError(
             f"the healing state at state{jax.tree_util.keystr(path)} holds {lanes[0]} runs at once "
