@@ -162,7 +162,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 OPTIMIZED = (
     "tests.parity",
     "tests.core",
-    "tests.jax.test_bad_updates",
     "tests.jax.test_commit",
     "tests.jax.test_fixed_cost",
     "tests.jax.test_skip_exact",

@@ -16,10 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from healcore.jax.compilation import compiled
-from healcore.jax.namespace import shared
 
-SMALL = 1 << 14
-"""Number of elements of the largest tensor that `not_finite` checks."""
 P = ParamSpec("P")
 Tree = TypeVar("Tree")
 
@@ -104,58 +101,19 @@ def scale_each(leaves: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
 
 @_of_gradients
 def fill_where(leaves: list[jax.Array], skip: jax.Array, value: float) -> list[jax.Array]:
-    """Replaces every element by `value` where `skip` (bool, 0-d)."""
-    return [jnp.where(skip, jnp.full((), value, leaf.dtype), leaf) for leaf in leaves]
+    """Replaces every element by `value` where `skip` (bool, 0-d).
 
-
-@_of_gradients
-def no_update_where(leaves: list[jax.Array], skip: jax.Array) -> list[jax.Array]:
-    """Replaces updates by -0.0 where `skip` (bool, 0-d), so that parameters stay bit-identical.
-
-    ``p + -0.0`` is p for every p, but ``-0.0 + 0.0`` is ``+0.0``. (XLA's bfloat16 addition flushes
-    subnormals, |p| < 1.2e-38, in some programs; `commit` keeps subnormals.) Non-finite elements
-    always become -0.0. XLA fuses this into the addition, at no cost.
+    An update of -0.0 keeps every parameter bit-identical: ``p + -0.0`` is p for every p, but
+    ``-0.0 + 0.0`` is ``+0.0``. (XLA's bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some
+    programs; `commit` keeps subnormals.) XLA fuses this into the addition, at no cost.
     """
-    return [
-        jnp.where(skip | ~jnp.isfinite(leaf), _negative_zero(leaf.dtype), leaf) for leaf in leaves
-    ]
 
+    def filled(leaf: jax.Array) -> jax.Array:
+        is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+        number = jax.lax.complex(value, value) if is_complex else value
+        return jnp.where(skip, jnp.asarray(number, leaf.dtype), leaf)
 
-def not_finite(tree: Any, skip: jax.Array) -> jax.Array:
-    """Whether each gradient leaf has a NaN or Inf and not `skip`; bool (n,).
-
-    False for a leaf of more than `SMALL` elements.
-
-    A learning rate of NaN, or a bias correction of 0, affects small leaves too. A check of all
-    leaves takes four times as long as an adamw step, because XLA writes the update to memory (25 M
-    float32, 24 leaves, 2 CPU cores: 280 ms and 96 MB, against 69 ms).
-    """
-    leaves = gradient_leaves(tree)
-    return _leaves_not_finite([x if is_checked(x) else jnp.zeros(()) for x in leaves], skip)
-
-
-def is_checked(leaf: Any) -> bool:
-    """Whether `not_finite` checks a leaf."""
-    return 0 < jnp.size(leaf) <= SMALL
-
-
-@compiled
-def _leaves_not_finite(leaves: list[jax.Array], skip: jax.Array) -> jax.Array:
-    if not leaves:
-        return jnp.zeros((0,), jnp.bool_)
-    # A difference is 0, or not finite. A product with 0 would not do: XLA merges the 0 into the
-    # optimizer's constant factors, so an overflow in their product stays unseen. A sum of floats
-    # takes less time to compile than `isfinite(leaf).all()` (16,384 elements: 9 ms against 71 ms).
-    each = jnp.stack([_as_float(jnp.sum(leaf - leaf)) for leaf in leaves])
-    # Without `shared` the kernel of each tensor repeats this where a call is inlined: 67,000
-    # instead of 31,000 instructions for 192 tensors.
-    return shared(~jnp.isfinite(each) & ~skip)
-
-
-def _as_float(number: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(number):
-        number = jnp.real(number) + jnp.imag(number)
-    return number.astype(jnp.float32)
+    return [filled(leaf) for leaf in leaves]
 
 
 def _square_sum(leaf: jax.Array) -> jax.Array:
@@ -174,9 +132,3 @@ def _product(leaf: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     # with adamw on 2 cores: 19 ms a step and no temporary, against 45 ms and 100 MB).
     wide = jnp.promote_types(leaf.dtype, jnp.float32)
     return (jnp.asarray(factor, jnp.float32) * leaf.astype(wide)).astype(leaf.dtype)
-
-
-def _negative_zero(dtype: Any) -> jax.Array:
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return jnp.asarray(complex(-0.0, -0.0), dtype)
-    return jnp.asarray(-0.0, dtype)

@@ -10,20 +10,26 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.tree_util import SequenceKey
 
-from healcore.core import tree
-from healcore.core.engine import Engine, EngineState, StateError, neutral
+from healcore.core import step_record, tree
+from healcore.core.engine import Engine, EngineState, StateError, Tally, neutral
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Decision
-from healcore.jax import namespace, state_layout
-from healcore.jax.compilation import compiled, standard_promotion
+from healcore.jax import namespace
+from healcore.jax.compilation import compiled
 from healcore.jax.gradients import is_gradient
-from healcore.jax.state_layout import StateLayout
 
 Tree = TypeVar("Tree")
+
+RECORDS = 64
+"""Default number of rows of `HealState.heal_records`."""
+_EDIT, _LOSS_SEEN, _STEP, _CHANGE_EXPECTED = range(2, 6)
+"""Indices in `HealState.heal_engine`. The first two numbers are `Engine.fingerprint`, or 0 for a
+policy of arrays. `_STEP` and `_CHANGE_EXPECTED` are the first leaves of the EngineState."""
 
 
 class HealStateError(HealcoreError, ValueError):
@@ -31,59 +37,61 @@ class HealStateError(HealcoreError, ValueError):
 
 
 class HealState(NamedTuple):
-    """The state of `heal`, `heal_zclip` and `protect`, packed in few arrays.
+    """The state of `heal`, `heal_zclip` and `protect`.
 
     No other state has fields of these names, so that ``optax.tree.get(opt_state, "count")`` finds
     the optimizer's count. No array is empty, because Orbax cannot save empty arrays.
     """
 
-    heal_floats: jax.Array
-    """float32 (n,): the floats of the core's EngineState."""
-    heal_ints: jax.Array
-    """int32 (m,): a `state_layout.Header`, then the integers and flags of the EngineState."""
+    heal_engine: jax.Array
+    """int32 (m,): fingerprint of the policy, number of the Healer's last edit, whether a loss was
+    finite, then the leaves of the core's EngineState, floats by their bits. One array, because each
+    array costs a jitted step about 1 us (2 CPU cores)."""
     heal_records: jax.Array
-    """int32 (rows, elements): the ring buffers of step records, see `state_layout`."""
+    """int32 (records, n): ring of the last steps, see `row_values`. Row (i - 1) % records is of
+    step i. A dispatch (`lax.scan` over steps) has at most as many steps."""
     heal_decision: dict[str, jax.Array]
-    """The decision of the last step: `heal_skip`, `heal_grad_scale`, ..."""
+    """The decision of the last step: `heal_skip`, `heal_grad_scale`, ... Separate arrays, because
+    XLA would compute the numbers in a vector again in the kernel of each tensor."""
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
-    caller passes `grad_norm`. Negative or -0.0 if the leaf's update was not finite, see
-    `gradients.not_finite`. Only for reports: decisions do not depend on it."""
+    caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
 
 
-def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealState:
-    """The state before the first step, for `leaves` tensors with a gradient.
+def check_records(records: Any) -> int:
+    """Returns `records`. Raises ValueError unless it is a whole number >= 1."""
+    if isinstance(records, bool) or not isinstance(records, int) or records < 1:
+        raise ValueError(
+            f"records is a whole number >= 1, the number of steps in one dispatch, got {records!r}:"
+            " use 1 if each step is a separate call"
+        )
+    return records
 
-    The ring buffer holds the records of `kept` steps, at least the steps of one dispatch.
-    """
-    layout = StateLayout(engine, leaves if engine.per_tensor else 0)
-    floats, ints = layout.pack(layout.template, layout.header)
+
+def init(engine: Engine, leaves: int, records: int = RECORDS) -> HealState:
+    """The state before the first step, for `leaves` tensors with a gradient."""
+    groups = leaves if engine.per_tensor else None
+    first = engine.init(groups=groups or 0)
     return HealState(
-        floats,
-        ints,
-        state_layout.init_records(kept, state_layout.record(floats, ints)),
-        _flat_decision(neutral(groups=leaves if engine.per_tensor else None)),
+        _pack((*_halves(engine), 0, 0), first),
+        jnp.tile(_row(first), (records, 1)),
+        _flat_decision(neutral(groups=groups)),
         jnp.zeros((leaves,), jnp.float32),
     )
 
 
 def step(
-    engine: Engine,
-    state: HealState,
-    signals: Signals,
-    leaf_norms: jax.Array | None,
-    bad_update: jax.Array | None = None,
+    engine: Engine, state: HealState, signals: Signals, leaf_norms: jax.Array | None
 ) -> tuple[HealState, Decision]:
     """Judges one step, and keeps the dtypes of the state, because weak types would recompile.
 
-    With `bad_update` (bool, 0-d) the last update was not finite, whatever norm the signals have.
     Skips an externally skipped step in observe mode too. Raises HealStateError like `engine_state`.
     """
     _check(engine, state)
     leaves, structure = jax.tree.flatten(engine.config)
     numbers = [leaf for leaf in leaves if _is_array(leaf)]  # may be traced
     rest = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
-    return _step((structure, rest), numbers, state, signals, leaf_norms, bad_update)
+    return _step((structure, rest), numbers, state, signals, leaf_norms)
 
 
 @partial(compiled, static=(0,))
@@ -93,104 +101,175 @@ def _step(
     state: HealState,
     signals: Signals,
     leaf_norms: jax.Array | None,
-    bad_update: jax.Array | None,
 ) -> tuple[HealState, Decision]:
     (structure, rest), given = policy, iter(numbers)
     engine = Engine(structure.unflatten(next(given) if each is None else each for each in rest))
-    norms = state.heal_leaf_norms
-    if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
-        norms = leaf_norms
-    floats, ints, decision, row, places = _judge(engine, state, signals, bad_update)
-    if signals.externally_skipped is not None:  # keeps the signals of the last judged step
-        last = state_layout.last_record(state.heal_records, state_layout.step(state.heal_ints))
-        row = jnp.where(signals.externally_skipped, last, row)
-    rings = state_layout.write_record(state.heal_records, row, places)
-    return HealState(floats, ints, rings, _flat_decision(decision), norms), decision
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
-
-
-def _judge(
-    engine: Engine, state: HealState, signals: Signals, bad_update: jax.Array | None
-) -> tuple[jax.Array, jax.Array, Decision, jax.Array, state_layout.Places]:
-    """Returns the new floats and integers, the decision, the record and its places."""
-    layout = _layout_of(engine, state)
-    if bad_update is not None:
-        norm = jnp.where(bad_update, jnp.inf, signals.update_norm)
-        signals = signals._replace(update_norm=norm)
-    old = layout.unpack(state.heal_floats, state.heal_ints)
-    new, decision = engine.step(old, signals, xp=namespace)
+    new, decision = engine.step(_unpack(engine, state), signals, xp=namespace)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
     template = neutral(groups=None if decision.group_scale is None else 1)
-    decision = tree.map_leaves(_as_own_buffer, template, decision)
-    header = state_layout.header(state.heal_ints)
-    ordered = (new.last.decision.action != 0) & (new.step > old.step)
+    decision = tree.map_leaves(lambda kind, leaf: jnp.asarray(leaf, kind.dtype), template, decision)
+    norms = state.heal_leaf_norms
+    if leaf_norms is not None and leaf_norms.shape == norms.shape:
+        norms = leaf_norms
+    high, low, edit, seen = state.heal_engine[:_STEP]
     if signals.loss is not None:
-        header = header._replace(loss_seen=header.loss_seen | jnp.isfinite(signals.loss))
-    places = state_layout.places(state.heal_records, new.step, header.orders, ordered)
-    header = header._replace(orders=header.orders + ordered)
-    floats, ints = layout.pack(new, header)
-    bad = _reports_bad_update(signals)
-    return floats, ints, decision, state_layout.record(floats, ints, bad), places
-
-
-def _reports_bad_update(signals: Signals) -> Any:
-    """Whether only the previous update, and not this gradient, is not finite."""
-    if signals.update_norm is None:
-        return False
-    bad = ~jnp.isfinite(signals.update_norm)
-    return bad if signals.grad_norm is None else bad & jnp.isfinite(signals.grad_norm)
-
-
-def _as_own_buffer(kind: Any, leaf: jax.Array) -> jax.Array:
-    """Returns the leaf with the dtype of `kind`, in a separate buffer.
-
-    Eager code may return the same array for several leaves, but a buffer can be donated only once.
-    """
-    if isinstance(leaf, Tracer):
-        return jnp.asarray(leaf, kind.dtype)
-    return jnp.array(leaf, kind.dtype)
+        seen |= jnp.isfinite(signals.loss)
+    place = (new.step - 1) % state.heal_records.shape[0]
+    return HealState(
+        _pack((high, low, edit, seen), new),
+        lax.dynamic_update_slice(
+            state.heal_records, _row(new)[None], (place, jnp.zeros_like(place))
+        ),
+        _flat_decision(decision),
+        norms,
+    ), decision
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:
-    """Unpacks the EngineState.
+    """Unpacks the EngineState, as NumPy arrays unless the state is traced.
 
     Raises HealStateError for another policy or another type.
     """
     _check(engine, state)
-    floats, ints = state.heal_floats, state.heal_ints
-    if not isinstance(ints, Tracer):  # avoids compiling about 40 slices for the device
-        floats, ints = jax.device_get((floats, ints))
-    return _layout_of(engine, state).unpack(floats, ints)
+    if not isinstance(state.heal_engine, Tracer):  # avoids one dispatch per leaf
+        state = state._replace(heal_engine=jax.device_get(state.heal_engine))
+    return _unpack(engine, state)
 
 
-@standard_promotion
-def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
-    """Replaces the EngineState. StateError if `new` belongs to another model."""
-    layout = _layout_of(engine, state)
-    old = state_layout.header(state.heal_ints)
-    seen = old.loss_seen | (jnp.asarray(new.last.loss) != 0)
-    floats, ints = layout.pack(new, old._replace(loss_seen=seen))
-    if floats.shape != jnp.shape(state.heal_floats) or ints.shape != jnp.shape(state.heal_ints):
+def with_engine_state(state: HealState, new: EngineState) -> HealState:
+    """Replaces the EngineState, outside of `jit`, and resets the last decision.
+
+    Raises StateError if `new` belongs to another model.
+    """
+    new = jax.device_get(new)
+    vector, row = np.asarray(_pack((0, 0, 0, new.last.loss != 0), new)), np.asarray(_row(new))
+    live, records = state.heal_engine, state.heal_records
+    if vector.shape != jnp.shape(live):
         raise StateError(
-            f"the saved state has {floats.shape[0]} numbers, and this optimizer's state has "
-            f"{jnp.shape(state.heal_floats)[0]}: it belongs to a model with other tensors; start "
-            "from a fresh state"
+            f"the saved state has {vector.size} numbers, and this optimizer's state has "
+            f"{live.size}: it belongs to a model with other tensors; start from a fresh state"
         )
-    step = state_layout.step(ints)
-    record = state_layout.record(floats, ints)
-    places = state_layout.places(state.heal_records, step, old.orders, step != step)
-    rings = state_layout.write_record(state.heal_records, record, places)
-    return state._replace(heal_floats=floats, heal_ints=ints, heal_records=rings)
+    head = np.arange(vector.size) < _STEP
+    here = np.arange(len(records)) == (new.step - 1) % len(records)
+    return state._replace(
+        heal_engine=jnp.where(head, live | vector, vector),
+        heal_records=jnp.where(here[:, None], row, records),
+        heal_decision=_flat_decision(neutral(groups=_groups(state))),
+    )
 
 
-def with_neutral_decision(state: HealState) -> HealState:
-    """Replaces the last decision by the neutral decision, as before the first step."""
-    return state._replace(heal_decision=_flat_decision(neutral(groups=_groups(state))))
+def last_decision(state: HealState) -> Decision:
+    """The decision of the last step, in 0-d arrays; neutral before the first step."""
+    return Decision(*(state.heal_decision.get(f"heal_{name}") for name in Decision._fields))
+
+
+def with_change_expected(state: HealState) -> HealState:
+    """Opens the engine's grace window at the next step."""
+    return _with_number(state, _CHANGE_EXPECTED, 1)
+
+
+def with_edit(state: HealState, number: int) -> HealState:
+    """Sets the number of the Healer's last edit of the state.
+
+    A step keeps the number, so a state computed from an older state has an older number.
+    """
+    return _with_number(state, _EDIT, number)
+
+
+def edit(engine: Any) -> Any:
+    """The number of the last edit in a `HealState.heal_engine`."""
+    return engine[_EDIT]
+
+
+def steps(engine: Any) -> Any:
+    """The number of steps that the engine has judged, in a `HealState.heal_engine`."""
+    return engine[_STEP]
+
+
+# -- packing ------------------------------------------------------------------------------------
+
+
+def _bits(leaf: Any) -> jax.Array:
+    leaf = jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.int32)
+    return leaf.astype(jnp.int32)
+
+
+def _pack(head: tuple[Any, ...], new: EngineState) -> jax.Array:
+    return jnp.concatenate([jnp.ravel(_bits(leaf)) for leaf in (*head, *jax.tree.leaves(new))])
+
+
+def _unpack(engine: Engine, state: HealState) -> EngineState:
+    found, start, vector = [], _STEP, state.heal_engine
+    leaves, structure = jax.tree.flatten(engine.init(groups=_groups(state) or 0))
+    for like in leaves:
+        part = vector[start : start + like.size].reshape(like.shape)
+        found.append(_value(part, like.dtype))
+        start += like.size
+    return structure.unflatten(found)
+
+
+def _value(bits: Any, dtype: Any) -> Any:
+    if dtype == np.bool_:
+        return bits != 0
+    if dtype != np.float32:
+        return bits
+    if isinstance(bits, np.ndarray):
+        return bits.view(np.float32)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _with_number(state: HealState, index: int, number: int) -> HealState:
+    # An indexed update fails outside of jit on a mesh of several processes.
+    vector = state.heal_engine
+    here = np.arange(vector.shape[-1]) == index
+    return state._replace(heal_engine=jnp.where(here, np.int32(number), vector))
+
+
+def metrics(vector: Any, records: Any) -> dict[str, jax.Array]:
+    """The numbers of the newest step by name: fields of `StepRecord` and `Tally`.
+
+    The loss is NaN until the first finite loss. (The engine's state has 0 there, because a
+    checkpoint with a NaN would count as bad.)
+    """
+    if vector.ndim > 1:  # several runs, of `vmap`
+        return jax.vmap(metrics)(vector, records)
+    newest = (steps(vector) - 1) % records.shape[0]
+    found = row_values(lax.dynamic_index_in_dim(records, newest, keepdims=False))
+    return {**found, "loss": jnp.where(vector[_LOSS_SEEN] != 0, found["loss"], jnp.nan)}
+
+
+# -- the ring of records ------------------------------------------------------------------------
+
+_INTS, _FLOATS = step_record.INTS, len(step_record.FIELDS)
+
+
+def _row(new: EngineState) -> jax.Array:
+    """The row of the last step: the numbers of its StepRecord, floats by their bits, and counts."""
+    numbers = (*step_record.numbers(new), *new.tally)
+    return jnp.stack([jnp.broadcast_to(_bits(each), ()) for each in numbers])
+
+
+def row_values(row: Any) -> dict[str, Any]:
+    """The numbers in a row by name: fields of `StepRecord`, then of `engine.Tally`."""
+    names = (*step_record.FIELDS, *Tally._fields)
+    kinds = dict.fromkeys(names[_INTS:_FLOATS], np.float32) | {"skip": np.bool_}
+    return {name: _value(row[i], kinds.get(name)) for i, name in enumerate(names)}
+
+
+def to_record(row: np.ndarray, engine: str) -> step_record.StepRecord:
+    """The StepRecord in a row. `engine` is the engine's name."""
+    return step_record.unpack(row[:_FLOATS], engine)
+
+
+# -- the policy of a state ----------------------------------------------------------------------
+
+
+def _halves(engine: Engine) -> tuple[Any, ...]:
+    return tuple(np.frombuffer(bytes.fromhex(engine.fingerprint or "0" * 16), ">i4").astype("i4"))
 
 
 def _check(engine: Engine, state: Any) -> None:
@@ -200,49 +279,25 @@ def _check(engine: Engine, state: Any) -> None:
     """
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
-    layout = _layout_of(engine, state)
-    found = (jnp.shape(state.heal_floats)[-1:], jnp.shape(state.heal_ints)[-1:])
-    if found != ((layout.floats,), (layout.ints,)):
+    leaves = jax.tree.leaves(engine.init(groups=_groups(state) or 0))
+    needed, found = _STEP + sum(leaf.size for leaf in leaves), jnp.shape(state.heal_engine)[-1]
+    same = found == needed
+    made_with = engine.fingerprint
+    if same and made_with is not None and not isinstance(state.heal_engine, Tracer):
+        made_with = np.asarray(state.heal_engine)[..., :_EDIT].astype(">i4").tobytes().hex()[:16]
+        same = made_with in (engine.fingerprint, "0" * 16)
+    if not same:
+        from healcore.policy.loader import name_of  # here, so `import healcore.jax` skips pydantic
+
+        names = [name_of(each) for each in (made_with, engine.fingerprint)]
+        optimizer, here = (f'"{name}"' if name else "not an unchanged preset" for name in names)
         raise HealStateError(
-            f"this healing state belongs to another policy: it has {found[0]} floats and {found[1]}"
-            f" integers, and this policy needs {layout.floats} and {layout.ints}. "
-            f"{_policies(engine, state)}{_REMEDY}"
+            f"this healing state belongs to another policy or release: the optimizer's policy is "
+            f"{optimizer}, and the policy passed here is {here} ({found} and {needed} numbers). "
+            "Use the same policy everywhere, as in protect(tx, policy) and Healer(policy); for "
+            'heal_zclip() write Healer("zclip"). To continue with another policy and reset its '
+            "detectors: with_heal_state(without_heal_state(old), like=tx.init(params))"
         )
-    if isinstance(state.heal_ints, Tracer):
-        return
-    header = state_layout.header(np.asarray(state.heal_ints))
-    if (header.schema != state_layout.SCHEMA).any():
-        raise HealStateError(
-            f"this healing state has layout {header.schema}, and this release has layout "
-            f"{state_layout.SCHEMA}: use the healing part of a fresh state, "
-            "with_heal_state(without_heal_state(old), like=tx.init(params))"
-        )
-    own, high, low = layout.header, header.policy_high, header.policy_low
-    named = (high | low).any() and (own.policy_high or own.policy_low)  # 0 and 0: no fingerprint
-    if named and ((high != own.policy_high) | (low != own.policy_low)).any():
-        raise HealStateError(
-            "this healing state belongs to another policy, whose numbers differ. "
-            f"{_policies(engine, state)}{_REMEDY}"
-        )
-
-
-def _policies(engine: Engine, state: HealState) -> str:
-    """A sentence that names both policies, or an empty string for a traced state."""
-    from healcore.policy.loader import name_of  # here, so `import healcore.jax` skips pydantic
-
-    if isinstance(state.heal_ints, Tracer):
-        return ""
-    made_with = state_layout.fingerprint(state_layout.header(np.asarray(state.heal_ints)))
-    names = [name_of(each) for each in (made_with, engine.fingerprint)]
-    optimizer, here = (f'"{name}"' if name else "not an unchanged preset" for name in names)
-    return f"The optimizer's policy is {optimizer}, and the policy passed here is {here}. "
-
-
-_REMEDY = (
-    "Use the same policy everywhere, as in protect(tx, policy) and Healer(policy); for "
-    'heal_zclip() write Healer("zclip"). To continue with another policy and reset its detectors: '
-    "with_heal_state(without_heal_state(old), like=tx.init(params))"
-)
 
 
 def no_heal_state_error(state: Any) -> HealStateError:
@@ -261,9 +316,8 @@ def _groups(state: HealState) -> int | None:
     return None if factors is None else jnp.shape(factors)[-1]
 
 
-def _layout_of(engine: Engine, state: HealState) -> StateLayout:
-    # Not cached, because an engine's numbers may be tracers, which must not outlive their trace.
-    return StateLayout(engine, _groups(state) or 0)
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def _flat_decision(made: Decision) -> dict[str, jax.Array]:
@@ -342,8 +396,6 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
     if type(chain) is not tuple or not all(isinstance(member, tuple) for member in chain):
         return
     before = chain[: path[index].idx]
-    if len(path) == index + 1:  # `heal` or `heal_zclip` itself, not a part of `protect`
-        _warn_if_value_is_read(chain[path[index].idx + 1 :])
     if nodes(HealState, before):
         return  # a user's tuple with the states of several optimizers
     if any(map(is_gradient, jax.tree.leaves(before))):
@@ -352,16 +404,4 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
             "in this chain: they judge its updates, after a NaN has reached its moments. Put "
             "healing first: optax.chain(heal_zclip(), optax.adamw(1e-3))",
             stacklevel=4,
-        )
-
-
-def _warn_if_value_is_read(after: tuple[Any, ...]) -> None:
-    names = ("MomoState", "MomoAdamState", "ReduceLROnPlateauState")
-    stops = (*names, "ApplyIfFiniteState")  # which does not apply an update of NaN
-    found = jax.tree.leaves(after, is_leaf=lambda node: type(node).__name__ in stops)
-    if any(type(node).__name__ in names for node in found):
-        warnings.warn(
-            "an optimizer after heal or heal_zclip in this chain reads value=, and a NaN loss "
-            "reaches it although the step is skipped: write protect(optimizer) instead",
-            stacklevel=5,
         )

@@ -13,12 +13,9 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
-from healcore import console
-from healcore.core.engine.state import metrics as engine_metrics
 from healcore.core.verdict import Decision
-from healcore.jax import state_layout
+from healcore.jax import heal_state
 from healcore.jax.compilation import standard_promotion
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
@@ -29,11 +26,9 @@ from healcore.jax.heal_state import (
     map_nodes,
     replace,
     with_engine_state,
-    with_neutral_decision,
 )
 from healcore.jax.optax_states import ScaleByHealLrState
 from healcore.jax.transform import ProtectState
-from healcore.runtime.incidents.step_lines import FROM_START
 
 if TYPE_CHECKING:
     from healcore.core.engine import Engine
@@ -73,13 +68,12 @@ def last_decision(opt_state: optax.OptState) -> Decision:
         opt_state: any nesting of optax states that contains one `heal`, `heal_zclip` or `protect`.
 
     Returns:
-        The Decision, with 0-d arrays that are not copied. Neutral before the first step.
+        The Decision, in 0-d arrays. Neutral before the first step.
 
     Raises:
         HealStateError: the state contains no healing state, or more than one.
     """
-    found = find(opt_state).heal_decision
-    return Decision(*(found.get(f"heal_{field}") for field in Decision._fields))
+    return heal_state.last_decision(find(opt_state))
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -90,40 +84,27 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
 
     Returns:
         See `healcore.core.engine.state.metrics`. `heal/loss` is NaN until the first finite loss,
-        and always if `value=` is not passed. If the step is complete at this call, and no step
-        since the start was finite, an error is logged at 100, 1,000, 10,000 steps.
+        and always if `value=` is not passed.
 
     Raises:
         HealStateError: as in `last_decision`.
     """
     state = find(opt_state)
-    found = _metrics(state.heal_floats, state.heal_ints)
-    _log_if_never_finite(state.heal_ints, found)
-    return found
+    return _metrics(state.heal_engine, state.heal_records)
 
 
-_logged_powers: set[int] = set()
-"""Numbers of digits of the steps at which an error was logged."""
-
-
-def _log_if_never_finite(ints: Any, found: dict[str, jax.Array]) -> None:
-    """Logs an error about a run whose steps were all skipped. Does not wait for the device."""
-    if isinstance(ints, Tracer) or ints.ndim != 1 or not ints.is_ready():
-        return
-    steps, skips = int(found["heal/steps"]), int(found["heal/skips"])
-    if steps >= FROM_START and skips == steps and len(str(steps)) not in _logged_powers:
-        _logged_powers.add(len(str(steps)))
-        console.error(f"all of the first {steps:,} steps were skipped, so nothing was trained")
+_NAMES = (
+    *("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "skip", "lr_scale"),
+    *("cause", "action", "step", "clips", "skips", "alarms", "rollbacks", "lr_cuts", "incident"),
+)
+_PLURALS = {"step": "steps", "incident": "incidents"}
 
 
 @jax.jit
-def _metrics(floats: jax.Array, ints: jax.Array) -> dict[str, jax.Array]:
+def _metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
     """The metrics, compiled as one dispatch for calls outside of a compiled step."""
-    head: Any = state_layout.head(floats, ints)
-    found = engine_metrics(head)
-    # The NaN is not in the state, because a checkpoint with a NaN would count as bad.
-    loss = jnp.where(state_layout.header(ints).loss_seen != 0, found["heal/loss"], jnp.nan)
-    return {**found, "heal/loss": loss}
+    found = heal_state.metrics(vector, records)
+    return {f"heal/{_PLURALS.get(name, name)}": found[name] for name in _NAMES}
 
 
 def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, jax.Array]:
@@ -145,7 +126,7 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
         HealStateError: as in `last_decision`, or the number of floating tensors in `params` differs
             from the number of gradients.
     """
-    norms = jnp.unstack(jnp.abs(find(opt_state).heal_leaf_norms))
+    norms = jnp.unstack(find(opt_state).heal_leaf_norms)
     paths = [
         path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_gradient(leaf)
     ]
@@ -192,8 +173,8 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
     engine = _engine(policy)
     old = find(opt_state)
     engine_state(engine, old)  # raises for another policy
-    new = with_engine_state(engine, old, engine.from_dict(data))
-    return replace(opt_state, with_neutral_decision(new))
+    new = with_engine_state(old, engine.from_dict(data))
+    return replace(opt_state, new)
 
 
 def expect_change(opt_state: State) -> State:
@@ -202,9 +183,7 @@ def expect_change(opt_state: State) -> State:
     Equivalent to ``change_expected=True`` in the next call of `update`. Raises HealStateError like
     `last_decision`.
     """
-    state = find(opt_state)
-    ints = state_layout.with_change_expected(state.heal_ints)
-    return replace(opt_state, state._replace(heal_ints=ints))
+    return replace(opt_state, heal_state.with_change_expected(find(opt_state)))
 
 
 @standard_promotion
@@ -225,7 +204,7 @@ def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
     engine = _engine(policy)
     now, then = find(live), find(restored)
     state = engine.on_rollback(engine_state(engine, now), engine_state(engine, then), xp=jnp)
-    return replace(restored, with_engine_state(engine, then, state))
+    return replace(restored, with_engine_state(then, state))
 
 
 # -- conversion to and from plain optax ---------------------------------------------------------

@@ -59,20 +59,6 @@ it. Scaling the update would slow down only the parameters. (Mechanic, D-Adaptat
 derive their iterate from the parameters; the rate of COCOB scales its update.)"""
 
 
-def check_leaves(tree: Any, name: str, write: str) -> None:
-    """Raises HealStateError for a leaf that is neither an array nor a number, such as a function.
-
-    JAX's own error does not name the leaf. `name` is the name of the tree; `write` is advice.
-    """
-    for path, leaf in tree_leaves_with_path(tree):
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        if not is_array and not isinstance(leaf, bool | int | float | complex):
-            raise HealStateError(
-                f"{name}{keystr(path)} is a {type(leaf).__name__}, not an array "
-                f"or a number: {write}. In a class of your own, make the field static"
-            )
-
-
 def replicate_over_mesh(params: Any, state: State) -> State:
     """Replicates the arrays of a fresh state over the mesh of the parameters, if any.
 

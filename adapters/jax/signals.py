@@ -153,26 +153,8 @@ class Axes(NamedTuple):
         total = jax.lax.psum(jnp.square(own), (*self.averaged, *self.split))
         return jnp.sqrt(total / self._size(self.averaged))
 
-    def any(self, flag: jax.Array) -> jax.Array:
-        """Whether a flag (bool, 0-d) is set on any device.
-
-        Without named axes, reduces over the axes along which JAX knows the flag to vary
-        (`check_vma`).
-        """
-        names = self.averaged + self.split or _varying(flag)
-        return jax.lax.psum(flag.astype(jnp.int32), names) > 0 if names else flag
-
     def _size(self, names: tuple[str, ...]) -> int:
         return math.prod(jax.lax.axis_size(name) for name in names)
-
-
-def _varying(array: jax.Array) -> tuple[str, ...]:
-    """The axes along which JAX knows an array to vary. Empty under `check_vma=False`."""
-    kind: Any = jax.typeof(array)
-    found = getattr(kind, "vma", None)  # up to jax 0.9
-    if found is None:
-        found = getattr(getattr(kind, "manual_axis_type", None), "varying", ())
-    return tuple(sorted(found))
 
 
 def _axis_names(argument: str, given: Any) -> tuple[str, ...]:

@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Decision
 from healcore.jax import gradients, heal_state
 from healcore.jax.commit import step_or_keep
-from healcore.jax.heal_state import HealState
+from healcore.jax.heal_state import RECORDS, HealState, check_records
 from healcore.jax.optax_states import (
-    check_leaves,
     check_second_iterates,
     has_injected_schedule,
     has_lr_scale,
@@ -28,13 +26,9 @@ from healcore.jax.optax_states import (
     with_lr_scale,
 )
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
-from healcore.jax.state_layout import STEPS, check_records
-from healcore.jax.unread_gradients import UnreadGradients, finite, without
 
 if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
-
-_ARRAYS_ONLY = "for an Equinox module write `tx.init(eqx.filter(model, eqx.is_array))`"
 
 
 def heal(
@@ -42,7 +36,7 @@ def heal(
     *,
     axis_name: AxisName = None,
     shard_axis_name: AxisName = None,
-    records: int = STEPS,
+    records: int = RECORDS,
     **overrides: Unpack[Overrides],
 ) -> optax.GradientTransformationExtraArgs:
     """Judges each step by a policy, and clips or replaces its gradients.
@@ -50,8 +44,8 @@ def heal(
     On a skip, `heal` passes zeros to the optimizer that follows it in the chain. The optimizer
     still takes a step: moments decay, counters count, and Adam and weight decay still move the
     parameters a little. For a skip that changes nothing, use `protect`. The policy's LR multiplier
-    is in the decision; `scale_by_heal_lr` applies it. Every gradient is judged. If later members of
-    the chain freeze parameters, use `protect`.
+    is in the decision; `scale_by_heal_lr` applies it. Every gradient is judged. If other members of
+    the chain freeze parameters, put `heal` into the part that is trained.
 
     Args:
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
@@ -159,9 +153,6 @@ class ProtectState(NamedTuple):
     heal: HealState
     heal_update_norm: Any
     """float32 0-d: norm of the last update, 0 after a skip. None if the policy does not read it."""
-    heal_bad_update: Any
-    """bool 0-d: whether the last update was skipped, because the optimizer computed a NaN or Inf
-    from finite gradients. The next step reports it."""
     heal_reset_moments: Any
     """bool 0-d: whether the last step that was not skipped cut the learning rate. The next step
     then resets the moments to zero. None if the policy does not reset moments."""
@@ -175,7 +166,7 @@ def protect(
     *,
     axis_name: AxisName = None,
     shard_axis_name: AxisName = None,
-    records: int = STEPS,
+    records: int = RECORDS,
     **overrides: Unpack[Overrides],
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer: clips its gradients, and skips a bad step exactly.
@@ -185,15 +176,8 @@ def protect(
     bit-identical too. Use `commit` for state outside the optimizer (BatchNorm). The policy's LR
     multiplier is applied to the updates in the same step, including weight decay.
 
-    An optimizer can compute NaN or Inf from finite gradients (Adam with ``eps=0``, a schedule that
-    divides by 0). No such element is updated; the others are. A Healer names the tensor if it has
-    up to 16,384 elements (a bias, a scale). The check of a larger one would exceed the step's cost.
-    If all checked tensors have such elements, or if the policy reads the norm of the update, the
-    whole update is skipped, and the next step counts as a step with a bad gradient.
-
-    A gradient that the optimizer does not read is not judged: its norm counts as 0. These are the
-    frozen parameters of `optax.partition` or `optax.masked` with `optax.set_to_zero`. A parameter
-    with a learning rate of 0 is not frozen. If you pass `grad_norm`, omit the frozen parameters.
+    Every gradient is judged. For parameters that `optax.set_to_zero` freezes, protect only the
+    optimizer of the others: ``optax.partition({"trained": protect(tx), "frozen": ...}, labels)``.
 
     With ``[lr] reset_moments`` (as in `pretraining`), the next step after a cut of the learning
     rate starts with zero moments, and with zero counts of their bias correction. Skipped steps do
@@ -212,8 +196,7 @@ def protect(
         axis_name: see `heal`.
         shard_axis_name: see `heal`.
         records: number of steps whose records the state holds for a `Healer`, at least the steps of
-            one dispatch (`lax.scan` over steps). A smaller number loses lines of the metrics, but
-            no order.
+            one dispatch (`lax.scan` over steps).
         **overrides: see `heal`.
 
     Returns:
@@ -249,36 +232,19 @@ def protect(
     engine, kept = engine_of(policy, overrides), check_records(records)
     inner = optax.with_extra_args_support(inner)
     accepted_keywords = _keywords_of(inner.update)
-    reads_update_norm, frozen = "update_norm" in engine.needs, UnreadGradients()
+    reads_update_norm = "update_norm" in engine.needs
 
     def init(params: optax.Params) -> ProtectState:
-        check_leaves(params, "params", _ARRAYS_ONLY)
         inner_state = inner.init(params)
         if engine.mode != "observe" and engine.scales_lr:
             check_second_iterates(inner_state, "a cut of the learning rate")
         state = ProtectState(
             heal=heal_state.init(engine, count_leaves(params), kept),
             heal_update_norm=jnp.zeros((), jnp.float32) if reads_update_norm else None,
-            heal_bad_update=jnp.zeros((), jnp.bool_),
             heal_reset_moments=jnp.zeros((), jnp.bool_) if engine.resets_moments else None,
             inner_state=inner_state,
         )
         return replicate_over_mesh(params, state)
-
-    def measured(
-        updates: optax.Updates, heal: HealState, skip: jax.Array, unread: list[bool]
-    ) -> tuple[HealState, jax.Array | None, jax.Array]:
-        found, norms = axes.any(gradients.not_finite(updates, skip)), heal.heal_leaf_norms
-        if found.shape == norms.shape:
-            heal = heal._replace(heal_leaf_norms=jnp.where(found, -norms, norms))
-        if not reads_update_norm:
-            trained = gradients.gradient_leaves(without(updates, unread))
-            checked = [gradients.is_checked(leaf) for leaf in trained]
-            # An optimizer that treats each tensor by itself trains the others.
-            others = (~found & np.array(checked, bool)).any() & (engine.mode != "observe")
-            return heal, None, found.any() & ~others
-        norm = axes.norm(updates)
-        return heal, norm, ~jnp.isfinite(norm) & ~skip
 
     def update(
         updates: optax.Updates,
@@ -293,10 +259,9 @@ def protect(
         if accepted_keywords is not None:
             keywords = {name: each for name, each in keywords.items() if name in accepted_keywords}
         inner_update = partial(inner.update, **keywords)
-        unread = frozen.find(inner_update, updates, state.inner_state, params)
-        last = 0.0 if state.heal_update_norm is None else state.heal_update_norm
-        reported: Any = {"update_norm": last, **given}
-        was_bad = None if "update_norm" in given else state.heal_bad_update
+        reported: Any = dict(given)
+        if reads_update_norm:
+            reported.setdefault("update_norm", state.heal_update_norm)
         reads_rate = engine.limits_lr and "learning_rate" not in given
         rates = injected_rates(state.inner_state) if reads_rate else []
         if len(rates) == 1:
@@ -305,60 +270,51 @@ def protect(
                 zeros = gradients.fill_where(updates, jnp.array(True), 0.0)
                 rates = injected_rates(inner_update(zeros, state.inner_state, params)[1])
             reported["learning_rate"] = rates[0]
-        signals, norms = make_signals(engine, without(updates, unread), reported, axes)
-        heal, decision = heal_state.step(engine, state.heal, signals, norms, was_bad)
-        pending, resets = None, state.heal_reset_moments
-        cuts_inside = engine.scales_lr and has_lr_scale(state.inner_state)
+        signals, norms = make_signals(engine, updates, reported, axes)
+        heal, decision = heal_state.step(engine, state.heal, signals, norms)
+        skip, resets = decision.skip, state.heal_reset_moments
+        observes = engine.mode == "observe"
+        scales_inside = not observes and engine.scales_lr and has_lr_scale(state.inner_state)
 
         def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            if resets is not None and (isinstance(resets, Tracer) or resets):
+            if resets is not None:
                 # Before the step, XLA fuses the reset into the optimizer's kernel. A reset after
                 # the step that cuts the rate is a second pass over all moments, with a copy.
                 inner_state = reset_moments(
                     inner_state, lambda leaf: jnp.where(resets, jnp.zeros_like(leaf), leaf)
                 )
-            if cuts_inside and engine.mode != "observe":
+            if scales_inside:
                 inner_state = with_lr_scale(inner_state, decision.lr_scale)
             return inner_update(updates, inner_state, params)
 
-        if engine.mode == "observe" and "externally_skipped" not in given:
-            updates, inner_state = inner_step(updates, state.inner_state, params)
-            heal, norm, bad = measured(updates, heal, decision.skip, unread)
-        else:
+        may_skip = not observes or "externally_skipped" in given
+        if may_skip:
             # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
             # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
-            updates = _enforce(engine, decision, finite(updates, unread))
-            updates = gradients.fill_where(updates, decision.skip, 0.0)
+            updates = gradients.fill_where(_enforce(engine, decision, updates), skip, 0.0)
             updates, inner_state = step_or_keep(
-                inner_step, decision.skip, updates, state.inner_state, params
+                inner_step, skip, updates, state.inner_state, params
             )
-            if resets is not None:
-                pending = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
-            factor = jnp.ones_like(decision.lr_scale) if cuts_inside else decision.lr_scale
-            heal, norm, bad = measured(updates, heal, decision.skip, unread)
-            if norm is not None:
-                norm = norm * factor
-            skipped = decision.skip | bad
-            if engine.mode == "observe":  # only an external skip changes the updates
-                skipped = decision.skip
-                updates = gradients.fill_where(updates, skipped, -0.0)
-            else:
-                updates = gradients.no_update_where(updates, skipped)
-            # After the check, so that the check of a tensor does not depend on the factor, and
-            # tensors of one shape have the same kernel.
-            if engine.scales_lr and not cuts_inside:
-                updates = gradients.scale(updates, factor)
-            norm = None if norm is None else jnp.where(skipped, 0.0, norm)
-        return updates, ProtectState(heal, norm, bad, pending, inner_state)
+        else:
+            updates, inner_state = inner_step(updates, state.inner_state, params)
+        norm = axes.norm(updates) if reads_update_norm else None
+        if engine.scales_lr and not observes and not scales_inside:
+            updates = gradients.scale(updates, decision.lr_scale)
+            norm = None if norm is None else norm * decision.lr_scale
+        if may_skip:
+            updates = gradients.fill_where(updates, skip, -0.0)
+            norm = None if norm is None else jnp.where(skip, 0.0, norm)
+        if resets is not None:
+            resets = jnp.where(skip, resets, (decision.action & Action.CUT_LR) != 0)
+        return updates, ProtectState(heal, norm, resets, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _transformation(
-    engine: Engine, axes: Axes, kept: int = STEPS
+    engine: Engine, axes: Axes, kept: int = RECORDS
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: optax.Params) -> HealState:
-        check_leaves(params, "params", _ARRAYS_ONLY)
         return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), kept))
 
     def update(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from healcore.core.clipping.autoclip import EDGES
+from healcore.core.numerics import LARGEST
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -97,9 +98,14 @@ class Namespace:
         return torch.nn.functional.hardshrink(x, limit)
 
     @staticmethod
-    def quotient(x: Tensor, y: Any) -> Tensor:
+    def product(x: Any, y: Any) -> Tensor:
+        """See `numerics`. Only a compiler fuses a product with an addition."""
+        return torch.clamp_max(x * y, LARGEST) if torch.compiler.is_compiling() else x * y
+
+    def quotient(self, x: Tensor, y: Any) -> Tensor:
         """See `numerics`. torch divides exactly by a tensor, but not by a Python number."""
-        return x / (y if isinstance(y, Tensor) else torch.full_like(x, y))
+        divisor = self._number(y, x)
+        return x / (divisor if isinstance(divisor, Tensor) else torch.full_like(x, divisor))
 
     @staticmethod
     def astype(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,12 @@ HUGE = 1e15  # detectors see larger norms and losses as this, so that squares st
 
 MAX = float(np.finfo(np.float32).max)
 
-_LARGEST = 1e38
+LARGEST = 1e38
+
+
+def and_not(a: Any, b: Any) -> Any:
+    """`a & ~b` for two bools, in one operation."""
+    return a > b
 
 
 def settle(x: Any, *, xp: Any) -> Any:
@@ -47,7 +52,7 @@ def product(a: Any, b: Any, *, xp: Any) -> Any:
 
     Do not add a constant to the result: LLVM would move the addition into the minimum.
     """
-    return xp.minimum(a * b, _LARGEST)
+    return xp.product(a, b) if hasattr(xp, "product") else xp.minimum(a * b, LARGEST)
 
 
 def quotient(a: Any, b: Any, *, xp: Any) -> Any:

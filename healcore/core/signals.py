@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -69,27 +71,30 @@ def observe(signals: Signals, restart: Any, *, clips: bool, xp: Any) -> Observed
         xp: the array namespace.
     """
     most = numerics.HUGE if clips else numerics.MAX
-    finite = restart | True
+    valid: list[Any] = []
     bad_loss = bad_grad = bad_update = has_eval = None
     loss, grad_norm, update_norm, eval_loss = signals.loss, signals.grad_norm, None, None
     group_norms = signals.group_norms
     if loss is not None:
         is_valid = xp.isfinite(loss)
-        bad_loss, finite = ~is_valid, finite & is_valid
+        bad_loss = ~is_valid
+        valid.append(is_valid)
         loss = numerics.bounded(loss, is_valid, xp=xp)
     if grad_norm is not None:
         is_valid = _is_norm(grad_norm, most)
-        bad_grad, finite = ~is_valid, finite & is_valid
+        bad_grad = ~is_valid
+        valid.append(is_valid)
         grad_norm = numerics.bounded(grad_norm, is_valid, xp=xp)
     if group_norms is not None:
         valid_groups = _is_norm(group_norms, most)
         any_bad = xp.sum(xp.astype(~valid_groups, xp.int32), axis=-1) > 0
         bad_grad = any_bad if bad_grad is None else bad_grad | any_bad
-        finite = finite & ~any_bad
+        valid.append(~any_bad)
         group_norms = numerics.bounded(group_norms, valid_groups, xp=xp)
     if signals.update_norm is not None:
         is_valid = _is_norm(signals.update_norm, numerics.MAX)
-        bad_update, finite = ~is_valid, finite & is_valid
+        bad_update = ~is_valid
+        valid.append(is_valid)
         update_norm = numerics.bounded(signals.update_norm, is_valid, xp=xp)
     if signals.eval_loss is not None:
         has_eval = xp.isfinite(signals.eval_loss)
@@ -103,7 +108,7 @@ def observe(signals: Signals, restart: Any, *, clips: bool, xp: Any) -> Observed
         bad_loss=bad_loss,
         bad_grad=bad_grad,
         bad_update=bad_update,
-        finite=finite,
+        finite=functools.reduce(operator.and_, valid),
         has_eval=has_eval,
         restart=restart,
         learning_rate=signals.learning_rate,

@@ -71,7 +71,6 @@ class StepRecord(NamedTuple):
     # (loss, gradient norm) of this rank alone; only for steps with a cause on several ranks
     rank_signals: tuple[float, float] | None = None
     judged: bool = True  # False: the step only accumulated gradients, or was not taken
-    bad_update: bool = False  # NONFINITE_GRAD is about the previous update, of finite gradients
     taken: bool = True  # False: the training step kept its old state, including the healing state
 
     @property
@@ -86,7 +85,7 @@ class StepRecord(NamedTuple):
         # The engine starts with zeros.
         if self.cause & Cause.NONFINITE_LOSS and not self.loss:
             found = found._replace(loss=np.nan)
-        if self.cause & Cause.NONFINITE_GRAD and not self.grad_norm and not self.bad_update:
+        if self.cause & Cause.NONFINITE_GRAD and not self.grad_norm:
             found = found._replace(grad_norm=np.nan)
         return found
 

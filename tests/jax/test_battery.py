@@ -144,7 +144,7 @@ def test_hyperparameters_can_be_injected():
         ui, si = jax.jit(injected.update)(grads, si, params)
         chex.assert_trees_all_close(u, ui, rtol=1e-5)
     # A policy whose numbers are arrays has no fingerprint.
-    s = s._replace(heal_ints=s.heal_ints.at[1:3].set(0))
+    s = s._replace(heal_engine=s.heal_engine.at[:2].set(0))
     chex.assert_trees_all_close(s, si.inner_state, rtol=1e-4, atol=1e-6)
     assert int(metrics(s)["heal/clips"]) > 0
 
@@ -290,7 +290,7 @@ def test_survives_donation_even_after_an_eager_step(name):
     # What the step does not read (the last decision) is not donated either.
     moments = [optax.tree.get(old, name) for name in ("mu", "nu", "count")]
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(moments))
-    assert _heal(old).heal_ints.is_deleted()
+    assert _heal(old).heal_engine.is_deleted()
     assert float(first.lr_scale) == 1.0  # readable after the state it came from is gone
 
 

@@ -21,7 +21,7 @@ import pytest
 import healcore
 from healcore import policy
 from healcore.jax import heal_zclip, protect
-from healcore.jax.driver import pending_dispatch
+from healcore.jax.driver import dispatch
 from tests.jax import policies
 
 PARAMS = {"w": jnp.ones((4, 4)), "b": jnp.zeros(4)}
@@ -112,10 +112,8 @@ def test_a_healer_reads_once_and_computes_nothing_outside_of_jit_between_two_ste
 ):
     tx = optax.chain(heal_zclip(), optax.sgd(1e-3))
     packs: Counter[str] = Counter()
-    pack = pending_dispatch._pack
-    monkeypatch.setattr(
-        pending_dispatch, "_pack", lambda arrays: packs.update(["pack"]) or pack(arrays)
-    )
+    pack = dispatch._pack
+    monkeypatch.setattr(dispatch, "_pack", lambda arrays: packs.update(["pack"]) or pack(arrays))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(states: Any) -> Any:

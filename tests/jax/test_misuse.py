@@ -105,22 +105,3 @@ def test_accumulation_around_protect_is_warned_of():
     assert not warnings_of(optax.MultiSteps(inner, 2, should_skip_update_fn=skipping))
     inside: Any = optax.MultiSteps(optax.sgd(0.1), 2)
     assert not warnings_of(protect(inside, "zclip"))
-
-
-@pytest.mark.parametrize(
-    ("inner", "warns"),
-    [
-        (optax.contrib.momo(1.0), True),
-        (optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()), True),
-        (optax.partition({"a": optax.contrib.momo_adam(0.1)}, "a"), True),
-        (optax.apply_if_finite(optax.contrib.momo(1.0), 9), False),
-        (optax.adam(0.1), False),
-    ],
-)
-def test_an_optimizer_that_reads_the_loss_after_healing_warns(inner, warns, recwarn):
-    params = {"w": jnp.ones(2)}
-    metrics(optax.chain(heal_zclip(), inner).init(params))
-    assert any("reads value=" in str(each.message) for each in recwarn) == warns
-    recwarn.clear()
-    metrics(protect(inner).init(params))
-    assert not any("reads value=" in str(each.message) for each in recwarn)

@@ -1,50 +1,16 @@
-"""Modules that keep functions among their leaves, as Equinox's do: the errors, and a whole loop."""
+"""A loop with an Equinox module, which keeps functions among its leaves."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
-import healcore
-from healcore.jax import HealStateError, heal_zclip, protect
-
 ROOT = Path(__file__).parents[2]
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class Layer:
-    weight: Any
-    activation: Any
-
-
-def layer() -> Layer:
-    return Layer(jnp.ones((3, 1)), jax.nn.relu)
-
-
-@pytest.mark.parametrize("tx", [protect(optax.sgd(0.1), "zclip"), heal_zclip()])
-def test_a_function_among_the_parameters_is_named(tx):
-    found = r"params\['a'\]\.activation is a \w+, not .* `tx\.init\(eqx\.filter\(model, eqx\."
-    with pytest.raises(HealStateError, match=found):
-        tx.init({"a": layer()})
-
-
-def test_a_function_in_the_state_is_named():
-    tx = protect(optax.sgd(0.1), "zclip")
-    state = {"model": layer(), "opt_state": tx.init({"weight": jnp.ones((3, 1))})}
-    found = r"state\['model'\]\.activation is a \w+, not .*eqx\.partition\(model, eqx\."
-    with (
-        pytest.raises(HealStateError, match=found),
-        healcore.Healer("zclip", state=state),
-    ):
-        pass
 
 
 def test_the_loop_of_the_page_runs_with_equinox(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from healcore.core.clipping import ZClipConfig
 from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.verdict import Cause
-from healcore.jax import protect, state_layout
+from healcore.jax import heal_state, protect
 from healcore.jax.heal_state import find
 from healcore.jax.store import OrbaxStore
 from tests.jax import processes
@@ -119,7 +119,7 @@ def loss_of(params: Any, batch: Any) -> tuple[Any, Any]:
 def last(state: Any) -> Any:
     """The record of the last step, bit for bit."""
     heal = find(state)
-    return state_layout.record(heal.heal_floats, heal.heal_ints)
+    return heal.heal_records[(heal_state.steps(heal.heal_engine) - 1) % len(heal.heal_records)]
 
 
 def train_step(
@@ -191,7 +191,7 @@ def advance(kind: str, params: Any, state: Any, steps: range) -> tuple[Any, Any,
 
 def read(record: Any) -> list[Any]:
     """A record's decision and numbers."""
-    r = state_layout.unpack_record(np.asarray(record), "")
+    r = heal_state.to_record(np.asarray(record), "")
     decided = [r.step, int(r.cause), int(r.action), bool(r.skip)]
     return [*decided, r.lr_scale, r.grad_scale, r.loss, r.grad_norm]
 

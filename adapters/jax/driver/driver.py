@@ -12,13 +12,17 @@ import numpy as np
 
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver.averages import averages, rivals
+from healcore.jax.driver.dispatch import Dispatch, StepReader
 from healcore.jax.driver.gradient_window import GradientWindow, differ
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
-from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
-from healcore.jax.heal_state import HealState, HealStateError
+from healcore.jax.heal_state import (
+    HealState,
+    HealStateError,
+    with_change_expected,
+    with_edit,
+)
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import (
-    check_leaves,
     injected_hyperparameters,
     injected_rates,
     moments_obstacle,
@@ -43,8 +47,7 @@ class JaxDriver:
         policy: the optimizer's policy.
 
     Raises:
-        HealStateError: `state` has no healing state, its policy differs, or a leaf is neither an
-            array nor a number.
+        HealStateError: `state` has no healing state, or its policy differs.
     """
 
     framework = "jax"
@@ -53,7 +56,6 @@ class JaxDriver:
         self._engine = engine_of(policy)
         self._live = live_state_of(state)
         tree = self._live.read()
-        check_leaves(tree, "state", _ARRAYS_ONLY)
         self._engines = in_state.find(tree, self._live.trained(), self._engine)
         parts = [each.candidates for each in self._engines]
         parts = parts if all(parts) else []
@@ -64,17 +66,10 @@ class JaxDriver:
         self._averages = frozenset[str]()
         """Paths that are known not to be trained."""
         self._not_finite = set(self.nonfinite_weights())
-        self._step: Dispatch | None = None
-        self._stride: int | None = None
-        """Number of steps of one dispatch, or None if unknown."""
-        self._usual_norms: dict[str, np.ndarray] = {}
-        """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
+        accumulates = in_state.is_accumulated(tree)
+        self._reader = StepReader(self._engines, accumulates, self._note)
         self._noted: set[str] = set()
         """Subjects of the warnings so far."""
-        self._accumulates = in_state.is_accumulated(tree)
-        self._untaken = self._accumulated = 0
-        """Updates in a row up to the newest that have left the healing state unchanged, and the
-        number of such updates before the last change, which is the same in an accumulation."""
         self._marks: VoteMarks | None = None
         """Created by the first `request_vote` in a program of several processes."""
         self._ranks: Ranks | None = None
@@ -117,7 +112,7 @@ class JaxDriver:
             return
         before, self._live.state = self._live.state, state
         try:
-            if self._live.check():
+            if self._live.is_new():
                 self._states()  # raises if a state of another class has replaced a healing state
             if self._edit_is_new:  # one sync, in the first update after an edit
                 edits = in_state.edits(self._states())
@@ -125,7 +120,7 @@ class JaxDriver:
                 if self._edit_is_new:
                     raise HealStateError(_STALE)
         except HealStateError:
-            self._live.state, self._live.checked = before, None
+            self._live.state = before
             raise
 
     def on_step(self, call: Callable[[], None]) -> None:
@@ -142,28 +137,9 @@ class JaxDriver:
         counters = _counters_of(states)
         if not differ(counters, self._last_counters):
             return None
-        before, self._readback = (
-            self._readback,
-            PendingReadback(states, self._engines, self._readback),
-        )
-        if self._step is not None:
-            self._stride = self._step.steps_read or self._stride
-        # One sync, at the first dispatch only. A wrong number of steps (the last dispatch of an
-        # epoch may have fewer) is corrected when the dispatch is read.
-        self._step = Dispatch(
-            self._engines,
-            before,
-            self._readback,
-            self._usual_norms,
-            self._stride,
-            self._note_missing,
-            bool if self._marks is None else self._marks.begin_dispatch(),
-            self._note_bad_update,
-            self._was_taken,
-        )
         self._last_counters = counters
-        self._stride = self._step.count
-        return self._step
+        votes = bool if self._marks is None else self._marks.begin_dispatch()
+        return self._reader.dispatch(states, votes)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -219,7 +195,7 @@ class JaxDriver:
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
-        self._edit_state(in_state.with_change_expected(self._live.read()))
+        self._edit_state(in_state.edited(with_change_expected, self._live.read()))
 
     def interrupted(self) -> bool:
         """Returns False, because an update creates new arrays and replaces the whole state."""
@@ -380,33 +356,6 @@ class JaxDriver:
             self._noted.add(subject)
             self.warnings.append(warning)
 
-    def _note_missing(self, steps: int, missing: int) -> None:
-        self._note(
-            "missing",
-            f"one dispatch has {steps} steps, and the state holds the records of "
-            f"{steps - missing}: no order is lost, but the metrics, and detectors that only "
-            f"alert, lack the other steps; protect(tx, policy, records={steps}) holds all",
-        )
-
-    def _note_bad_update(self, names: list[str]) -> None:
-        self._note(
-            names[0],
-            f"the optimizer computes NaN or Inf for {', '.join(names[:5])} from finite gradients, "
-            "and protect does not apply them: Adam's eps of 1e-8 is 0 in float16, or the learning "
-            "rate or a divisor is 0 or NaN. Keep these parameters in float32 or freeze them",
-        )
-
-    def _was_taken(self, changed: bool) -> bool:
-        """Whether an update was a step or part of an accumulation; see `_untaken`."""
-        if changed:
-            self._accumulated, self._untaken = self._untaken, 0
-            return True
-        self._untaken += 1
-        taken = self._accumulates or self._untaken <= self._accumulated
-        if not taken:
-            self._note("untaken", _UNTAKEN)
-        return taken
-
     def _weights(self, tree: Any = None) -> dict[str, Any]:
         """Path -> parameter (or floating array, if unknown), in the same order in all processes."""
         tree = without_heal_state(self._live.read() if tree is None else tree)
@@ -447,7 +396,7 @@ class JaxDriver:
         all_polled = self._all_polled()
         if not self._live.in_place:
             self._edit, self._edit_is_new = self._edit + 1, True
-            tree = in_state.with_edit(tree, self._edit)
+            tree = in_state.edited(lambda state: with_edit(state, self._edit), tree)
         self._live.write(tree)
         if all_polled:  # otherwise `poll_step` still has to return the step before the edit
             self._last_counters = self._counters()
@@ -458,20 +407,10 @@ class JaxDriver:
         self._remember_step()
 
     def _remember_step(self) -> None:
-        self._readback = PendingReadback(self._states(), self._engines, None)
+        self._reader.restart(self._states())
         self._last_counters = self._counters()
 
 
-_ARRAYS_ONLY = (
-    "for an Equinox module write `params, static = eqx.partition(model, eqx.is_array)`, pass "
-    "params in the state, and start the step with `model = eqx.combine(params, static)`"
-)
-_UNTAKEN = (
-    "an update has not changed the healing state: a guard of the training step (where, lax.cond, "
-    "optax.apply_if_finite, a loss scale) has kept the old state. The step counts as skipped, and "
-    "no detector sees it. protect skips bad steps itself: remove the guard. To accumulate "
-    "gradients, write protect(optax.MultiSteps(optimizer, k))"
-)
 _LINE = "state = healer.update(step(healer.state, batch))"
 _STALE = (
     "this state was computed from an older state than healer.state, which a rollback, a resume or "
@@ -483,7 +422,7 @@ _STALE = (
 
 def _counters_of(states: list[HealState]) -> list[Any]:
     """The array with each engine's counters. Each step replaces these arrays."""
-    return [array_of(each.heal_ints) for each in states]
+    return [array_of(each.heal_engine) for each in states]
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from healcore.core.engine import Engine
-from healcore.jax import heal_state, state_layout
+from healcore.jax import heal_state
 from healcore.jax.driver.averages import Part
 from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
@@ -54,8 +54,8 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     optimizers = [path[: max(1, len(path) - 1)] for path in states]
     found = []
     for top, (path, state) in zip(tops, states.items(), strict=True):
-        heal_state.engine_state(engine, state)  # raises for another policy
         _check_single(path, state)
+        heal_state.engine_state(engine, state)  # raises for another policy
         heal_state.warn_if_after_optimizer(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
         count = state.heal_leaf_norms.shape[0]
@@ -107,8 +107,8 @@ def loaded(
     new = {}
     for name, state in states.items():
         live = at(tree, paths[name])
-        packed = heal_state.with_engine_state(engine, live, state)
-        new[paths[name]] = jax.tree.map(as_live, heal_state.with_neutral_decision(packed), live)
+        packed = heal_state.with_engine_state(live, state)
+        new[paths[name]] = jax.tree.map(as_live, packed, live)
     scales = {float(state.lr.scale) for state in states.values()}
     scale = scales.pop() if len(scales) == 1 and engine.mode != "observe" else None
 
@@ -133,32 +133,20 @@ def is_poisoned_by_one_nan(tree: Any) -> bool:
     return any(nodes(HealState, node.inner_opt_state) for node in around)
 
 
-def with_change_expected(tree: Any) -> Any:
-    """Opens every engine's grace window."""
-    return _with_ints(state_layout.with_change_expected, tree)
-
-
-def with_edit(tree: Any, number: int) -> Any:
-    """Sets the number of the Healer's last edit in every engine."""
-    return _with_ints(lambda ints: state_layout.with_edit(ints, number), tree)
-
-
-def _with_ints(change: Callable[[Any], jax.Array], tree: Any) -> Any:
-    def one(state: HealState) -> HealState:
-        return state._replace(heal_ints=as_live(change(state.heal_ints), state.heal_ints))
-
-    return map_nodes(HealState, one, tree)
+def edited(change: Callable[[HealState], HealState], tree: Any) -> Any:
+    """Applies a change of one array's values to every engine."""
+    return map_nodes(HealState, lambda live: jax.tree.map(as_live, change(live), live), tree)
 
 
 def edits(states: Sequence[HealState]) -> list[int]:
     """The number of the last edit in each state. One sync."""
-    found = [state_layout.header(array_of(each.heal_ints)).edit for each in states]
+    found = [heal_state.edit(array_of(each.heal_engine)) for each in states]
     return [int(each) for each in jax.device_get(found)]
 
 
 def _check_single(path: Path, state: HealState) -> None:
     """Raises HealStateError for a state with a leading axis, from `vmap` or `pmap`."""
-    lanes = jnp.shape(state.heal_decision["heal_skip"])
+    lanes = jnp.shape(state.heal_engine)[:-1]
     if lanes:
         raise HealStateError(
             f"the healing state at state{jax.tree_util.keystr(path)} holds {lanes[0]} runs at once "

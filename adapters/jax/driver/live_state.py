@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -47,8 +46,8 @@ class LiveState:
         self._accumulates = bool(nodes(optax.MultiStepsState, tree))
         self._abstract = _abstract(tree)
         self._first = _abstract(without_heal_state(tree))
-        self.checked: tuple[Any, list[Any]] | None = None
-        """Structure and abstract values of the last state that passed `check`, or None."""
+        self._checked: Any = None
+        """Structure and abstract values of the last state that passed `is_new`, or None."""
 
     def read(self) -> Any:
         """The state as a pytree of arrays, with optax's own state types. Copies nothing."""
@@ -66,18 +65,25 @@ class LiveState:
         """A tree that contains the parameters, for their names."""
         return self.state
 
-    def check(self) -> bool:
+    def is_new(self) -> bool:
+        """Whether the structure or an `aval` differs from the last call's; if so, calls `check`.
+
+        A compiled step returns the same `aval` objects, so that the comparison is fast.
+        """
+        leaves, structure = jax.tree.flatten(self.read())
+        found = structure, [getattr(leaf, "aval", type(leaf)) for leaf in leaves]
+        if found == self._checked:
+            return False
+        self.check()
+        self._checked = found
+        return True
+
+    def check(self) -> None:
         """Raises HealStateError unless the leaves have the first state's paths, shapes and dtypes.
 
         A step may widen a dtype, as the first steps of `optax.inject_hyperparams` and Prodigy do.
-        First compares the `aval` objects, because a compiled step returns the same objects. Returns
-        whether the structure or an `aval` differs from the last checked state.
         """
         tree = self.read()
-        leaves, structure = jax.tree.flatten(tree)
-        found = structure, _abstract_values(leaves)
-        if found == self.checked:
-            return False
         new, old = _abstract(tree), self._abstract
         self._abstract = old | {
             path: leaf for path, leaf in new.items() if path in old and _widens(old[path], leaf)
@@ -103,11 +109,13 @@ class LiveState:
                 "state from the step, and cast changed arrays, x.astype(old.dtype). For NumPy "
                 "arrays write `state = jax.tree.map(jnp.asarray, state)` before the Healer"
             )
-        self.checked = found
-        return True
 
     def items(self) -> dict[str, Any]:
-        """The items of a checkpoint by name, without healing states. Copies nothing."""
+        """The items of a checkpoint by name, without healing states. Copies nothing.
+
+        Raises HealStateError like `check`.
+        """
+        self.check()
         tree = self.read()
         side_state = SideState(tree, self._first)
         # Also if empty: a new process does not know which leaves a later step has widened.
@@ -364,20 +372,6 @@ def _is_of_protect(path: tuple[Any, ...]) -> bool:
 
 def _is_number(leaf: Any) -> bool:
     return type(leaf) in (bool, int, float)
-
-
-_aval = attrgetter("aval")
-
-
-def _abstract_values(leaves: list[Any]) -> list[Any]:
-    try:
-        return list(map(_aval, leaves))
-    except AttributeError:  # a number or a NumPy array
-        return [getattr(leaf, "aval", None) or _without_aval(leaf) for leaf in leaves]
-
-
-def _without_aval(leaf: Any) -> tuple[Any, ...]:
-    return type(leaf), getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
 
 
 def _abstract(tree: Any) -> dict[str, Any]:

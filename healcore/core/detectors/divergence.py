@@ -62,7 +62,7 @@ class DivergenceConfig(NamedTuple):
         unit = noise.unit(values, trend, noise.SMALL, xp=xp)
         threshold = numerics.product(self.rise, unit, xp=xp)
         max_distance = xp.where(unit > 0, threshold, numerics.HUGE)
-        learnt, weight = noise.learn(values, loss, max_distance, self.window, xp=xp)
+        learnt, weight = noise.learn(values, loss, learn, max_distance, self.window, xp=xp)
 
         distance = xp.maximum(xp.minimum(loss - trend, max_distance), -max_distance)
         trend = trend + numerics.product(weight, distance, xp=xp)
@@ -82,6 +82,6 @@ class DivergenceConfig(NamedTuple):
             numerics.settle(peak, xp=xp),
             xp.where(expired, 0, elevated_count),
         )
-        before = state._replace(values=values)
-        new = map_leaves(lambda a, b: xp.where(learn, a, b), after, before)
+        before = state._replace(values=learnt)
+        new = map_leaves(lambda a, b: a if a is b else xp.where(learn, a, b), after, before)
         return new, Reading(alarm, alarm)

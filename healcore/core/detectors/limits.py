@@ -6,6 +6,8 @@ after `escape` alarms in a row.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -38,15 +40,14 @@ class NonFiniteConfig(NamedTuple):
         self, state: NonFiniteState, seen: Observed, *, xp: Any
     ) -> tuple[NonFiniteState, Reading]:
         """Reads the flags of `seen`. A bad update counts as a bad gradient."""
-        never = seen.finite & False
-        bad_loss = never if seen.bad_loss is None else seen.bad_loss
-        bad_grad = never if seen.bad_grad is None else seen.bad_grad
-        if seen.bad_update is not None:
-            bad_grad = bad_grad | seen.bad_update
-        cause = flag(bad_loss, Cause.NONFINITE_LOSS, xp=xp)
-        cause = cause | flag(bad_grad, Cause.NONFINITE_GRAD, xp=xp)
-        alarm = bad_loss | bad_grad
-        return state, Reading(alarm, alarm, cause=cause)
+        found = (
+            (seen.bad_loss, Cause.NONFINITE_LOSS),
+            (seen.bad_grad, Cause.NONFINITE_GRAD),
+            (seen.bad_update, Cause.NONFINITE_GRAD),
+        )
+        flags = [flag(bad, cause, xp=xp) for bad, cause in found if bad is not None]
+        alarm = ~seen.finite
+        return state, Reading(alarm, alarm, cause=functools.reduce(operator.or_, flags))
 
 
 class VanishingState(NamedTuple):

@@ -51,14 +51,16 @@ def unit(state: NoiseState, level: Any, min_share: Any, *, xp: Any) -> Any:
 
 
 def learn(
-    state: NoiseState, value: Any, max_jump: Any, window: Any, *, xp: Any
+    state: NoiseState, value: Any, allowed: Any, max_jump: Any, window: Any, *, xp: Any
 ) -> tuple[NoiseState, Any]:
-    """Learns a value; a difference counts for at most `max_jump`.
+    """Learns a value where `allowed`; a difference counts for at most `max_jump`.
 
     Returns:
-        The new state, and the weight of this value: 1 / count, but at least 1 / window.
+        The new state, and the weight of this value: 1 / count, but at least 1 / window. It may be
+        infinite where `allowed` does not hold.
     """
-    count = xp.minimum(state.count + 1, window)
+    value = xp.where(allowed, value, state.last)  # without a jump the noise stays
+    count = xp.minimum(state.count + allowed, window)
     weight = xp.reciprocal(numerics.as_float(count, xp=xp))
     jump = xp.abs(value - state.last)
     step = numerics.product(weight, xp.minimum(jump, max_jump) - state.noise, xp=xp)

@@ -17,7 +17,6 @@ from healcore.core import numerics
 from healcore.core.detectors import noise
 from healcore.core.ranges import Positive, Steps, number
 from healcore.core.signals import Observed
-from healcore.core.tree import map_leaves
 from healcore.core.verdict import Cause, Reading
 
 THRESHOLD_GAIN = 0.2  # increase of the threshold per full vote, as a share of the threshold
@@ -110,41 +109,39 @@ def _judge(
 ) -> tuple[SpikeState, Reading]:
     """Judges `value` (float32, finite where `learn` holds), then learns it."""
     values, first = noise.begin(state.values, value, restart, xp=xp)
-    warm = values.count < config.window
+    judged = numerics.and_not(learn, values.count < config.window)
     level = xp.where(first, value, state.level)
     threshold = xp.where(first, config.z_threshold, state.threshold)
     votes = xp.where(first, 0.0, state.votes)
-    lasting = xp.where(first, 0, state.lasting)
-    before = SpikeState(values, level, threshold, votes, lasting)
 
     unit = noise.unit(values, level, config.min_noise, xp=xp)
     known = unit > 0
     gap = value - level
     # A value that is not judged has the score 0, and therefore no vote.
-    z = numerics.quotient(gap, xp.where(known & ~warm & learn, unit, _INFINITE), xp=xp)
-    vote = numerics.quotient(z - threshold, threshold, xp=xp)
-    vote = xp.minimum(xp.maximum(vote, 0.0), 1.0)
+    z = numerics.quotient(gap, xp.where(known & judged, unit, _INFINITE), xp=xp)
+    vote = xp.clip(numerics.quotient(z - threshold, threshold, xp=xp), 0.0, 1.0)
 
     max_gap = xp.where(known, numerics.product(threshold, unit, xp=xp), numerics.HUGE)
-    values, weight = noise.learn(values, value, max_gap, config.window, xp=xp)
-    votes = votes - numerics.product(weight, votes, xp=xp) + vote
-    votes = xp.minimum(votes, numerics.plus_one(config.evidence))
+    new_values, weight = noise.learn(values, value, learn, max_gap, config.window, xp=xp)
+    new_votes = votes - numerics.product(weight, votes, xp=xp) + vote
+    new_votes = xp.minimum(new_votes, numerics.plus_one(config.evidence))
+    votes = xp.where(learn, new_votes, votes)
     sustained = votes > config.evidence
-    lasting = xp.where(sustained, lasting + 1, 0)
+    lasting = xp.where(sustained, state.lasting + learn, 0)
     escaped = lasting >= ESCAPE_WINDOWS * config.window
 
     rise = numerics.product(weight, xp.minimum(gap, max_gap), xp=xp)
-    higher_of_two = xp.maximum(value, before.values.last)
-    level = xp.where(gap > 0, level + rise, xp.minimum(level, higher_of_two))
+    higher_of_two = xp.maximum(value, values.last)
+    new_level = xp.where(gap > 0, level + rise, xp.minimum(level, higher_of_two))
+    level = xp.where(learn, new_level, level)
     factor = THRESHOLD_GAIN * (vote - TARGET_VOTE)
     learnt = threshold + numerics.product(threshold, factor, xp=xp)
     learnt = xp.maximum(learnt, MIN_THRESHOLD_SHARE * config.z_threshold)
-    after = SpikeState(
-        values,
+    new = SpikeState(
+        new_values,
         numerics.settle(xp.where(escaped, value, level), xp=xp),
-        xp.where(warm | sustained, threshold, learnt),
+        xp.where(numerics.and_not(judged, sustained), learnt, threshold),
         numerics.settle(xp.where(escaped, 0.0, votes), xp=xp),
         xp.where(escaped, 0, lasting),
     )
-    chosen = map_leaves(lambda new, old: xp.where(learn, new, old), after, before)
-    return chosen, Reading(vote >= 1, sustained & (vote > 0), z=z)
+    return new, Reading(vote >= 1, sustained & (vote > 0), z=z)

@@ -228,8 +228,8 @@ def _count_skips(
     xp: Any,
 ) -> tuple[IncidentState, BudgetState, Orders]:
     """`update` for incidents of skipped steps alone; see `only_skips`."""
-    opened = skip & ~state.skipped
-    quiet = (state.quiet + 1) * (state.skipped & ~skip)
+    opened = numerics.and_not(skip, state.skipped)
+    quiet = (state.quiet + 1) * numerics.and_not(state.skipped, skip)
     new = state._replace(
         skipped=(state.skipped | skip) & (quiet < config.incident.quiet_steps),
         number=state.number + opened,
@@ -249,8 +249,8 @@ def _refund_limits(
     if in_incident is not None:
         count = count * ~in_incident
     refund = numerics.shared(count >= config.budget.refund_after, xp=xp)
-    lr_cuts = budget.lr_cuts + (refund & (budget.lr_cuts < config.budget.lr_cuts))
-    refunded = budget._replace(lr_cuts=lr_cuts, healthy=count * ~refund)
+    lr_cuts = xp.minimum(budget.lr_cuts + refund, config.budget.lr_cuts)
+    refunded = budget._replace(lr_cuts=lr_cuts, healthy=xp.where(refund, 0, count))
     return refunded, Orders(healthy=healthy, refund=refund)
 
 
@@ -297,7 +297,7 @@ def _grant(
         healthy=healthy,
     )
     return BudgetState(
-        recoveries=state.recoveries + (refund & (state.recoveries < config.recoveries)),
-        lr_cuts=lr_cuts + (refund & (lr_cuts < config.lr_cuts)),
-        healthy=count * ~refund,
+        recoveries=xp.minimum(state.recoveries + refund, config.recoveries),
+        lr_cuts=xp.minimum(lr_cuts + refund, config.lr_cuts),
+        healthy=xp.where(refund, 0, count),
     ), orders

@@ -6,6 +6,8 @@ learns the norm, and the budget is checked before an order is given.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,8 +45,7 @@ def judge(
         xp=xp,
     )
     skip = numerics.shared(skip, xp=xp)
-    learn = seen.finite & ~skip
-    clip_state, clip = _clip(config, state, seen, learn, xp=xp)
+    clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
     incidents, budget, orders = incident.update(
         config,
@@ -133,7 +134,9 @@ def run_detectors(
         if all(getattr(seen, field) is not None for field in detector.NEEDS):
             state, reading = detector.update(state, seen, xp=xp)
             if name != "nonfinite":
-                alarm, sustained = reading.alarm & may_alarm, reading.sustained & may_alarm
+                alarm = sustained = reading.alarm & may_alarm
+                if reading.sustained is not reading.alarm:
+                    sustained = reading.sustained & may_alarm
                 reading = reading._replace(alarm=alarm, sustained=sustained)
             readings[name] = reading
         new.append(state)
@@ -144,19 +147,20 @@ def cause_flags(
     config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: Any
 ) -> tuple[Any, Any]:
     """`Cause` flags (int32) of this step's alarms, and of its sustained alarms."""
-    alarmed = sustained = 0
+    alarmed, sustained = [], []
     for name, detector in config.detectors:
         reading = readings.get(name)
         if reading is None:
             continue
-        if reading.cause is not None:
-            alarmed, sustained = alarmed | reading.cause, sustained | reading.cause
-            continue
-        alarmed = alarmed | flag(reading.alarm, detector.CAUSE, xp=xp)
-        sustained = sustained | flag(reading.sustained, detector.CAUSE, xp=xp)
-    if isinstance(alarmed, int):  # no detector has its signals
-        alarmed = sustained = xp.astype(seen.finite & False, xp.int32)
-    return alarmed, sustained
+        own = reading.cause
+        alarmed.append(flag(reading.alarm, detector.CAUSE, xp=xp) if own is None else own)
+        if reading.sustained is reading.alarm:
+            sustained.append(alarmed[-1])
+        else:
+            sustained.append(flag(reading.sustained, detector.CAUSE, xp=xp))
+    if not alarmed:  # no detector has its signals
+        alarmed = sustained = [xp.astype(seen.finite & False, xp.int32)]
+    return functools.reduce(operator.or_, alarmed), functools.reduce(operator.or_, sustained)
 
 
 def run_rules(
@@ -192,7 +196,7 @@ def fresh_actions(fired: list[tuple[RuleConfig, rules.Firing]], like: Any, *, xp
 
 
 def _clip(
-    config: EngineConfig, state: EngineState, seen: Observed, learn: Any, *, xp: Any
+    config: EngineConfig, state: EngineState, seen: Observed, skip: Any, *, xp: Any
 ) -> tuple[Any, Clip | None]:
     """Runs the clipping rule if the policy has one and the signals have its norms."""
     if config.clip is None:
@@ -200,7 +204,7 @@ def _clip(
     name, rule = config.clip
     if seen.grad_norm is None or (name == "adagc" and seen.group_norms is None):
         return state.clip, None
-    return rule.update(state.clip, seen, learn, xp=xp)
+    return rule.update(state.clip, seen, numerics.and_not(seen.finite, skip), xp=xp)
 
 
 def _scales(clip: Clip | None, skip: Any, one: Any, *, xp: Any) -> tuple[Any, Any, Any]:

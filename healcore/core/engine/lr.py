@@ -121,7 +121,7 @@ def _limit(config: LrConfig, broken: Any, peak: Any, *, xp: Any) -> Any:
     share = numerics.product(config.ceiling, broken, xp=xp)
     top = numerics.quotient(share, peak, xp=xp)
     # Without a cut `share` is 0; so it is where the ceilings of several policies are 0.
-    return xp.where((share > 0) & (top < 1), top, 1.0)
+    return xp.where(share > 0, xp.minimum(top, 1.0), 1.0)
 
 
 def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:

@@ -71,7 +71,7 @@ def update(
     if not config.action & ONCE:
         return RuleState(streak, window, state.age), Firing(fired, fired)
     fresh = fired & (state.age >= quiet_steps)
-    return RuleState(streak, window, (state.age + 1) * ~fired), Firing(fired, fresh)
+    return RuleState(streak, window, xp.where(fired, 0, state.age + 1)), Firing(fired, fresh)
 
 
 def skips_finite(config: EngineConfig) -> bool:

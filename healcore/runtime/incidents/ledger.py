@@ -122,7 +122,6 @@ class Ledger:
             return self._watch(index, alerts & LASTING)
         self.unhealthy.append(index)
         skip = any(each.skip for each in records)
-        dropped = skip and any(each.bad_update for each in records)  # the previous update
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
         incident.last = index
         incident.cause |= cause
@@ -130,8 +129,8 @@ class Ledger:
             incident.first.setdefault(name, index)
         incident.alarms += 1
         incident.skips += skip
-        self.skips += skip + dropped
-        self.untrained += all(each.skip for each in records) + dropped
+        self.skips += skip
+        self.untrained += all(each.skip for each in records)
         incident.lr_scale = min((each.lr_scale for each in records), default=incident.lr_scale)
         return incident
 

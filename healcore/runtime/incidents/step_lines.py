@@ -90,22 +90,20 @@ class StepLines:
 def incident_text(record: StepRecord, learning_rate: float | None) -> str:
     """Causes, loss, norm and rate of a step, as a clause; the rate is without the multiplier."""
     rate = "" if learning_rate is None else f"learning rate {learning_rate:.4g}"
-    text = readings_text(record.readings, record.cause, record.bad_update)
+    text = readings_text(record.readings, record.cause)
     numbers = filter(None, (text, rate))
     cause = cause_text(record.cause)
-    if record.bad_update:
-        cause = cause.replace("nonfinite grad", "nonfinite update of finite gradients")
     return "; ".join(filter(None, (cause, ", ".join(numbers))))
 
 
-def readings_text(readings: Readings, cause: Cause, bad_update: bool) -> str:
+def readings_text(readings: Readings, cause: Cause) -> str:
     """Loss and gradient norm of a step as a clause, without values that were never measured."""
     found = []
     if readings.loss and not math.isnan(readings.loss):  # 0 if the loop passes no loss
         last = "last finite " if cause & Cause.NONFINITE_LOSS else ""
         found.append(f"{last}loss {readings.loss:.4g}")
     if not math.isnan(readings.grad_norm):
-        last = "last finite " if cause & Cause.NONFINITE_GRAD and not bad_update else ""
+        last = "last finite " if cause & Cause.NONFINITE_GRAD else ""
         found.append(f"{last}gradient norm {readings.grad_norm:.4g}")
     return ", ".join(found)
 

@@ -57,8 +57,6 @@ class RunEnd(NamedTuple):
     incidents: int = 0
     """Incidents of the whole run, including undone incidents."""
     undone_incidents: int = 0
-    bad_update: bool = False
-    """Whether the optimizer made NaN or Inf of finite gradients at the first alarm."""
     readings: Readings | None = None
     evidence: tuple[Evidence, ...] = ()
     batches: tuple[Batch, ...] = ()
@@ -150,12 +148,10 @@ def _incidents(end: RunEnd) -> list[str]:
     if not end.cause:
         return [f"{incidents_text(end)}, all resolved."] if end.incidents else []
     names = ", ".join(flag.name.lower() for flag in Cause if flag.name and flag in end.cause)
-    if end.bad_update:
-        names = names.replace("nonfinite_grad", "nonfinite_update")
     since = "" if end.onset is None else f" from step {end.onset} on"
     sentences = [f"{names}{since}{', resolved by the end' if end.open is False else ''}."]
     numbers = end.readings
-    if numbers is not None and (text := readings_text(numbers, end.cause, end.bad_update)):
+    if numbers is not None and (text := readings_text(numbers, end.cause)):
         limit = f" (limit {numbers.threshold:.3g})" if numbers.threshold > 0 else ""
         sentences.append(f"At the first alarm: {text}{limit}.")
     if end.evidence:

@@ -116,7 +116,6 @@ class IncidentMonitor:
             "open": ledger.open or is_unhealthy,
             "incidents": ledger.incident_count,
             "undone_incidents": ledger.undone_incidents,
-            "bad_update": record is not None and record.bad_update,
             "readings": None if record is None else Readings(*record.readings),
             "evidence": () if record is None else record.evidence,
             "batches": batches,
