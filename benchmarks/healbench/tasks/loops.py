@@ -22,9 +22,8 @@ from benchmarks.healbench.tasks.mixed_data import (
     ROWS,
     Clusters,
     batches,
-    seeded,
 )
-from benchmarks.healbench.tasks.models import mlp, warmup_cosine
+from benchmarks.healbench.tasks.models import mlp, seeded, warmup_cosine
 
 STEPS = 600
 CLASSES = 8
@@ -98,6 +97,33 @@ def program(
         state=state or {},
         loss_fn=lambda batch: loss_fn(batch[1]),
     )
+
+
+def damaged_once(
+    problem: Problem, before: int, damage: Callable[[Problem], None], steps: int = 1
+) -> Problem:
+    """The same problem, with `damage` done once to its objects.
+
+    The count is no part of any checkpoint: going back does not bring the fault back.
+
+    Args:
+        problem: the healthy run.
+        before: which iteration of the loop comes right after the damage, counted as executed.
+        damage: changes weights or optimizer state in place.
+        steps: iterations that the damage comes before.
+    """
+    healthy_step = problem.step
+    executed = 0
+
+    def step(batch: Any, update: Update) -> None:
+        nonlocal executed
+        if before <= executed < before + steps:
+            damage(problem)
+        executed += 1
+        healthy_step(batch, update)
+
+    problem.step, problem.fault = step, before
+    return problem
 
 
 def start(seed: int) -> tuple[Clusters, nn.Sequential]:
