@@ -73,9 +73,6 @@ def test_the_arms_see_each_micro_batch_and_clip_each_step_once(monkeypatch):
     torch.testing.assert_close(weights(healed.problem), weights(plain.problem))
 
 
-# -- optimizers ------------------------------------------------------------------------------------
-
-
 # -- the loops of users ----------------------------------------------------------------------------
 
 

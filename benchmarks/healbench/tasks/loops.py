@@ -1,7 +1,7 @@
 """A user's own loop around one model: what it does before and after a step, and terms of its own.
 
 The loop's number of a step comes with its batch, so a run that is rolled back repeats the same
-edits. `sick_state.damaged_once` is the other kind of program, whose counter no checkpoint has.
+edits. `damaged_once` is the other kind of program, whose counter no checkpoint has.
 """
 
 from __future__ import annotations

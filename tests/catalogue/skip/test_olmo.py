@@ -70,26 +70,3 @@ def test_after_an_outlier_the_port_finds_what_the_original_finds_and_more():
         assert all(ours.alarm[i - 10 : i].all() for i in passed), "only after ten in a row"
         more += int((ours.alarm & ~theirs).sum())
     assert more > 0
-
-
-def test_the_comparison_would_notice_five_sigma():
-    found = 0
-    for (run, theirs, _), ours in zip(
-        both(), traces.port(at_sigmas(5.0), traces.everything()), strict=True
-    ):
-        same = traces.after_none(ours.alarm, WINDOW)
-        found += int((theirs != ours.skip)[same].sum())
-        del run
-    assert found > 0
-
-
-def at_sigmas(sigmas: float):
-    """The recipe with another threshold."""
-    from healcore.policy import load
-
-    policy = load(RECIPE)
-    watch = {
-        name: getattr(policy.detect, name).model_copy(update={"sigmas": sigmas})
-        for name in ("loss_window", "grad_window")
-    }
-    return policy.model_copy(update={"detect": policy.detect.model_copy(update=watch)})
