@@ -3,12 +3,13 @@
 An alarm is a row at which the whole engine orders a rollback, or would if the budget still paid for
 it. Skips (one bad batch) have lines of their own. Alarms are scored by labelled_runs.py.
 
-    python benchmarks/detectors.py [FOLDER] [--markdown] [--json FILE] [--policy NAME|FILE ...]
+    python benchmarks/detectors.py [FOLDER] [--json FILE] [--policy NAME|FILE ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -125,20 +126,8 @@ def _first_nonfinite(families: Iterable[Score]) -> str:
     return f"at most {max(late)}" + (f", {missed} missed" if missed else "")
 
 
-def as_text(table: list[list[str]]) -> str:
-    """Aligned columns; the headings are numbered, and listed first."""
-    lines = [f"({number}) {title}" for number, title in enumerate(table[0][1:], start=1)]
-    short = [["", *(f"({number})" for number in range(1, len(table[0])))], *table[1:]]
-    widths = [max(len(row[k]) for row in short) for k in range(len(short[0]))]
-    for row in short:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 def as_markdown(table: list[list[str]]) -> str:
-    """The same as a table for the docs."""
+    """A table as in docs/evidence.md."""
     lines = ["| " + " | ".join(row) + " |" for row in table]
     lines.insert(1, "|---" * len(table[0]) + "|")
     return "\n".join(lines)
@@ -149,17 +138,9 @@ def as_data(scores: dict[str, dict[str, Score]]) -> dict[str, Any]:
     return {
         rule: {
             family: {
-                "files": one.files,
-                "rows": one.rows,
-                "events": one.events,
-                "found": one.found,
-                "within_10": one.within_10,
+                **dataclasses.asdict(one),
                 "median_latency": one.median_latency,
-                "false_incidents": one.false,
-                "false_files": one.false_files,
                 "false_per_10k": round(one.false_per_10k, 4),
-                "nonfinite_files": one.nonfinite_files,
-                "nonfinite_latencies": one.nonfinite_latencies,
             }
             for family, one in families.items()
         }
@@ -171,14 +152,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=TRACES, help="has a labels.json")
     parser.add_argument("--policy", action="append", metavar="NAME|FILE", help="instead of all")
-    parser.add_argument("--markdown", action="store_true", help="a table for the docs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     options = parser.parse_args()
     if not (options.folder / "labels.json").is_file():
         parser.error(f"{options.folder} has no labels.json: pass a folder of labelled runs")
     scores = all_scores(options.folder, load(options.folder), options.policy or POLICIES)
     table = rows_of(scores)
-    print(as_markdown(table) if options.markdown else as_text(table))
+    print(as_markdown(table))
     write_json(options.json, {"scores": as_data(scores)})
 
 

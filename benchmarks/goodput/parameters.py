@@ -116,8 +116,8 @@ def measure(policy: str, families: Collection[str] = ("damage",)) -> Measured:
 
 def _runs(arm: str) -> Iterable[tuple[Any, Result, Result, Result | None]]:
     """The task, the run, the run without healcore, and the undamaged run without healcore."""
-    records = {each.job: each for each in read_results(RESULTS)}
     tasks: dict[tuple[str, str], Any] = all_tasks()
+    records = {r.job: r for r in read_results(RESULTS) if (r.framework, r.task) in tasks}
     order = list(tasks)
     for job in sorted(records, key=lambda job: (order.index((job.framework, job.task)), job.seed)):
         task = tasks[job.framework, job.task]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -71,10 +71,46 @@ class Task:
     """The problem of one seed; seeds everything it uses."""
     about: str
     """One sentence for the docs: the model, the data, what is special about it."""
-    reference: str = ""
+    reference: str
     """Of a sick task: the task that is the same run without the fault. Its result under the arm
-    that is off is what a perfect cure would reach."""
-    quick: bool = False
+    that is off is what a perfect cure would reach. Empty for a healthy task."""
+    quick: bool
     """Part of `--quick`."""
-    family: str = ""
-    """The row of the headline table. Empty: the family of the task's module (tasks/__init__.py)."""
+    family: str
+    """Row of the headline table."""
+
+
+TASKS: dict[str, Task] = {}
+"""The torch tasks by name. The modules of tasks/ register them."""
+
+_Build = TypeVar("_Build", bound=Callable[..., Problem])
+
+
+def task(
+    family: str,
+    metric: str,
+    *,
+    name: str = "",
+    about: str = "",
+    reference: str = "",
+    quick: bool = False,
+) -> Callable[[_Build], _Build]:
+    """Decorator: registers a `build` as a task. For the arguments see `Task`.
+
+    Args:
+        family: row of the headline table.
+        metric: name of the metric.
+        name: name of the task. The name of the function if empty.
+        about: sentence for the docs. The docstring of the function if empty.
+        reference: healthy task of a sick task.
+        quick: part of `--quick`.
+    """
+
+    def register(build: _Build) -> _Build:
+        key = name or getattr(build, "__name__", "")
+        text = about or " ".join((build.__doc__ or "").split())
+        kind = "sick" if reference else "healthy"
+        TASKS[key] = Task(key, kind, metric, build, text, reference, quick, family)
+        return build
+
+    return register

@@ -84,24 +84,6 @@ def test_all_checks_end_with_the_time(tmp_path: Path):
     assert [*kit.COST.values()] == sorted(kit.COST.values())
 
 
-def test_a_check_is_stopped_when_the_time_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By the end of all checks it is not run, by its own limit it has failed."""
-    monkeypatch.setattr(kit, "LEAST_S", 0)
-    found = kit.run("decisions", tmp_path, 0.1)
-    assert found["outcome"] == "not run"
-    assert "no time left" in found["why"]
-    monkeypatch.setitem(kit.CHECKS, "decisions", kit.CHECKS["decisions"]._replace(limit_s=0.1))
-    found = kit.run("decisions", tmp_path, 100)
-    assert found["outcome"] == "failed"
-    assert "not done after 0 s" in found["error"]
-
-
-def test_an_unknown_check_is_an_error():
-    done = run("no_such_check")
-    assert done.returncode == 2
-    assert "no such check: no_such_check" in done.stderr
-
-
 def test_without_jax_and_transformers_their_checks_are_skipped():
     """A GPU machine may have torch alone. healcore's own packages are named if they are missing."""
     program = (

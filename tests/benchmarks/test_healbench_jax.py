@@ -19,7 +19,7 @@ from benchmarks.healbench.jax_tasks.arms import Attached, Training
 from benchmarks.healbench.jax_tasks.problem import Problem
 from benchmarks.healbench.jax_tasks.problem import running as running_stats
 from benchmarks.healbench.tasks import TASKS as TORCH
-from benchmarks.healbench.tasks import sick_state
+from benchmarks.healbench.tasks import learning_rates
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -120,7 +120,7 @@ def test_damage_is_that_of_the_torch_task():
     problem, source = build("bit_flip_weight"), TORCH["bit_flip_weight"].build(0)
     assert problem.damage is not None
     state = problem.damage.change(problem.start(problem.optimizer))
-    sick_state._flip_weight(source)
+    learning_rates._flip_weight(source)
     weights = source.modules["model"].state_dict()
     close(state.params, weights, 0.0)
 
@@ -174,16 +174,6 @@ def test_a_skipped_batch_leaves_no_statistics_behind():
     assert problem.final is not None
     assert arm.counts.nonfinite_skips == 1
     close({**problem.final.params, **problem.final.stats}, {**problem.params, **problem.stats}, 0.0)
-
-
-def test_losses_before_each_update_are_kept_where_the_metric_is_made_of_them():
-    found = run("nothing", "task_every_300", slice(0, 301))
-    losses = found.problem.source.state["online"].losses
-    assert losses == {}
-    assert math.isfinite(found.problem.evaluate())
-    losses = found.problem.source.state["online"].losses
-    assert list(losses) == list(range(301))
-    assert losses[300] > 2 * losses[299]  # the first of another task
 
 
 def test_a_run_by_name():

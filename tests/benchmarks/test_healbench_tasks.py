@@ -12,7 +12,6 @@ from benchmarks.healbench.arms import ARMS
 from benchmarks.healbench.problem import MAIN, Problem
 from benchmarks.healbench.tasks import TASKS
 from benchmarks.healbench.tasks.middle_faults import STEPS
-from benchmarks.healbench.tasks.optimizers import Lion, ScheduleFreeSGD
 from benchmarks.healbench.training import Training
 
 
@@ -72,37 +71,6 @@ def test_the_arms_see_each_micro_batch_and_clip_each_step_once(monkeypatch):
     assert len(seen) == 8
     assert seen[0] == pytest.approx(2.1, abs=0.5)  # log 8: the loss itself, not a quarter of it
     torch.testing.assert_close(weights(healed.problem), weights(plain.problem))
-
-
-# -- optimizers ------------------------------------------------------------------------------------
-
-
-def test_lion_is_the_published_update():
-    weight = torch.tensor([1.0, -2.0], requires_grad=True)
-    optimizer = Lion([weight], lr=0.1, weight_decay=0.5)
-    x, m = [1.0, -2.0], [0.0, 0.0]
-    for gradient in ([1.0, -1.0], [-0.02, 3.0], [0.0, 0.0]):
-        weight.grad = torch.tensor(gradient)
-        optimizer.step()
-        for k, g in enumerate(gradient):
-            mixed = 0.9 * m[k] + 0.1 * g
-            x[k] -= 0.1 * ((mixed > 0) - (mixed < 0) + 0.5 * x[k])
-            m[k] = 0.99 * m[k] + 0.01 * g
-    assert weight.tolist() == pytest.approx(x)
-
-
-def test_schedule_free_averages_its_fast_iterates():
-    weight = torch.tensor([1.0], requires_grad=True)
-    optimizer = ScheduleFreeSGD([weight], lr=0.1, beta=0.9)
-    fast, iterates = 1.0, []
-    for gradient in (1.0, -2.0, 0.5, 3.0):
-        weight.grad = torch.tensor([gradient])
-        optimizer.step()
-        fast -= 0.1 * gradient
-        iterates.append(fast)
-        mean = sum(iterates) / len(iterates)
-        assert float(optimizer.state[weight]["x"]) == pytest.approx(mean)
-        assert float(weight.detach()) == pytest.approx(0.1 * fast + 0.9 * mean)
 
 
 # -- the loops of users ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.labelled_runs import Run, Score, Span, load, score
+from benchmarks.labelled_runs import Run, Score, Span, score
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,14 +90,6 @@ def folder(path: Path) -> Path:
     return path
 
 
-def test_a_column_of_empty_cells_is_no_signal(tmp_path):
-    healthy, spiky = load(folder(tmp_path))
-    assert healthy.norm is None
-    assert spiky.norm is not None
-    assert len(spiky.norm) == 700
-    assert np.isnan(spiky.loss[600])
-
-
 def test_the_benchmark_on_a_folder(tmp_path):
     script = ROOT / "benchmarks" / "detectors.py"
     results = tmp_path / "results.json"
@@ -118,19 +110,5 @@ def test_the_benchmark_on_a_folder(tmp_path):
     scores = json.loads(results.read_text(), parse_constant=no_constant)["scores"]
     healed = scores["healcore pretraining: rollbacks"]
     assert healed["spiky"]["within_10"] == 1
-    assert healed["spiky"]["false_incidents"] == healed["healthy"]["false_incidents"] == 0
+    assert healed["spiky"]["false"] == healed["healthy"]["false"] == 0
     assert scores["healcore pretraining: skips"]["spiky"]["nonfinite_latencies"] == [0]
-
-
-def test_a_folder_without_labels_is_refused(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "detectors.py", tmp_path],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "labels.json" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -78,12 +78,6 @@ def test_the_steps_after_a_fault_are_judged_as_if_it_had_not_been(clip, fault, a
     assert got[-1] < 0.3, "x1000 at the end is clipped"
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-def test_a_constant_norm_and_a_hundredth_of_a_percent_more(clip):
-    factors, _, _ = run(clip, [0.5] * 200 + [0.5 * 1.0001] * 5)
-    assert (factors == 1).all()
-
-
 @pytest.mark.parametrize("clip", ["zclip", "adagc"])
 def test_a_spike_in_warm_up_does_not_hide_later_ones(clip):
     for at in (0, 3, 20):
@@ -107,19 +101,3 @@ def test_the_clipped_norm_is_within_the_threshold(clip):
         )
         assert not skips[-1]
         assert 0 <= factors[-1] * norm <= limit * (1 + 1e-5)
-
-
-def test_a_tensor_with_a_zero_norm_in_warm_up_still_learns():
-    """Published AdaGC: gamma is 0 from then on, and the tensor never moves again."""
-    config = CLIPS["adagc"]
-    runner = Runner(EngineConfig(clip=("adagc", config)), groups=2)
-    for i in range(60):
-        decision = runner.step(grad_norm=1.0, group_norms=[0.0 if i == 5 else 0.6, 0.8])
-    np.testing.assert_array_equal(decision.group_scale, [1, 1])
-
-
-def test_per_tensor_norms_of_one_bad_tensor_skip_the_step():
-    runner = Runner(EngineConfig(clip=("adagc", CLIPS["adagc"])), groups=3)
-    decision = runner.step(grad_norm=1.0, group_norms=[1.0, np.nan, 1.0])
-    assert decision.skip
-    np.testing.assert_array_equal(decision.group_scale, [1, 1, 1])

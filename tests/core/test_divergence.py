@@ -42,11 +42,6 @@ def test_noise_does_not_diverge():
     assert not wrong, "offset, spread"
 
 
-def test_training_does_not_diverge():
-    t = np.arange(1500)[:, None]
-    assert not run(2 + 9 * np.exp(-t / 400) + 0.1 * noise(1500)).any()
-
-
 def test_a_spike_that_heals_is_no_divergence():
     losses = 2.5 + 0.05 * noise(1000)
     losses[500:530] += 5 * np.exp(-np.arange(30) / 8)[:, None]
@@ -57,38 +52,6 @@ def test_a_spike_that_heals_is_no_divergence():
 def test_a_constant_loss_does_not_diverge(value):
     losses = np.full((600, 1), value)
     losses[400:] *= 1.0001
-    assert not run(losses).any()
-
-
-def lengths(found: np.ndarray) -> list[int]:
-    """Lengths of all rows of alarms, over all lanes."""
-    padded = np.pad(found.astype(int), ((1, 1), (0, 0)))
-    edges = [np.flatnonzero(np.diff(lane)) for lane in padded.T]
-    return [end - start for each in edges for start, end in each.reshape(-1, 2)]
-
-
-def test_an_alarm_ends_after_a_bounded_number_of_steps():
-    """A loss that rises by design: without a bound it was one alarm of 1,500 steps."""
-    losses = 2 + 0.05 * noise(3000)
-    losses[300:] += np.linspace(0, 20, 2700)[:, None]
-    rows = lengths(run(losses))
-    assert rows
-    assert max(rows) <= 73, "patience steps and one"
-
-
-def test_after_the_alarm_the_level_of_now_is_the_level():
-    losses = 2 + 0.05 * noise(2000)
-    losses[300:] += 3.0
-    found = run(losses)
-    assert found[300:500].any(0).all()
-    assert not found[900:].any()
-    losses[1200:] += 3.0
-    assert run(losses)[1200:1400].any(0).all(), "and a further rise is a new alarm"
-
-
-def test_there_is_no_alarm_once_half_of_the_rise_is_gone():
-    losses = 2 + 0.05 * noise(1200)
-    losses[300:] += 2 * np.exp(-np.arange(900) / 30)[:, None]
     assert not run(losses).any()
 
 

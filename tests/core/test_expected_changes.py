@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from healcore.core.engine import Engine
-from healcore.core.signals import Signals
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Cause
 from tests.core import fuzz, policies
@@ -37,26 +36,6 @@ def test_an_announced_jump_is_no_alarm(way):
     assert not any(
         d.cause & ~int(Cause.PLATEAU) for d in informed.feed(**jump, change_expected=flags)
     )
-
-
-def test_nan_is_caught_in_the_grace_window_and_in_warm_up():
-    runner = Runner(CONFIG)
-    assert runner.step(loss=np.nan, grad_norm=1.0).skip, "the very first step"
-    runner.step(loss=1.0, grad_norm=1.0, change_expected=True)
-    decision = runner.step(loss=1.0, grad_norm=np.nan)
-    assert decision.skip
-    assert decision.cause == Cause.NONFINITE_GRAD
-
-
-def test_the_window_lasts_grace_steps():
-    for after, alarm in ((9, False), (10, True)):
-        only = tuple(each for each in CONFIG.detectors if each[0] == "vanishing")
-        config = policies.full("zclip", grace_steps=10, detectors=only)
-        runner = Runner(config)
-        runner.feed(grad_norm=np.ones(30))
-        runner.step(grad_norm=0.0, change_expected=True)
-        causes = [bool(d.cause) for d in runner.feed(grad_norm=np.zeros(12))]
-        assert causes[after - 1] == alarm
 
 
 def test_an_externally_skipped_step_changes_nothing_at_all():
@@ -123,25 +102,3 @@ def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
     assert not back.incident.open.any()
     assert np.array_equal(back.incident.number, state.incident.number)
     assert same(map_leaves(np.shape, back), map_leaves(np.shape, state))
-
-
-def test_going_back_to_the_same_place_goes_deeper():
-    from tests.core.test_escalation import CONFIG as ESCALATION
-
-    runner = Runner(ESCALATION)
-    runner.feed(loss=np.ones(20))
-    saved = runner.state
-    found = []
-    for _ in range(4):
-        decision = runner.step(loss=np.nan)
-        found.append((int(decision.rollback_depth), int(decision.action)))
-        runner.state = runner.engine.on_rollback(runner.state, saved, xp=np)
-        runner.feed(loss=np.ones(3))
-    assert [depth for depth, _ in found] == [1, 3, 5, 0]
-    assert found[3][1] & 8, "and when the budget is spent it stops"
-
-
-def test_a_step_with_neither_loss_nor_norm_is_refused():
-    engine = Engine(CONFIG)
-    with pytest.raises(ValueError, match="gradient norm"):
-        engine.step(engine.init(), Signals(update_norm=np.float32(1)), xp=np)

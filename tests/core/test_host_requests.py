@@ -30,46 +30,6 @@ def test_an_order_that_is_not_carried_out_never_uses_up_the_budget():
     assert runner.state.budget.recoveries == 1
 
 
-def test_a_rollback_is_subtracted_where_it_is_carried_out_and_never_below_zero():
-    runner = Runner(ESCALATION._replace(budget=BudgetConfig(recoveries=2, refund_after=1 << 20)))
-    saved = runner.state
-    left = []
-    for _ in range(4):
-        runner.state = runner.engine.on_rollback(runner.state, saved, xp=np)
-        left.append(int(runner.state.budget.recoveries))
-    assert left == [1, 0, 0, 0]
-
-
-def test_health_before_a_rollback_does_not_raise_the_limit_that_comes_with_it():
-    health = 100
-    budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=health)
-    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=ROLLS_BACK))
-    runner.feed(loss=np.ones(health - 1), learning_rate=[0.5] * (health - 1))
-    runner.state = runner.engine.on_rollback(runner.state, runner.state, xp=np)
-    runner.state = limited(runner, 0.125, 0.5)
-    after = runner.feed(loss=np.ones(2 * health), learning_rate=[0.5] * (2 * health))
-    scales = [float(d.lr_scale) for d in after]
-    assert scales[: health - 1] == [0.25] * (health - 1)
-    assert scales[-1] == 1.0, "health after it does"
-
-
-def test_a_rollback_restores_the_limit_that_health_has_raised_since_its_checkpoint():
-    budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=20)
-    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=ROLLS_BACK))
-    runner.feed(loss=np.ones(10), learning_rate=[0.5] * 10)
-    runner.state = limited(runner, 0.125, 0.5)
-    runner.feed(loss=np.ones(5), learning_rate=[0.5] * 5)
-    saved = runner.state
-    raised = runner.feed(loss=np.ones(40), learning_rate=[0.5] * 40)
-    assert float(raised[-1].lr_scale) == 1.0
-    runner.state = runner.engine.on_rollback(runner.state, saved, xp=np)
-    assert float(runner.state.lr.broken) == float(saved.lr.broken)
-    after = runner.feed(loss=np.ones(19), learning_rate=[0.5] * 19)
-    assert {float(each.lr_scale) for each in after} == {0.25}
-    low = limited(runner, 0.0625, 0.5)
-    assert float(runner.engine.on_rollback(low, saved, xp=np).lr.broken) == float(low.lr.broken)
-
-
 ROLLS_BACK = (RuleConfig(int(Cause.OVERFIT), action=int(Action.ROLLBACK)),)
 LR = LrConfig(factor=0.25, floor=0.01, hold_steps=3, ramp_steps=8, ceiling=0.5)
 
@@ -101,26 +61,6 @@ def test_a_limit_holds_from_the_next_step_on_and_the_ramp_does_not_raise_it(rate
     assert runner.state.tally.lr_cuts == 1
 
 
-def test_a_limit_is_a_rate_and_a_lower_schedule_is_not_scaled():
-    runner, feed = limiting(8.0)
-    runner.state = limited(runner, 0.5, 8.0)
-    assert feed(30)[-1] == np.float32(0.0625)
-    assert feed(30, 0.25)[-1] == 1.0, "the schedule has fallen below the limit"
-    assert feed(30, 1.0)[-1] == 0.5, "and rises above it"
-
-
-def test_a_limit_above_the_rate_in_force_raises_nothing():
-    runner, feed = limiting(0.5)
-    runner.state = limited(runner, 3.0, 0.5)
-    assert feed(30) == [1.0] * 30
-
-
-def test_a_limit_needs_a_cut_in_the_budget():
-    runner, _ = limiting(0.5)
-    runner.state = limited(runner, 0.25, 0.5)
-    assert same(limited(runner, 0.1, 0.5), runner.state)
-
-
 @pytest.mark.parametrize("rate", [None, 0.5])
 def test_a_limit_at_the_share_of_the_policy_is_a_cut_of_a_rule(rate):
     """The same multiplier, budget and tally as when a rule cuts at that step."""
@@ -139,19 +79,6 @@ def test_a_limit_at_the_share_of_the_policy_is_a_cut_of_a_rule(rate):
     assert same(asked.state.lr._replace(**without), own.state.lr._replace(**without))
     assert same(asked.state.budget, own.state.budget)
     assert asked.state.tally.lr_cuts == own.state.tally.lr_cuts == 1
-
-
-def test_requests_change_nothing_else():
-    trace = fuzz.signals(np.random.default_rng(7), 100, 60)
-    engine = Engine(policies.full("fixed", budget=BudgetConfig(3, 2, refund_after=50)))
-    state = engine.init(batch=(60,))
-    for i in range(100):
-        state, _ = engine.step(state, fuzz.at(trace, i), xp=np)
-        with np.errstate(all="ignore"):
-            after = engine.limit_lr(state, np.float32(0.1), trace.learning_rate[i], xp=np)
-        assert same(after._replace(lr=state.lr, budget=state.budget, tally=state.tally), state)
-        kinds = [(leaf.dtype, leaf.shape) for leaf in leaves(after)]
-        assert kinds == [(leaf.dtype, leaf.shape) for leaf in leaves(state)]
 
 
 @pytest.mark.parametrize("often", [1.0, 0.5])

@@ -70,60 +70,6 @@ def test_growth_alarms_within_a_few_steps_of_standing_out(kind, factor):
     assert (found.argmax(0) <= stands_out + 4).all()
 
 
-def test_a_rate_that_is_too_high_from_the_first_step_on():
-    losses, norms = 2.3 * 1.5 ** np.arange(20), 4.0 ** np.arange(20)
-    assert run(losses, norms)[:12].any()
-
-
-# The first steps of healbench's negative_loss (seed 3, a fixed clip): it comes back by itself.
-SWING = np.array([
-    0.081, -0.035, -0.136, -0.294, -0.412, -0.675, -0.857, -0.831, -0.699, -0.648, 1.941, 5.026,
-    1.731, 4.276, 5.264, 4.682, 4.124, 6.354, 2.054, -1.007,
-])  # fmt: skip
-SWING_NORMS = np.array([
-    0.749, 0.807, 0.964, 1.092, 1.304, 1.361, 1.493, 3.409, 9.635, 29.03, 174.9, 323.2,
-    76.56, 238.8, 299.5, 272.1, 227.5, 454.9, 141.2, 18.12,
-])  # fmt: skip
-
-
-def test_a_swing_that_comes_back_in_the_first_steps_does_not_alarm():
-    assert not run(SWING, SWING_NORMS).any()
-
-
-def test_an_explosion_that_overflows_after_three_steps_is_found():
-    """Plain SGD at 40 times a good rate in Trainer: the next gradient norm is infinite."""
-    losses = np.array([3.47, 3.47, 3.31, 2.79, 2.71, 5.24, 15.27, 287.4, 33557.0])
-    norms = np.array([0.7, 0.8, 0.8, 1.2, 2.5, 2.9, 21.7, 193.8, 11646.0])
-    assert np.flatnonzero(run(losses, norms)).tolist() == [8]
-    norms[8] = np.inf
-    assert np.flatnonzero(run(losses, norms)).tolist() == [8], "a step that overflows counts too"
-
-
-def test_after_an_alarm_the_history_restarts():
-    """More growth, in units of the new level and the new norms, is another alarm."""
-    steps = 260
-    level = np.minimum(growth(steps, 100, 2.0), 64)
-    losses, norms = 2 + level, 1 + 20 * level
-    first = np.flatnonzero(run(losses, norms))
-    assert len(first) == 1
-    later = growth(steps, 180, 3.0)
-    found = np.flatnonzero(run(losses + 100 * later, norms + 5000 * later))
-    assert found[0] == first[0]
-    assert ((found[1:] > 180) & (found[1:] < 190)).any()
-
-
-def test_noise_at_a_new_level_is_no_growth():
-    """A loss that is many times as noisy at a new level sets records there again and again."""
-    rng, steps, start = np.random.default_rng(16), 260, 100
-    grown = growth(steps, start, 2.0, 6)[:, None]  # then noise of 0.3 to 1 times the height
-    rough = np.where(np.arange(steps)[:, None] < start + 6, 1.0, rng.uniform(0.3, 1, (steps, MANY)))
-    losses = 2.0 + 0.01 * rng.normal(size=(steps, MANY)) + 10 * grown * rough
-    norms = 1 + 300 * grown * np.ones(MANY)
-    found = run(losses, norms)
-    assert found[: start + 8].any(0).all()
-    assert not found[start + 8 :].any()
-
-
 # -- what it is not for ---------------------------------------------------------------------------
 
 
@@ -150,36 +96,12 @@ def test_a_mix_of_two_sources_never_alarms(share, ratio):
     assert not run(losses, norms).any()
 
 
-def test_outliers_of_any_size_seldom_alarm():
-    """Three batches in 16 steps, each by a quarter worse than all before: rare, not impossible."""
-    rng, steps = np.random.default_rng(12), 400
-    wild = rng.random((steps, MANY)) < rng.uniform(0, 1, MANY)
-    size = rng.uniform(0, 8, MANY)
-    factor = np.where(wild, 10.0 ** (size * rng.uniform(0, 1, (steps, MANY))), 0.0)
-    losses = bases(rng, steps) + 0.01 * rng.normal(size=(steps, MANY)) + factor
-    assert run(losses, 1 + 100 * factor).any(0).mean() < 0.2
-
-
 def test_loss_alone_or_norm_alone_is_none():
     t = 100
     grown = growth(t, 50, 1.5)
     assert run(2 + grown, 1 + 20 * grown).any()
     assert not run(2 + grown, np.ones(t)).any()
     assert not run(np.full(t, 2.0), 1 + 20 * grown).any()
-
-
-def test_without_a_norm_it_is_inactive():
-    grown = growth(100, 50, 1.5).astype(np.float32)
-    decisions = Runner(CONFIG).feed(loss=2 + grown)
-    assert not any(d.cause for d in decisions)
-    assert not any(d.cause for d in Runner(CONFIG).feed(grad_norm=1 + 20 * grown))
-
-
-@pytest.mark.parametrize("zeros", [1, 3, 30])
-def test_a_run_that_begins_with_norms_of_zero_has_a_usual_norm_afterwards(zeros):
-    """Otherwise every norm would be many times the usual one, and a loss alone would alarm."""
-    norms = np.where(np.arange(100) < zeros, 0.0, 1.0)
-    assert not run(2 + growth(100, 60, 1.5), norms).any()
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0])
@@ -197,16 +119,6 @@ def test_noise():
         kind for kind, of in zip(kinds, np.split(found, len(kinds), 1), strict=True) if of.any()
     ]
     assert not wrong, "offset, spread"
-
-
-@pytest.mark.parametrize(("apart", "found"), [(40, False), (9, False), (8, True), (3, True)])
-def test_records_further_apart_than_the_patience_are_no_growth(apart, found):
-    """A staircase, and a peak of the norm at each stair."""
-    losses, norms = np.full(300, 2.0), np.ones(300)
-    for k in range(5):
-        losses[80 + k * apart :] = 4.0 * 2**k
-        norms[80 + k * apart] = 100.0 * 20**k
-    assert run(losses, norms).any() == found
 
 
 # -- what may not change it -----------------------------------------------------------------------
@@ -257,11 +169,3 @@ def test_an_announced_change_starts_over(at):
     found = run(losses, norms, change_expected=flags)
     np.testing.assert_array_equal(found[:at], run(losses, norms)[:at])
     np.testing.assert_array_equal(found[at:], run(losses[at:], norms[at:]))
-
-
-def test_a_change_announced_at_a_nan_step_starts_over_too():
-    losses, norms = scenario()
-    losses[104] = np.nan
-    change_expected = np.broadcast_to((np.arange(160) == 104)[:, None], losses.shape)
-    found = run(losses, norms, change_expected=change_expected)
-    np.testing.assert_array_equal(found[105:], run(losses[105:], norms[105:]))

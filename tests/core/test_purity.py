@@ -61,12 +61,6 @@ def test_a_traced_step_has_no_branch_and_keeps_its_types(clip):
     assert (again, same) == (after, decision)
 
 
-def test_a_branch_would_be_seen():
-    with pytest.raises(jax.errors.TracerBoolConversionError):
-        jax.jit(lambda x: 1 if x > 0 else 0)(1.0)
-    assert imported(ast.parse("def f():\n    import torch.nn as nn")) == {"torch"}
-
-
 @pytest.mark.parametrize("mode", ["heal", "observe"])
 @pytest.mark.parametrize("clip", policies.CLIPS)
 def test_dtypes_and_shapes_of_the_state_never_change(clip, mode):

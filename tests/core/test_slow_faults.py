@@ -23,12 +23,6 @@ class TestVanishing:
         found = self.run([1.0] * 50 + [1e-9] * 30 + [1.0] * 5)
         assert np.flatnonzero(found).tolist() == list(range(69, 80))
 
-    def test_zero_is_gone_too(self):
-        assert self.run([0.0] * 25)[19:].all()
-
-    def test_single_masked_batches_are_nothing(self):
-        assert not self.run(([0.0] * 19 + [1.0]) * 10).any()
-
     def test_nan_steps_do_not_count_and_do_not_reset(self):
         found = self.run([1e-9] * 10 + [np.nan] * 30 + [1e-9] * 10)
         assert np.flatnonzero(found).tolist() == [49]
@@ -62,12 +56,6 @@ class TestPlateau:
         assert not self.run(losses).any(), "opt-in"
         assert not self.run(losses - 0.2, chance_level=0.693147).any()
 
-    def test_leaving_chance_level_ends_it(self):
-        losses = np.log(2) + 0.002 * noise(400) - np.where(np.arange(400) < 150, 0, 0.3)
-        found = self.run(losses, chance_level=0.693147)
-        assert found[150]
-        assert not found[350:].any()
-
     def test_nan_does_not_enter_a_window(self):
         losses = np.log(2) + 0.002 * noise(150)
         found = self.run(np.insert(losses, 50, [np.nan] * 30), chance_level=0.693147)
@@ -86,18 +74,10 @@ class TestOverfit:
         found = self.run(1 + 0.1 * noise(400), {100: 1.2, 200: 3.0, 300: 3.0})
         assert np.flatnonzero(found)[0] == 300
 
-    def test_one_wide_gap_is_noise(self):
-        assert not self.run(1 + 0.1 * noise(400), {100: 3.0, 200: 1.2, 300: 3.0}).any()
-
     def test_it_ends_with_a_good_evaluation(self):
         found = self.run(1 + 0.1 * noise(400), {100: 3.0, 200: 3.0, 300: 1.1})
         assert found[250]
         assert not found[300:].any()
-
-    def test_a_spike_of_the_training_loss_does_not_hide_the_gap(self):
-        train = 1 + 0.1 * noise(400)
-        train[299] = 10
-        assert self.run(train, {200: 3.0, 300: 3.0})[300]
 
     def test_negative_losses(self):
         assert self.run(-5 + 0.1 * noise(400), {100: -3.0, 200: -3.0})[200]

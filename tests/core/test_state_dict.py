@@ -95,20 +95,6 @@ def test_damaged_data_is_refused(damage):
     assert repr(data) == repr(before), "what is refused is left as it was"
 
 
-@pytest.mark.parametrize("data", [None, 3, "state", [], [1, 2], {}, {"schema": 1}, {"schema": 2}])
-def test_foreign_data_is_refused(data):
-    engine, _ = after_steps("zclip", 1)
-    with pytest.raises(StateError):
-        engine.from_dict(data)
-
-
-def test_the_message_names_the_place():
-    engine, state = after_steps("zclip")
-    data = broken(engine.to_dict(state), "state", "incident", "onset", value=0.5)
-    with pytest.raises(StateError, match=r"state\.incident\.onset"):
-        engine.from_dict(data)
-
-
 def test_another_number_of_tensors_is_taken_from_the_data():
     engine = Engine(policies.full("adagc"))
     data = engine.to_dict(engine.init(groups=7))

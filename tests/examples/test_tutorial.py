@@ -6,7 +6,6 @@ import inspect
 import re
 import shutil
 import signal
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from examples import tutorial_jax, tutorial_torch
-from healcore.policy import load
 from tests import forked_programs
 from tests.forked_programs import ROOT
 
@@ -126,36 +124,3 @@ def test_the_loops_for_your_own_data_skip_a_batch_with_nan(tmp_path, monkeypatch
     shutil.rmtree("run-1")
     exec(in_jax, {"params": jnp.zeros((4, 1)), "batches": batches, "loss_fn": loss_fn})
     assert "skipped 3 steps" in capsys.readouterr().err
-
-
-def test_what_the_page_names_exists():
-    for policy in ("default", "observe"):
-        assert f"`{policy}`" in PAGE
-        load(policy)
-    for target in re.findall(r"\]\(([^)#]+)", PAGE):
-        assert (ROOT / "docs" / target).exists(), target
-    assert len(PAGE.split()) <= 2100
-
-
-@pytest.mark.parametrize(("name", "limit"), [("torch", 100), ("jax", 100), ("report", 200)])
-def test_a_picture_is_small(name, limit):
-    assert (ROOT / "docs" / f"tutorial-{name}.png").stat().st_size < limit * 1000
-
-
-def test_the_curves(tmp_path, monkeypatch):
-    """With losses that were not trained for: the first attempt of the Healer is undone."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    import tutorial_curves  # pyright: ignore[reportMissingImports]
-    import tutorial_torch as example  # pyright: ignore[reportMissingImports]
-
-    losses = {
-        "none": [(0, 1.0), *[(step, float("nan")) for step in range(1, 9)]],
-        "attach": [(step, 1.0) for step in range(9)],
-        "healer": [(step, 1.0) for step in [*range(6), *range(3, 9)]],
-    }
-    monkeypatch.setattr(example, "main", losses.get)
-    assert [len(part) for part in tutorial_curves.attempts(losses["healer"])] == [6, 6]
-    tutorial_curves.draw("torch", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    for name in ("tutorial_curves", "tutorial_torch"):
-        monkeypatch.delitem(sys.modules, name)

@@ -35,13 +35,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Checkpoints
-from healcore import policy as policies
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop import start as run_start
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.store import commit
 from healcore.torch.store import DCPStore
+from tests.healer.training_loops import rules
 
 WORLD = 2
 DATA, BAD = 45, (13, 14, 31)
@@ -50,27 +50,6 @@ SECONDS = 60
 """The time-out of the process group."""
 PATIENCE = 120
 """Seconds after which a rank shows where it is, and ends: a failure of the test."""
-
-POLICY = """
-schema = 1
-name = "test"
-[detect.nonfinite]
-[[respond]]
-to = ["nonfinite"]
-do = ["skip", "rollback", "cut_lr"]
-[incident]
-quiet_steps = 2
-patience = 5
-[rollback]
-probation = 4
-region = 30
-[lr]
-hold_steps = 3
-ramp_steps = 4
-[budget]
-recoveries = 6
-refund_after = 10000
-"""
 
 STEP, SAVE, WRITE, BACK = "step", "save", "write", "rollback"
 PHASES = (STEP, SAVE, WRITE, BACK)
@@ -225,11 +204,10 @@ def run(
     own = OwnStep()
     state: dict[str, Any] = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
     state |= {} if any_world else {"own": own}
-    engine = policies.loads(POLICY)
     with (
         (root / f"trace-{rank}").open("a", buffering=1) as trace,
         Healer(
-            engine, state=state, store=root / "store", checkpoints=Checkpoints(every=5)
+            rules(recoveries=6), state=state, store=root / "store", checkpoints=Checkpoints(every=5)
         ) as healer,
     ):
         for number in healer.batches(data):

@@ -14,7 +14,7 @@ from healcore import policy as policies
 from healcore.core.verdict import Action
 from healcore.jax import store as jax_stores
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import IncompleteRun, LastStateNotSaved, RunStopped
+from healcore.runtime.loop.termination import IncompleteRun, LastStateNotSaved
 from healcore.torch import store as torch_stores
 from tests.healer.run_directory import events, events_of
 from tests.healer.run_options import grouped
@@ -69,22 +69,6 @@ def test_a_hook_may_override(tmp_path):
     assert "0.weight" in {each.name for each in seen[0].evidence}
     assert seen[0].facts.last_good is not None
     assert events(tmp_path, "hook")[0]["action"] == []
-
-
-def test_a_hook_that_raises_is_contained(tmp_path):
-    def hook(incident):
-        raise KeyError("mine")
-
-    loop = loop_of("torch", Faults(always=[23]))
-    facts = train(loop, rules(), range(40), store=tmp_path, on_incident=[hook])
-    assert facts["rollbacks"] == 1
-    assert "mine" in events(tmp_path, "hook")[0]["problem"]
-
-
-def test_a_hook_may_stop_the_run(tmp_path):
-    loop = loop_of("torch", Faults(always=[23]))
-    with pytest.raises(RunStopped, match="hook"):
-        train(loop, rules(), range(40), store=tmp_path, on_incident=lambda i: Action.STOP)
 
 
 def test_two_optimizers_are_one_run(tmp_path):

@@ -10,10 +10,6 @@ import torch
 
 from healcore import Healer, IncidentContext
 from healcore import policy as policies
-from healcore.events import read
-from healcore.history.incident import IncidentOutcome
-from healcore.history.run import runs_of
-from healcore.runtime.postmortem.sentences import sentence
 from tests.healer.run_directory import events
 from tests.healer.run_options import grouped
 
@@ -89,16 +85,3 @@ def test_an_alert_names_severity_diagnosis_action_and_reference(cause: str, tmp_
     assert [each["cause"] for each in alerts.seen] == [alert["cause"]]
     assert contexts[0].failures[0].severity == alert["severity"]
     assert set(contexts[0].failures[0].references) <= {*alert["references"]}
-
-
-@pytest.mark.parametrize("cause", ["PLATEAU", "OVERFIT"])
-def test_a_lasting_alert_is_an_incident_in_report_and_watch(cause: str, tmp_path: Path):
-    losses = [3.0] * 40 if cause == "PLATEAU" else [3.0 - 0.05 * step for step in range(40)]
-    run(tmp_path, losses, evaluates=cause == "OVERFIT")
-    found = read(tmp_path / "healcore.events.jsonl")
-    (history,) = runs_of({found.events[0]["run"]: found.events})
-    (incident,) = history.incidents
-    assert (incident.cause, incident.outcome) == ((cause,), IncidentOutcome.ALERT)
-    lines = [sentence(history.add(each)) for each in found.events]
-    assert sum(f"incident 1: {cause.lower()}" in line.lower() for line in lines) == 1
-    assert events(tmp_path, "end")[0]["incidents"] == 1

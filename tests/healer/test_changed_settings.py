@@ -16,7 +16,6 @@ from healcore.jax import protect
 from healcore.runtime.loop.setup import StoreNotEmpty
 from healcore.runtime.loop.termination import AlreadyCompleted
 from tests.healer.run_directory import events, new_process
-from tests.healer.run_options import grouped
 from tests.healer.training_loops import SKIPS
 
 ROWS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -29,28 +28,22 @@ def fit(
     batch: int = 2,
     stop_at: int | None = None,
     policy: Any = SKIPS,
-    scheduled: bool = True,
-    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    schedule: Any = torch.optim.lr_scheduler.StepLR,
-    **options: Any,
 ) -> float:
     """Trains on 40 rows, and returns the learning rate at the end."""
     new_process()
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    optimizer = kind(model.parameters(), lr=lr, weight_decay=0.01)  # type: ignore[call-arg]
-    state = {"model": model, "optimizer": optimizer}
-    if scheduled:
-        state["scheduler"] = schedule(optimizer, 5)
-    with Healer(policy, state=state, store=folder, **grouped(options)) as healer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    with Healer(policy, state=state, store=folder) as healer:
         for rows in healer.batches(DataLoader(ROWS, batch_size=batch)):  # type: ignore[arg-type]
             loss = model(rows).square().mean()
             healer.observe(loss)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if scheduled:
-                state["scheduler"].step()
+            scheduler.step()
             if healer.step == (stop_at or 0) - 1:
                 raise KeyboardInterrupt
     return optimizer.param_groups[0]["lr"]
@@ -68,15 +61,6 @@ def test_an_interrupted_run_that_is_given_another_learning_rate_says_which_holds
     (line,) = warned(tmp_path)
     assert "optimizer.lr: 0.01 -> 0.5" in line
     assert "empty directory" in line
-
-
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_the_same_program_again_gives_no_line(tmp_path: Path, scheduled: bool):
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            fit(tmp_path, stop_at=8, scheduled=scheduled)
-    fit(tmp_path, scheduled=scheduled)
-    assert warned(tmp_path) == []
 
 
 def test_a_completed_run_that_is_given_another_learning_rate_is_not_returned(tmp_path: Path):

@@ -91,17 +91,6 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(
     assert "resumes at step 10: 10 steps up to checkpoint 20 are lost" in caplog.text
 
 
-def test_missing_checkpoints_are_reported(killed, tmp_path):
-    """The journal of a run that logged its end records that it had saved."""
-    train(loop_of("torch"), rules(), range(12), store=tmp_path)
-    for each in tmp_path.glob("step-*"):
-        shutil.rmtree(each)
-    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*step 12.*delete the file"):
-        train(loop_of("torch"), rules(), range(12), store=tmp_path)
-    (tmp_path / "healcore.json").unlink()
-    assert train(loop_of("torch"), rules(), range(12), store=tmp_path)["step"] == 12
-
-
 def test_a_rollback_names_what_it_passes_over(tmp_path):
     """Damage that came while the run was under way: the listing alone would not show it."""
 

@@ -76,20 +76,3 @@ def test_torchrun_restarts_a_killed_rank_and_ends_when_it_may_no_more(root):
     assert done.stderr.count("failed (exitcode: -9)") == 2
     assert "healcore: resumes from the checkpoint" in done.stderr
     assert list((root / "store").glob("step-*/manifest.json"))
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_torchrun_restarts_a_rank_that_is_killed_twenty_times(kind, root):
-    killed = 0
-    for seed in range(20):
-        folder = root / str(seed)
-        folder.mkdir()
-        done = torchrun(kind, folder, restarts=20, kills=20 - killed, seed=seed)
-        assert done.returncode == 0, done.stderr[-3000:]
-        killed += done.stderr.count("failed (exitcode: -9)")
-        ends = [json.loads((folder / f"end-{rank}.json").read_text()) for rank in range(2)]
-        assert [(end["step"], end["rollbacks"]) for end in ends] == [(42, 2)] * 2
-        if killed == 20:
-            break
-    assert killed == 20

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 import torch
-from torch import nn
-from torch.optim import Adam
 
 from healcore import Checkpoints
 from healcore.jax import protect
@@ -93,16 +89,6 @@ def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen(t
     assert "Traceback" not in done.stderr
 
 
-@BOTH
-def test_without_a_known_good_one_it_goes_back_to_the_beginning(framework, tmp_path):
-    policy = rules()
-    loop = loop_of(framework, Faults(always=[2]), policy)
-    facts = train(loop, policy, range(12), store=tmp_path)
-    (rollback,) = events(tmp_path, "rollback")
-    assert (rollback["checkpoint"], rollback["initial"]) == (0, True)
-    assert facts["step"] == 11
-
-
 def test_an_exception_of_the_loop_comes_through(tmp_path):
     def fail(healer, number):
         if number == 7:
@@ -133,55 +119,6 @@ def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(tmp_pa
     after = loop_of("torch")
     assert train(after, rules(), range(12), store=tmp_path)["step"] == 12
     assert after.faults.order == [8, 9, 10, 11]
-
-
-def gan(
-    store: Path, before: Callable[[int], object] = print, named: bool = True
-) -> tuple[list[torch.Tensor], Any]:
-    """Trains two networks, each after its own `zero_grad`; returns their weights and the engines.
-
-    The generator's backward pass leaves gradients in the discriminator.
-    """
-    torch.manual_seed(0)
-    g, d = nn.Linear(2, 2), nn.Linear(2, 1)
-    of_g, of_d = Adam(g.parameters()), Adam(d.parameters())
-    state = {"g": g, "d": d, "of_g": of_g, "of_d": of_d}
-    with Healer("default", state=state, store=store, checkpoints=Checkpoints(every=10)) as healer:
-        for number in healer.batches(range(25)):
-            before(number)
-            noise = torch.full((1, 2), float(number + 1))
-            of_d.zero_grad()
-            loss = d(g(noise).detach()).square().mean()
-            healer.observe(loss, "of_d" if named else None)
-            loss.backward()
-            of_d.step()
-            of_g.zero_grad()
-            loss = d(g(noise)).mean()
-            healer.observe(loss)  # to both, as a loop with one loss does
-            loss.backward()
-            of_g.step()
-        engines = healer.driver.healing()
-    return [p.detach().clone() for p in (*g.parameters(), *d.parameters())], engines
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_the_last_state_of_two_networks_that_clear_gradients_late_is_saved(tmp_path, named):
-    """The resumed run is judged as the uninterrupted run is: by the same losses at every step."""
-
-    def ask(number):
-        if number == 13:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    expected, engines = gan(tmp_path / "whole", named=named)
-    with pytest.raises(Terminated):
-        gan(tmp_path / "cut", before=ask, named=named)
-    assert events(tmp_path / "cut", "save")[-1]["step"] == 14
-    found, resumed = gan(tmp_path / "cut", named=named)
-    for store in (tmp_path / "whole", tmp_path / "cut"):
-        assert events(store, "save")[-1]["step"] == 25
-        assert not events(store, "problem")
-    assert all(map(torch.equal, found, expected))
-    assert resumed == engines
 
 
 def accumulating_torch_loop(store: Path) -> None:

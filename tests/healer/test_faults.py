@@ -128,16 +128,6 @@ def test_beyond_the_limits_the_error_ends_the_run(bad, limits, last, tmp_path):
     assert "ValueError" in found["exception"]
 
 
-def test_a_generator_that_has_died_does_not_pass_for_the_end_of_the_data(tmp_path):
-    def numbers():
-        yield from range(5)
-        raise ValueError("no image")
-
-    with pytest.raises(ValueError, match="no image"):
-        train(loop_of("torch"), with_answers(), numbers(), store=tmp_path)
-    assert [each["ending"] for each in postmortems(tmp_path)] == ["exception"]
-
-
 @pytest.mark.parametrize("data", [Corrupt, loader])
 def test_it_stays_left_out_after_a_rollback_and_a_restart(data, tmp_path):
     """Also by a loader that cannot be rewound, which reads it again to come to where it was."""
@@ -180,29 +170,6 @@ def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework
     after = loop_of(framework, policy=policy)
     assert train(after, policy, range(12), store=tmp_path)["step"] == 12
     assert after.faults.order == [7, 8, 9, 10, 11]
-
-
-@BOTH
-def test_after_the_step_the_checkpoint_is_exact(framework, tmp_path):
-    policy = with_answers()
-    loop = loop_of(framework, policy=policy)
-
-    def run():
-        with Healer(
-            policy, state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
-        ) as healer:
-            for number in healer.batches(range(12)):
-                loop.step(healer, number)
-                if number == 7:
-                    raise ZeroDivisionError("in the user's logging")
-
-    with pytest.raises(ZeroDivisionError):
-        run()
-    assert events(tmp_path, "save")[-1]["step"] == 8
-    assert events(tmp_path, "skipped_batches") == []
-    after = loop_of(framework, policy=policy)
-    train(after, policy, range(12), store=tmp_path)
-    assert after.faults.order == [8, 9, 10, 11]
 
 
 class Breaking(torch.optim.SGD):

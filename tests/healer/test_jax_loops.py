@@ -78,14 +78,6 @@ def test_one_bad_micro_batch_costs_one_rollback(tmp_path):
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(healer.state["params"]))
 
 
-def test_all_micro_batches_of_a_bad_update_are_left_out(tmp_path):
-    run = plain(policy=RULES, wrap=accumulated)
-    healer = train(run, RULES, range(60), lambda number: number == 29, store=tmp_path)
-    (rollback,) = events(tmp_path, "rollback")
-    assert rollback["batches"] == [[0, number] for number in (28, 29, 30, 31)]
-    assert healer.step == 56
-
-
 def test_a_nan_that_stays_in_the_accumulator_is_left_out_with_its_whole_accumulation(tmp_path):
     run = plain(policy="default", wrap=accumulated)
     train(run, "default", range(100), lambda number: number == 9, store=tmp_path)
@@ -102,14 +94,6 @@ def test_a_loop_that_ignores_the_restored_state_is_reported(tmp_path):
     assert len(events(tmp_path, "rollback")) == 1
     (end,) = events(tmp_path, "end")
     assert end["ending"] == "exception"
-
-
-def test_a_start_that_ignores_the_resumed_state_is_reported(tmp_path):
-    train(plain(policy=RULES), RULES, range(20), store=tmp_path)
-    run = plain(policy=RULES)
-    mine = jax.tree.map(jnp.copy, run.state)
-    with pytest.raises(HealStateError, match="resume"):
-        train_from(mine, run, range(40), bad=-1, store=tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("kind", [linen, in_place])

@@ -72,21 +72,6 @@ def test_a_stale_state_is_refused_in_the_next_update(tmp_path):
     assert end["ending"] == "exception"
 
 
-def test_an_announced_change_is_an_edit_too(tmp_path):
-    def loop(healer: Any, run: Any, numbers: Any) -> None:
-        state = healer.state
-        for number in numbers:
-            state = healer.update(step(run, state, number))
-            if number == 3:
-                healer.expect_change()
-                state = healer.state
-            if number == 5:
-                healer.expect_change()
-
-    with pytest.raises(HealStateError, match="expect_change"):
-        healed(loop, tmp_path, data=range(10))
-
-
 def test_a_loop_without_batches_is_healed(tmp_path):
     """`update` does all that `batches` and `after_step` do between two steps."""
 

@@ -36,20 +36,6 @@ def torch_run(loss_fn: Any, **options: Any) -> tuple[nn.Module, list[Any]]:
     return model, seen
 
 
-def one_number(model: Any, batch: Any) -> Any:
-    assert model.training, "the mode of the loop"
-    assert not torch.is_grad_enabled()
-    torch.rand(3)
-    return model(torch.tensor([batch, batch])).square().mean()
-
-
-def test_in_torch_the_try_changes_nothing():
-    (plain, batches), (tried, same) = torch_run(None), torch_run(one_number)
-    assert batches == same == DATA
-    for name, value in plain.state_dict().items():
-        assert torch.equal(value, tried.state_dict()[name]), name
-
-
 @pytest.mark.parametrize(
     ("loss_fn", "said"),
     [

@@ -165,12 +165,6 @@ def test_a_step_that_keeps_its_old_state_is_counted_and_said_once(guard, tmp_pat
     assert healer.run.recovery.ledger.unhealthy == [*range(20, 25)]
 
 
-@pytest.mark.parametrize("guard", GUARDS)
-def test_a_guard_that_never_lets_a_step_pass_ends_the_run(guard, tmp_path):
-    with pytest.raises(RunStopped, match="has kept its old state since the start"):
-        run_guarded(guard, range(1000), tmp_path, 200)
-
-
 def test_damaged_weights_behind_a_guard_are_found_by_the_loss_of_the_batches(tmp_path):
     tx, damaged = protect(optax.inject_hyperparams(optax.sgd)(0.01)), [False]
     draw = np.random.default_rng(0)

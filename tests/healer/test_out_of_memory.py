@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import healcore
 from healcore import events
-from tests import forked_programs
 from tests.events.sample_events import problems
 from tests.healer.run_options import grouped
 
@@ -113,21 +110,6 @@ def test_a_single_sample_that_does_not_fit_stops_the_run(tmp_path):
     assert "activation checkpointing" in postmortem.read_text()
 
 
-def test_a_stop_loses_no_step(tmp_path):
-    """The state after the last complete step is saved, and its batch comes again."""
-    memory = Memory(fits=8)
-
-    def shrink(healer):
-        memory.fits = 8 if healer.step < 4 else 0
-
-    with pytest.raises(healcore.RunStopped):
-        train(batches(6), memory, each_step=shrink, store=tmp_path / "run")
-    memory = Memory(fits=8)
-    healer = train(batches(6), memory, store=tmp_path / "run")
-    assert healer.step == 6
-    assert sum(memory.sizes) == 2 * 8, "the samples of the last two steps"
-
-
 def test_the_budget_of_shrinks(tmp_path):
     memory = Memory(fits=1)
     with pytest.raises(healcore.RunStopped, match="permits it 2 times"):
@@ -164,16 +146,6 @@ def test_a_policy_that_does_not_answer(out_of_memory, policy, note):
     assert memory.failures == 1
 
 
-def test_a_batch_that_cannot_be_split(out_of_memory):
-    class Opaque:
-        def __len__(self) -> int:
-            return 8
-
-    with pytest.raises(torch.OutOfMemoryError):
-        train([Opaque()], Memory(fits=4))
-    assert "split along the first axis of its arrays" in note_of(out_of_memory)
-
-
 def test_gradients_from_elsewhere_are_not_lost(out_of_memory):
     """A backward pass outside of the parts cannot be done again."""
     model = nn.Linear(2, 1)
@@ -198,21 +170,3 @@ def test_gradients_from_elsewhere_are_not_lost(out_of_memory):
                 memory.use(len(part.batch))
         healer.after_step()
     assert memory.sizes == [4, 4]
-
-
-# -- under a limit of the kernel ------------------------------------------------------------------
-
-
-def test_a_real_allocator_that_fails():
-    """The step is split until it fits, and trains to the same parameters."""
-    run = forked_programs.run("-m", "tests.healer.memory_limit_run")
-    assert run.returncode == 0, run.stderr[-2000:]
-    split, whole, donated = map(json.loads, run.stdout.splitlines())
-    samples = sum(whole["sizes"][0])
-    assert whole["failed"] == []
-    assert whole["sizes"] == [[samples], [samples]]
-    assert split["failed"][0] == samples
-    assert all(sum(sizes) == samples and max(sizes) < samples for sizes in split["sizes"])
-    a, b = (np.asarray(each["parameters"]) for each in (whole, split))
-    assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(a)
-    assert donated.startswith("the part ran out of memory in a function that donates")

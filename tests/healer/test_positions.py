@@ -101,25 +101,6 @@ def test_a_run_started_again_after_an_exception_is_the_one_without(
     assert same(again.everything(), whole.everything())
 
 
-def test_a_batch_that_could_not_be_read_comes_again(tmp_path):
-    """The policy left none out, so none is."""
-
-    class Failing(list):
-        bad = True
-
-        def __getitem__(self, index: Any) -> Any:
-            if self.bad and index == 4:
-                raise ConnectionResetError
-            return super().__getitem__(index)
-
-    data, loop = Failing(listed()), Accumulating(2)
-    with pytest.raises(ConnectionResetError):
-        run(loop, data, tmp_path)
-    data.bad, again = False, Accumulating(2)
-    run(again, data, tmp_path)
-    assert (loop.used + again.used)[:3] == [(0, 1), (2, 3), (4, 5)]
-
-
 @pytest.mark.parametrize("bad", [3, 5])
 def test_a_rollback_after_a_break_goes_on_in_the_epoch_that_it_restores(bad):
     """The order for the last step before the `break` is read when the loop begins again."""

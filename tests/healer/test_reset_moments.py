@@ -10,10 +10,8 @@ import torch
 from healcore import policy as policies
 from healcore.policy import PolicyError
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.recovery import Recovery
-from tests.healer.crashes import crash
 from tests.healer.run_directory import events
-from tests.healer.training_loops import Faults, loop_of, rules, same, train
+from tests.healer.training_loops import Faults, loop_of, rules, train
 
 RESETS = policies.load(rules(), rollback={"reset_moments": True})
 
@@ -40,19 +38,6 @@ def test_the_optimizer_has_only_the_steps_since_the_rollback(framework, policy, 
     since = facts["step"] - event["checkpoint"]
     assert event.get("moments_reset") is (True if policy is RESETS else None)
     assert adam_steps(loop) == (since if policy is RESETS else facts["step"])
-
-
-def test_the_same_after_a_crash_before_the_next_save(tmp_path, monkeypatch):
-    clean = loop_of("torch", Faults(always=[23]))
-    train(clean, RESETS, range(40), store=tmp_path / "clean")
-
-    def go() -> Any:
-        loop = loop_of("torch", Faults(always=[23]))
-        train(loop, RESETS, range(40), store=tmp_path / "killed")
-        return loop
-
-    crash(monkeypatch, Recovery, "report", lambda *_: True, go)
-    assert same(go().weights(), clean.weights())
 
 
 def test_an_optimizer_that_is_not_known_is_refused_before_the_run(tmp_path):

@@ -112,30 +112,3 @@ def test_a_pipe_in_the_run_directory_is_not_waited_for(name, root):
     )
     expected = {NAME: JournalError.__name__, LOCK: "no regular file", EVENTS: "36", METRICS: "36"}
     assert expected[name] in out
-
-
-# -- the lock --------------------------------------------------------------------------------------
-
-
-def test_the_lock_is_held_as_long_as_the_run_lasts(root):
-    fcntl = pytest.importorskip("fcntl")
-    del fcntl
-    looked = []
-
-    def look(healer: Any, number: int) -> None:
-        if number in (0, 6, 11):
-            looked.append(
-                in_time(
-                    """
-                    import fcntl, sys
-                    try:
-                        fcntl.flock(open(sys.argv[1], "rb+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        print("held")
-                    """,
-                    str(root / LOCK),
-                ).strip()
-            )
-
-    run(root, before=look)
-    assert looked == ["held"] * 3

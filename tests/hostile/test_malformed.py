@@ -114,26 +114,6 @@ def test_a_malformed_small_file_is_a_damaged_checkpoint(file, tmp_path):
     assert raw == []
 
 
-@pytest.mark.parametrize("file", [MANIFEST, STATE, "data/__0_0.distcp"])
-def test_a_run_goes_on_from_the_older_checkpoint(file, tmp_path):
-    cut_short("torch", tmp_path)
-    newest = checkpoints(tmp_path)[-1]
-    if file == MANIFEST:
-        content = checksummed_json.read(newest / MANIFEST)
-        content["files"] = {"x\0": {"bytes": 1, "xxh3_128": "0" * 32}}
-        (newest / MANIFEST).write_bytes(checksummed_json.dumps(content))
-    elif file == STATE:
-        (newest / STATE).write_text("[[]]")
-        sealed_again(newest)
-    else:
-        (newest / file).write_bytes(bytes((newest / file).stat().st_size))
-        sealed_again(newest)
-    assert go_on("torch", tmp_path)["step"] == 36
-    (damaged,) = events(tmp_path, "damaged")
-    assert damaged["step"] == int(newest.name[5:15])
-    assert file.partition("/")[0] in damaged["problem"]
-
-
 def in_healing(**changes: Any) -> tuple[str, Callable[[Any], Any]]:
     return HEALING, lambda content: content | changes
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from healcore.events.models import Ending
-from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes
 
 RUN = "20261123T000000Z-0a1b2c3d"
@@ -72,11 +71,3 @@ def test_pipes_links_and_folders_are_neither_followed_nor_waited_for(notes, tmp_
     assert precious.read_text() == "precious"
     notes.remove()
     assert precious.read_text() == "precious"
-
-
-def test_ranks_at_one_place_have_one_entry_of_stacks():
-    same = "Thread MainThread:\n  in all_reduce\n\nThread worker:\n"
-    hung = [note(rank, trace=f"{same}{rank}", ending=None) for rank in (2, 0)]
-    hung.append(note(1, trace="Thread MainThread:\n  in hang\n", ending=None))
-    found = postmortem.stacks_of(hung)
-    assert [each.ranks for each in found] == [(0, 2), (1,)]

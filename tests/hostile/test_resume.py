@@ -114,19 +114,6 @@ class Keeps:
         self.value = state["at"]["kept"]
 
 
-class Thing:
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Thing
-
-
-def test_an_object_without_a_plain_form_is_not_written(tmp_path):
-    store = DCPStore(tmp_path)
-    with pytest.raises(StoreError, match=r"state\['x'\]\['at'\]\['kept'\] is a .*Thing"):
-        store.save(1, {"x": Keeps(Thing())})
-    store.wait()
-    assert store.steps() == []
-
-
 @pytest.mark.parametrize("tag", ["pickle", "subclass"])
 def test_a_pickled_object_runs_no_code(tag, tmp_path, ran):
     store = DCPStore(tmp_path / "store")

@@ -42,14 +42,6 @@ def test_package_dir_maps_each_source():
     assert settings()["package-dir"] == SOURCES
 
 
-def test_every_package_has_an_init():
-    # A folder without __init__.py is a namespace package: importable, invisible to type checkers.
-    for name in settings()["packages"]:
-        prefix = max((p for p in SOURCES if (name + ".").startswith(p + ".")), key=len)
-        rest = name[len(prefix) :].strip(".").replace(".", "/")
-        assert (ROOT / SOURCES[prefix] / rest / "__init__.py").is_file(), name
-
-
 def test_symlinks_stand_for_the_mapped_folders():
     for name in ("jax", "torch", "policies"):
         link = ROOT / "healcore" / name

@@ -67,10 +67,7 @@ class Training(Run):
         updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
         params: Any = optax.apply_updates(state.params, updates)
         stats = self.keep(opt_state, state.stats, running(state.stats, seen))
-        online = state.online
-        if online is not None:
-            online = online.at[batch[0]].set(loss)
-        return State(params, opt_state, stats, online), self.record(grads, opt_state)
+        return State(params, opt_state, stats), self.record(grads, opt_state)
 
     # -- what arms override ---------------------------------------------------------------------
 

@@ -1,28 +1,26 @@
-"""Healthy runs on data that stay the same; see tasks/{stationary,generative,noisy}.py."""
+"""Healthy runs with a plain loop; see tasks/ stationary, noisy, shifting_data, mixed_data."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import Array
 
 from benchmarks.healbench.jax_tasks.models import (
     Arrays,
+    classification,
     cross_entropies,
     linear,
     mlp,
     next_byte,
+    regression,
     small_cnn,
     squared_errors,
 )
-from benchmarks.healbench.jax_tasks.problem import Batches, Problem, port, task
+from benchmarks.healbench.jax_tasks.problem import task
 from benchmarks.healbench.problem import Task
-from benchmarks.healbench.tasks import TASKS as TORCH
-from benchmarks.healbench.tasks.models import textured_shapes
 
 
 def _table(params: Arrays, batch: Any) -> tuple[Array, Arrays]:
@@ -43,25 +41,6 @@ def _info_nce(params: Arrays, batch: Any) -> tuple[Array, Arrays]:
     return cross_entropies(likeness, other).mean(), seen
 
 
-def _negative_bound(params: Arrays, batch: Any) -> tuple[Array, Arrays]:
-    """Summed over the pixels and the code, in nats per image."""
-    images, noise = batch
-    mean, log_variance = jnp.split(mlp(params, images, "encoder.", layers=2), 2, axis=1)
-    code = mean + noise * jnp.exp(0.5 * log_variance)
-    logits = mlp(params, code, "decoder.", layers=2)
-    likelihood = jnp.sum(jax.nn.softplus(logits) - images * logits)
-    divergence = -0.5 * jnp.sum(1 + log_variance - jnp.square(mean) - jnp.exp(log_variance))
-    return (likelihood + divergence) / len(images), {}
-
-
-def _vae_sum(seed: int) -> Problem:
-    source = TORCH["vae_sum"].build(seed)
-    # The torch batches name rows of these images, which are the first thing that the task draws.
-    images = textured_shapes(6000, torch.Generator().manual_seed(seed), noise=0.0)[0].flatten(1)
-    batches = Batches(source.batches, lambda batch: (images[batch[0]], batch[1]))
-    return port(source, _negative_bound, batches=batches)
-
-
 def _noisy_regression(params: Arrays, batch: Any) -> tuple[Array, Arrays]:
     return squared_errors(params, batch, jax.nn.silu).mean(), {}
 
@@ -70,14 +49,19 @@ def _summed_regression(params: Arrays, batch: Any) -> tuple[Array, Arrays]:
     return squared_errors(params, batch, jax.nn.silu).sum(), {}
 
 
-_build_vae: Any = _vae_sum  # not the torch side's Problem
-
 TASKS: tuple[Task, ...] = (
     task("lm_bytes", next_byte, quick=True),
     task("tabular_classification", _table),
-    dataclasses.replace(TORCH["vae_sum"], build=_build_vae, quick=False),
     task("contrastive", _info_nce),
     task("batch_size_1", _noisy_regression),
     task("heavy_tailed", _noisy_regression),
     task("summed_loss_sgd", _summed_regression),
+    task("domain_change", classification, quick=True),
+    task("curriculum", regression),
+    task("sorted_stream", classification),
+    task("two_domains_alternating", classification),
+    task("harder_noise", regression),
+    task("rare_class_12", classification),
+    task("rare_class_60", classification, quick=True),
+    task("rare_class_300", classification),
 )

@@ -1,6 +1,6 @@
 """Healthy runs whose own loop edits weights or adds terms.
 
-See tasks/{weight_resets,projections,restarts,noise_switched_on,later_terms}.py.
+See tasks/{weight_edits,projections,restarts,noise_switched_on}.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax import Array, lax
 from benchmarks.healbench.jax_tasks.models import Arrays, classification, cross_entropies, mlp
 from benchmarks.healbench.jax_tasks.problem import Damage, State, task
 from benchmarks.healbench.problem import Task
-from benchmarks.healbench.tasks.weight_resets import RESET
+from benchmarks.healbench.tasks.weight_edits import RESET
 
 
 def _classification(params: Arrays, batch: Any) -> tuple[Array, Arrays]:

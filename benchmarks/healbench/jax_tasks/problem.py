@@ -34,9 +34,6 @@ class State(NamedTuple):
     opt_state: Any
     stats: Arrays
     """Running statistics of BatchNorm, by the torch names."""
-    online: jax.Array | None
-    """Loss of each batch before its update, by the number that the batch begins with, -inf where
-    there was none; None where the metric needs no such losses."""
 
 
 class Damage(NamedTuple):
@@ -72,8 +69,7 @@ class Problem:
 
     def start(self, tx: optax.GradientTransformation) -> State:
         """The state before the first step, with the optimizer that the arm has made of its own."""
-        online = jnp.full(len(self.batches), -jnp.inf) if "online" in self.source.state else None
-        return State(self.params, tx.init(self.params), self.stats, online)
+        return State(self.params, tx.init(self.params), self.stats)
 
     def evaluate(self) -> float:
         """The torch problem's metric of the final state."""
@@ -82,10 +78,6 @@ class Problem:
         weights = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
         # What is not there is BatchNorm's count of batches, which nothing reads.
         self.source.modules["model"].load_state_dict(weights, strict=False)
-        if self.final.online is not None:
-            losses = enumerate(self.final.online.tolist())
-            seen = {i: loss for i, loss in losses if loss != -np.inf}
-            self.source.state["online"].load_state_dict({"losses": seen})
         return self.source.evaluate()
 
 
@@ -94,14 +86,10 @@ class Batches(Sequence[Any]):
 
     Args:
         source: the batches.
-        prepare: what is done to each before.
     """
 
-    def __init__(
-        self, source: Sequence[Any], prepare: Callable[[Any], Any] = lambda batch: batch
-    ) -> None:
+    def __init__(self, source: Sequence[Any]) -> None:
         self.source = source
-        self.prepare = prepare
 
     def __len__(self) -> int:
         return len(self.source)
@@ -115,15 +103,15 @@ class Batches(Sequence[Any]):
     def __getitem__(self, i: int | slice) -> Any:
         if isinstance(i, slice):
             return [self[k] for k in range(*i.indices(len(self)))]
-        return jax.tree.map(_as_numpy, self.prepare(self.source[i]))
+        return jax.tree.map(_as_numpy, self.source[i])
 
 
 def task(name: str, loss: Loss, *, damage: Damage | None = None, quick: bool = False) -> Task:
     """The torch task of this name with another `build`.
 
     Args:
-        name: of both.
-        loss: of its model.
+        name: of both. The torch problem has one optimizer, `main`, and one module, `model`.
+        loss: the same loss of the same parameters by name.
         damage: what the torch task does to weights or optimizer, if it does.
         quick: part of `--quick`.
     """
@@ -132,32 +120,15 @@ def task(name: str, loss: Loss, *, damage: Damage | None = None, quick: bool = F
 
 
 def _build(
-    source: Callable[[int], torch_side.Problem], loss: Loss, damage: Damage | None, seed: int
+    build: Callable[[int], torch_side.Problem], loss: Loss, damage: Damage | None, seed: int
 ) -> Problem:
-    return port(source(seed), loss, damage=damage)
-
-
-def port(
-    source: torch_side.Problem,
-    loss: Loss,
-    *,
-    batches: Sequence[Any] | None = None,
-    damage: Damage | None = None,
-) -> Problem:
-    """The same program in JAX, before its first step.
-
-    Args:
-        source: a torch problem with one optimizer, `main`, and one module, `model`.
-        loss: the same loss as that of `source`, of the same parameters by name.
-        batches: instead of those of `source`.
-        damage: see `Problem`.
-    """
+    source = build(seed)
     model = source.modules["model"]
     return Problem(
         source=source,
         loss=loss,
         optimizer=_optimizer(source),
-        batches=Batches(source.batches) if batches is None else batches,
+        batches=Batches(source.batches),
         params={name: _as_jax(weight) for name, weight in model.named_parameters()},
         stats={
             name: _as_jax(buffer)

@@ -9,26 +9,27 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LRScheduler
 
-from benchmarks.healbench.problem import Problem, Task, Update
+from benchmarks.healbench.problem import Problem, Update, task
+from benchmarks.healbench.tasks.loops import damaged_once
 from benchmarks.healbench.tasks.mixed_data import (
     HELD_OUT,
     INPUTS,
     Batch,
     Clusters,
     batches,
-    seeded,
     supervised,
 )
-from benchmarks.healbench.tasks.models import mlp, warmup_cosine
-from benchmarks.healbench.tasks.sick_state import damaged_once
+from benchmarks.healbench.tasks.models import mlp, seeded, warmup_cosine
 
 _STEPS = 500
 _MICRO = 4
 _METRIC = "held-out loss"
 
 
-def _accumulated(seed: int) -> Problem:
-    """The loop of a user: `(loss / 4).backward()`, and a step at every fourth micro-batch."""
+@task("accumulation", _METRIC)
+def accumulated(seed: int) -> Problem:
+    """An MLP classifier, AdamW; gradients of four micro-batches are added up for each step."""
+    # The loop of a user: `(loss / 4).backward()`, and a step at every fourth micro-batch.
     clusters = Clusters(8, seeded(seed), 1.5)
     model = mlp(INPUTS, 64, 64, 8)
     optimizer = AdamW(model.parameters(), lr=1e-2)
@@ -57,25 +58,7 @@ def _layer_damaged(problem: Problem) -> None:
     weight.mul_(50.0)
 
 
-def _accumulated_damage(seed: int) -> Problem:
-    return damaged_once(_accumulated(seed), _STEPS // 2 * _MICRO, _layer_damaged)
-
-
-TASKS: tuple[Task, ...] = (
-    Task(
-        "accumulated",
-        "healthy",
-        _METRIC,
-        _accumulated,
-        "An MLP classifier, AdamW; gradients of four micro-batches are added up for each step.",
-    ),
-    Task(
-        "accumulated_damage",
-        "sick",
-        _METRIC,
-        _accumulated_damage,
-        "The same; at half of the run the weights of the hidden layer become 50 times as large.",
-        reference="accumulated",
-        family="damage",
-    ),
-)
+@task("damage", _METRIC, reference="accumulated")
+def accumulated_damage(seed: int) -> Problem:
+    """The same; at half of the run the weights of the hidden layer become 50 times as large."""
+    return damaged_once(accumulated(seed), _STEPS // 2 * _MICRO, _layer_damaged)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.healbench.problem import Problem, Task, Update
+from benchmarks.healbench.problem import Problem, Update, task
+from benchmarks.healbench.tasks.models import mlp
 
 _SIZE = 8
 _LATENT = 8
@@ -35,16 +37,6 @@ class _Mixture:
     def noise(self, *shape: int) -> Tensor:
         """The input of a generator, (*shape, _LATENT)."""
         return torch.randn(*shape, _LATENT, generator=self.generator)
-
-
-def _mlp(inputs: int, outputs: int, width: int = 64) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(inputs, width),
-        nn.LeakyReLU(0.2),
-        nn.Linear(width, width),
-        nn.LeakyReLU(0.2),
-        nn.Linear(width, outputs),
-    )
 
 
 def _decay(optimizer: torch.optim.Optimizer, updates: int) -> LambdaLR:
@@ -79,14 +71,18 @@ def _slope(network: nn.Module, at: Tensor) -> tuple[Tensor, Tensor]:
     return value, slope
 
 
-def _gan(seed: int) -> Problem:
+@task("rises by design", "energy score", quick=True)
+def gan(seed: int) -> Problem:
+    """Non-saturating GAN: the generator's loss rises while its samples get better."""
     torch.manual_seed(seed)
     steps, batch = 800, 128
     mixture = _Mixture(seed)
     real = mixture.draw(steps, batch)
     noise = mixture.noise(steps, 2, batch)
     held_out, held_noise = mixture.draw(_HELD_OUT), mixture.noise(_HELD_OUT)
-    generator, discriminator = _mlp(_LATENT, _SIZE), _mlp(_SIZE, 1)
+    leaky = partial(nn.LeakyReLU, 0.2)
+    generator = mlp(_LATENT, 64, 64, _SIZE, activation=leaky)
+    discriminator = mlp(_SIZE, 64, 64, 1, activation=leaky)
     mean = deepcopy(generator).requires_grad_(False)
     optimizers: dict[str, torch.optim.Optimizer] = {
         "generator": torch.optim.Adam(generator.parameters(), lr=7e-4, betas=(0.5, 0.99)),
@@ -113,63 +109,3 @@ def _gan(seed: int) -> Problem:
         step=step,
         evaluate=lambda: _energy_score(mean(held_noise), held_out),
     )
-
-
-def _wgan(seed: int) -> Problem:
-    torch.manual_seed(seed)
-    steps, turns, batch = 300, 3, 128
-    mixture = _Mixture(seed)
-    real = mixture.draw(steps, turns, batch)
-    noise = mixture.noise(steps, turns + 1, batch)
-    shares = torch.rand(steps, turns, batch, 1, generator=mixture.generator)
-    held_out, held_noise = mixture.draw(_HELD_OUT), mixture.noise(_HELD_OUT)
-    generator, critic = _mlp(_LATENT, _SIZE), _mlp(_SIZE, 1)
-    mean = deepcopy(generator).requires_grad_(False)
-    optimizers: dict[str, torch.optim.Optimizer] = {
-        "generator": torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.0, 0.9)),
-        "critic": torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.0, 0.9)),
-    }
-
-    def step(batch: tuple[Tensor, Tensor, Tensor], update: Update) -> None:
-        *latents, last = batch[1]
-        for data, latent, share in zip(batch[0], latents, batch[2], strict=True):
-            with torch.no_grad():
-                made = generator(latent)
-            _, slope = _slope(critic, share * data + (1 - share) * made)
-            penalty = 10 * (slope.norm(dim=1) - 1).square().mean()
-            update(critic(made).mean() - critic(data).mean() + penalty, "critic")
-        update(-critic(generator(last)).mean(), "generator")
-        _average(mean, generator, 0.02)
-
-    return Problem(
-        modules={"generator": generator, "critic": critic, "mean": mean},
-        optimizers=optimizers,
-        schedulers={
-            "generator": _decay(optimizers["generator"], steps),
-            "critic": _decay(optimizers["critic"], steps * turns),
-        },
-        batches=list(zip(real, noise, shares, strict=True)),
-        step=step,
-        evaluate=lambda: _energy_score(mean(held_noise), held_out),
-    )
-
-
-TASKS: tuple[Task, ...] = (
-    Task(
-        name="gan",
-        kind="healthy",
-        metric="energy score",
-        build=_gan,
-        about="Non-saturating GAN with a light R1 penalty on a mixture of five normal clusters in "
-        "8 dimensions, two optimizers: the generator's loss rises while its samples get better.",
-        quick=True,
-    ),
-    Task(
-        name="wgan",
-        kind="healthy",
-        metric="energy score",
-        build=_wgan,
-        about="WGAN-GP on the same mixture, three steps of the critic for each of the generator: "
-        "both losses cross zero.",
-    ),
-)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from benchmarks.healbench.problem import Problem, Task
+from benchmarks.healbench.problem import Problem, task
 from benchmarks.healbench.tasks.loops import Value, program
 from benchmarks.healbench.tasks.mixed_data import (
     HELD_OUT,
@@ -21,9 +21,8 @@ from benchmarks.healbench.tasks.mixed_data import (
     Clusters,
     Teacher,
     batches,
-    seeded,
 )
-from benchmarks.healbench.tasks.models import mlp, warmup_cosine
+from benchmarks.healbench.tasks.models import mlp, seeded, warmup_cosine
 
 _CHANGE = 300
 
@@ -55,8 +54,10 @@ def _program(
     )
 
 
-def _second_term(seed: int, ramp: int) -> Problem:
-    """A second head with targets that are not standardised; its weight goes from 0 to 1."""
+@task("changing objective", "held-out loss plus error of the second head", quick=True)
+def second_term_ramp(seed: int) -> Problem:
+    """An MLP classifier; from step 300 on a much larger term of the loss is phased in."""
+    # A second head with targets that are not standardised; its weight goes from 0 to 1.
     generator, steps, classes = seeded(seed), 1200, 8
     clusters, teacher = Clusters(classes, generator, 1.5), Teacher(generator, 0.7)
     inputs, labels = clusters.sample(steps * ROWS)
@@ -79,13 +80,15 @@ def _second_term(seed: int, ramp: int) -> Problem:
         return float(first + second.sqrt())
 
     def at_step(i: int) -> float:
-        return min(1.0, max(0, i - _CHANGE) / ramp)
+        return min(1.0, max(0, i - _CHANGE) / 30)
 
     return _program(model, optimizer, data, weight, at_step, loss_fn, evaluate)
 
 
-def _physics(seed: int) -> Problem:
-    """Twelve noisy points of u first, then u'' + u^2 = f on [-1, 1] is phased in."""
+@task("changing objective", "root mean square error")
+def physics_informed(seed: int) -> Problem:
+    """A net fitted to twelve points, then its differential equation is phased in."""
+    # Twelve noisy points of u first, then u'' + u^2 = f on [-1, 1] is phased in.
     generator, steps = seeded(seed), 1200
     model = mlp(1, 32, 32, 1, activation=nn.Tanh)
     optimizer = Adam(model.parameters(), lr=4e-3)
@@ -122,8 +125,10 @@ def _physics(seed: int) -> Problem:
     return _program(model, optimizer, data, weight, at_step, loss_fn, evaluate, floor=0.02)
 
 
-def _growing_rollout(seed: int) -> Problem:
-    """A residual model of the Lorenz system; the roll-out is one step longer every 8 updates."""
+@task("horizon and curriculum", "held-out loss of 8 steps")
+def growing_rollout(seed: int) -> Problem:
+    """A model of the Lorenz system, AdamW, whose roll-out grows from 1 to 24 steps."""
+    # A residual model of the Lorenz system; the roll-out is one step longer every 8 updates.
     generator, steps, longest = seeded(seed), 500, 24
     model = mlp(3, 48, 3, activation=nn.Tanh)
     optimizer = AdamW(model.parameters(), lr=3e-3)
@@ -160,39 +165,3 @@ def _growing_rollout(seed: int) -> Problem:
         return float(rolled_out(held_out, 8)) / 8
 
     return _program(model, optimizer, data, length, at_step, loss_fn, evaluate, floor=0.02)
-
-
-TASKS = (
-    Task(
-        "second_term_ramp",
-        "healthy",
-        "held-out loss plus error of the second head",
-        lambda seed: _second_term(seed, 30),
-        "An MLP classifier; from step 300 on the weight of a second, much larger term of the loss "
-        "goes from 0 to 1 within 30 steps.",
-        quick=True,
-    ),
-    Task(
-        "second_term_at_once",
-        "healthy",
-        "held-out loss plus error of the second head",
-        lambda seed: _second_term(seed, 1),
-        "The same, at once.",
-    ),
-    Task(
-        "physics_informed",
-        "healthy",
-        "root mean square error",
-        _physics,
-        "A physics-informed net: fitted to twelve points, then its differential equation is phased "
-        "in within 30 steps.",
-    ),
-    Task(
-        "growing_rollout",
-        "healthy",
-        "held-out loss of 8 steps",
-        _growing_rollout,
-        "A model of the Lorenz system, AdamW, whose roll-out grows from 1 to 24 steps.",
-        family="horizon and curriculum",
-    ),
-)

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
-from torch.optim import AdamW
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.healbench.problem import MAIN, Problem, Task, Update
+from benchmarks.healbench.problem import MAIN, Problem, task
+from benchmarks.healbench.tasks.loops import damaged_once
 from benchmarks.healbench.tasks.models import (
     ByteModel,
     byte_corpus,
     held_out_windows,
+    plain_loop,
     text_windows,
     warmup_cosine,
 )
@@ -35,19 +37,13 @@ LM_METRIC = "held-out loss"
 """Nats per byte on 24,576 bytes of files that no batch comes from."""
 
 
+@task("stationary", LM_METRIC)
 def norm_free_lm(
     seed: int, rate: float = 1.0, extra: Callable[[int], float] | None = None
 ) -> Problem:
-    """A two-layer transformer without LayerNorm on the standard library's sources.
-
-    Args:
-        seed: of the weights and of the batches.
-        rate: learning rate in units of `BEST_RATE`.
-        extra: further factor of the learning rate by step, part of the user's schedule.
-
-    Returns:
-        A problem whose batches are windows, int64 (16, 25).
-    """
+    """Byte-level transformer without LayerNorm on Python sources, AdamW at its best rate."""
+    # `rate` and `extra` are factors of the learning rate, `extra` by step. Batches are windows,
+    # int64 (16, 25).
     torch.manual_seed(seed)
     model = ByteModel(context=_LENGTH, norm=False)
     generator = torch.Generator().manual_seed(seed)
@@ -58,21 +54,13 @@ def norm_free_lm(
         cosine = scheduler.lr_lambdas[0]
         scheduler = LambdaLR(optimizer, lambda step: cosine(step) * extra(step))
 
-    def step(batch: Tensor, update: Update) -> None:
-        update(model.loss(batch))
-
-    def evaluate() -> float:
-        with torch.no_grad():
-            return float(model.loss(held_out_windows(1024, _LENGTH)))
-
-    return Problem(
-        modules={"model": model},
-        optimizers={MAIN: optimizer},
-        batches=list(windows.view(LM_STEPS, _ROWS, _LENGTH + 1)),
-        step=step,
-        evaluate=evaluate,
-        schedulers={MAIN: scheduler},
-        loss_fn=model.loss,
+    return plain_loop(
+        model,
+        model.loss,
+        list(windows.view(LM_STEPS, _ROWS, _LENGTH + 1)),
+        optimizer,
+        lambda: float(model.loss(held_out_windows(1024, _LENGTH))),
+        scheduler,
     )
 
 
@@ -85,45 +73,66 @@ def _creep(step: int) -> float:
     return min(16.0, 1.01 ** max(0, step - 120))
 
 
-def _wrong_rate(times: float, quick: bool = False) -> Task:
-    return Task(
-        name=f"lr_{times:g}x",
-        kind="sick",
-        metric=LM_METRIC,
-        build=partial(norm_free_lm, rate=times),
-        about=f"The byte model without LayerNorm at {times:g} times its best learning rate.",
-        reference="norm_free_lm",
-        quick=quick,
-    )
+_sick = partial(task, "learning rate", LM_METRIC, reference="norm_free_lm")
+for _times in (3, 6.7, 10, 30):
+    _sick(
+        name=f"lr_{_times:g}x",
+        about=f"The byte model without LayerNorm at {_times:g} times its best learning rate.",
+        quick=_times in (6.7, 10),
+    )(partial(norm_free_lm, rate=_times))
+_sick(
+    name="lr_window",
+    about="The same at its best rate, but 16 times that for steps 270 to 314.",
+)(partial(norm_free_lm, extra=_window))
+_sick(
+    name="slow_divergence",
+    about="The same, but from step 120 the rate grows by 1 % per step, up to 16 times.",
+)(partial(norm_free_lm, extra=_creep))
 
 
-TASKS: tuple[Task, ...] = (
-    Task(
-        name="norm_free_lm",
-        kind="healthy",
-        metric=LM_METRIC,
-        build=norm_free_lm,
-        about="Byte-level transformer without LayerNorm on Python sources, AdamW at its best rate.",
-        family="stationary",
-    ),
-    _wrong_rate(3),
-    _wrong_rate(6.7, quick=True),
-    _wrong_rate(10, quick=True),
-    _wrong_rate(30),
-    Task(
-        name="lr_window",
-        kind="sick",
-        metric=LM_METRIC,
-        build=partial(norm_free_lm, extra=_window),
-        about="The same at its best rate, but 16 times that for steps 270 to 314.",
-        reference="norm_free_lm",
-    ),
-    Task(
-        name="slow_divergence",
-        kind="sick",
-        metric=LM_METRIC,
-        build=partial(norm_free_lm, extra=_creep),
-        about="The same, but from step 120 the rate grows by 1 % per step, up to 16 times.",
-        reference="norm_free_lm",
-    ),
-)
+# -- damage: a rollback to an earlier checkpoint does not meet it again ---------------------------
+
+_TOP_EXPONENT_BIT = 2.0**16
+"""By how much a float16 below 2 grows when the top bit of its exponent flips."""
+
+
+def _weight(problem: Problem, name: str) -> nn.Parameter:
+    return problem.modules["model"].get_parameter(name)
+
+
+def _moments(optimizer: Optimizer, name: str) -> list[Tensor]:
+    return [state[name] for state in optimizer.state.values() if name in state]
+
+
+@torch.no_grad()
+def _flip_weight(problem: Problem) -> None:
+    flat = _weight(problem, "blocks.0.mlp.2.weight").view(-1)
+    flat[flat.abs().argmax()] *= _TOP_EXPONENT_BIT
+
+
+def _flip_moment(problem: Problem) -> None:
+    weight = _weight(problem, "blocks.1.mlp.0.weight")
+    problem.optimizers[MAIN].state[weight]["exp_avg_sq"].zero_()
+
+
+def _forget_second_moments(problem: Problem) -> None:
+    for second in _moments(problem.optimizers[MAIN], "exp_avg_sq"):
+        second.mul_(1e-12)
+
+
+@task("damage", LM_METRIC, reference="norm_free_lm")
+def bit_flip_weight(seed: int) -> Problem:
+    """The norm-free byte model; after 400 steps one weight becomes 65,536 times as large."""
+    return damaged_once(norm_free_lm(seed), 400, _flip_weight)
+
+
+@task("damage", LM_METRIC, reference="norm_free_lm")
+def bit_flip_moment(seed: int) -> Problem:
+    """The same; after 400 steps the second moments of one weight matrix read as zero."""
+    return damaged_once(norm_free_lm(seed), 400, _flip_moment)
+
+
+@task("damage", LM_METRIC, reference="norm_free_lm", quick=True)
+def poisoned_resume(seed: int) -> Problem:
+    """The same; after 300 steps all second moments are lost, and the first ones are not."""
+    return damaged_once(norm_free_lm(seed), 300, _forget_second_moments)

@@ -1,7 +1,7 @@
 """A user's own loop around one model: what it does before and after a step, and terms of its own.
 
 The loop's number of a step comes with its batch, so a run that is rolled back repeats the same
-edits. `sick_state.damaged_once` is the other kind of program, whose counter no checkpoint has.
+edits. `damaged_once` is the other kind of program, whose counter no checkpoint has.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from benchmarks.healbench.tasks.mixed_data import (
     ROWS,
     Clusters,
     batches,
-    seeded,
 )
-from benchmarks.healbench.tasks.models import mlp, warmup_cosine
+from benchmarks.healbench.tasks.models import mlp, seeded, warmup_cosine
 
 STEPS = 600
 CLASSES = 8
@@ -98,6 +97,33 @@ def program(
         state=state or {},
         loss_fn=lambda batch: loss_fn(batch[1]),
     )
+
+
+def damaged_once(
+    problem: Problem, before: int, damage: Callable[[Problem], None], steps: int = 1
+) -> Problem:
+    """The same problem, with `damage` done once to its objects.
+
+    The count is no part of any checkpoint: going back does not bring the fault back.
+
+    Args:
+        problem: the healthy run.
+        before: which iteration of the loop comes right after the damage, counted as executed.
+        damage: changes weights or optimizer state in place.
+        steps: iterations that the damage comes before.
+    """
+    healthy_step = problem.step
+    executed = 0
+
+    def step(batch: Any, update: Update) -> None:
+        nonlocal executed
+        if before <= executed < before + steps:
+            damage(problem)
+        executed += 1
+        healthy_step(batch, update)
+
+    problem.step, problem.fault = step, before
+    return problem
 
 
 def start(seed: int) -> tuple[Clusters, nn.Sequential]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.healbench.problem import MAIN, Problem, Task, Update
-from benchmarks.healbench.tasks.models import ByteModel, warmup_cosine
+from benchmarks.healbench.problem import MAIN, Problem, task
+from benchmarks.healbench.tasks.loops import damaged_once
+from benchmarks.healbench.tasks.models import ByteModel, plain_loop, seeded, warmup_cosine
 from benchmarks.healbench.tasks.sick_data import with_bad_batches
-from benchmarks.healbench.tasks.sick_state import damaged_once
 
 STEPS = 500
 _MIDDLE = STEPS // 2
@@ -38,18 +39,13 @@ def _sequences(rows: int, table: Tensor, generator: torch.Generator) -> Tensor:
     return symbols
 
 
+@task("stationary", _METRIC)
 def small_transformer(
     seed: int, rate: float = 1.0, extra: Callable[[int], float] | None = None
 ) -> Problem:
-    """The healthy run.
-
-    Args:
-        seed: of the table, the weights and the sequences.
-        rate: factor of the learning rate.
-        extra: further factor of the learning rate by step, part of the user's schedule.
-    """
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
+    """A one-block transformer on sequences: each pair of symbols has a successor. AdamW."""
+    # `rate` and `extra` are factors of the learning rate, `extra` by step.
+    generator = seeded(seed)
     table = torch.randint(_SYMBOLS, (_SYMBOLS, _SYMBOLS), generator=generator)
     model = ByteModel(width=32, layers=1, context=_LENGTH)
     model.embedding, model.head = nn.Embedding(_SYMBOLS, 32), nn.Linear(32, _SYMBOLS)
@@ -64,21 +60,13 @@ def small_transformer(
         scores = model(batch[:, :-1])[:, 1:]
         return F.cross_entropy(scores.flatten(0, 1), batch[:, 2:].flatten())
 
-    def step(batch: Tensor, update: Update) -> None:
-        update(loss_fn(batch))
-
-    @torch.no_grad()
-    def evaluate() -> float:
-        return float(loss_fn(held_out))
-
-    return Problem(
-        modules={"model": model},
-        optimizers={MAIN: optimizer},
-        batches=list(sequences.view(STEPS, _ROWS, -1)),
-        step=step,
-        evaluate=evaluate,
-        schedulers={MAIN: scheduler},
-        loss_fn=loss_fn,
+    return plain_loop(
+        model,
+        loss_fn,
+        list(sequences.view(STEPS, _ROWS, -1)),
+        optimizer,
+        lambda: float(loss_fn(held_out)),
+        scheduler,
     )
 
 
@@ -145,79 +133,49 @@ def _shard(seed: int, batches: int) -> Problem:
     return with_bad_batches(small_transformer(seed), seed, bad, _random_symbols)
 
 
-def _task(name: str, build: Callable[[int], Problem], family: str, about: str) -> Task:
-    return Task(name, "sick", _METRIC, build, about, reference="small_transformer", family=family)
+def _sick(name: str, family: str, about: str, build: Callable[..., Any], **options: Any) -> None:
+    register = task(family, _METRIC, name=name, about=about, reference="small_transformer")
+    register(partial(build, **options))
 
 
-TASKS: tuple[Task, ...] = (
-    Task(
-        "small_transformer",
-        "healthy",
-        _METRIC,
+for _times in (10, 30, 100):
+    _sick(
+        f"start_{_times}x",
+        "learning rate",
+        f"The small transformer at {_times} times its learning rate from the first step on.",
         small_transformer,
-        "A one-block transformer with LayerNorm on sequences in which each pair of symbols has a "
-        "successor, AdamW.",
-        family="stationary",
-    ),
-    *(
-        _task(
-            f"start_{times}x",
-            partial(small_transformer, rate=float(times)),
+        rate=float(_times),
+    )
+    _sick(
+        f"jump_{_times}x",
+        "learning rate",
+        f"The same; the rate jumps to {_times} times in the middle and stays there.",
+        _jump,
+        times=float(_times),
+        steps=STEPS,
+    )
+for _steps in (20, 45):
+    for _times in (30, 100, 300):
+        _sick(
+            f"window_{_steps}_{_times}x",
             "learning rate",
-            f"The small transformer at {times} times its learning rate from the first step on.",
+            f"The same; the rate is {_times} times as high for {_steps} steps in the middle.",
+            _jump,
+            times=float(_times),
+            steps=_steps,
         )
-        for times in (10, 30, 100)
-    ),
-    *(
-        _task(
-            f"jump_{times}x",
-            partial(_jump, times=float(times), steps=STEPS),
-            "learning rate",
-            f"The same; the rate jumps to {times} times in the middle and stays there.",
-        )
-        for times in (10, 30, 100)
-    ),
-    *(
-        _task(
-            f"window_{steps}_{times}x",
-            partial(_jump, times=float(times), steps=steps),
-            "learning rate",
-            f"The same; the rate is {times} times as high for {steps} steps in the middle.",
-        )
-        for steps in (20, 45)
-        for times in (30, 100, 300)
-    ),
-    _task(
-        "layer_50x",
-        partial(_damaged, damage=_layer),
-        "damage",
-        "The same; in the middle the weights of one layer become 50 times as large.",
-    ),
-    _task(
-        "slow_damage",
-        partial(_damaged, damage=_slow, steps=100),
-        "damage",
-        "The same; from the middle on 256 weights of one layer grow by 5 % per step, 100 times.",
-    ),
-    _task(
-        "flipped_weight",
-        partial(_damaged, damage=_flipped_weight),
-        "damage",
-        "The same; in the middle one weight becomes 65,536 times as large.",
-    ),
-    _task(
-        "flipped_moment",
-        partial(_damaged, damage=_flipped_moment),
-        "damage",
-        "The same; in the middle one first moment becomes 65,536 times as large.",
-    ),
-    *(
-        _task(
-            f"shard_{batches}",
-            partial(_shard, batches=batches),
-            "poisoned data",
-            f"The same; {batches} batches in a row in the middle are random symbols.",
-        )
-        for batches in (10, 40, 100)
-    ),
-)
+for _name, _damage, _steps, _about in (
+    ("layer_50x", _layer, 1, "in the middle the weights of one layer become 50 times as large"),
+    ("slow_damage", _slow, 100, "256 weights of one layer grow by 5 % per step, 100 times"),
+    ("flipped_weight", _flipped_weight, 1, "in the middle a weight becomes 65,536 times as large"),
+    ("flipped_moment", _flipped_moment, 1, "in the middle a first moment grows 65,536 times"),
+):
+    _sick(_name, "damage", f"The same; {_about}.", _damaged, damage=_damage, steps=_steps)
+for _batches in (10, 40, 100):
+    _sick(
+        f"shard_{_batches}",
+        "poisoned data",
+        f"The same; {_batches} batches in a row in the middle are random symbols.",
+        _shard,
+        batches=_batches,
+    )

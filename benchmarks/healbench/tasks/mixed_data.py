@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from benchmarks.healbench.problem import MAIN, Problem, Task, Update
+from benchmarks.healbench.problem import Problem, task
 from benchmarks.healbench.tasks.models import (
     ByteModel,
     byte_corpus,
     held_out_windows,
     mlp,
+    plain_loop,
+    seeded,
     text_windows,
     warmup_cosine,
 )
@@ -29,12 +31,6 @@ INPUTS = 16
 HELD_OUT = 8192
 LENGTH = 16
 LANGUAGE_ROWS = 16
-
-
-def seeded(seed: int) -> torch.Generator:
-    """The generator of a task's data; the initial weights follow the same seed."""
-    torch.manual_seed(seed)
-    return torch.Generator().manual_seed(seed)
 
 
 class Clusters:
@@ -106,25 +102,13 @@ def supervised(
 ) -> Problem:
     """The ordinary loop over inputs and targets; the metric is the mean over the held-out sets."""
 
-    def loss_fn(batch: Batch) -> Tensor:
+    def mean_loss(batch: Batch) -> Tensor:
         return loss(model(batch[0]), batch[1])
 
-    def step(batch: Batch, update: Update) -> None:
-        update(loss_fn(batch))
-
-    @torch.no_grad()
     def evaluate() -> float:
-        return sum(float(loss_fn(batch)) for batch in held_out) / len(held_out)
+        return sum(float(mean_loss(batch)) for batch in held_out) / len(held_out)
 
-    return Problem(
-        modules={"model": model},
-        optimizers={MAIN: optimizer},
-        batches=data,
-        step=step,
-        evaluate=evaluate,
-        schedulers={} if scheduler is None else {MAIN: scheduler},
-        loss_fn=loss_fn,
-    )
+    return plain_loop(model, mean_loss, data, optimizer, evaluate, scheduler)
 
 
 def _rare(steps: int, every: int, generator: torch.Generator) -> list[bool]:
@@ -152,132 +136,66 @@ def _rare_class(seed: int, every: int, steps: int) -> Problem:
     )
 
 
-def _language_model(data: list[Tensor], held_out: list[Tensor], entropy: float = 0.0) -> Problem:
-    """The loop of a byte-level transformer; the metric is the mean loss less `entropy`."""
+@task("mixes", "held-out loss on the second language, nats per byte", quick=True)
+def rare_language_100(seed: int) -> Problem:
+    """A byte-level transformer; 1 in 100 batches is in a second alphabet."""
+    # The second language is other text of the same library, in an alphabet of its own.
+    generator, steps = seeded(seed), 1200
+    alphabet = 128 + torch.randperm(128, generator=generator)
+    held_out = alphabet[held_out_windows(1024, LENGTH) % 128]
+    data = [text_windows(byte_corpus()[0], LANGUAGE_ROWS, LENGTH, generator) for _ in range(steps)]
+    rare = _rare(steps, 100, generator)
+    data = [alphabet[each % 128] if odd else each for each, odd in zip(data, rare, strict=True)]
     model = ByteModel(width=32, layers=1, context=LENGTH)
     optimizer = AdamW(model.parameters(), lr=5e-3)
-
-    def step(batch: Tensor, update: Update) -> None:
-        update(model.loss(batch))
-
-    @torch.no_grad()
-    def evaluate() -> float:
-        return sum(float(model.loss(windows)) for windows in held_out) / len(held_out) - entropy
-
-    return Problem(
-        modules={"model": model},
-        optimizers={MAIN: optimizer},
-        batches=data,
-        step=step,
-        evaluate=evaluate,
-        schedulers={MAIN: warmup_cosine(optimizer, len(data), warmup=20)},
-        loss_fn=model.loss,
+    scheduler = warmup_cosine(optimizer, steps, warmup=20)
+    return plain_loop(
+        model, model.loss, data, optimizer, lambda: float(model.loss(held_out)), scheduler
     )
 
 
-def _rare_language(seed: int, every: int, steps: int) -> Problem:
-    """The second language is other text of the same library, in an alphabet of its own."""
-    generator = seeded(seed)
-    alphabet = 128 + torch.randperm(128, generator=generator)
-    held_out = held_out_windows(1024, LENGTH)
-
-    def second(windows: Tensor) -> Tensor:
-        return alphabet[windows % 128]
-
-    data = [text_windows(byte_corpus()[0], LANGUAGE_ROWS, LENGTH, generator) for _ in range(steps)]
-    rare = _rare(steps, every, generator)
-    data = [second(batch) if odd else batch for batch, odd in zip(data, rare, strict=True)]
-    return _language_model(data, [second(held_out)])
-
-
-def _hard_batches(seed: int) -> Problem:
-    """The hard source: other inputs, twice the amplitude, five times the noise."""
-    generator, steps = seeded(seed), 1200
-    teacher = Teacher(generator, 1.0)
-    offset = torch.randn(INPUTS, generator=generator)
-
-    def sample(rows: int, noise: float, hard: bool) -> tuple[Tensor, Tensor]:
-        inputs = torch.randn(rows, INPUTS, generator=generator) + offset * hard
-        targets = teacher(inputs) * (2.0 if hard else 1.0)
-        return inputs, targets + noise * torch.randn(rows, 1, generator=generator)
-
-    rare = _rare(steps, 15, generator)
-    model = mlp(INPUTS, 64, 64, 1)
-    optimizer = Adam(model.parameters(), lr=5e-3)
-    return supervised(
-        model,
-        optimizer,
-        [sample(256, 1.0 if hard else 0.2, hard) for hard in rare],
-        [sample(HELD_OUT, 0.0, hard) for hard in (False, True)],
-        F.mse_loss,
-        warmup_cosine(optimizer, steps),
-    )
-
-
-def _mixed_sources(seed: int) -> Problem:
-    """Python sources, one repeated notice, random hexadecimal digits, random base64."""
-    generator, steps = seeded(seed), 800
-    notice = b"# Licensed to the PSF under a Contributor Agreement. See LICENSE.\n"
-
-    def drawn(digits: str) -> Tensor:
-        letters = torch.tensor(list(digits.encode()), dtype=torch.uint8)
-        return letters[torch.randint(len(digits), (100_000,), generator=generator)]
-
-    hexadecimal = drawn("0123456789abcdef")
-    base64 = drawn(string.ascii_letters + string.digits + "+/")
-    repeated = torch.tensor(list(notice * 100), dtype=torch.uint8)
-    texts = [byte_corpus()[0], repeated, hexadecimal, base64]
-    data = [
-        text_windows(texts[source], LANGUAGE_ROWS, LENGTH, generator)
-        for source in torch.randint(4, (steps,), generator=generator).tolist()
-    ]
-    held_out = [held_out_windows(1024, LENGTH)]
-    held_out += [text_windows(text, 1024, LENGTH, generator) for text in texts[1:]]
-    entropy = float(torch.tensor([16.0, 64.0]).log().sum()) / 4
-    return _language_model(data, held_out, entropy)
-
-
-def _rare_class_task(every: int, steps: int, quick: bool) -> Task:
-    return Task(
-        f"rare_class_{every}",
-        "healthy",
+for _every, _steps in ((12, 1200), (60, 1800), (300, 3000)):
+    task(
+        "mixes",
         "held-out loss, all classes equally",
-        lambda seed: _rare_class(seed, every, steps),
-        f"An MLP classifier; one of five classes comes only in whole batches, 1 in {every}.",
-        quick=quick,
-    )
+        name=f"rare_class_{_every}",
+        about=f"An MLP classifier; one of five classes comes only in whole batches, 1 in {_every}.",
+        quick=_every < 300,
+    )(partial(_rare_class, every=_every, steps=_steps))
 
 
-def _rare_language_task(every: int, steps: int, quick: bool) -> Task:
-    return Task(
-        f"rare_language_{every}",
-        "healthy",
-        "held-out loss on the second language, nats per byte",
-        lambda seed: _rare_language(seed, every, steps),
-        f"A byte-level transformer; 1 in {every} batches is in a second alphabet.",
-        quick=quick,
-    )
+@task("mixes", "held-out error against noise-free targets")
+def losses_1_and_20(seed: int) -> Problem:
+    """Regression by an MLP; each batch is from one of two sources with losses of 1 and 20."""
+    # Both sources have the same function; targets of the loud one are noisier. Noise of variance 1
+    # and 20 is what nobody can learn, so losses stay near 1 and 20.
+    generator, steps = seeded(seed), 800
+    teacher = Teacher(generator, 0.7)
+    loud = torch.rand(steps, generator=generator) < 0.5
+    data = [teacher.sample(ROWS, noise=20**0.5 if each else 1.0) for each in loud]
+    model = mlp(INPUTS, 64, 64, 1)
+    optimizer = Adam(model.parameters(), lr=3e-3)
+    scheduler = warmup_cosine(optimizer, steps)
+    return supervised(model, optimizer, data, [teacher.sample(HELD_OUT)], F.mse_loss, scheduler)
 
 
-TASKS: tuple[Task, ...] = (
-    _rare_class_task(12, 1200, quick=True),
-    _rare_class_task(60, 1800, quick=True),
-    _rare_class_task(300, 3000, quick=False),
-    _rare_language_task(20, 800, quick=False),
-    _rare_language_task(100, 1200, quick=True),
-    _rare_language_task(300, 1800, quick=False),
-    Task(
-        "hard_batches",
-        "healthy",
-        "held-out error against noise-free targets, mean of both sources",
-        _hard_batches,
-        "Regression by an MLP; 1 in 15 batches is from a harder source with five times the noise.",
-    ),
-    Task(
-        "mixed_sources",
-        "healthy",
-        "held-out loss above the entropy of the random sources, mean of four sources",
-        _mixed_sources,
-        "A byte-level transformer; each batch is from one of four sources of very different loss.",
-    ),
-)
+@task("mixes", "held-out error against noise-free targets")
+def loud_15pct(seed: int) -> Problem:
+    """The same; 15 % of the batches, drawn independently, have 20 times the loss and norm."""
+    # 15 % of the batches count 20 times, as importance weights of a rare source do.
+    generator, steps = seeded(seed), 800
+    teacher = Teacher(generator, 0.7)
+    weights = torch.where(torch.rand(steps, generator=generator) < 0.15, 20.0, 1.0)
+    data = []
+    for weight in weights:
+        inputs, targets = teacher.sample(ROWS, noise=0.5)
+        data.append((inputs, torch.cat([targets, weight.expand(ROWS, 1)], dim=1)))
+    model = mlp(INPUTS, 64, 64, 1)
+    optimizer = Adam(model.parameters(), lr=3e-3)
+    inputs, targets = teacher.sample(HELD_OUT)
+    held_out = (inputs, torch.cat([targets, torch.ones(HELD_OUT, 1)], dim=1))
+
+    def loss(outputs: Tensor, batch: Tensor) -> Tensor:
+        return (batch[:, 1:] * (outputs - batch[:, :1]).square()).mean()
+
+    return supervised(model, optimizer, data, [held_out], loss, warmup_cosine(optimizer, steps))

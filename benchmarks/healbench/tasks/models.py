@@ -20,6 +20,12 @@ from healcore.demo.scenario import SYMBOLS, load_corpus
 # -- data -----------------------------------------------------------------------------------------
 
 
+def seeded(seed: int) -> torch.Generator:
+    """The generator of a task's data; the initial weights follow the same seed."""
+    torch.manual_seed(seed)
+    return torch.Generator().manual_seed(seed)
+
+
 @cache
 def byte_corpus() -> tuple[Tensor, Tensor]:
     """The sources of Python's standard library as (training, held-out) text, split by file.
@@ -158,26 +164,20 @@ def plain_loop(
 
     def loss_fn(batch: Any) -> Tensor:
         # BatchNorm writes its statistics in a forward pass: it gets copies to write to.
-        kept = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        for module, name, buffer in kept:
-            module._buffers[name] = buffer.clone()
+        kept = [(module, dict(module._buffers)) for module in model.modules()]
+        for module, buffers in kept:
+            module._buffers.update({k: b.clone() for k, b in buffers.items() if b is not None})
         try:
-            with torch.no_grad():
-                return loss(batch)
+            return loss(batch)
         finally:
-            for module, name, buffer in kept:
-                module._buffers[name] = buffer
+            for module, buffers in kept:
+                module._buffers.update(buffers)
 
+    @torch.no_grad()
     def in_eval_mode() -> float:
         model.eval()
         try:
-            with torch.no_grad():
-                return evaluate()
+            return evaluate()
         finally:
             model.train()
 
@@ -212,7 +212,9 @@ def warmup_cosine(
 # -- models ---------------------------------------------------------------------------------------
 
 
-def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU, norm: bool = False) -> nn.Sequential:
+def mlp(
+    *widths: int, activation: Callable[[], nn.Module] = nn.ReLU, norm: bool = False
+) -> nn.Sequential:
     """Linear layers of the given widths with an activation between them.
 
     Args:

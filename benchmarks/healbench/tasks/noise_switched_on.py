@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
-from benchmarks.healbench.problem import Problem, Task
+from benchmarks.healbench.problem import Problem, task
 from benchmarks.healbench.tasks.loops import CLASSES, STEPS, classifier, noise_like, start
 from benchmarks.healbench.tasks.mixed_data import ROWS, batches
 
@@ -17,8 +17,10 @@ _CHANGE = STEPS // 2
 _METRIC = "held-out loss"
 
 
-def _mixup(seed: int) -> Problem:
-    """Zhang et al. (2018): pairs of rows are mixed, and so are their labels."""
+@task("noise switched on", _METRIC)
+def mixup_on(seed: int) -> Problem:
+    """An MLP classifier; from half time on rows and labels are mixed in pairs."""
+    # Zhang et al. (2018): pairs of rows are mixed, and so are their labels.
     clusters, model = start(seed)
     data = []
     for i, (x, y) in enumerate(batches(clusters.sample(STEPS * ROWS))):
@@ -31,7 +33,9 @@ def _mixup(seed: int) -> Problem:
     return classifier(clusters, model, data=data)
 
 
-def _small_batches(seed: int) -> Problem:
+@task("noise switched on", _METRIC)
+def small_batches_on(seed: int) -> Problem:
+    """An MLP classifier; from half time on a batch has 4 instead of 64 rows."""
     clusters, model = start(seed)
     large = batches(clusters.sample(_CHANGE * ROWS))
     small = batches(clusters.sample(_CHANGE * 4), rows=4)
@@ -39,14 +43,18 @@ def _small_batches(seed: int) -> Problem:
     return classifier(clusters, model, optimizer, data=[*large, *small])
 
 
-def _noisy_inputs(seed: int) -> Problem:
+@task("noise switched on", _METRIC)
+def noisy_inputs_on(seed: int) -> Problem:
+    """An MLP classifier; from half time on the inputs have noise of twice their own spread."""
     clusters, model = start(seed)
     data = batches(clusters.sample(STEPS * ROWS))
     late = [(x + 2 * noise_like(x, i), y) for i, (x, y) in enumerate(data[_CHANGE:])]
     return classifier(clusters, model, data=data[:_CHANGE] + late)
 
 
-def _dropout(seed: int) -> Problem:
+@task("noise switched on", _METRIC)
+def dropout_on(seed: int) -> Problem:
+    """An MLP classifier; from half time on half of the hidden units are dropped."""
     clusters, model = start(seed)
     dropout = nn.Dropout(0.0)
     model.insert(4, dropout)
@@ -57,19 +65,10 @@ def _dropout(seed: int) -> Problem:
     return classifier(clusters, model, before=before)
 
 
-def _label_smoothing(seed: int) -> Problem:
-    clusters, model = start(seed)
-    data = batches(clusters.sample(STEPS * ROWS))
-    data = [(x, y, 0.2 * (i >= _CHANGE)) for i, (x, y) in enumerate(data)]
-
-    def loss_fn(batch: tuple[Tensor, Tensor, float]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=batch[2])
-
-    return classifier(clusters, model, data=data, loss_fn=loss_fn)
-
-
-def _weight_noise(seed: int) -> Problem:
-    """Langevin dynamics: normal noise on each weight after each step, less towards the end."""
+@task("noise switched on", _METRIC)
+def weight_noise_on(seed: int) -> Problem:
+    """An MLP classifier; from half time on noise is added to the weights after each step."""
+    # Langevin dynamics: normal noise on each weight after each step, less towards the end.
     clusters, model = start(seed)
 
     def after(i: int, _: Any) -> None:
@@ -79,16 +78,3 @@ def _weight_noise(seed: int) -> Problem:
                 weight.add_(scale * noise_like(weight, 100 * i + number))
 
     return classifier(clusters, model, after=after)
-
-
-TASKS: tuple[Task, ...] = tuple(
-    Task(name, "healthy", _METRIC, build, f"An MLP classifier; from half time on {what}.")
-    for name, build, what in (
-        ("mixup_on", _mixup, "rows and labels are mixed in pairs"),
-        ("small_batches_on", _small_batches, "a batch has 4 instead of 64 rows"),
-        ("noisy_inputs_on", _noisy_inputs, "the inputs have noise of twice their own spread"),
-        ("dropout_on", _dropout, "half of the hidden units are dropped"),
-        ("label_smoothing_on", _label_smoothing, "the labels are smoothed by 0.2"),
-        ("weight_noise_on", _weight_noise, "noise is added to the weights after each step"),
-    )
-)

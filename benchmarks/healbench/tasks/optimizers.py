@@ -9,19 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adafactor, Muon, Optimizer
 
-from benchmarks.healbench.problem import Problem, Task
+from benchmarks.healbench.problem import Problem, task
 from benchmarks.healbench.tasks.mixed_data import (
     HELD_OUT,
     INPUTS,
     ROWS,
     Clusters,
     batches,
-    seeded,
     supervised,
 )
-from benchmarks.healbench.tasks.models import warmup_cosine
+from benchmarks.healbench.tasks.models import seeded, warmup_cosine
 
 _STEPS = 500
 _CLASSES = 10
@@ -106,27 +105,14 @@ def _classifier(seed: int, optimizer: Callable[..., Optimizer], schedule: bool =
     return problem
 
 
-def _task(name: str, about: str, build: Callable[..., Optimizer], schedule: bool = True) -> Task:
-    return Task(
-        f"optimizer_{name}",
-        "healthy",
-        "held-out loss",
-        partial(_classifier, optimizer=build, schedule=schedule),
-        f"An MLP classifier without biases, {about}.",
-    )
+def _task(name: str, title: str, build: Callable[..., Optimizer], schedule: bool = True) -> None:
+    about = f"An MLP classifier without biases, {title}."
+    register = task("optimizers", "held-out loss", name=f"optimizer_{name}", about=about)
+    register(partial(_classifier, optimizer=build, schedule=schedule))
 
 
-TASKS: tuple[Task, ...] = (
-    _task("sgd", "plain SGD", partial(SGD, lr=0.3)),
-    _task("momentum", "SGD with momentum", partial(SGD, lr=0.05, momentum=0.9, nesterov=True)),
-    _task("adamw", "AdamW", partial(AdamW, lr=5e-3)),
-    _task("lion", "Lion", partial(Lion, lr=1e-3)),
-    _task("muon", "Muon", partial(Muon, lr=2e-2)),
-    _task("adafactor", "Adafactor", partial(Adafactor, lr=3e-2)),
-    _task(
-        "schedule_free",
-        "schedule-free SGD",
-        partial(ScheduleFreeSGD, lr=1.0),
-        schedule=False,
-    ),
-)
+_task("sgd", "plain SGD", partial(SGD, lr=0.3))
+_task("lion", "Lion", partial(Lion, lr=1e-3))
+_task("muon", "Muon", partial(Muon, lr=2e-2))
+_task("adafactor", "Adafactor", partial(Adafactor, lr=3e-2))
+_task("schedule_free", "schedule-free SGD", partial(ScheduleFreeSGD, lr=1.0), schedule=False)

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
-from benchmarks.healbench.problem import Problem, Task
-from benchmarks.healbench.tasks.loops import CLASSES, STEPS, Value, classifier, start
-from benchmarks.healbench.tasks.mixed_data import HELD_OUT, ROWS, Clusters, batches
+from benchmarks.healbench.problem import Problem, task
+from benchmarks.healbench.tasks.loops import CLASSES, STEPS, classifier, program, start
+from benchmarks.healbench.tasks.mixed_data import HELD_OUT, INPUTS, ROWS, Clusters, Teacher, batches
+from benchmarks.healbench.tasks.models import mlp, seeded
 
 _METRIC = "held-out loss"
 _CHANGE = STEPS // 2
 
 
-def _max_norm(seed: int) -> Problem:
-    """Srivastava et al. (2014): the norm of the weights into a unit is at most 1."""
+@task("penalties and projections", _METRIC)
+def max_norm(seed: int) -> Problem:
+    """An MLP classifier, SGD; after each step the weights into a unit have a norm of 1 at most."""
+    # Srivastava et al. (2014): the norm of the weights into a unit is at most 1.
     clusters, model = start(seed)
 
     def after(i: int, _: Any) -> None:
@@ -30,8 +33,10 @@ def _max_norm(seed: int) -> Problem:
     return classifier(clusters, model, SGD(model.parameters(), lr=0.1, momentum=0.9), after=after)
 
 
-def _clipped_weights(seed: int) -> Problem:
-    """Each weight is at most 0.15 from half time on, as for a device with few bits."""
+@task("penalties and projections", _METRIC, quick=True)
+def clipped_weights(seed: int) -> Problem:
+    """The same, AdamW; from half time on each weight is clipped to 0.15 after each step."""
+    # Each weight is at most 0.15 from half time on, as for a device with few bits.
     clusters, model = start(seed)
 
     def after(i: int, _: Any) -> None:
@@ -42,7 +47,9 @@ def _clipped_weights(seed: int) -> Problem:
     return classifier(clusters, model, after=after)
 
 
-def _orthogonal(seed: int) -> Problem:
+@task("penalties and projections", _METRIC)
+def orthogonal(seed: int) -> Problem:
+    """The same; a large penalty on the hidden layer, outside of the `loss_fn`."""
     clusters, model = start(seed)
     hidden = model.get_parameter("2.weight")
 
@@ -52,8 +59,10 @@ def _orthogonal(seed: int) -> Problem:
     return classifier(clusters, model, term=term)
 
 
-def _consolidation(seed: int) -> Problem:
-    """EWC (Kirkpatrick et al. 2017): a second task, and a penalty on leaving the first."""
+@task("penalties and projections", "sum of the held-out losses of both tasks")
+def consolidation(seed: int) -> Problem:
+    """The same; another task from half time on, and a penalty on leaving the first (EWC)."""
+    # EWC (Kirkpatrick et al. 2017): a second task, and a penalty on leaving the first.
     clusters, model = start(seed)
     second = Clusters(CLASSES, clusters.generator, 1.5)
     data = [*batches(clusters.sample(_CHANGE * ROWS)), *batches(second.sample(_CHANGE * ROWS))]
@@ -81,67 +90,33 @@ def _consolidation(seed: int) -> Problem:
     return problem
 
 
-def _multiplier(seed: int) -> Problem:
-    """A constraint by dual ascent: class 0 is predicted with a mean probability of at most 0.05."""
-    clusters, model = start(seed)
-    multiplier = Value()
-    inputs, labels = clusters.sample(HELD_OUT)
-
-    def excess(inputs: Tensor) -> Tensor:
-        return model(inputs).softmax(1)[:, 0].mean() - 0.05
-
-    def term(batch: tuple[Tensor, Tensor]) -> Tensor:
-        return multiplier.value * excess(batch[0])
-
-    def after(i: int, batch: tuple[Tensor, Tensor]) -> None:
-        multiplier.value = max(0.0, multiplier.value + 0.2 * float(excess(batch[0])))
-
-    problem = classifier(clusters, model, term=term, after=after, state={"multiplier": multiplier})
-
-    @torch.no_grad()
-    def evaluate() -> float:
-        return float(F.cross_entropy(model(inputs), labels) + 10 * excess(inputs).clamp(min=0))
-
-    problem.evaluate = evaluate
-    return problem
+# -- terms after `healer.loss(batch)` has observed the loss ----------------------------------------
 
 
-TASKS: tuple[Task, ...] = (
-    Task(
-        "max_norm",
-        "healthy",
-        _METRIC,
-        _max_norm,
-        "An MLP classifier, SGD with momentum; each step ends with a projection of the weights "
-        "into each unit to a norm of at most 1.",
-    ),
-    Task(
-        "clipped_weights",
-        "healthy",
-        _METRIC,
-        _clipped_weights,
-        "The same, AdamW; from half time on each weight is clipped to 0.15 after each step.",
-        quick=True,
-    ),
-    Task(
-        "orthogonal",
-        "healthy",
-        _METRIC,
-        _orthogonal,
-        "The same; a large penalty on the hidden layer, outside of the `loss_fn`.",
-    ),
-    Task(
-        "consolidation",
-        "healthy",
-        "sum of the held-out losses of both tasks",
-        _consolidation,
-        "The same; another task from half time on, and a penalty on leaving the first (EWC).",
-    ),
-    Task(
-        "multiplier",
-        "healthy",
-        "held-out loss plus ten times the violation",
-        _multiplier,
-        "The same with a constraint whose multiplier the loop adapts.",
-    ),
-)
+@task("terms after the loss", "held-out loss of the classes", quick=True)
+def auxiliary_head(seed: int) -> Problem:
+    """An MLP classifier; from half time on the loop adds the large loss of a second head."""
+    # A second head with large targets, from half time on.
+    generator = seeded(seed)
+    clusters, teacher = Clusters(CLASSES, generator, 1.5), Teacher(generator, 0.7)
+    model = mlp(INPUTS, 64, 64, CLASSES + 1)
+    inputs, labels = clusters.sample(STEPS * ROWS)
+    values = 12 + 6 * teacher(inputs)[:, 0]
+    weight = (torch.arange(STEPS * ROWS) >= _CHANGE * ROWS).float()
+    data = [
+        *zip(*(each.split(ROWS) for each in (inputs, labels, values, weight)), strict=True)
+    ]  # fmt: skip
+    held_out, held_out_labels = clusters.sample(HELD_OUT)
+
+    def term(batch: tuple[Tensor, ...]) -> Tensor:
+        x, _, value, weight = batch
+        return (weight * (model(x)[:, -1] - value).square()).mean()
+
+    return program(
+        model,
+        AdamW(model.parameters(), lr=5e-3),
+        data,
+        lambda batch: F.cross_entropy(model(batch[0])[:, :-1], batch[1]),
+        lambda: float(F.cross_entropy(model(held_out)[:, :-1], held_out_labels)),
+        term=term,
+    )

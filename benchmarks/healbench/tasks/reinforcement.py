@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.healbench.problem import Problem, Task, Update
+from benchmarks.healbench.problem import Problem, Update, task
+from benchmarks.healbench.tasks.models import mlp
 
 _MOVES = ((0, 1), (0, -1), (1, 0), (-1, 0))
 _ACTIONS = len(_MOVES)
@@ -74,20 +75,6 @@ class Grid:
         for _ in range(horizon):
             value = self.reward + gamma * self.transition @ value.max(1)
         return value
-
-    def relative_cost(self, policy: np.ndarray, gamma: float, horizon: int = 500) -> float:
-        """Exact expected cost of an episode, divided by that of the best policy: 1 is perfect.
-
-        Args:
-            policy: (states, actions), probabilities.
-            gamma: discount of a step.
-            horizon: steps after which an episode ends.
-        """
-        value = np.zeros(self.states)
-        for _ in range(horizon):
-            value = (policy * (self.reward + gamma * self.transition @ value)).sum(1)
-        best = self.best(gamma, horizon).max(1)
-        return float(value[self.starts].mean() / best[self.starts].mean())
 
 
 class Walkers:
@@ -177,59 +164,18 @@ class Replay:
         return rows[:, 0].long(), rows[:, 1].long(), rows[:, 2].float(), rows[:, 3].long()
 
 
-class RunningMean:
-    """An exponential mean that starts with the first value.
-
-    Args:
-        rate: weight of a new value.
-    """
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self.mean = np.zeros(0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The mean; empty before the first value."""
-        return {"mean": self.mean.copy()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes back to a `state_dict`."""
-        self.mean = np.array(state["mean"])
-
-    def __call__(self, value: np.ndarray) -> np.ndarray:
-        """The mean, with `value` in it."""
-        self.mean = self.mean + self.rate * (value - self.mean) if self.mean.size else value
-        return self.mean
-
-
-def _mlp(
-    inputs: int, outputs: int, nonlinearity: type[nn.Module] = nn.ReLU, width: int = 64
-) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(inputs, width),
-        nonlinearity(),
-        nn.Linear(width, width),
-        nonlinearity(),
-        nn.Linear(width, outputs),
-    )
-
-
 def _decay(optimizer: torch.optim.Optimizer, updates: int) -> LambdaLR:
     """Linear to zero."""
     return LambdaLR(optimizer, lambda i: max(0.0, 1.0 - i / updates))
 
 
-def _probabilities(policy: nn.Module, grid: Grid) -> np.ndarray:
-    """float64 (states, actions)."""
-    with torch.no_grad():
-        return policy(grid.features).double().softmax(1).numpy()
-
-
-def _dqn(seed: int) -> Problem:
+@task("rises by design", "1 + error of Q", quick=True)
+def dqn(seed: int) -> Problem:
+    """DQN in a 6 x 6 grid: the loss jumps at every copy of the target network."""
     torch.manual_seed(seed)
     steps, gamma = 1200, 0.9
     grid = Grid(seed, move=0.0, mud=1.0, prize=10.0)
-    network = _mlp(grid.features.shape[1], _ACTIONS, nn.Tanh)
+    network = mlp(grid.features.shape[1], 64, 64, _ACTIONS, activation=nn.Tanh)
     target = deepcopy(network).requires_grad_(False)
     optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
     walkers, replay = Walkers(grid, seed, count=16), Replay(capacity=32768)
@@ -267,47 +213,16 @@ def _dqn(seed: int) -> Problem:
     )
 
 
-def _reinforce(seed: int) -> Problem:
-    torch.manual_seed(seed)
-    steps, horizon, gamma = 600, 24, 0.97
-    grid = Grid(seed, size=5, mud=3.0)
-    policy = _mlp(grid.features.shape[1], _ACTIONS)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
-    walkers, baseline = Walkers(grid, seed, count=64), RunningMean(0.05)
-
-    def step(_: int, update: Update) -> None:
-        walkers.restart()
-        chances = _probabilities(policy, grid)
-        rows = [walkers.act(chances) for _ in range(horizon)]
-        state, action, reward, _after = (np.stack(column) for column in zip(*rows, strict=True))
-        later = np.zeros_like(reward)
-        total = np.zeros(reward.shape[1])
-        for i in reversed(range(horizon)):
-            later[i] = total = reward[i] + gamma * total
-        walking = state != grid.goal
-        gain = torch.from_numpy((later - baseline(later.mean(1))[:, None])[walking]).float()
-        logs = policy(grid.features).log_softmax(1)[state[walking], action[walking]]
-        update(-(logs * gain).mean())
-
-    return Problem(
-        modules={"policy": policy},
-        optimizers={"main": optimizer},
-        schedulers={"main": _decay(optimizer, steps)},
-        batches=range(steps),
-        step=step,
-        evaluate=lambda: grid.relative_cost(_probabilities(policy, grid), gamma, horizon),
-        state={"walkers": walkers, "baseline": baseline},
-    )
-
-
-def _sparse_reward(seed: int) -> Problem:
-    """A lock with seven binary digits; a batch of twelve trials rarely holds the code."""
+@task("rises by design", "1 - chance of success")
+def sparse_reward(seed: int) -> Problem:
+    """REINFORCE on a lock: dozens of batches with hardly a gradient, then one with a reward."""
+    # A lock with seven binary digits; a batch of twelve trials rarely holds the code.
     torch.manual_seed(seed)
     steps, digits, trials, reward = 1200, 7, 12, 20.0
     generator = torch.Generator().manual_seed(seed)
     code = torch.randint(2, (digits,), generator=generator)
     draws = torch.rand(steps, trials, digits, generator=generator)
-    policy = _mlp(digits, 2, width=32)
+    policy = mlp(digits, 32, 32, 2)
     optimizer = torch.optim.Adam(policy.parameters(), lr=4e-3)
     each_digit = torch.eye(digits)
 
@@ -333,7 +248,9 @@ def _sparse_reward(seed: int) -> Problem:
     )
 
 
-def _policy_gradient_rising(seed: int) -> Problem:
+@task("rises by design", "missed reward", quick=True)
+def policy_gradient_rising(seed: int) -> Problem:
+    """Policy gradient without a baseline: the better the policy, the higher the loss."""
     torch.manual_seed(seed)
     steps, inputs, actions, spread = 800, 6, 2, 0.5
     generator = torch.Generator().manual_seed(seed)
@@ -341,7 +258,7 @@ def _policy_gradient_rising(seed: int) -> Problem:
     contexts = torch.randn(steps, 256, inputs, generator=generator)
     noise = torch.randn(steps, 256, actions, generator=generator)
     held_out = torch.randn(8192, inputs, generator=generator)
-    policy = _mlp(inputs, actions, nn.Tanh)
+    policy = mlp(inputs, 64, 64, actions, activation=nn.Tanh)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
 
     def missed(action: Tensor, context: Tensor) -> Tensor:
@@ -370,112 +287,3 @@ def _policy_gradient_rising(seed: int) -> Problem:
         step=step,
         evaluate=evaluate,
     )
-
-
-def _ppo(seed: int) -> Problem:
-    torch.manual_seed(seed)
-    iterations, length, epochs, parts, gamma, trace = 60, 32, 4, 4, 0.97, 0.95
-    grid = Grid(seed, move=0.2, mud=0.6)
-    policy = _mlp(grid.features.shape[1], _ACTIONS)
-    critic = _mlp(grid.features.shape[1], 1)
-    both = nn.ModuleDict({"policy": policy, "critic": critic})
-    optimizer = torch.optim.Adam(both.parameters(), lr=1e-3, eps=1e-5)
-    walkers = Walkers(grid, seed, count=16)
-
-    def rollout() -> tuple[Tensor, ...]:
-        """State, action, its log-probability, advantage, return; each (length x walkers,)."""
-        chances = _probabilities(policy, grid)
-        with torch.no_grad():
-            value = critic(grid.features)[:, 0].double().numpy()
-        value[grid.goal] = 0.0
-        rows = []
-        for _ in range(length):
-            before, action, reward, after = walkers.act(chances)
-            ends = (after == grid.goal) | walkers.lost(0.1)
-            walkers.restart(ends)
-            rows.append((before, action, reward, after, ends))
-        state, action, reward, after, ends = (np.stack(x) for x in zip(*rows, strict=True))
-        surprise = reward + gamma * value[after] - value[state]
-        gain = np.zeros_like(surprise)
-        total = np.zeros(surprise.shape[1])
-        for i in reversed(range(length)):
-            gain[i] = total = surprise[i] + gamma * trace * total * ~ends[i]
-        numbers = np.log(chances[state, action]), gain, gain + value[state]
-        return (
-            torch.from_numpy(state.ravel()),
-            torch.from_numpy(action.ravel()),
-            *(torch.from_numpy(each.ravel()).float() for each in numbers),
-        )
-
-    def step(_: int, update: Update) -> None:
-        data = rollout()
-        for _epoch in range(epochs):
-            order = torch.from_numpy(walkers.rng.permutation(len(data[0])))
-            for rows in order.chunk(parts):
-                state, action, old, gain, returns = (column[rows] for column in data)
-                gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-                logs = policy(grid.features[state]).log_softmax(1)
-                ratio = (logs.gather(1, action[:, None])[:, 0] - old).exp()
-                bounded = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-                error = F.mse_loss(critic(grid.features[state])[:, 0], returns)
-                entropy = -(logs.exp() * logs).sum(1).mean()
-                update(-bounded + 0.5 * error - 0.01 * entropy)
-
-    return Problem(
-        modules={"both": both},
-        optimizers={"main": optimizer},
-        schedulers={"main": _decay(optimizer, iterations * epochs * parts)},
-        batches=range(iterations),
-        step=step,
-        evaluate=lambda: grid.relative_cost(_probabilities(policy, grid), gamma),
-        state={"walkers": walkers},
-    )
-
-
-TASKS: tuple[Task, ...] = (
-    Task(
-        name="dqn",
-        kind="healthy",
-        metric="1 + error of Q",
-        build=_dqn,
-        about="DQN with replay buffer and target network in a 6 x 6 grid with slips: the loss "
-        "jumps at every copy of the target. The error is the root mean square against the exact "
-        "values of all states and actions; the prize is 10.",
-        quick=True,
-    ),
-    Task(
-        name="reinforce",
-        kind="healthy",
-        metric="cost / best cost",
-        build=_reinforce,
-        about="REINFORCE with a running mean as baseline in a 5 x 5 grid with slips: the loss "
-        "falls through zero and comes back to it from below. The cost is the exact expectation.",
-        quick=True,
-    ),
-    Task(
-        name="sparse_reward",
-        kind="healthy",
-        metric="1 - chance of success",
-        build=_sparse_reward,
-        about="REINFORCE on a combination lock: dozens of batches without a reward, whose gradient "
-        "is nearly 0, then one with it.",
-    ),
-    Task(
-        name="policy_gradient_rising",
-        kind="healthy",
-        metric="missed reward",
-        build=_policy_gradient_rising,
-        about="Policy gradient without a baseline, Gaussian policy of fixed width, contextual "
-        "bandit with positive rewards: the better the policy, the higher the loss. The reward is "
-        "the exact expectation on held-out contexts.",
-        quick=True,
-    ),
-    Task(
-        name="ppo",
-        kind="healthy",
-        metric="cost / best cost",
-        build=_ppo,
-        about="PPO with a learned value in a 6 x 6 grid with slips, 16 updates for each rollout, "
-        "advantages by GAE. The cost is the exact expectation.",
-    ),
-)

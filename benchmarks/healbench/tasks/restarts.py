@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
 
-from benchmarks.healbench.problem import Problem, Task
+from benchmarks.healbench.problem import Problem, task
 from benchmarks.healbench.tasks.loops import STEPS, classifier, start
+from benchmarks.healbench.tasks.mixed_data import (
+    HELD_OUT,
+    INPUTS,
+    ROWS,
+    Clusters,
+    batches,
+    supervised,
+)
+from benchmarks.healbench.tasks.models import mlp, seeded
 
 _CYCLE = 150
 
@@ -39,8 +49,10 @@ def _cycles(seed: int, factor: Callable[[int], float], rate: float) -> Problem:
     return classifier(clusters, model, optimizer, scheduler=LambdaLR(optimizer, factor))
 
 
-def _moments_cleared(seed: int) -> Problem:
-    """A new optimizer for each part of the data, at the full rate."""
+@task("restarts", "held-out loss")
+def moments_cleared(seed: int) -> Problem:
+    """The same, AdamW; every 150 steps the moments are cleared and the rate restarts."""
+    # A new optimizer for each part of the data, at the full rate.
     clusters, model = start(seed)
     optimizer = AdamW(model.parameters(), lr=1e-2)
 
@@ -52,27 +64,48 @@ def _moments_cleared(seed: int) -> Problem:
     return classifier(clusters, model, optimizer, before=before, scheduler=rate)
 
 
-TASKS: tuple[Task, ...] = (
-    Task(
-        "longer_cycles",
-        "healthy",
-        "held-out loss",
-        lambda seed: _cycles(seed, _longer, 0.2),
-        "An MLP classifier, SGD with momentum; warm restarts in cycles that double in length.",
-        quick=True,
-    ),
-    Task(
-        "higher_cycles",
-        "healthy",
-        "held-out loss",
-        lambda seed: _cycles(seed, _higher, 0.03),
-        "The same; four cycles, each from twice the rate of the one before.",
-    ),
-    Task(
-        "moments_cleared",
-        "healthy",
-        "held-out loss",
-        _moments_cleared,
-        "The same, AdamW; every 150 steps the moments are cleared and the rate restarts.",
-    ),
-)
+task(
+    "restarts",
+    "held-out loss",
+    name="longer_cycles",
+    about="An MLP classifier, SGD with momentum; warm restarts in cycles that double in length.",
+    quick=True,
+)(partial(_cycles, factor=_longer, rate=0.2))
+task(
+    "restarts",
+    "held-out loss",
+    name="higher_cycles",
+    about="The same; four cycles, each from twice the rate of the one before.",
+)(partial(_cycles, factor=_higher, rate=0.03))
+
+
+@task("learning rate by design", "held-out loss")
+def lr_restarts(seed: int) -> Problem:
+    """An MLP classifier, SGD, cosine schedule with warm restarts at steps 200 and 600 (SGDR)."""
+    clusters = Clusters(10, seeded(seed))
+    model = mlp(INPUTS, 64, 64, 10)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return supervised(
+        model,
+        optimizer,
+        batches(clusters.sample(1400 * ROWS)),
+        [clusters.sample(HELD_OUT)],
+        scheduler=CosineAnnealingWarmRestarts(optimizer, T_0=200, T_mult=2),
+    )
+
+
+@task("learning rate by design", "held-out loss")
+def rate_raised(seed: int) -> Problem:
+    """An MLP classifier, SGD; the rate jumps to 10 times at a third of the run, then decays."""
+    steps = 900
+    clusters = Clusters(8, seeded(seed), 1.5)
+    model = mlp(INPUTS, 64, 64, 8)
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+    def factor(step: int) -> float:
+        if step < steps // 3:
+            return 1.0
+        return 10.0 * (1 - (step - steps // 3) / (steps - steps // 3))
+
+    data, held_out = batches(clusters.sample(steps * ROWS)), [clusters.sample(HELD_OUT)]
+    return supervised(model, optimizer, data, held_out, scheduler=LambdaLR(optimizer, factor))

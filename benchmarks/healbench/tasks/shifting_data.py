@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
-from benchmarks.healbench.problem import MAIN, Problem, Task, Update
+from benchmarks.healbench.problem import MAIN, Problem, Update, task
 from benchmarks.healbench.tasks.mixed_data import (
     HELD_OUT,
     INPUTS,
@@ -17,7 +16,6 @@ from benchmarks.healbench.tasks.mixed_data import (
     Clusters,
     Teacher,
     batches,
-    seeded,
     supervised,
 )
 from benchmarks.healbench.tasks.models import (
@@ -25,6 +23,8 @@ from benchmarks.healbench.tasks.models import (
     byte_corpus,
     held_out_windows,
     mlp,
+    plain_loop,
+    seeded,
     text_windows,
     warmup_cosine,
 )
@@ -43,7 +43,9 @@ class _Online:
         self.losses = dict(state["losses"])
 
 
-def _task_every_300(seed: int) -> Problem:
+@task("changing data", "mean loss on new batches in the last 100 steps of each task", quick=True)
+def task_every_300(seed: int) -> Problem:
+    """An MLP, Adam at a constant rate; every 300 steps a new target function, unannounced."""
     generator, length, tasks = seeded(seed), 300, 4
     model = mlp(INPUTS, 64, 64, 1)
     pairs = [
@@ -84,7 +86,9 @@ def _task_every_300(seed: int) -> Problem:
     )
 
 
-def _domain_change(seed: int) -> Problem:
+@task("changing data", "held-out loss on the new domain", quick=True)
+def domain_change(seed: int) -> Problem:
+    """Fine-tuning of a pre-trained MLP classifier; the domain changes for good at step 500."""
     generator, steps = seeded(seed), 1000
     model = mlp(INPUTS, 64, 64, 10)
     before = Clusters(10, generator, 1.2)
@@ -105,7 +109,9 @@ def _domain_change(seed: int) -> Problem:
     )
 
 
-def _curriculum(seed: int) -> Problem:
+@task("horizon and curriculum", "held-out loss on the last stage", quick=True)
+def curriculum(seed: int) -> Problem:
+    """Regression by an MLP; every 300 steps the targets gain a larger and rougher part."""
     generator, steps = seeded(seed), 1200
     model = mlp(INPUTS, 96, 96, 1)
     parts = [Teacher(generator, frequency) for frequency in (0.4, 0.6, 0.8, 1.0)]
@@ -125,17 +131,18 @@ def _curriculum(seed: int) -> Problem:
     )
 
 
-def _sorted(seed: int, classes: int, block: tuple[int, int], steps: int, lr: float) -> Problem:
-    """Blocks of one class, in turn, of `block[0]` to `block[1]` batches."""
-    generator = seeded(seed)
+@task("changing data", "held-out loss, all classes", quick=True)
+def sorted_stream(seed: int) -> Problem:
+    """An MLP classifier, SGD, data sorted by class: 20 to 40 batches of one class in turn."""
+    generator, classes, steps = seeded(seed), 5, 1200
     clusters = Clusters(classes, generator, 1.3)
     labels: list[int] = []
     while len(labels) < steps:
-        length = int(torch.randint(block[0], block[1] + 1, (), generator=generator))
+        length = int(torch.randint(20, 41, (), generator=generator))
         labels += [(labels[-1] + 1) % classes if labels else 0] * length
     of_rows = torch.tensor(labels[:steps]).repeat_interleave(ROWS)
     model = mlp(INPUTS, 64, 64, classes)
-    optimizer = SGD(model.parameters(), lr=lr, momentum=0.9)
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
     return supervised(
         model,
         optimizer,
@@ -145,7 +152,9 @@ def _sorted(seed: int, classes: int, block: tuple[int, int], steps: int, lr: flo
     )
 
 
-def _two_domains(seed: int) -> Problem:
+@task("changing data", "held-out loss, mean of both domains")
+def two_domains_alternating(seed: int) -> Problem:
+    """An MLP classifier, 100 steps on one domain and 100 on another, in turn."""
     generator, steps = seeded(seed), 1200
     domains = [Clusters(10, generator) for _ in range(2)]
     model = mlp(INPUTS, 64, 64, 10)
@@ -159,20 +168,9 @@ def _two_domains(seed: int) -> Problem:
     )
 
 
-def _lr_restarts(seed: int) -> Problem:
-    clusters = Clusters(10, seeded(seed))
-    model = mlp(INPUTS, 64, 64, 10)
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return supervised(
-        model,
-        optimizer,
-        batches(clusters.sample(1400 * ROWS)),
-        [clusters.sample(HELD_OUT)],
-        scheduler=CosineAnnealingWarmRestarts(optimizer, T_0=200, T_mult=2),
-    )
-
-
-def _sequence_growth(seed: int) -> Problem:
+@task("horizon and curriculum", "held-out loss, nats per byte")
+def sequence_growth(seed: int) -> Problem:
+    """A byte-level transformer; windows of 8, 16, 32, then 64 bytes, 150 steps each."""
     generator, text, tokens = seeded(seed), byte_corpus()[0], 512
     model = ByteModel(width=32, layers=1, context=64)
     data = [
@@ -182,38 +180,19 @@ def _sequence_growth(seed: int) -> Problem:
     ]
     optimizer = AdamW(model.parameters(), lr=5e-3)
 
-    @torch.no_grad()
-    def evaluate() -> float:
-        return float(model.loss(held_out_windows(256, 64)))
-
-    return Problem(
-        modules={"model": model},
-        optimizers={MAIN: optimizer},
-        batches=data,
-        step=lambda batch, update: update(model.loss(batch)),
-        evaluate=evaluate,
-        schedulers={MAIN: warmup_cosine(optimizer, len(data), warmup=20)},
-        loss_fn=model.loss,
-    )
-
-
-def _label_permutation(seed: int) -> Problem:
-    generator, steps = seeded(seed), 1000
-    clusters = Clusters(10, generator)
-    renamed = torch.randperm(10, generator=generator)
-    model = mlp(INPUTS, 64, 64, 10)
-    optimizer = AdamW(model.parameters(), lr=8e-3)
-    before, after, held_out = (clusters.sample(n) for n in (400 * ROWS, 600 * ROWS, HELD_OUT))
-    return supervised(
+    return plain_loop(
         model,
+        model.loss,
+        data,
         optimizer,
-        batches(before) + batches((after[0], renamed[after[1]])),
-        [(held_out[0], renamed[held_out[1]])],
-        scheduler=warmup_cosine(optimizer, steps),
+        lambda: float(model.loss(held_out_windows(256, 64))),
+        warmup_cosine(optimizer, len(data), warmup=20),
     )
 
 
-def _harder_noise(seed: int) -> Problem:
+@task("changing data", "held-out loss against noise-free targets")
+def harder_noise(seed: int) -> Problem:
+    """Regression by an MLP; at step 400 target noise grows from 0.3 to 1.0 for good."""
     generator, steps = seeded(seed), 1200
     teacher = Teacher(generator, 1.5)
     model = mlp(INPUTS, 64, 64, 1)
@@ -226,84 +205,3 @@ def _harder_noise(seed: int) -> Problem:
         F.mse_loss,
         warmup_cosine(optimizer, steps),
     )
-
-
-TASKS: tuple[Task, ...] = (
-    Task(
-        "task_every_300",
-        "healthy",
-        "mean loss on new batches in the last 100 steps of each task",
-        _task_every_300,
-        "An MLP, Adam at a constant rate; every 300 steps a new target function, unannounced.",
-        quick=True,
-    ),
-    Task(
-        "domain_change",
-        "healthy",
-        "held-out loss on the new domain",
-        _domain_change,
-        "Fine-tuning of a pre-trained MLP classifier; the domain changes for good at step 500.",
-        quick=True,
-    ),
-    Task(
-        "curriculum",
-        "healthy",
-        "held-out loss on the last stage",
-        _curriculum,
-        "Regression by an MLP; every 300 steps the targets gain a larger and rougher part.",
-        quick=True,
-        family="horizon and curriculum",
-    ),
-    Task(
-        "sorted_stream",
-        "healthy",
-        "held-out loss, all classes",
-        lambda seed: _sorted(seed, 5, (20, 40), 1200, 0.02),
-        "An MLP classifier, SGD, data sorted by class: 20 to 40 batches of one class in turn.",
-        quick=True,
-    ),
-    Task(
-        "sorted_stream_long",
-        "healthy",
-        "held-out loss, all classes",
-        lambda seed: _sorted(seed, 4, (150, 150), 2400, 0.01),
-        "An MLP classifier, SGD, four classes in turn in blocks of 150 batches.",
-    ),
-    Task(
-        "two_domains_alternating",
-        "healthy",
-        "held-out loss, mean of both domains",
-        _two_domains,
-        "An MLP classifier, 100 steps on one domain and 100 on another, in turn.",
-    ),
-    Task(
-        "lr_restarts",
-        "healthy",
-        "held-out loss",
-        _lr_restarts,
-        "An MLP classifier, SGD, cosine schedule with warm restarts at steps 200 and 600 (SGDR).",
-        family="learning rate by design",
-    ),
-    Task(
-        "sequence_growth",
-        "healthy",
-        "held-out loss, nats per byte",
-        _sequence_growth,
-        "A byte-level transformer; windows of 8, 16, 32, then 64 bytes, 150 steps each.",
-        family="horizon and curriculum",
-    ),
-    Task(
-        "label_permutation_forever",
-        "healthy",
-        "held-out loss under the new labels",
-        _label_permutation,
-        "An MLP classifier; at step 400 the labels are renamed for good.",
-    ),
-    Task(
-        "harder_noise",
-        "healthy",
-        "held-out loss against noise-free targets",
-        _harder_noise,
-        "Regression by an MLP; at step 400 target noise grows from 0.3 to 1.0 for good.",
-    ),
-)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from benchmarks.healbench.problem import Problem, Task, Update
+from benchmarks.healbench.problem import Problem, Update
 from benchmarks.healbench.tasks.sick_data import (
     MLP_STEPS,
     Rows,
@@ -22,6 +22,8 @@ from benchmarks.healbench.tasks.sick_data import (
     spread,
     with_bad_batches,
 )
+
+_task = partial(mlp_task, "arithmetic")
 
 # -- data -----------------------------------------------------------------------------------------
 
@@ -51,12 +53,16 @@ def _scattered(seed: int, share: float, damage: Callable[..., Rows]) -> Problem:
     return with_bad_batches(sick_base_mlp(seed), seed, spread(MLP_STEPS, share, seed), damage)
 
 
-def _nan_burst(seed: int) -> Problem:
+@_task(quick=True)
+def nan_burst(seed: int) -> Problem:
+    """The classifier; 12 batches in a row have NaN in some of their rows."""
     first = MLP_STEPS // 2
     return with_bad_batches(sick_base_mlp(seed), seed, range(first, first + 12), _missing)
 
 
-def _wrong_loss_scale(seed: int) -> Problem:
+@_task()
+def loss_times_64(seed: int) -> Problem:
+    """The classifier; for 60 batches the loss is the sum and not the mean of its rows."""
     first = MLP_STEPS // 2
     return with_bad_batches(sick_base_mlp(seed), seed, range(first, first + 60), _loss_times_64)
 
@@ -116,7 +122,9 @@ def _half(problem: Problem) -> Callable[[Rows], Tensor]:
     return loss_fn
 
 
-def _fp16_overflow(seed: int) -> Problem:
+@_task(quick=True)
+def fp16_overflow(seed: int) -> Problem:
+    """The classifier in float16 under a GradScaler whose first steps all overflow."""
     problem = sick_base_mlp(seed)
     loss_fn = _half(problem)
 
@@ -128,7 +136,9 @@ def _fp16_overflow(seed: int) -> Problem:
     return problem
 
 
-def _fp16_unscaled_overflow(seed: int) -> Problem:
+@_task()
+def fp16_unscaled_overflow(seed: int) -> Problem:
+    """The same with a scale of the user's own that keeps no overflowed gradient back."""
     problem = sick_base_mlp(seed)
     loss_fn = _half(problem)
     scale = StaticScale(problem.modules, _FIRST_SCALE)
@@ -142,37 +152,11 @@ def _fp16_unscaled_overflow(seed: int) -> Problem:
     return problem
 
 
-TASKS: tuple[Task, ...] = (
-    mlp_task(
-        "nan_batches",
-        partial(_scattered, share=0.01, damage=_missing),
-        "The classifier; 1 % of the batches have NaN in three of their 64 rows.",
-    ),
-    mlp_task(
-        "nan_burst",
-        _nan_burst,
-        "The classifier; 12 batches in a row have NaN in some of their rows.",
-        quick=True,
-    ),
-    mlp_task(
-        "inf_loss",
-        partial(_scattered, share=0.005, damage=_divided_by_zero),
-        "The classifier; in 0.5 % of the batches a row has an infinite importance weight.",
-    ),
-    mlp_task(
-        "loss_times_64",
-        _wrong_loss_scale,
-        "The classifier; for 60 batches the loss is the sum and not the mean of its rows.",
-    ),
-    mlp_task(
-        "fp16_overflow",
-        _fp16_overflow,
-        "The classifier in float16 under a GradScaler whose first steps all overflow.",
-        quick=True,
-    ),
-    mlp_task(
-        "fp16_unscaled_overflow",
-        _fp16_unscaled_overflow,
-        "The same with a scale of the user's own that keeps no overflowed gradient back.",
-    ),
-)
+_task(
+    name="nan_batches",
+    about="The classifier; 1 % of the batches have NaN in three of their 64 rows.",
+)(partial(_scattered, share=0.01, damage=_missing))
+_task(
+    name="inf_loss",
+    about="The classifier; in 0.5 % of the batches a row has an infinite importance weight.",
+)(partial(_scattered, share=0.005, damage=_divided_by_zero))

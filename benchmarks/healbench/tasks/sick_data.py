@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import AdamW
 
-from benchmarks.healbench.problem import MAIN, Problem, Task, Update
+from benchmarks.healbench.problem import Problem, task
 from benchmarks.healbench.tasks.learning_rates import LM_METRIC, LM_STEPS, norm_free_lm
-from benchmarks.healbench.tasks.models import mlp, warmup_cosine
+from benchmarks.healbench.tasks.models import mlp, plain_loop, warmup_cosine
 
 MLP_STEPS = 1500
 MLP_RATE = 0.01  # under clipping to 1.0: 0.003 is 10 % worse, 0.02 the same to 2 %
@@ -89,8 +89,10 @@ def clusters(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return centres[chosen] + noise, chosen // _CLUSTERS
 
 
+@task("stationary", MLP_METRIC)
 def sick_base_mlp(seed: int) -> Problem:
-    """Three linear layers that learn the classes of `clusters`, every row seen once."""
+    """Small ReLU network on 24 Gaussian clusters in 6 classes, AdamW, cosine decay."""
+    # Three linear layers that learn the classes of `clusters`, every row seen once.
     torch.manual_seed(seed)
     model = mlp(_FEATURES, 48, 48, _CLASSES)
     generator = torch.Generator().manual_seed(seed)
@@ -106,24 +108,16 @@ def sick_base_mlp(seed: int) -> Problem:
         each = F.cross_entropy(model(batch.x), batch.y, reduction="none")
         return (batch.weight * each).mean()
 
-    def step(batch: Rows, update: Update) -> None:
-        update(loss_fn(batch))
-
     def evaluate() -> float:
         held_out_x, held_out_y = clusters(_HELD_OUT, torch.Generator().manual_seed(1 << 20))
-        with torch.no_grad():
-            return float(F.cross_entropy(model(held_out_x), held_out_y))
+        return float(F.cross_entropy(model(held_out_x), held_out_y))
 
-    return Problem(
-        modules={"model": model},
-        optimizers={MAIN: optimizer},
-        batches=batches,
-        step=step,
-        evaluate=evaluate,
-        schedulers={MAIN: warmup_cosine(optimizer, MLP_STEPS)},
-        loss_fn=loss_fn,
-    )
+    scheduler = warmup_cosine(optimizer, MLP_STEPS)
+    return plain_loop(model, loss_fn, batches, optimizer, evaluate, scheduler)
 
+
+mlp_task = partial(task, metric=MLP_METRIC, reference="sick_base_mlp")
+"""A fault in the run of `sick_base_mlp`."""
 
 # -- the faults -----------------------------------------------------------------------------------
 
@@ -171,7 +165,9 @@ def _corrupt(seed: int, share: float) -> Problem:
     return with_bad_batches(sick_base_mlp(seed), seed, indices, _garbage)
 
 
-def _corrupt_in_a_row(seed: int) -> Problem:
+@task("poisoned data", LM_METRIC, reference="norm_free_lm", quick=True)
+def corrupt_40_in_a_row(seed: int) -> Problem:
+    """The norm-free byte model; 40 batches in the middle are random bytes."""
     first = LM_STEPS // 2
     return with_bad_batches(norm_free_lm(seed), seed, range(first, first + 40), _random_bytes)
 
@@ -181,60 +177,16 @@ def _bad_shard(seed: int, batches: int) -> Problem:
     return with_bad_batches(sick_base_mlp(seed), seed, range(first, first + batches), _shuffled)
 
 
-def mlp_task(
-    name: str, build: Callable[[int], Problem], about: str, *, quick: bool = False
-) -> Task:
-    """A fault in the run of `sick_base_mlp`."""
-    return Task(name, "sick", MLP_METRIC, build, about, reference="sick_base_mlp", quick=quick)
-
-
-TASKS: tuple[Task, ...] = (
-    Task(
-        name="sick_base_mlp",
-        kind="healthy",
-        metric=MLP_METRIC,
-        build=sick_base_mlp,
-        about="Small ReLU network on 24 Gaussian clusters in 6 classes, AdamW, cosine decay.",
-        family="stationary",
-    ),
+for _percent in (0.1, 1, 5):
     mlp_task(
-        "corrupt_0.1pct",
-        partial(_corrupt, share=0.001),
-        "The same classifier; 0.1 % of the batches are garbage with large inputs.",
-    ),
+        "poisoned data",
+        name=f"corrupt_{_percent}pct",
+        about=f"The classifier; {_percent} % of the batches are garbage with large inputs.",
+    )(partial(_corrupt, share=_percent / 100))
+for _name, _count in (("permuted_labels", 4), ("bad_shard_15", 15), ("bad_shard_60", 60)):
     mlp_task(
-        "corrupt_1pct",
-        partial(_corrupt, share=0.01),
-        "The same; 1 % of the batches are garbage with large inputs.",
-    ),
-    mlp_task(
-        "corrupt_5pct",
-        partial(_corrupt, share=0.05),
-        "The same; 5 % of the batches are garbage with large inputs.",
-    ),
-    Task(
-        name="corrupt_40_in_a_row",
-        kind="sick",
-        metric=LM_METRIC,
-        build=_corrupt_in_a_row,
-        about="The norm-free byte model; 40 batches in the middle are random bytes.",
-        reference="norm_free_lm",
-        quick=True,
-    ),
-    mlp_task(
-        "bad_shard_15",
-        partial(_bad_shard, batches=15),
-        "The classifier; the targets of 15 batches in a row are shuffled.",
-        quick=True,
-    ),
-    mlp_task(
-        "bad_shard_60",
-        partial(_bad_shard, batches=60),
-        "The classifier; the targets of 60 batches in a row are shuffled.",
-    ),
-    mlp_task(
-        "permuted_labels",
-        partial(_bad_shard, batches=4),
-        "The classifier; the targets of 4 batches in a row are shuffled.",
-    ),
-)
+        "poisoned data",
+        name=_name,
+        about=f"The classifier; the targets of {_count} batches in a row are shuffled.",
+        quick=_count == 15,
+    )(partial(_bad_shard, batches=_count))

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from benchmarks.healbench.problem import Problem, Task
+from benchmarks.healbench.problem import Problem, task
 from benchmarks.healbench.tasks.loops import CLASSES, STEPS, classifier, noise_like, program, start
-from benchmarks.healbench.tasks.mixed_data import HELD_OUT, INPUTS, ROWS, Clusters, batches, seeded
-from benchmarks.healbench.tasks.models import mlp
+from benchmarks.healbench.tasks.mixed_data import HELD_OUT, INPUTS, ROWS, Clusters, batches
+from benchmarks.healbench.tasks.models import mlp, seeded
 
 _WIDTH = 8
 _TAUGHT = 150
@@ -24,8 +24,10 @@ def _average(slow: nn.Module, fast: nn.Module, rate: float) -> None:
         mean.lerp_(weight, rate)
 
 
-def _mean_teacher(seed: int) -> Problem:
-    """Tarvainen and Valpola (2017): 8 of 64 rows have labels; consistency from step 150 on."""
+@task("teachers and queues", "held-out loss")
+def mean_teacher(seed: int) -> Problem:
+    """A classifier with few labels that follows the average of its own weights."""
+    # Tarvainen and Valpola (2017): 8 of 64 rows have labels; consistency from step 150 on.
     clusters, model = start(seed)
     teacher = deepcopy(model).requires_grad_(False)
     data = [
@@ -59,8 +61,10 @@ class _Queue(nn.Module):
         self.register_buffer("keys", F.normalize(keys, dim=1))
 
 
-def _queue_of_keys(seed: int) -> Problem:
-    """MoCo (He et al. 2020) on two noisy views of each row."""
+@task("teachers and queues", "held-out contrastive loss", quick=True)
+def queue_of_keys(seed: int) -> Problem:
+    """Contrastive learning against a queue of keys of a slow encoder."""
+    # MoCo (He et al. 2020) on two noisy views of each row.
     generator = seeded(seed)
     clusters = Clusters(CLASSES, generator, 1.5)
     model = mlp(INPUTS, 64, _WIDTH)
@@ -95,60 +99,10 @@ def _queue_of_keys(seed: int) -> Problem:
     )
 
 
-class _Codebook(nn.Module):
-    """An autoencoder through the nearest of 32 codes, which are averages of what they stand for."""
-
-    codes: Tensor
-    counts: Tensor
-    sums: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = mlp(INPUTS, 64, _WIDTH), mlp(_WIDTH, 64, INPUTS)
-        codes = torch.randn(32, _WIDTH)
-        for name, value in (("codes", codes), ("sums", codes.clone()), ("counts", torch.ones(32))):
-            self.register_buffer(name, value)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        z = self.encoder(x)
-        nearest = torch.cdist(z.detach(), self.codes).argmin(1)
-        code = self.codes[nearest]
-        return self.decoder(z + (code - z).detach()), z, code
-
-    def learn(self, x: Tensor, number: int) -> None:
-        """Averages, and codes that stand for nothing begin again at rows of the batch."""
-        z = self.encoder(x)
-        which = F.one_hot(torch.cdist(z, self.codes).argmin(1), 32).float()
-        self.counts.lerp_(which.sum(0), 0.05)
-        self.sums.lerp_(which.T @ z, 0.05)
-        unused = (self.counts < 0.1) & (number % 100 == 99)
-        rows = z[torch.arange(32) % len(z)]
-        self.sums[unused], self.counts[unused] = rows[unused], 1.0
-        self.codes.copy_(self.sums / self.counts.clamp(min=1e-3)[:, None])
-
-
-def _codebook(seed: int) -> Problem:
-    """VQ-VAE (van den Oord et al. 2017) with a codebook of moving averages."""
-    clusters = Clusters(CLASSES, seeded(seed), 1.5)
-    model = _Codebook()
-    held_out = clusters.sample(HELD_OUT)[0]
-
-    def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
-        made, z, code = model(batch[0])
-        return F.mse_loss(made, batch[0]) + 0.25 * F.mse_loss(z, code)
-
-    return program(
-        model,
-        AdamW(model.parameters(), lr=3e-3),
-        batches(clusters.sample(STEPS * ROWS)),
-        loss_fn,
-        lambda: float(F.mse_loss(model(held_out)[0], held_out)),
-        after=lambda i, batch: model.learn(batch[0], i),
-    )
-
-
-def _born_again(seed: int) -> Problem:
-    """Furlanello et al. (2018): every 200 steps a new student learns from the last one too."""
+@task("teachers and queues", "held-out loss")
+def born_again(seed: int) -> Problem:
+    """A classifier that begins again every 200 steps, with its last self as a teacher."""
+    # Furlanello et al. (2018): every 200 steps a new student learns from the last one too.
     clusters, model = start(seed)
     teacher, fresh = (deepcopy(model).requires_grad_(False) for _ in range(2))
     optimizer = AdamW(model.parameters(), lr=5e-3)
@@ -169,37 +123,3 @@ def _born_again(seed: int) -> Problem:
     modules = {"teacher": teacher}
     options: dict[str, Any] = {"data": data, "before": before, "modules": modules}
     return classifier(clusters, model, optimizer, loss_fn=loss_fn, **options)
-
-
-TASKS: tuple[Task, ...] = (
-    Task(
-        "mean_teacher",
-        "healthy",
-        "held-out loss",
-        _mean_teacher,
-        "A classifier with few labels; from step 150 on it also follows the average of its own "
-        "weights.",
-    ),
-    Task(
-        "queue_of_keys",
-        "healthy",
-        "held-out contrastive loss",
-        _queue_of_keys,
-        "Contrastive learning against a queue of keys of a slow encoder.",
-        quick=True,
-    ),
-    Task(
-        "codebook",
-        "healthy",
-        "held-out reconstruction error",
-        _codebook,
-        "An autoencoder with a codebook of moving averages; unused codes are re-initialised.",
-    ),
-    Task(
-        "born_again",
-        "healthy",
-        "held-out loss",
-        _born_again,
-        "A classifier that begins again every 200 steps, with its last self as a teacher.",
-    ),
-)

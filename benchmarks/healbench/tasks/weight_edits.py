@@ -11,23 +11,20 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
-from benchmarks.healbench.problem import Problem, Task
-from benchmarks.healbench.tasks.loops import classifier
+from benchmarks.healbench.problem import Problem, task
+from benchmarks.healbench.tasks.loops import STEPS, classifier, damaged_once, noise_like, start
 from benchmarks.healbench.tasks.mixed_data import (
     HELD_OUT,
     INPUTS,
     ROWS,
     Clusters,
     batches,
-    seeded,
     supervised,
 )
-from benchmarks.healbench.tasks.models import mlp, warmup_cosine
-from benchmarks.healbench.tasks.sick_state import damaged_once
+from benchmarks.healbench.tasks.models import mlp, seeded, warmup_cosine
 
 _STEPS = 800
 _EDIT = 400
@@ -73,56 +70,22 @@ def _edited_once(seed: int, keep: float, bits: int) -> Problem:
     return damaged_once(problem, _EDIT, edit)
 
 
-def _pruned_once(seed: int) -> Problem:
+@task("weight edits", "held-out loss of the pruned model")
+def pruned_once(seed: int) -> Problem:
+    """An MLP classifier; after 400 steps nine tenths of a layer's weights are removed."""
     return _edited_once(seed, keep=0.1, bits=8)
 
 
-def _quantized_once(seed: int) -> Problem:
+@task("weight edits", "held-out loss of the quantized model")
+def quantized_once(seed: int) -> Problem:
+    """The same; after 400 steps the hidden layer's weights are rounded to 2 bits and frozen."""
     return _edited_once(seed, keep=1.0, bits=2)
 
 
-class _FakeQuantized(nn.Module):
-    """An MLP whose weights are rounded in the forward pass once the buffer `on` is set."""
-
-    on: Tensor
-
-    def __init__(self, bits: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(*pair) for pair in ((INPUTS, 64), (64, 64), (64, _CLASSES))
-        )
-        self.register_buffer("on", torch.zeros(()))
-        self.bits = bits
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            assert isinstance(layer, nn.Linear)
-            weight = layer.weight
-            change = (_rounded(weight, self.bits) - weight).detach()  # straight-through gradient
-            x = F.linear(torch.relu(x) if number else x, weight + self.on * change, layer.bias)
-        return x
-
-
-def _qat_sgd(seed: int) -> Problem:
-    clusters = Clusters(_CLASSES, seeded(seed), 1.5)
-    model = _FakeQuantized(bits=3)
-    problem = _classifier(model, SGD(model.parameters(), lr=0.1, momentum=0.9), clusters)
-
-    def switch_on(_: Problem) -> None:
-        model.on.fill_(1.0)
-
-    evaluate = problem.evaluate
-
-    def deployed() -> float:
-        switch_on(problem)
-        return evaluate()
-
-    problem.evaluate = deployed
-    return damaged_once(problem, _EDIT, switch_on)
-
-
-def _average_swap(seed: int) -> Problem:
-    """Every 100 steps the weights are replaced by their running mean, whatever the moments."""
+@task("weight edits", "held-out loss")
+def average_swap(seed: int) -> Problem:
+    """The same, AdamW; every 100 steps the weights are replaced by their running mean."""
+    # Every 100 steps the weights are replaced by their running mean, whatever the moments.
     clusters = Clusters(_CLASSES, seeded(seed), 1.5)
     model = mlp(INPUTS, 64, 64, _CLASSES)
     mean = deepcopy(model).requires_grad_(False)
@@ -138,35 +101,57 @@ def _average_swap(seed: int) -> Problem:
     return classifier(clusters, model, optimizer, data=data, after=after, modules={"mean": mean})
 
 
-TASKS: tuple[Task, ...] = (
-    Task(
-        "pruned_once",
-        "healthy",
-        "held-out loss of the pruned model",
-        _pruned_once,
-        "An MLP classifier, AdamW; after 400 steps nine tenths of the hidden layer's weights are "
-        "removed, and the rest of the model adapts.",
-    ),
-    Task(
-        "quantized_once",
-        "healthy",
-        "held-out loss of the quantized model",
-        _quantized_once,
-        "The same; after 400 steps the hidden layer's weights are rounded to 2 bits and frozen.",
-    ),
-    Task(
-        "qat_sgd",
-        "healthy",
-        "held-out loss of the quantized model",
-        _qat_sgd,
-        "The same, SGD with momentum; from step 400 on all weights are rounded to 3 bits in the "
-        "forward pass.",
-    ),
-    Task(
-        "average_swap",
-        "healthy",
-        "held-out loss",
-        _average_swap,
-        "The same, AdamW; every 100 steps the weights are replaced by their running mean.",
-    ),
-)
+# -- re-initialised and pruned on the way ----------------------------------------------------------
+
+_METRIC = "held-out loss"
+RESET = STEPS // 2
+
+
+@task("weight edits", _METRIC, quick=True)
+def head_reset(seed: int) -> Problem:
+    """An MLP classifier whose last layer is zeroed at half time."""
+    # As before fine-tuning: the loop's own counter says when.
+    clusters, model = start(seed)
+    head: Any = model[4]
+
+    @torch.no_grad()
+    def reset(_: Problem) -> None:
+        head.weight.zero_()
+        head.bias.zero_()
+
+    return damaged_once(classifier(clusters, model), RESET, reset)
+
+
+@task("weight edits", _METRIC)
+def shrink_perturb(seed: int) -> Problem:
+    """The same; weights times 0.4 and noise, three times."""
+    # Ash and Adams (2020), as each new part of the data comes.
+    clusters, model = start(seed)
+
+    def after(i: int, _: Any) -> None:
+        if i % 150 == 149 and i < STEPS - 1:
+            for number, weight in enumerate(model.parameters()):
+                weight.mul_(0.4).add_(0.02 * noise_like(weight, 100 * i + number))
+
+    return classifier(clusters, model, after=after)
+
+
+@task("weight edits", _METRIC)
+def gradual_pruning(seed: int) -> Problem:
+    """The same; magnitude pruning in steps to 80 %."""
+    # Zhu and Gupta (2017): a cubic schedule to 80 %, and masks that hold.
+    clusters, model = start(seed)
+    masks = deepcopy(model).requires_grad_(False)
+    matrices = [w for w in model.parameters() if w.ndim == 2]
+    kept = [m for m in masks.parameters() if m.ndim == 2]
+    for mask in kept:
+        nn.init.ones_(mask)
+
+    def after(i: int, _: Any) -> None:
+        for weight, mask in zip(matrices, kept, strict=True):
+            if 150 <= i <= 450 and i % 50 == 0:
+                share = 0.8 * (1 - (1 - (i - 150) / 300) ** 3)
+                mask.copy_(weight.abs() > torch.quantile(weight.abs(), share))
+            weight.mul_(mask)
+
+    return classifier(clusters, model, after=after, modules={"masks": masks})

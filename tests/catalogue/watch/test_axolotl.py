@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 
 from healcore.core.verdict import Action
 from healcore.policy import load
 from tests.catalogue.watch import curves
-from tests.parity import recorded_runs
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 originals = pytest.importorskip("tests.catalogue.watch.originals")
@@ -47,16 +45,3 @@ def asked(losses, threshold=5.0, **options):
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_the_same_step(name, threshold):
     assert stopped_on(name, threshold) == asked(SYNTHETIC[name], threshold)
-
-
-@recorded_runs.needed
-@curves.SOME_AND_ALL
-def test_the_same_step_on_recorded_runs(most):
-    runs, stops = curves.from_runs(200, most), 0
-    for losses in runs.values():
-        for threshold in (float(np.median(losses)), float(np.quantile(losses, 0.97))):
-            step = stopped(losses, threshold)
-            assert step == asked(losses, threshold)
-            stops += step is not None
-    print(f"{len(runs)} runs, two thresholds each: {stops} stops, each at the same loss")
-    assert stops

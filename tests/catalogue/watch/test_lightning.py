@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 import pytest
 
-from healcore.core.verdict import Action, Cause
+from healcore.core.verdict import Cause
 from tests.catalogue.watch import curves
 from tests.parity import recorded_runs
 
@@ -93,12 +93,6 @@ def test_the_same_on_recorded_runs(original, most):
     spikes, steps = map(sum, zip(*found, strict=True))
     print(f"{len(runs)} runs, {steps} steps, {spikes} spikes for both")
     assert spikes >= 1
-
-
-def test_it_stops_the_run_as_the_exception_does(original):
-    losses = SYNTHETIC["spikes 0"]
-    stops = curves.decisions_of(NAME, losses).orders(Action.STOP)
-    assert curves.first(stops) == curves.first(original(losses))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

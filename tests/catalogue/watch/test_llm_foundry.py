@@ -13,7 +13,6 @@ import pytest
 from healcore.core.verdict import Action, Cause
 from tests.catalogue.watch import curves
 from tests.catalogue.watch.originals import KillLossSpike
-from tests.parity import recorded_runs
 
 NAME = "llm-foundry-kill-loss-spike"
 WINDOW, ESCAPE = 100, 25
@@ -58,16 +57,6 @@ def test_the_same_outliers(name):
         assert clean == curves.STEPS
     elif name.startswith(("spikes", "rows", "heavy", "shift")):
         assert outliers
-
-
-@recorded_runs.needed
-@curves.SOME_AND_ALL
-def test_the_same_outliers_on_recorded_runs(most):
-    found = [compare(losses) for losses in curves.from_runs(400, most).values()]
-    steps, outliers = map(sum, zip(*found, strict=True))
-    print(f"{len(found)} runs, {steps} steps with the same window, {outliers} outliers for both")
-    assert steps >= 2000
-    assert outliers >= 1
 
 
 def test_the_fifth_outlier_in_a_row_kills():

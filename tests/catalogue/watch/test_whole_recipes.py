@@ -38,14 +38,6 @@ def test_palm_goes_back_once_for_a_spike_and_touches_nothing_else():
 # -- OPT ------------------------------------------------------------------------------------------
 
 
-def test_opt_goes_back_with_a_lower_rate_that_stays():
-    decisions = curves.decisions_of("opt-restart", *spiked(steps=1200))
-    orders = decisions.orders(Action.ROLLBACK)
-    assert orders.sum() == 1
-    assert (decisions.orders(Action.CUT_LR) == orders).all()
-    assert (decisions.lr_scale[-700:] == np.float32(0.67)).all()
-
-
 def test_opt_the_cut_survives_the_restored_optimizer():
     """In OPT's logbook, reloading the optimizer overwrote the settings made for the restart."""
     engine = load("opt-restart").engine()
@@ -81,14 +73,6 @@ def test_kempner_skips_nan_and_goes_back_at_the_tenth_in_a_row(kempner):
     assert decisions.skip[100:112].all()
     assert np.flatnonzero(decisions.orders(Action.ROLLBACK)).tolist() == [109]
     assert np.flatnonzero(decisions.orders(Action.CUT_LR)).tolist() == [109]
-
-
-def test_kempner_the_rate_ramps_back_to_exactly_one(kempner):
-    scale = curves.decisions_of(kempner, *nans(slice(100, 112), steps=600)).lr_scale
-    assert scale[109:200].max() == 0.5
-    ramp = scale[300:380]
-    assert (np.diff(ramp) > 0).all()
-    assert scale[-1] == 1
 
 
 def test_kempner_gradient_anomalies_are_seen_in_the_step(kempner):

@@ -1,6 +1,5 @@
 """Saves of runs in which one of several optimizers no longer steps."""
 
-import json
 import shutil
 
 import pytest
@@ -62,21 +61,3 @@ def test_gradients_of_an_optimizer_that_no_longer_steps_delay_no_save(kind, tmp_
 
 def test_an_accumulation_delays_a_save_until_its_step(tmp_path):
     assert all(step % 4 == 0 for step in run("accumulates", tmp_path)[0][1:])
-
-
-def test_a_run_that_cannot_save_says_so_at_growing_distances(tmp_path):
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    state = {"model": model, "optimizer": optimizer}
-    checkpoints = healcore.Checkpoints(every=EVERY)
-    with healcore.Healer("default", state=state, store=tmp_path, checkpoints=checkpoints) as healer:
-        for x in healer.batches(list(torch.randn(200, 6, 4))):
-            loss = model(x).square().mean()
-            healer.observe(loss)
-            loss.backward()
-            optimizer.step()
-            (model(x).square().mean()).backward()  # a backward pass without a step
-    events = map(json.loads, (tmp_path / "healcore.events.jsonl").read_text().splitlines())
-    warnings = [e for e in events if "no checkpoint since" in e.get("problem", "")]
-    assert [each["step"] for each in warnings] == [30, 60, 120]
-    assert "gradients" in warnings[0]["problem"]

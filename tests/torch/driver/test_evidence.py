@@ -63,19 +63,6 @@ def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
         assert [(e.name, e.grad_norm) for e in record.evidence] == [("layers.2.weight", 100.0)]
 
 
-def test_a_parameter_without_a_gradient_does_not_shift_the_names():
-    net = Net()
-    driver = driver_of(net)
-    for name, p in net.named_parameters():
-        p.grad = None if name == "layers.0.weight" else torch.full_like(p, NAN)
-    driver.healings["optimizer"].optimizer.step()
-    assert [e.name for e in single_record(driver).evidence] == [
-        "head",
-        "layers.1.weight",
-        "layers.2.weight",
-    ]
-
-
 def test_parameters_of_several_modules_and_of_none_have_longer_names():
     body, head, alone = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False), torch.ones(1)
     alone = nn.Parameter(alone)

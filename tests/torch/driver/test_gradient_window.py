@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
-from healcore.runtime.healer import Healer
 from healcore.torch.driver import gradient_window
 from tests.torch.bit_comparison import bits
 from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, train
@@ -52,43 +48,6 @@ def test_a_redone_window_may_fail_again(tmp_path):
     assert found.sizes == expected.sizes
     assert bits(found.state) == bits(expected.state)
     assert found.losses == expected.losses
-
-
-def test_activations_of_the_failed_part_are_freed_before_it_is_done_again():
-    """In variables of functions that have ended, and in the graph of the loop's `loss`."""
-    alive: list[weakref.ref[torch.UntypedStorage]] = []
-    at_begin: list[int] = []
-    x, model = torch.randn(8, 64), nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-
-    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
-        at_begin.append(sum(ref() is not None for ref in alive))
-        hidden = model[1](model[0](batch))
-        alive.append(weakref.ref(hidden.untyped_storage()))
-        if len(at_begin) == 1:
-            raise torch.OutOfMemoryError("in the forward pass")
-        return model[2](hidden).square().mean()
-
-    class FailsInBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, loss):
-            return loss.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            if len(at_begin) == 2:
-                raise torch.OutOfMemoryError("in the backward pass")
-            return grad
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Healer(state={"model": model, "optimizer": optimizer}) as healer:
-        for batch in healer.batches([x]):
-            for part in healer.microbatches(batch):
-                with part:
-                    loss = FailsInBackward.apply(loss_fn(part.batch))
-                    (loss * part.weight).backward()
-            optimizer.step()
-    assert at_begin[:3] == [0, 0, 0]
-    assert len(at_begin) == 6, "whole, halves, four quarters"
 
 
 def test_the_cache_of_the_device_is_freed_before_the_step_is_repeated(tmp_path, monkeypatch):

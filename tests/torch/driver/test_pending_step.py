@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import SGD, AdamW
 
 from healcore.core.verdict import Action, Cause
 from healcore.torch.driver import TorchDriver
@@ -72,21 +72,6 @@ def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
     assert record.evidence == ()
 
 
-@host_and_device
-def test_the_first_step_after_a_rollback_was_judged(where: str):
-    """It has the number of the last step before the rollback, and is another step."""
-    run, driver = driven(fused, where)
-    run.step(0)
-    engines = driver.healing()
-    run.step(1)
-    driver.load_healing(engines)
-    assert driver.poll_step() is None, "of the branch that was given up"
-    run.step(1, NAN)
-    record = single_record(driver)
-    assert record.step == 2
-    assert record.skip
-
-
 def test_two_steps_of_one_batch_have_two_records():
     a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     state = {"a": a, "b": b, "critic": SGD(a.parameters()), "actor": SGD(b.parameters())}
@@ -117,22 +102,3 @@ def test_gradients_left_after_a_step_are_not_an_accumulation():
     assert not driver.may_save()
     run.optimizer.zero_grad()
     assert driver.may_save(), "thrown away"
-
-
-def test_a_closure_evaluated_again_is_not_an_accumulation():
-    run, driver = driven(partial(LBFGS, max_iter=4))
-
-    def closure() -> torch.Tensor:
-        run.optimizer.zero_grad()
-        loss = (torch.cat([p.flatten() for p in run.model.parameters()]) ** 2).sum()
-        driver.observe(loss)
-        loss.backward()
-        return loss
-
-    run.optimizer.step(closure)  # type: ignore[arg-type]
-    first = single_record(driver)
-    assert driver.may_save()
-    driver.observe(9.0)
-    run.backward(0)
-    assert first.loss > 0
-    assert not driver.may_save()

@@ -103,20 +103,6 @@ def test_mean_losses(run, loss_fn, options, batch, most):
     observed.clear()
 
 
-@settings(max_examples=30)
-@given(batches=st.lists(BATCHES, min_size=2, max_size=4), most=st.integers(1, 33))
-def test_a_window_of_batches(run, batches, most):
-    healer, model = run
-    for batch in batches:
-        entropy(model, batch).backward()
-    expected = gradients(model)
-    for batch in batches:
-        for part in healer.microbatches(batch, most=most, count="labels"):
-            with part:
-                (entropy(model, part.batch) * part.weight).backward()
-    assert relative(gradients(model), expected) < 1e-6
-
-
 def test_a_part_without_a_token_that_counts_is_left_out(run):
     """Its mean is NaN, and 0 times that too."""
     healer, _ = run

@@ -9,7 +9,3 @@ def test_two_ranks_save_one_checkpoint(tmp_path):
     finish(*(start("tests.torch.store.ranks_program", rank, tmp_path) for rank in (0, 1)))
     # One process reads what two have written.
     finish(start("tests.torch.store.one_rank_program", tmp_path))
-
-
-def test_damage_in_one_ranks_memory_is_an_error_on_both(tmp_path):
-    finish(*(start("tests.torch.store.tiers_of_ranks_program", rank, tmp_path) for rank in (0, 1)))

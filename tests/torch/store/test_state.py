@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict, defaultdict, deque
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -113,35 +111,6 @@ def test_a_run_replays_bit_for_bit(case, tmp_path, optimizer, scheduler):
     again = [run.step() for _ in range(4)], run.everything()
     assert first[0] == again[0]
     assert same(first[1], again[1])
-
-
-@over(*CASES)
-def test_a_new_process_goes_on_where_the_old_one_was(case, tmp_path):
-    run, store = Run(), case.make(tmp_path)
-    for _ in range(3):
-        run.step()
-    store.save(3, run.state)
-    expected = [run.step() for _ in range(4)]
-    store.wait()
-    fresh = Run(seed=5)  # its optimizer has no moments yet
-    if case is DCP:
-        store = case.make(tmp_path)
-    apply(fresh.state, store.restore(3, fresh.state).state)
-    assert [fresh.step() for _ in range(4)] == expected
-
-
-@over(*CASES)
-def test_the_store_stays_clean_over_several_rollbacks(case, tmp_path):
-    """load_state_dict keeps the tensors it is given: they must not be the store's."""
-    run, store = Run(), case.make(tmp_path)
-    run.step()
-    store.save(1, run.state)
-    seen = set()
-    for _ in range(3):
-        apply(run.state, store.restore(1, run.state).state)
-        seen.add(tuple(run.step() for _ in range(3)))
-        store.verify(1)
-    assert len(seen) == 1
 
 
 @over(*CASES)
@@ -259,72 +228,6 @@ def test_layouts_and_views(case, tmp_path):
         assert same(expected, found[name].detach()), name
     if case is TORCH_MEMORY:
         assert found["channels last"].stride() == tree["channels last"].stride()
-
-
-class Position(NamedTuple):
-    epoch: int
-    seen: torch.Tensor
-
-
-class Marked(torch.Tensor):
-    """A class of tensors that keeps its numbers in itself."""
-
-
-def exact_types() -> dict[str, Any]:
-    return {
-        "defaults": defaultdict(list, a=[1], b=defaultdict(int, c=2)),
-        "size": torch.ones(2, 3).shape,
-        "parameter": nn.Parameter(torch.ones(2)),
-        "frozen": nn.Parameter(torch.arange(2), requires_grad=False),
-        "marked": torch.ones(2).as_subclass(Marked),
-        "named": Position(3, torch.arange(2)),
-        "ordered": OrderedDict(a=Counter("abca"), b=(1, [2])),
-        "number": np.float32(0.5),
-        "text": np.str_("a"),
-        "device": torch.device("cpu"),
-        "set": {1, 2},
-        "queue": deque([1, 2], maxlen=5),
-        "dtype": torch.bfloat16,
-        "flag": np.bool_(True),
-        "array": np.zeros(()),
-    }
-
-
-def assert_same_types(a: Any, b: Any) -> None:
-    assert type(a) is type(b), (a, b)
-    if isinstance(a, dict):
-        assert getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
-        assert list(a) == list(b)
-        for key in a:
-            assert_same_types(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        for x, y in zip(a, b, strict=True):
-            assert_same_types(x, y)
-    else:
-        assert same(a, b)
-        assert getattr(a, "requires_grad", None) == getattr(b, "requires_grad", None)
-        assert getattr(a, "maxlen", None) == getattr(b, "maxlen", None)
-
-
-@over(*CASES)
-def test_every_type_comes_back(case, tmp_path):
-    """Of values in a state, and of what an object's `state_dict` holds."""
-
-    class Loader:
-        def state_dict(self):
-            return exact_types()
-
-    store = case.make(tmp_path)
-    store.save(1, {"tree": exact_types(), "loader": Loader()})
-    store.wait()
-    if case is not TORCH_MEMORY:  # as a new process
-        store = case.make(tmp_path)
-    live = {"tree": exact_types(), "loader": Loader()}
-    found = store.restore(1, live).state
-    assert_same_types(found["tree"], exact_types())
-    assert_same_types(found["loader"], exact_types())
-    apply({"tree": live["tree"]}, {"tree": found["tree"]})
-    assert_same_types(live["tree"], exact_types())
 
 
 @over(*CASES)

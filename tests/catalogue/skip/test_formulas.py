@@ -1,0 +1,101 @@
+"""Rules on no package index against their formulas, and the fixed clip against torch and optax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from healcore.core.verdict import Cause
+from healcore.policy import Policy, load
+from tests.catalogue.skip import published, traces
+from tests.catalogue.watch.curves import decisions_of
+
+
+@pytest.mark.parametrize(
+    ("recipe", "original"),
+    [("levanter-skip", published.levanter), ("maxtext-skip", published.maxtext)],
+)
+def test_equal_wherever_the_windows_are(recipe, original):
+    """Levanter's SkipStepConfig, and MaxText's skip_step_on_spikes with norms before clipping."""
+    runs, compared, skipped = traces.everything(), 0, 0
+    for run, ours in zip(runs, traces.port(recipe, runs), strict=True):
+        theirs = original(run.loss, run.norm)
+        same = traces.after_none(ours.alarm, 128)
+        np.testing.assert_array_equal(theirs[same], ours.skip[same], err_msg=run.name)
+        assert not (theirs & ~ours.alarm).any(), run.name
+        compared, skipped = compared + int(same.sum()), skipped + int(theirs[same].sum())
+    assert compared > 3000
+    assert skipped >= 10
+
+
+# -- AXLearn's skip_and_clip_by_global_norm: equal where the first norm is below 20 and no level
+# -- shifts for good
+
+
+def with_sigmas(sigmas: float, warmup_steps: int) -> Policy:
+    """`drop_norm_by_grad_norm_stddev` in place of `drop_norm_by_grad_norm_ema`."""
+    change = {"ratio": None, "sigmas": sigmas, "warmup_steps": warmup_steps}
+    return load("axlearn-skip", detect={"grad_ema": change})
+
+
+def test_axlearn_drops_the_same_steps():
+    runs, dropped = traces.everything(), 0
+    for run, ours in zip(runs, traces.port("axlearn-skip", runs), strict=True):
+        theirs = published.axlearn(run.norm)
+        np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
+        dropped += int(theirs.sum())
+    assert dropped >= 5
+
+
+def test_axlearn_drops_the_same_steps_by_standard_deviations():
+    """From step 100 on: 500 is longer than the runs. Unlike a shift, a spike leaves no trace."""
+    runs = [run for run in traces.synthetic() if "shift" not in run.name]
+    dropped = 0
+    for run, ours in zip(runs, traces.port(with_sigmas(6.0, 100), runs), strict=True):
+        theirs = published.axlearn(run.norm, ratio=None, sigmas=6.0, min_count=100)
+        np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
+        dropped += int(theirs.sum())
+    assert dropped >= 10
+
+
+def test_megatron_skips_the_same_norms():
+    runs, skipped = traces.everything(), 0
+    for run, ours in zip(runs, traces.port("megatron-threshold", runs), strict=True):
+        theirs = published.megatron_skips(run.norm, 100.0)
+        np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
+        skipped += int(theirs.sum())
+    assert skipped >= 5
+
+
+def test_megatron_finds_the_same_losses_unexpectedly_large():
+    run = traces.healthy(0)
+    run.loss[[50, 200, 300]] *= 40
+    for losses in (run.loss, np.where(np.arange(len(run.loss)) == 50, 2.0, run.loss)):
+        ours = decisions_of("megatron-threshold", losses, run.norm)
+        theirs = published.megatron_spiky(losses)
+        np.testing.assert_array_equal(theirs, ours.reports(Cause.DIVERGENCE))
+        assert not ours.skip.any(), "it only alerts"
+    assert theirs.any()
+
+
+def test_a_fixed_clip_has_the_factors_of_torch_and_optax():
+    runs = traces.everything()
+    clip = optax.clip_by_global_norm(1.0)
+    for run, ours in zip(runs, traces.port("fixed-clip", runs), strict=True):
+        factors = []
+        for norm in run.norm:
+            weight = torch.nn.Parameter(torch.ones(1))
+            weight.grad = torch.full((1,), float(norm))
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+            factors.append(float(weight.grad) / float(norm))
+        np.testing.assert_allclose(ours.grad_scale, factors, rtol=1e-6, err_msg=run.name)
+        for i in range(0, len(run.norm), 100):
+            gradient = {"w": jnp.asarray(run.norm[i : i + 1])}
+            clipped: Any = clip.update(gradient, clip.init(gradient))[0]
+            got = float(clipped["w"][0]) / float(run.norm[i])
+            np.testing.assert_allclose(ours.grad_scale[i], got, rtol=2e-6)
