@@ -340,7 +340,7 @@ class DeviceEngine(_StatefulEngine):
     def _row(self) -> Tensor:
         """The last step's record as one int32 tensor, see `step_record.unpack`."""
         values = step_record.numbers(self.state)
-        ints = torch.stack([each.to(torch.int32) for each in values[: step_record.INTS]])
+        ints = torch.stack(values[: step_record.INTS])  # bool becomes int32
         floats = torch.stack(values[step_record.INTS :])
         return torch.cat([ints, floats.view(torch.int32)])
 

@@ -30,7 +30,8 @@ class HealedStep:
     Attributes:
         attached: whether the replacement is active.
         changes: undoes further changes at `detach`.
-        in_update: see `Healing.in_update`.
+        in_update: whether a running step may have made a change; stays True after the step raised.
+            False while the step waits for the other ranks' signals.
         last_norms: gradient norms of the last judged step.
         on_judged: called at every judged step, before the optimizer's update.
         on_ended: called after each judged step with whether the step was skipped: a bool, or a 0-d
@@ -220,15 +221,11 @@ class HealedStep:
     def on_state_loaded(self) -> None:
         """Call it after the engine's state is replaced."""
         self.measurer.clear()
-        self.answered()
-        self._resets_next = False
-
-    def answered(self) -> None:
-        """Call it after the loop has carried out or declined an order."""
         records = self.live_engine.remaining_records()
         if self.on_judged is None:
             self.incident_log.add(records)
         self.incident_log.answered()
+        self._resets_next = False
 
     @torch.no_grad()
     def _judge(self) -> None:

@@ -114,10 +114,6 @@ class Healing:
         """
         self.live_engine.expect_change()
 
-    def decline(self) -> None:
-        """Reports that the loop declines the last ordered rollback, which then costs no budget."""
-        self.hooks.answered()
-
     def discard(self) -> None:
         """Drops the signals since the last step, for loops that discard a step themselves."""
         self._measurer.clear()
@@ -150,14 +146,6 @@ class Healing:
     def ranks(self) -> int:
         """Number of ranks that decide together."""
         return self.hooks.all_reduce.world
-
-    @property
-    def in_update(self) -> bool:
-        """Whether a running `optimizer.step()` may have made a change; stays True after it raised.
-
-        False while the step waits for the other ranks' signals.
-        """
-        return self.hooks.in_update
 
     @property
     def attached(self) -> bool:

@@ -22,7 +22,7 @@ WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""
 
 _ANSWERS = {
-    Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback(), or heal.decline(),",
+    Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback()",
     Action.STOP: "end the run",
 }
 """Order -> what a loop without a Healer has to do."""
@@ -85,7 +85,7 @@ class IncidentLog:
                 self._log(record)
 
     def answered(self) -> None:
-        """Call it after the loop has carried out or declined an order."""
+        """Call it after the loop has carried out an order."""
         self._open_orders, self._last_step = Action(0), -1
 
     def _log(self, record: StepRecord) -> None:

@@ -223,7 +223,7 @@ class TorchDriver:
 
     def interrupted(self) -> bool:
         """Whether an update has started and has not ended, or raised."""
-        return any(healing.in_update for healing in self.healings.values())
+        return any(healing.hooks.in_update for healing in self.healings.values())
 
     def undo_window(self) -> str:
         """Restores batch statistics, and reshards parameters that FSDP2 has gathered."""
