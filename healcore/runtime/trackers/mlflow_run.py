@@ -23,7 +23,7 @@ class Client:
     def __init__(self, experiment: str | None) -> None:
         active = None if experiment else mlflow.active_run()
         self._client = mlflow.MlflowClient()
-        self._run_id: str = active.info.run_id if active else ""
+        self._id: str = active.info.run_id if active else ""
         self._is_new = active is None
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "healcore"
         self._metrics: list[Metric] = []
@@ -32,11 +32,15 @@ class Client:
     def start(self, run: TrackedRun) -> None:
         """Creates or continues a run if needed, and tags the run."""
         if self._is_new:
-            self._run_id = self._find_or_create_run(run.id)
-            self._client.update_run(self._run_id, "RUNNING")
-        self._client.set_tag(self._run_id, _ID_TAG, run.id)
+            known = self._client.get_experiment_by_name(self._experiment)
+            id = known.experiment_id if known else self._client.create_experiment(self._experiment)
+            earlier = self._client.search_runs([id], f"tags.`{_ID_TAG}` = '{run.id}'")
+            continued = earlier[0] if earlier else self._client.create_run(id, run_name=run.id)
+            self._id = continued.info.run_id
+            self._client.update_run(self._id, "RUNNING")
+        self._client.set_tag(self._id, _ID_TAG, run.id)
         for name, value in run.config.items():
-            self._client.set_tag(self._run_id, f"healcore.{name}", str(value)[:5000])
+            self._client.set_tag(self._id, f"healcore.{name}", str(value)[:5000])
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Buffers the numbers, because a request takes a network round trip."""
@@ -45,7 +49,7 @@ class Client:
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Sets the tag of the event's kind."""
-        self._client.set_tag(self._run_id, f"healcore.event.{event['kind']}", event_text(event))
+        self._client.set_tag(self._id, f"healcore.event.{event['kind']}", event_text(event))
         if event["kind"] == "end":
             self._status = "FINISHED" if event["ending"] == "completed" else "FAILED"
 
@@ -54,21 +58,9 @@ class Client:
         pending, self._metrics = self._metrics, []
         for first in range(0, len(pending), _MAX_METRICS):
             batch = pending[first : first + _MAX_METRICS]
-            self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
+            self._client.log_batch(self._id, metrics=batch, synchronous=True)
 
     def close(self) -> None:
         """Ends the run, except a run of the user."""
         if self._is_new:
-            self._client.set_terminated(self._run_id, self._status)
-
-    def _find_or_create_run(self, run: str) -> str:
-        """Returns the id of the MLflow run that continues `run`, or of a new MLflow run."""
-        experiment = self._client.get_experiment_by_name(self._experiment)
-        if experiment is None:
-            experiment_id = self._client.create_experiment(self._experiment)
-        else:
-            experiment_id = experiment.experiment_id
-            earlier = self._client.search_runs([experiment_id], f"tags.`{_ID_TAG}` = '{run}'")
-            if earlier:
-                return earlier[0].info.run_id
-        return self._client.create_run(experiment_id, run_name=run).info.run_id
+            self._client.set_terminated(self._id, self._status)

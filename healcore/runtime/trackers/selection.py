@@ -29,10 +29,8 @@ class Selection(NamedTuple):
 
 def select(trackers: Any) -> tuple[Selection, ...]:
     """Checks the argument `trackers`. Raises ValueError, or MissingExtraError for a library."""
-    if trackers is None:
-        return ()
     several = trackers if isinstance(trackers, list | tuple) else (trackers,)
-    return tuple(_select_one(tracker) for tracker in several)
+    return () if trackers is None else tuple(map(_select_one, several))
 
 
 def _select_one(tracker: Any) -> Selection:
@@ -45,11 +43,8 @@ def _select_one(tracker: Any) -> Selection:
             f"objects with the methods metrics(step, values) and event(event), got {tracker!r}"
         )
     if importlib.util.find_spec(name) is None:
-        raise MissingExtraError(
-            f'trackers="{name}" needs {name}, not installed in this environment. '
-            f"Write: pip install {name}",
-            name=name,
-        )
+        message = f'trackers="{name}" needs {name}, not installed in this environment. '
+        raise MissingExtraError(f"{message}Write: pip install {name}", name=name)
     return Selection(name, lambda: _open(name, place or None))
 
 
