@@ -75,26 +75,23 @@ class Log:
         fork_safety.watch(self)
         self._continue_seq()
 
-    def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
-        """Appends one event. Returns whether the event was written.
+    def write(self, kind: str, *, step: int | None, **fields: Any) -> Event:
+        """Appends one event. Returns the event as a reader of the file reads it.
 
         `kind` is a key of `schema.KINDS`; `start` also gets the process and its environment. `step`
         is the index of the optimizer step, or None. Fields that are None are not written.
         """
-        if self._out is None:
-            return False
         with self._lock:
             seq = self.seq
             self.seq += 1  # before writing: a signal handler may interrupt and needs its own number
-            try:
-                line, lost = self._line(seq, kind, step, fields), self.lost
-                self._out.append(line, durable=kind in _DURABLE)
-                self._reported = lost
-            except Exception as error:
-                self._count_lost(error)
-                return False
-            self.error = None
-            return True
+            line, lost = self._line(seq, kind, step, fields), self.lost
+            if self._out is not None:
+                try:
+                    self._out.append(line, durable=kind in _DURABLE)
+                    self._reported, self.error = lost, None
+                except Exception as error:
+                    self._count_lost(error)
+            return json.loads(line)
 
     def forked(self) -> None:
         """Replaces the lock in a forked child, where the thread that holds it does not exist."""

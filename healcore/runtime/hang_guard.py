@@ -17,6 +17,7 @@ from healcore.core.verdict import Cause, names
 from healcore.events.models import Ending
 from healcore.policy.recovery import Hang
 from healcore.runtime.postmortem import postmortem
+from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
@@ -173,12 +174,13 @@ class HangGuard:
             seconds=round(waited, 3),
             stacks=stacks,
         )
-        events = self._log.events
+        events, run = self._log.events, self._log.run
         if not self._ends or events.path is None:
             return
-        hung = postmortem.of_hung(events.path, step=step, why=why, stacks=stacks)
-        problem = postmortem.write(postmortem.path_for(events.path, events.run), hung)
+        counts = run.counts()
+        hung = RunEnd(run, Ending.STOPPED, step, counts, why, fault=Cause.HANG)
+        problem = postmortem.write(events.path, postmortem.content(hung, stacks=stacks))
         if problem:
             console.warning(problem)
-        self._log.event("stop", step=step, why=why, diagnosis=postmortem.explain(hung.end))
-        self._log.event("end", step=step, ending=Ending.STOPPED, incidents=hung.end.incidents)
+        self._log.event("stop", step=step, why=why, diagnosis=explain(hung))
+        self._log.event("end", step=step, ending=Ending.STOPPED, incidents=counts.incidents)

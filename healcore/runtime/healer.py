@@ -500,6 +500,7 @@ class Healer(Generic[State]):
             ending="" if self._ending is None else self._ending.value,
             attempts=self.rollbacks,
             incidents=self.incidents,
+            rollbacks=tuple(loop.recovery.ledger.rollbacks),
             driver=loop.driver,
             counts={"shrinks": loop.memory.sizes.used},
             postmortem=postmortem if is_written else None,

@@ -77,11 +77,10 @@ class HealingReport:
             steps=end.step,
             recoveries=sum(incident.over for incident in incidents),
             history=tuple(incidents),
-            rollbacks=end.rollbacks,
             counts={
                 **causes,
-                "skips": end.skips,
-                "undone_skips": end.undone_skips,
+                "skips": end.counts.skips,
+                "undone_skips": end.counts.undone_skips,
                 "clips": sum(int(tally["clips"]) for tally in tallies),
                 "lr_cuts": sum(int(tally["lr_cuts"]) for tally in tallies),
                 **counts,

@@ -28,7 +28,7 @@ from healcore.demo.scenario import (
 )
 from healcore.events.models import EventRecord
 from healcore.extras import require
-from healcore.runtime.incidents.rollback import Rollback
+from healcore.runtime.postmortem.sentences import lr_text
 from healcore.tools import terminal
 from healcore.tools.report import page
 from healcore.tools.report.run_report import RunReport
@@ -192,9 +192,8 @@ def check_claims(
     where = ", ".join(f"to step {event.checkpoint}" for event in found) or "never"
     text = f"{healed}: rolls back while the learning rate is wrong: {where}"
     yield DemoClaim(text, bool(found) and not any(event.initial for event in found))
-    for rollback in map(Rollback.of, found):
-        text = f"{healed}: lowers the rate: {rollback.lr_text or 'no'}"
-        yield DemoClaim(text, rollback.lowers_lr)
+    for text in map(lr_text, found):
+        yield DemoClaim(f"{healed}: lowers the rate: {text or 'no'}", bool(text))
 
 
 def format_loss(loss: float) -> str:

@@ -8,6 +8,7 @@ policies/default.toml and cause each failure in a real run.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from healcore.core.verdict import Cause
@@ -200,6 +201,14 @@ FAILURES: dict[Cause, Failure] = {
     ),
 }
 """A row for every `Cause`."""
+
+
+def causes_of(names: Iterable[str]) -> Cause:
+    """The flags with these names; an unknown name, of a newer healcore, is UNKNOWN."""
+    causes = Cause(0)
+    for name in names:
+        causes |= Cause.__members__.get(name, Cause.UNKNOWN)
+    return causes
 
 
 def failures_of(causes: Cause) -> tuple[Failure, ...]:

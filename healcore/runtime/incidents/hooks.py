@@ -137,14 +137,15 @@ class Hooks:
                 incident = incident._replace(decision=incident.decision._replace(action=returned))
         return HookResult(action, name, tuple(problems))
 
-    def on_event(self, kind: str, fields: Mapping[str, Any]) -> list[str]:
-        """Calls the hooks of a kind of event. Returns a message for each hook that raised."""
+    def on_event(self, event: Mapping[str, Any]) -> list[str]:
+        """Calls the hooks of an event. Returns a message for each hook that raised."""
         problems = []
-        for hook in self._by_kind.get(kind, ()):
+        for hook in self._by_kind.get(event["kind"], ()):
             try:
-                hook({"kind": kind, **fields})
+                hook(dict(event))
             except Exception as error:
-                problems.append(f"hook {hook_name(hook)} for a {kind}: {_described(error)}")
+                what = f"hook {hook_name(hook)} for a {event['kind']}"
+                problems.append(f"{what}: {_described(error)}")
         return problems
 
 

@@ -171,8 +171,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     log, policy, driver, ranks = loop.log, loop.policy, loop.driver, loop.ranks
     journal, store = loop.saver.restorer.journal, loop.saver.checkpoints.store
     events = None if ranks.rank else log.events.path
-    killed = None if events is None else postmortem.of_killed(events)
-    after_kill = bool(events and killed and postmortem.path_for(events, killed.run).is_file())
+    previous = None if events is None else postmortem.last_run(events)
+    after_kill = bool(events and previous and postmortem.of_killed(events, previous))
     _refuse_to_start(loop.ranks.stop_file, ranks, log)
     journal.read()
     saves = loop.saver.restorer.saves()
@@ -184,6 +184,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     except AlreadyCompleted as completed:
         log.info(str(completed))
         raise
+    if saves and previous is not None:
+        log.run = previous
     every = loop.saver.checkpoints.every
     log_start(
         log,
@@ -232,7 +234,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     silent = ranks.rank > 0 and group.votes
     events = Log(None) if silent else _events(options.logging.events, folder, ranks)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
-    trackers = Trackers(selected, run=events.run)
+    trackers = Trackers(selected)
     log = RunLog(
         events,
         metrics=_metrics(options.logging.metrics, events, ranks, tracked=len(trackers) > 0),

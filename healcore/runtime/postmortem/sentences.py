@@ -7,14 +7,13 @@ diagnosis at the end of a run is in `healcore.runtime.postmortem.diagnosis`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from healcore.console import counted
-from healcore.core.verdict import Cause
 from healcore.events.models import EventRecord, RollbackOutcome
 from healcore.history import Incident, Mode
 from healcore.history.process import RunState
-from healcore.runtime.faults import FAILURES
-from healcore.runtime.incidents.rollback import Rollback
+from healcore.runtime.faults.failures import causes_of, failures_of
 
 STATES = {
     RunState.COMPLETED: "completed",
@@ -78,7 +77,7 @@ def _rollback(event: EventRecord) -> str:
     number = len(event.batches or ())
     parts = (
         f"from step {event.step or 0} back to the checkpoint of step {_shown(event.checkpoint)}",
-        Rollback.of(event).lr_text,
+        lr_text(event),
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
         (event.by == "earlier_weights" and event.why) or "",
         "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
@@ -86,6 +85,24 @@ def _rollback(event: EventRecord) -> str:
         "the same checkpoint again, because none is older" if event.repeated else "",
     )
     return ", ".join(filter(None, parts))
+
+
+def lr_text(rollback: Any) -> str:
+    """The lowered learning rate of a rollback, as a clause, or an empty string.
+
+    `rollback` is an event, or has the fields `lr`, `lr_limit`, `lr_at_fault` and `lr_scale` of it.
+    """
+    limit, at_fault, schedule = rollback.lr_limit, rollback.lr_at_fault, rollback.lr
+    before = schedule if at_fault is None else at_fault
+    scale = 1.0 if rollback.lr_scale is None else rollback.lr_scale
+    if not (scale < 1 if before is None or limit is None else limit < before):
+        return ""
+    if limit is None:
+        return f"learning rate × {scale:.3g}"
+    text = f"learning rate at most {limit:.3g}"
+    if at_fault is not None:
+        return f"{text} (it was {at_fault:.3g})"
+    return text if schedule is None else f"{text} (the schedule had come to {schedule:.3g})"
 
 
 def _lr(event: EventRecord) -> str:
@@ -128,7 +145,7 @@ def _hook(event: EventRecord) -> str:
 
 def _fault(event: EventRecord) -> str:
     """The type of failure, the exception and the response."""
-    rows = [FAILURES[Cause[name]] for name in event.cause or () if name in Cause.__members__]
+    rows = failures_of(causes_of(event.cause or ()))
     kinds = ", ".join(f"{row.name} ({row.severity})" for row in rows)
     done = f"; {event.answer.replace('_', ' ')}" if event.answer else ""
     return f"fault: {kinds or 'unknown'}: {event.problem or ''}{done}"

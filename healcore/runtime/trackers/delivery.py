@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from healcore.core.step_record import StepRecord
-from healcore.events.log import now
+from healcore.events.schema import ENVELOPE
 from healcore.runtime.trackers.selection import Selection
 from healcore.runtime.trackers.tracker import TrackedRun, Tracker
 
@@ -26,8 +26,7 @@ _FIELDS = ("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_sc
 class Trackers:
     """All trackers of a run. No method raises. Only `close` waits for the trackers."""
 
-    def __init__(self, selected: Iterable[Selection] = (), *, run: str = "") -> None:
-        self._run = run
+    def __init__(self, selected: Iterable[Selection] = ()) -> None:
         self._config: dict[str, Any] = {}
         self._deliveries = [_Delivery(selection) for selection in selected]
 
@@ -49,12 +48,10 @@ class Trackers:
         for delivery in self._deliveries:
             delivery.queue.append(("metrics", step, dict(values)))
 
-    def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
+    def event(self, event: Mapping[str, Any]) -> None:
         """Sends an event."""
-        present = {name: value for name, value in fields.items() if value is not None}
-        if kind == "start":
-            self._config = present
-        event = {"kind": kind, "step": step, "run": self._run, "time": now(), **present}
+        if event["kind"] == "start":
+            self._config = {name: event[name] for name in event if name not in ENVELOPE}
         for delivery in self._deliveries:
             delivery.queue.append(("event", dict(event)))
 

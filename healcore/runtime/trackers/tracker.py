@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from healcore.events.json_lines import to_json
 from healcore.events.models import validate
 from healcore.events.schema import SEVERE
 from healcore.runtime.postmortem.sentences import flag_names, sentence
@@ -51,7 +50,7 @@ def event_text(event: Mapping[str, Any]) -> str:
     """Returns one line about an event."""
     step = event.get("step")
     head = event["kind"] if step is None else f"{event['kind']} at step {step}"
-    text = sentence(validate(to_json(event))[0])
+    text = sentence(validate(event)[0])
     return f"{head}: {text}"[:_MAX_CHARACTERS] if text else head
 
 
