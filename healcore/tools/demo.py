@@ -27,8 +27,8 @@ from healcore.demo.scenario import (
     load_corpus,
 )
 from healcore.events.models import EventRecord
+from healcore.events.schema import lr_text
 from healcore.extras import require
-from healcore.runtime.postmortem.sentences import lr_text
 from healcore.tools import terminal
 from healcore.tools.report import page
 from healcore.tools.report.run_report import RunReport

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from healcore.core.verdict import Action
+from healcore.events.schema import lr_text
 from healcore.runtime.data import BatchId
 from healcore.runtime.healthy_range import HealthyRange
-from healcore.runtime.postmortem.sentences import lr_text
 
 Step = Annotated[int, Field(ge=0)]
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
@@ -114,7 +114,7 @@ class Rollback:
 
     @property
     def lr_text(self) -> str:
-        """See `sentences.lr_text`."""
+        """See `healcore.events.schema.lr_text`."""
         return lr_text(self)
 
     @property

@@ -15,11 +15,12 @@ from typing import NamedTuple
 from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.events.models import Ending, EventRecord
+from healcore.events.schema import lr_text
 from healcore.history import Counts, Run
 from healcore.history.process import RunState
 from healcore.runtime.faults.failures import FAILURES, causes_of
 from healcore.runtime.incidents.step_lines import readings_text
-from healcore.runtime.postmortem.sentences import STATES, lr_text
+from healcore.runtime.postmortem.sentences import STATES
 
 _WIDTH = 96
 _SHOWN = 5

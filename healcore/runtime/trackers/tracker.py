@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from healcore.events.models import validate
-from healcore.events.schema import SEVERE
-from healcore.runtime.postmortem.sentences import flag_names, sentence
+from healcore.events.schema import SEVERE, flag_names, sentence
 
 _MAX_CHARACTERS = 1000
 """Limit of the text of an event, because trackers have limits (mlflow: 5,000 in a tag)."""
