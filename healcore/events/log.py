@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore import console, regular_file
-from healcore.events import fork_safety, json_lines
+from healcore.events import json_lines
 from healcore.events.json_lines import MAX_LINE_BYTES, LineAppender
 from healcore.events.process import current_process, environment
 
@@ -72,7 +72,6 @@ class Log:
         )
         # Re-entrant, because a signal handler may write while it interrupts a `write`.
         self._lock = threading.RLock()
-        fork_safety.watch(self)
         self._continue_seq()
 
     def write(self, kind: str, *, step: int | None, **fields: Any) -> Event:
@@ -92,10 +91,6 @@ class Log:
                 except Exception as error:
                     self._count_lost(error)
             return json.loads(line)
-
-    def forked(self) -> None:
-        """Replaces the lock in a forked child, where the thread that holds it does not exist."""
-        self._lock = threading.RLock()
 
     def close(self) -> None:
         """Closes the file. A later `write` opens it again."""

@@ -52,19 +52,19 @@ _RECOMMENDED_LOOPS = {
 
 def ending_of(error: BaseException | None, signal_number: int | None = None) -> Ending:
     """Ending of a run, by the error that left its block and by the signal that it received."""
-    if error is None:
-        return Ending.COMPLETED
-    if isinstance(error, RunStopped):
-        return Ending.STOPPED
+    endings = {
+        type(None): Ending.COMPLETED,
+        RunStopped: Ending.STOPPED,
+        Terminated: Ending.SIGNAL,
+        KeyboardInterrupt: Ending.INTERRUPTED,
+        EndRequested: Ending.REQUESTED,
+    }
+    for cls, ending in endings.items():
+        if isinstance(error, cls):
+            return ending
     # torch's loader raises when the signal has killed its workers too.
     killed = signal_number == signal.SIGTERM and "DataLoader worker" in str(error)
-    if isinstance(error, Terminated) or killed:
-        return Ending.SIGNAL
-    if isinstance(error, KeyboardInterrupt):
-        return Ending.INTERRUPTED
-    if isinstance(error, EndRequested):
-        return Ending.REQUESTED
-    return Ending.EXCEPTION
+    return Ending.SIGNAL if killed else Ending.EXCEPTION
 
 
 def close(loop: Loop, error: BaseException | None) -> BaseException | None:
@@ -75,23 +75,20 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     raised = error.__cause__ if isinstance(error, RunStopped) else error
     problems: list[str] = []
 
-    def attempt(what: str, action: Callable[[], object]) -> bool:
+    def attempt(what: str, action: Callable[[], object]) -> Exception | None:
         try:
             action()
         except Exception as problem:
             problems.append(f"{what}: {type(problem).__name__}: {problem}")
-            return False
-        return True
+            return problem
+        return None
 
     # A rank that ends alone, or a step before the others, must not wait for them.
     completed = ending == Ending.COMPLETED
     saved, together = True, completed or ranks.ends_together or ranks.world == 1
     if completed and ranks.world > 1:
-        try:
-            _wait_for_ranks(loop)
-        except Exception as problem:
-            together, raised = False, problem
-            problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
+        raised = attempt("another rank has left", partial(_wait_for_ranks, loop))
+        together = raised is None
     is_fault = completed or ending in _FAULT_ENDINGS
     fault = classify(raised) if is_fault and raised is not None else None
     notes = [] if together else _collect_notes(loop, ending, error or raised, fault)
@@ -115,7 +112,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state partly changed.
         save = partial(saver.save_last, completed=completed)
-        saved = attempt("the last state could not be saved", save)
+        saved = attempt("the last state could not be saved", save) is None
     attempt("checkpoints being written", saver.checkpoints.wait)
     if completed and (not together or _is_lost_on_any_rank(loop, saved, problems)):
         # The journal must not have "completed", so that the next start resumes and saves the run.
@@ -400,8 +397,4 @@ def described(error: BaseException) -> tuple[str, str]:
 
 
 def _why(error: BaseException | None) -> str:
-    if isinstance(error, Terminated):
-        return f"signal {error.number}"
-    if isinstance(error, RunStopped | EndRequested):
-        return error.why
-    return ""
+    return error.why if isinstance(error, RunStopped | EndRequested | Terminated) else ""

@@ -106,6 +106,7 @@ class Terminated(HealcoreError, SystemExit):
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
+        self.why = f"signal {number}"
 
 
 class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
