@@ -48,7 +48,7 @@ class Log:
         follow_links: as in `LineAppender`.
 
     Attributes:
-        seq: number of the next event. Continues after the last event in the file.
+        seq: number of the next event, from 0.
         lost: number of lost events.
         error: error of the last `write`, or None.
     """
@@ -72,7 +72,6 @@ class Log:
         )
         # Re-entrant, because a signal handler may write while it interrupts a `write`.
         self._lock = threading.RLock()
-        self._continue_seq()
 
     def write(self, kind: str, *, step: int | None, **fields: Any) -> Event:
         """Appends one event. Returns the event as a reader of the file reads it.
@@ -97,12 +96,6 @@ class Log:
         with self._lock:
             if self._out is not None:
                 self._out.close()
-
-    def _continue_seq(self) -> None:
-        with contextlib.suppress(Exception):  # the file may be writable but not readable
-            event = last(self.path) if self.path is not None and self.path.is_file() else None
-            if event is not None:
-                self.seq = max(self.seq, event["seq"] + 1)
 
     def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
         present = {name: value for name, value in fields.items() if value is not None}
@@ -188,14 +181,6 @@ def read(path: str | os.PathLike[str]) -> History:
                 problems.append(LineProblem(number, text))
             events.append(event)
     return History(events, problems)
-
-
-def last(path: str | os.PathLike[str]) -> Event | None:
-    """Returns the last intact event in the last `MAX_LINE_BYTES` of a file. Raises OSError."""
-    with open(path, "rb", opener=regular_file.opener) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
-        parsed = map(parse, reversed(file.read().split(b"\n")))
-    return next((event for event in parsed if not isinstance(event, str)), None)
 
 
 def parse(line: bytes) -> Event | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,11 +15,12 @@ from healcore.history.process import RunProcess, RunState
 
 _CHECKPOINT_KINDS = frozenset({"good", "damaged", "save_failed"})
 """Kinds whose `step` is the step of an older checkpoint."""
+_PROBLEM_KINDS = frozenset({"problem", "save_failed", "damaged"})
 _STEP_KINDS = frozenset({"alarm", "incident", "order", "assessment", "hook", "lr"})
 """Kinds whose `step` is the index of a finished step, not the number of finished steps."""
 
-_MAX_MARKS = 10_000
-"""Limit of marks at alarms and orders, because a policy that observes may order at every step."""
+_MAX_EVENTS = 1000
+"""Limit of kept events of some lists, because a live run keeps them in memory: the first ones."""
 
 
 class AttemptOrigin(enum.StrEnum):
@@ -73,6 +75,9 @@ class Run:
     lr_scale: float | None = None  # current multiplier of the learning rate
     incidents: list[Incident] = field(default_factory=list)
     last_incident: Incident | None = None  # last incident that has an event or an alarm
+    answers: Counter[str] = field(default_factory=Counter)  # response to faults -> faults
+    failed_saves: int = 0
+    last_failed_save: EventRecord | None = None
     declined: int = 0  # orders that were declined
     damaged: list[EventRecord] = field(default_factory=list)  # events about damaged checkpoints
     incident_count: int = 0  # including incidents whose events were rotated away
@@ -126,7 +131,8 @@ class Run:
             self.step = self.last_step = record.step + (record.kind in _STEP_KINDS)
         if record.lr_scale is not None:
             self.lr_scale = record.lr_scale
-        if record.problem is not None and record.kind in ("problem", "save_failed", "damaged"):
+        reports = record.problem is not None and record.kind in _PROBLEM_KINDS
+        if reports and len(self.problems) < _MAX_EVENTS:
             self.problems.append(record)
         self.lost += record.lost or 0
         self.unreported_alarms += record.unreported_alarms or 0
@@ -228,11 +234,17 @@ class Run:
     def _on_order(self, event: EventRecord, step: float) -> None:
         if event.incident:
             self._incident_of(event).add(event)
-        elif len(self.marks) < _MAX_MARKS:
+        elif len(self.marks) < _MAX_EVENTS:  # a policy that observes may order at every step
             self.marks.append(Mark(step, event))
 
     def _on_fault(self, event: EventRecord, step: float) -> None:
-        self.faults.append(event)
+        self.answers[event.answer or ""] += 1
+        if len(self.faults) < _MAX_EVENTS:
+            self.faults.append(event)
+
+    def _on_save_failed(self, event: EventRecord, step: float) -> None:
+        self.failed_saves += 1
+        self.last_failed_save = event
 
     def _on_hook(self, event: EventRecord, step: float) -> None:
         last = self.incidents[-1] if self.incidents else None

@@ -15,7 +15,7 @@ import traceback
 from healcore import console
 from healcore.core.verdict import Cause, names
 from healcore.events.models import Ending
-from healcore.policy.recovery import Hang
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes
@@ -39,29 +39,20 @@ class HangGuard:
     The time from `watch` or `resume` to `pause` counts. `watch` restarts from 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: HostPolicy, ranks: Ranks, log: RunLog, notes: RankNotes) -> None:
+        self._policy, self._rule = policy, policy.hang
+        self._ends = "stop" in policy.answers(Cause.HANG)
+        self._rank, self._world, self._log, self._notes = ranks.rank, ranks.world, log, notes
         self._counting_since = self._longest_s = 0.0
         """Start of the time that counts, or 0; and the longest step so far, in seconds."""
-        self._has_stepped = self._between_steps = False
-        self._step = 0
+        self._has_stepped, self._step = False, 0
         self._training_thread = threading.get_ident()
         self._closed = threading.Event()
 
-    def start(
-        self,
-        rule: Hang,
-        *,
-        ends: bool,
-        observes: bool,
-        ranks: Ranks,
-        log: RunLog,
-        notes: RankNotes,
-    ) -> None:
-        """Starts the thread. `ends` says whether the policy ends a process that hangs."""
-        self._rule, self._ends, self._observes = rule, ends and not observes, observes
-        self._rank, self._world, self._log, self._notes = ranks.rank, ranks.world, log, notes
-        self._between_steps = rule.between_steps
-        threading.Thread(target=self._run, name="healcore-hang-guard", daemon=True).start()
+    def start(self) -> None:
+        """Starts the thread, if the policy has a rule for hangs."""
+        if Cause.HANG in self._policy.faults:
+            threading.Thread(target=self._run, name="healcore-hang-guard", daemon=True).start()
 
     def close(self) -> None:
         """Ends the thread, without waiting for it."""
@@ -84,7 +75,7 @@ class HangGuard:
     def pause(self) -> None:
         """Stops counting, unless the policy counts the time between steps."""
         self.watch()
-        if not self._between_steps:
+        if not self._rule.between_steps:
             self._counting_since = 0.0
 
     def on_step(self) -> None:
@@ -169,8 +160,8 @@ class HangGuard:
             cause=names(Cause.HANG),
             sign="no step within the time-out",
             problem=why,
-            answer=None if self._observes else "stop" if self._ends else "alert",
-            observed=True if self._observes else None,
+            answer=None if self._policy.observes else "stop" if self._ends else "alert",
+            observed=True if self._policy.observes else None,
             seconds=round(waited, 3),
             stacks=stacks,
         )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore import console
-from healcore.core.verdict import Cause
 from healcore.events import Log
 from healcore.events.metrics import Metrics, path_next_to
 from healcore.events.models import Ending
@@ -213,15 +212,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     log.trackers.start(journal.state.lineage or log.events.run)
     if not ranks.rank:
         loop.notes.remove()  # notes of earlier starts
-    if Cause.HANG in policy.faults:
-        loop.guard.start(
-            policy.hang,
-            ends="stop" in policy.answers(Cause.HANG),
-            observes=policy.observes,
-            ranks=ranks,
-            log=log,
-            notes=loop.notes,
-        )
+    loop.guard.start()
     driver.on_step(loop.guard.on_step)
 
 

@@ -7,7 +7,6 @@ the same way: from the events.
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -164,7 +163,7 @@ def _tried(end: RunEnd) -> str:
 
 def interventions(end: RunEnd) -> list[str]:
     """A phrase for each kind of intervention, except rollbacks and cuts of the learning rate."""
-    counts, answers = end.counts, Counter(fault.answer for fault in end.run.faults)
+    counts, answers = end.counts, end.run.answers
     done = []
     if counts.skips:
         done.append(f"skipped {with_undone(counted(counts.skips, 'step'), counts.undone_skips)}")
@@ -195,10 +194,9 @@ def _storage(end: RunEnd) -> Iterator[str]:
         steps = ", ".join(dict.fromkeys(str(event.step) for event in damaged[-_SHOWN:]))
         text = f"checkpoints found damaged: {steps}; the last one: {damaged[-1].problem}."
         yield _section("Storage", f"{text} Check the disk, or for a copy in memory the RAM.")
-    failed = [event for event in end.run.problems if event.kind == "save_failed"]
-    if failed:
-        times = counted(len(failed), "checkpoint was", "checkpoints were")
-        yield _section("Storage", f"{times} not saved; the last one: {failed[-1].problem}.")
+    if failed := end.run.last_failed_save:
+        times = counted(end.run.failed_saves, "checkpoint was", "checkpoints were")
+        yield _section("Storage", f"{times} not saved; the last one: {failed.problem}.")
 
 
 def _advice(end: RunEnd) -> Iterator[str]:

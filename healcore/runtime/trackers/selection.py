@@ -8,11 +8,11 @@ thread.
 from __future__ import annotations
 
 import importlib.util
-import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from healcore.extras import MissingExtraError
+from healcore.runtime.trackers.clients import CLIENTS
 from healcore.runtime.trackers.tracker import Tracker
 
 NAMES = ("wandb", "trackio", "mlflow", "tensorboard")
@@ -49,4 +49,8 @@ def _select_one(tracker: Any) -> Selection:
 
 
 def _open(name: str, place: str | None) -> Tracker:
-    return pkgutil.resolve_name(f"healcore.runtime.trackers.{name}_run:Client")(place)
+    if name in CLIENTS:
+        return CLIENTS[name](place)
+    from healcore.runtime.trackers.tensorboard_run import Client
+
+    return Client(place)
