@@ -170,7 +170,7 @@ class HangGuard:
             return
         counts = run.counts()
         hung = RunEnd(run, Ending.STOPPED, step, counts, why, fault=Cause.HANG)
-        problem = postmortem.write(events.path, postmortem.content(hung, stacks=stacks))
+        problem = postmortem.write(events.path, hung, stacks=stacks)
         if problem:
             console.warning(problem)
         self._log.event("stop", step=step, why=why, diagnosis=explain(hung))

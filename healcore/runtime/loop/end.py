@@ -365,10 +365,11 @@ def _write_end(
         exception, trace = described(error)
     end = loop.recovery.run_end(ending, why, exception=exception, fault=fault)
     events = loop.log.events
+    problem = None
     if events.path is not None and not loop.ranks.rank:
-        content = postmortem.content(end, trace=trace, lost=events.lost)
-        if problem := postmortem.write(events.path, content):
-            loop.log.warning(problem)
+        problem = postmortem.write(events.path, end, trace=trace, lost=events.lost)
+    if problem:
+        loop.log.warning(problem)
     loop.log.event(
         "end",
         step=end.step,

@@ -53,26 +53,33 @@ def content(
         stacks: the stacks of a run that hung, for all ranks that have reported them.
         lost: number of lost events, or None for the number in the events.
     """
-    process = end.run.processes[-1]
-    last, seconds, killed = process.last or EventRecord(), process.seconds, end.ending == "killed"
+    run, counts, process = end.run, end.counts, end.run.processes[-1]
+    start, last = process.start or EventRecord(), process.last or EventRecord()
+    killed, seconds = end.ending == Ending.KILLED, process.seconds
     if process.first_mono is not None and not killed:
         seconds = time.monotonic() - process.first_mono
     fields = {
         "schema": SCHEMA,
         "run": process.id,
-        **{name: getattr(end, name) for name in ("ending", "step", "lr_scale", "metrics")},
-        **{name: getattr(end, name) for name in ("last_good", "last_good_path")},
-        **{name: getattr(end.counts, name) for name in ("incidents", "skips", "undone_skips")},
-        "clips": end.counts.clips or 0,
-        "cause": end.cause | end.fault & Cause.HANG,
+        "ending": end.ending,
+        "step": end.step,
         "diagnosis": explain(end),
-        "rollbacks": [_rollback(event) for event in end.run.rollbacks],
+        "cause": end.cause | end.fault & Cause.HANG,
+        "incidents": counts.incidents,
+        "clips": counts.clips or 0,
+        "skips": counts.skips,
+        "undone_skips": counts.undone_skips,
+        "metrics": end.metrics,
+        "rollbacks": [_rollback(event) for event in run.rollbacks],
+        "lr_scale": end.lr_scale,
+        "last_good": end.last_good,
+        "last_good_path": end.last_good_path,
         "exception": trace or end.exception,
         "ended": last.time or "" if killed else log.now(),
         "seconds": None if seconds is None else round(seconds, 6),
-        "lost_events": end.run.lost if lost is None else lost,
+        "lost_events": run.lost if lost is None else lost,
         "process": process.process(),
-        "environment": (process.start and process.start.environment) or {},
+        "environment": start.environment or {},
         "certain": certain,
         "stacks": tuple(stacks),
     }
@@ -98,15 +105,16 @@ def path_for(events: str | os.PathLike[str], run: str) -> Path:
     return path.with_name(f"{stem(path)}.postmortem.{safe}.json")
 
 
-def write(events: Path, content: dict[str, Any]) -> str | None:
-    """Writes the postmortem next to the events file, atomically.
+def write(events: Path, end: RunEnd, **facts: Any) -> str | None:
+    """Writes the postmortem next to the events file, atomically; `facts` as for `content`.
 
     Returns the error, if any, and never raises, because the run ends.
     """
-    path = path_for(events, content["run"])
+    path = path_for(events, end.run.processes[-1].id)
     try:
+        text = json.dumps(content(end, **facts), indent=2)
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, f"{json.dumps(content, indent=2)}\n".encode("ascii"))
+        files.replace(path, f"{text}\n".encode("ascii"))
     except Exception as error:
         return f"the postmortem {path} could not be written: {type(error).__name__}: {error}"
     sweep(path.parent)
@@ -128,16 +136,16 @@ def last_run(events: Path) -> Run | None:
     return runs[-1] if runs else None
 
 
-def of_killed(events: Path, run: Run) -> dict[str, Any] | None:
-    """Writes the postmortem of a run that was killed, and returns its content.
+def of_killed(events: Path, run: Run) -> bool:
+    """Writes the postmortem of a run that was killed. Returns whether it was written.
 
-    The next process calls it before it writes its own `start`. Returns None if the run has written
-    its end or is still running, or if the file could not be written.
+    The next process calls it before it writes its own `start`. A run that has written its end or
+    is still running has no such postmortem.
     """
     process = run.processes[-1].process()
     gone = False if run.end is not None or process is None else process.gone()
     if process is None or gone is False:
-        return None
+        return False
     notes = RankNotes(events, run.processes[-1].id)
     raised = notes.found()
     exception = f"rank {raised[0].rank}: {raised[0].why}" if raised else None
@@ -151,16 +159,16 @@ def of_killed(events: Path, run: Run) -> dict[str, Any] | None:
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
         last_good=run.last_good,
     )
-    found = content(
+    problem = write(
+        events,
         end,
         trace=traces(raised) or None,
         certain=bool(gone),
         stacks=stacks_of(notes.found(hangs=True)),
     )
-    problem = write(events, found)
     if problem is not None:
         console.warning(f"the previous run was killed; {problem}")
-    return None if problem else found
+    return problem is None
 
 
 def stacks_of(notes: Iterable[RankNote]) -> list[RankStacks]:

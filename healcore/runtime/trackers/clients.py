@@ -47,7 +47,8 @@ class _Wandb:
 
     def event(self, event: Mapping[str, Any]) -> None:
         if alert := alert_of(event):
-            self._run.alert(alert.title, alert.text, level="ERROR" if alert.is_error else "WARN")
+            title, text, is_error = alert
+            self._run.alert(title, text, level="ERROR" if is_error else "WARN")
 
     def close(self) -> None:
         if self._is_new:
@@ -78,9 +79,9 @@ class _Trackio:
 
     def event(self, event: Mapping[str, Any]) -> None:
         if alert := alert_of(event):
+            title, text, is_error = alert
             levels = self._trackio.AlertLevel
-            level = levels.ERROR if alert.is_error else levels.WARN
-            self._run.alert(alert.title, alert.text, level, event["step"])
+            self._run.alert(title, text, levels.ERROR if is_error else levels.WARN, event["step"])
 
     def close(self) -> None:
         if self._is_new:

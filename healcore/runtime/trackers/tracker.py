@@ -53,20 +53,11 @@ def event_text(event: Mapping[str, Any]) -> str:
     return f"{head}: {text}"[:_MAX_CHARACTERS] if text else head
 
 
-class Alert(NamedTuple):
-    """Text of a severe event, for trackers that send alerts."""
-
-    title: str
-    text: str
-    is_error: bool
-
-
-def alert_of(event: Mapping[str, Any]) -> Alert | None:
-    """Returns the alert of an event, or None if the event is not severe."""
+def alert_of(event: Mapping[str, Any]) -> tuple[str, str, bool] | None:
+    """Returns title, text, and whether it is an error, of a severe event; else None."""
     kind = event["kind"]
     if kind not in SEVERE:
         return None
     causes = flag_names(event.get("cause", ()))
-    title = f"healcore: {kind}{f': {causes}' if causes else ''}"
     is_error = kind == "stop" or event.get("severity") == "error"
-    return Alert(title, event_text(event), is_error)
+    return f"healcore: {kind}{f': {causes}' if causes else ''}", event_text(event), is_error
