@@ -124,7 +124,7 @@ SLOW = (
     "tests/examples/test_jax_healers.py",
     "tests/examples/test_lightning.py",
     "tests/examples/test_out_of_memory.py",
-    "tests/healer/test_failure_table.py::test_each_row_happens_and_its_recipe_is_carried_out",
+    "tests/healer/test_failure_table.py::test_each_row_happens_and_its_response_is_carried_out",
     "tests/tools/cli/test_demo.py::test_a_broken_claim_exits_with_1",
     "tests/tools/probe/test_recorded_runs.py",
     "tests/torch/trainers/lightning/test_kills.py",

@@ -59,7 +59,7 @@ class IncidentContext(NamedTuple):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Severity, diagnosis, recipe and references of the causes, errors first."""
+        """Severity, diagnosis and references of the causes, errors first."""
         return failures_of(self.cause)
 
     @property

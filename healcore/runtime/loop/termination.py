@@ -52,29 +52,8 @@ class RunStopped(HealcoreError, SystemExit):
         return self.diagnosis
 
 
-class AlreadyCompleted(HealcoreError, SystemExit):
-    """The run in this directory had completed: nothing is left to do.
-
-    Uncaught, the process ends with status 0, so that schedulers do not restart the program. `line`
-    says what the directory holds and how to continue training.
-    """
-
-    def __init__(self, line: str) -> None:
-        super().__init__(0)
-        self.line = line
-
-    def __str__(self) -> str:
-        return self.line
-
-
-class EndRequested(HealcoreError, SystemExit):
-    """A stop file has ended the run, or exists when the program starts.
-
-    Uncaught, the process ends with status 0, so that torchrun and schedulers do not start it again.
-
-    Attributes:
-        why: source of the request.
-    """
+class _EndsWithStatus0(HealcoreError, SystemExit):
+    """Ends the process with status 0, so that torchrun and schedulers do not start it again."""
 
     def __init__(self, why: str) -> None:
         super().__init__(0)
@@ -82,6 +61,22 @@ class EndRequested(HealcoreError, SystemExit):
 
     def __str__(self) -> str:
         return self.why
+
+
+class AlreadyCompleted(_EndsWithStatus0):
+    """The run in this directory had completed: nothing is left to do. Uncaught, the status is 0.
+
+    Attributes:
+        why: what the directory holds, and how to continue training.
+    """
+
+
+class EndRequested(_EndsWithStatus0):
+    """A stop file has ended the run, or exists when the program starts. Uncaught, the status is 0.
+
+    Attributes:
+        why: source of the request.
+    """
 
 
 class LastStateNotSaved(HealcoreError, SystemExit):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from healcore.core.step_record import StepRecord
+from healcore.events.process import Process
 from healcore.events.schema import ENVELOPE
 from healcore.runtime.trackers.selection import Selection
 from healcore.runtime.trackers.tracker import TrackedRun, Tracker
@@ -51,7 +52,8 @@ class Trackers:
     def event(self, event: Mapping[str, Any]) -> None:
         """Sends an event."""
         if event["kind"] == "start":
-            self._config = {name: event[name] for name in event if name not in ENVELOPE}
+            omitted = (*ENVELOPE, *Process._fields)
+            self._config = {name: event[name] for name in event if name not in omitted}
         for delivery in self._deliveries:
             delivery.queue.append(("event", dict(event)))
 
