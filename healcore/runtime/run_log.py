@@ -12,6 +12,7 @@ from healcore.core.step_record import StepRecord
 from healcore.core.verdict import names
 from healcore.events import Log
 from healcore.events.metrics import Metrics
+from healcore.events.schema import sentence
 from healcore.history import Run
 from healcore.runtime.faults import Fault
 from healcore.runtime.incidents.hooks import Hooks
@@ -33,7 +34,7 @@ class RunLog:
         silent: whether to drop the lines.
         trackers: receive events and metrics.
         hooks: the user's functions for events.
-        on_local: called with the text of an event that may occur on this rank only, or None.
+        on_local: called with the sentence of an event that may occur on this rank only, or None.
     """
 
     def __init__(
@@ -60,10 +61,9 @@ class RunLog:
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
         """Writes an event, see `Log.write`, and passes it to the trackers and the user's hooks."""
         event = self.events.write(kind, step=step, **fields)
-        self.run.add(event)
+        record = self.run.add(event)
         if self._on_local is not None and kind in _SINGLE_RANK_KINDS:
-            text = fields.get("problem") or f"{fields.get('hook')} returns {fields.get('action')}"
-            self._on_local(f"{kind}: {text}")
+            self._on_local(sentence(record))
         self.trackers.event(event)
         for problem in self._hooks.on_event(event):
             self.problem(step, problem)
