@@ -5,6 +5,6 @@ docs/events.md describes the format, docs/events.schema.json is its JSON Schema.
 
 from __future__ import annotations
 
-from healcore.events.log import History, LineProblem, Log, last, read
+from healcore.events.log import History, LineProblem, Log, read
 
-__all__ = ["History", "LineProblem", "Log", "last", "read"]
+__all__ = ["History", "LineProblem", "Log", "read"]

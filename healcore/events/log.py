@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore import console, regular_file
-from healcore.events import fork_safety, json_lines
+from healcore.events import json_lines
 from healcore.events.json_lines import MAX_LINE_BYTES, LineAppender
 from healcore.events.process import current_process, environment
 
@@ -48,7 +48,7 @@ class Log:
         follow_links: as in `LineAppender`.
 
     Attributes:
-        seq: number of the next event. Continues after the last event in the file.
+        seq: number of the next event, from 0.
         lost: number of lost events.
         error: error of the last `write`, or None.
     """
@@ -72,45 +72,30 @@ class Log:
         )
         # Re-entrant, because a signal handler may write while it interrupts a `write`.
         self._lock = threading.RLock()
-        fork_safety.watch(self)
-        self._continue_seq()
 
-    def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
-        """Appends one event. Returns whether the event was written.
+    def write(self, kind: str, *, step: int | None, **fields: Any) -> Event:
+        """Appends one event. Returns the event as a reader of the file reads it.
 
         `kind` is a key of `schema.KINDS`; `start` also gets the process and its environment. `step`
         is the index of the optimizer step, or None. Fields that are None are not written.
         """
-        if self._out is None:
-            return False
         with self._lock:
             seq = self.seq
             self.seq += 1  # before writing: a signal handler may interrupt and needs its own number
-            try:
-                line, lost = self._line(seq, kind, step, fields), self.lost
-                self._out.append(line, durable=kind in _DURABLE)
-                self._reported = lost
-            except Exception as error:
-                self._count_lost(error)
-                return False
-            self.error = None
-            return True
-
-    def forked(self) -> None:
-        """Replaces the lock in a forked child, where the thread that holds it does not exist."""
-        self._lock = threading.RLock()
+            line, lost = self._line(seq, kind, step, fields), self.lost
+            if self._out is not None:
+                try:
+                    self._out.append(line, durable=kind in _DURABLE)
+                    self._reported, self.error = lost, None
+                except Exception as error:
+                    self._count_lost(error)
+            return json.loads(line)
 
     def close(self) -> None:
         """Closes the file. A later `write` opens it again."""
         with self._lock:
             if self._out is not None:
                 self._out.close()
-
-    def _continue_seq(self) -> None:
-        with contextlib.suppress(Exception):  # the file may be writable but not readable
-            event = last(self.path) if self.path is not None and self.path.is_file() else None
-            if event is not None:
-                self.seq = max(self.seq, event["seq"] + 1)
 
     def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
         present = {name: value for name, value in fields.items() if value is not None}
@@ -196,14 +181,6 @@ def read(path: str | os.PathLike[str]) -> History:
                 problems.append(LineProblem(number, text))
             events.append(event)
     return History(events, problems)
-
-
-def last(path: str | os.PathLike[str]) -> Event | None:
-    """Returns the last intact event in the last `MAX_LINE_BYTES` of a file. Raises OSError."""
-    with open(path, "rb", opener=regular_file.opener) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
-        parsed = map(parse, reversed(file.read().split(b"\n")))
-    return next((event for event in parsed if not isinstance(event, str)), None)
 
 
 def parse(line: bytes) -> Event | str:

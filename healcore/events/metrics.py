@@ -17,7 +17,6 @@ from typing import Any
 from healcore import console
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
-from healcore.events import fork_safety
 from healcore.events.json_lines import LineAppender
 
 SCHEMA = 1
@@ -77,7 +76,6 @@ class Metrics:
         self._flushed = time.monotonic()
         self._last_steps: dict[str, int] = {}  # engine -> newest step
         self._logged: dict[str, set[str]] = {}  # engine -> received signals
-        fork_safety.watch(self)
 
     def write(self, step: int, record: StepRecord, *, several: bool) -> dict[str, Any] | None:
         """Adds a line for a step of one engine, with its name if the run has `several` engines.
@@ -128,10 +126,6 @@ class Metrics:
         self.flush()
         if self._out is not None:
             self._out.close()
-
-    def forked(self) -> None:
-        """Drops the buffered lines in a forked child, because the parent writes them."""
-        self._lines = []
 
     def _line(self, step: int, fields: dict[str, Any], every: int) -> str:
         head = {"schema": SCHEMA, "kind": "step", "run": self.run, "time": round(time.time(), 3)}

@@ -157,7 +157,7 @@ class EventHead(_EventsModel):
 
     schema_: PositiveInt = Field(alias="schema", description="Version of the format: 2.")
     seq: NonNegativeInt = _required(
-        "Number of the event, counting lost events; continues after the last event in the file."
+        "Number of the event in its process, from 0, counting lost events."
     )
     run: Text = _required("Id of the process that writes the events.")
     time: Time = _required("Wall time, ISO 8601, UTC.")

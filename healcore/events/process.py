@@ -15,17 +15,7 @@ import healcore
 
 # Only versions, because command lines and environment variables may contain passwords.
 _PACKAGES = (
-    "numpy",
-    "torch",
-    "jax",
-    "jaxlib",
-    "optax",
-    "flax",
-    "orbax-checkpoint",
-    "torchdata",
-    "grain",
-    "transformers",
-    "lightning",
+    "numpy torch jax jaxlib optax flax orbax-checkpoint torchdata grain transformers lightning"
 )
 
 
@@ -113,7 +103,7 @@ def environment() -> dict[str, str]:
 @functools.cache
 def _package_versions() -> dict[str, str]:
     versions = {}
-    for name in _PACKAGES:
+    for name in _PACKAGES.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions

@@ -1,14 +1,137 @@
-"""Defines the kinds of events, and exports the format of events as JSON Schema."""
+"""Defines the kinds of events: when each is written, its required fields, and its sentence.
+
+Also exports the format as JSON Schema.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from healcore.console import counted
 from healcore.events import log
-from healcore.events.models import EventHead, EventModel
+from healcore.events.models import EventHead, EventModel, EventRecord, RollbackOutcome
 
 ENVELOPE = tuple(field.alias or name for name, field in EventHead.model_fields.items())
 """Fields that every event has."""
+
+
+# -- sentences ------------------------------------------------------------------------------------
+
+
+def flag_names(flags: Sequence[str]) -> str:
+    """Names of causes or actions as text: "grad spike and loss spike"."""
+    return " and ".join(name.lower().replace("_", " ") for name in flags)
+
+
+class _Words:
+    """The fields of an event as words, for a template."""
+
+    def __init__(self, event: EventRecord) -> None:
+        self._event = event
+
+    def __getitem__(self, name: str) -> Any:
+        value = getattr(self._event, name)
+        return flag_names(value) if isinstance(value, list) else "?" if value is None else value
+
+
+def _start(event: EventRecord) -> str:
+    observed = " (observes, changes nothing)" if event.mode == "observe" else ""
+    framework = event.framework or ""
+    return f"run {event.run} begins: {framework}, policy {event.policy}{observed}"
+
+
+def _alarm(event: EventRecord) -> str:
+    numbers = event.readings
+    seen = numbers and f"loss {numbers.loss:.4g}, gradient norm {numbers.grad_norm:.4g}"
+    return "; ".join(
+        filter(None, (flag_names(event.cause or ()), seen, "skipped" if event.skip else ""))
+    )
+
+
+def _order(event: EventRecord) -> str:
+    would = "would order" if event.observed else "ordered"
+    actions = ", ".join(flag_names([action]) for action in event.action or ())
+    return f"{would}: {actions}" + (f" ({flag_names(event.cause)})" if event.cause else "")
+
+
+def _rollback(event: EventRecord) -> str:
+    number = len(event.batches or ())
+    parts = (
+        f"from step {event.step or 0} back to the checkpoint of step {event.checkpoint}",
+        lr_text(event),
+        f"{counted(number, 'batch', 'batches')} skipped" if number else "",
+        (event.by == "earlier_weights" and event.why) or "",
+        "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
+        "the snapshot that the run started from" if event.initial else "",
+        "the same checkpoint again, because none is older" if event.repeated else "",
+    )
+    return ", ".join(filter(None, parts))
+
+
+def lr_text(rollback: Any) -> str:
+    """The lowered learning rate of a rollback, as a clause, or an empty string.
+
+    `rollback` is an event, or has the fields `lr`, `lr_limit`, `lr_at_fault` and `lr_scale` of it.
+    """
+    limit, at_fault, schedule = rollback.lr_limit, rollback.lr_at_fault, rollback.lr
+    before = schedule if at_fault is None else at_fault
+    scale = 1.0 if rollback.lr_scale is None else rollback.lr_scale
+    if not (scale < 1 if before is None or limit is None else limit < before):
+        return ""
+    if limit is None:
+        return f"learning rate × {scale:.3g}"
+    text = f"learning rate at most {limit:.3g}"
+    if at_fault is not None:
+        return f"{text} (it was {at_fault:.3g})"
+    return text if schedule is None else f"{text} (the schedule had come to {schedule:.3g})"
+
+
+def _lr(event: EventRecord) -> str:
+    before, after = event.lr_scale_before, event.lr_scale
+    if not before or not after:
+        return "learning rate"
+    would = "would be " if event.observed else ""
+    why = f": {event.why}" if event.why else ""
+    return f"learning rate {would}× {after:.3g}, was × {before:.3g}{why}"
+
+
+_ASSESSMENTS = {
+    ("unknown", "nothing"): "declined: no evidence that the current weights are worse",
+    ("unknown", "budget"): "declined: the budget of rollbacks is exhausted",
+    ("damage", "weights"): "evidence of damage: the weights are not finite",
+    ("damage", "state"): "evidence of damage: the state is not finite",
+    ("damage", "earlier_weights"): "evidence of damage: earlier weights are better",
+    ("damage", "repetition"): "evidence of damage: steps are not finite again and again",
+    ("worse", "earlier_weights"): "earlier weights are better; the run has time to recover",
+    ("recovered", "earlier_weights"): "the run has recovered",
+}
+"""(`verdict`, `by`) of an event `assessment` -> sentence."""
+
+
+def _assessment(event: EventRecord) -> str:
+    found = f"assessment: {event.verdict or 'unknown'}"
+    text = _ASSESSMENTS.get((event.verdict or "", event.by or ""), found)
+    since = (
+        "" if event.onset is None or event.verdict == "unknown" else f", since step {event.onset}"
+    )
+    return text + since
+
+
+def _hook(event: EventRecord) -> str:
+    if event.problem is not None:
+        return f"a hook failed: {event.problem}"
+    then = flag_names(event.action or ()) or "nothing"
+    return f"the hook {event.hook or ''} changed {flag_names(event.ordered or ())} to {then}"
+
+
+def _fault(event: EventRecord) -> str:
+    severity = f" ({event.severity})" if event.severity else ""
+    done = f"; {event.answer.replace('_', ' ')}" if event.answer else ""
+    return f"fault: {flag_names(event.cause or ()) or 'unknown'}{severity}: {event.problem}{done}"
+
+
+# -- kinds ----------------------------------------------------------------------------------------
 
 
 class EventKind(NamedTuple):
@@ -18,38 +141,49 @@ class EventKind(NamedTuple):
     """When the event is written. Also says what `step` is, if not the current step."""
     required: tuple[str, ...] = ()
     """Required fields, in addition to `ENVELOPE`."""
+    sentence: str | Callable[[EventRecord], str] = ""
+    """Template or function of the sentence about an event; empty for a kind without sentences."""
 
 
 KINDS: dict[str, EventKind] = {
     "start": EventKind(
         "A process begins. The log adds its process number, host and versions.",
         ("host", "pid", "environment", "policy"),
+        _start,
     ),
     "resume": EventKind(
-        "The run continues from a checkpoint of an earlier process.", ("checkpoint",)
+        "The run continues from a checkpoint of an earlier process.",
+        ("checkpoint",),
+        "resumed from the checkpoint of step {checkpoint}",
     ),
-    "alarm": EventKind("A step with a cause. `step` is that step.", ("cause", "readings")),
+    "alarm": EventKind("A step with a cause. `step` is that step.", ("cause", "readings"), _alarm),
     "incident": EventKind(
-        "An incident begins. `step` is the step that was judged.", ("incident", "onset", "cause")
+        "An incident begins. `step` is the step that was judged.",
+        ("incident", "onset", "cause"),
+        "incident {incident}: {cause}",
     ),
     "alert": EventKind(
         "A rule alerts on a cause: at the first step of the cause in an incident; outside of "
         "incidents at its 1st, 10th, 100th, ... step. `step` is the step that was judged.",
         ("cause", "action", "severity", "diagnosis", "references"),
+        "{severity}: {cause}: {diagnosis}",
     ),
     "order": EventKind(
         "The policy orders an action on the host. `step` is the step that was judged.",
         ("action", "cause"),
+        _order,
     ),
     "assessment": EventKind(
         "The check for evidence that the model is worse. Only the verdict `damage` rolls back. "
         "`step` is the last step that was judged.",
         ("verdict", "cause"),
+        _assessment,
     ),
     "save": EventKind("A checkpoint's copy was taken. `step` is the checkpoint's."),
     "save_failed": EventKind(
         "A checkpoint could not be written; training continues. `step` is the checkpoint's.",
         ("problem",),
+        "a checkpoint was not written: {problem}",
     ),
     "good": EventKind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
     "quarantine": EventKind(
@@ -58,35 +192,55 @@ KINDS: dict[str, EventKind] = {
     "damaged": EventKind(
         "The bytes of a checkpoint have changed since the save. `step` is the checkpoint's.",
         ("problem",),
+        "a checkpoint is damaged: {problem}",
     ),
     "rollback_begin": EventKind("A rollback begins. The journal has its plan.", ("onset",)),
     "rollback": EventKind(
         "A rollback is done. `step` is the number of steps done when it began, up to one step "
         "after the last judged step.",
         ("checkpoint", "outcome"),
+        _rollback,
     ),
     "skipped_batches": EventKind("The run skips exactly these batches.", ("batches",)),
     "data": EventKind("The data was positioned after a restart or a rollback.", ("outcome",)),
     "lr": EventKind(
         "The learning-rate multiplier was cut (`action`: `CUT_LR`), left 1, or returned to 1.",
         ("lr_scale_before", "lr_scale"),
+        _lr,
     ),
-    "hook": EventKind("A hook overrode an order, or raised."),
+    "hook": EventKind("A hook overrode an order, or raised.", (), _hook),
     "fault": EventKind(
         "An exception was classified, or a step does not return. `answer` is the action; without "
         "`answer` the exception propagates.",
         ("cause", "problem"),
+        _fault,
     ),
     "vote": EventKind(
         "The processes of the run have exchanged their observations. Rank 0 reports the result, or "
         "all processes end the run.",
         ("outcome", "why", "of_ranks"),
+        "the ranks agreed: {outcome} ({why})",
     ),
-    "retried": EventKind("A network call has succeeded after a failure.", ("attempt",)),
-    "stop": EventKind("The policy ends the run.", ("why", "diagnosis")),
-    "problem": EventKind("A problem that does not stop the run.", ("problem",)),
-    "end": EventKind("The process ends. A killed process does not write this event.", ("ending",)),
+    "retried": EventKind(
+        "A network call has succeeded after a failure.",
+        ("attempt",),
+        "{why}",
+    ),
+    "stop": EventKind("The policy ends the run.", ("why", "diagnosis"), "stopped: {why}"),
+    "problem": EventKind("A problem; the run continues.", ("problem",), "problem: {problem}"),
+    "end": EventKind(
+        "The process ends. A killed process does not write this event.",
+        ("ending",),
+        "end: {ending}",
+    ),
 }
+
+
+def sentence(event: EventRecord) -> str:
+    """The sentence of an event, or an empty string if its kind has none."""
+    write = KINDS[event.kind].sentence if event.kind in KINDS else ""
+    return write.format_map(_Words(event)) if isinstance(write, str) else write(event)
+
 
 SEVERE = frozenset({"alert", "rollback", "stop", "problem", "save_failed", "damaged", "fault"})
 """Kinds that trackers alert on."""

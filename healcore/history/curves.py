@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.history.metrics import MetricRows
-
 _MAX_ROWS = 9000  # at least 450 bins with all extremes
 
 
 class Curves(NamedTuple):
-    """Thinned curves for plots, in recorded order. Every array is (n,).
+    """Curves of a run, in recorded order. Every array is (n,).
 
     A value is NaN if it was not logged, or if it was logged as NaN. `nonfinite` marks the latter.
     """
@@ -23,7 +21,7 @@ class Curves(NamedTuple):
     grad_norm: np.ndarray | None = None
     threshold: np.ndarray | None = None  # limit of the gradient norm
     lr_scale: np.ndarray | None = None  # multiplier of the learning rate
-    attempt: np.ndarray | None = None  # int64, or None if all rows are of attempt 0
+    attempt: np.ndarray | None = None  # number, or None if all rows are of attempt 0
     nonfinite: np.ndarray | None = None  # bool: the logged loss or norm is not finite
     rows: int | None = None  # rows before thinning, or None if no row was dropped
 
@@ -76,22 +74,14 @@ def _first_per_bin(selected: np.ndarray, bin_of_row: np.ndarray) -> np.ndarray:
     return rows[np.unique(bin_of_row[rows], return_index=True)[1]]
 
 
-def thinned(rows: MetricRows) -> Curves:
-    """Thins the rows of a run for plots."""
+def thinned(curves: Curves) -> Curves:
+    """Thins the curves of a run for plots, and drops curves without a value."""
     # As a curve, `attempt` keeps the first row of each attempt, an extreme of its bin.
-    aligned = {**rows.values, "attempt": rows.attempt, "nonfinite": rows.nonfinite}
-    kept = thin(np.arange(len(rows.step)), aligned, _MAX_ROWS)
-    curve = {
-        name: None if np.isnan(values).all() else values[kept]
-        for name, values in rows.values.items()
+    arrays = {name: values for name, values in curves._asdict().items() if values is not None}
+    kept = thin(np.arange(len(curves.step)), arrays, _MAX_ROWS)
+    few = {
+        name: values[kept]
+        for name, values in arrays.items()
+        if name in ("step", "loss") or not np.isnan(values).all()
     }
-    return Curves(
-        step=rows.step[kept],
-        loss=rows.values["loss"][kept],
-        grad_norm=curve["grad_norm"],
-        threshold=curve["threshold"],
-        lr_scale=curve["lr_scale"],
-        attempt=rows.attempt[kept],
-        nonfinite=rows.nonfinite[kept],
-        rows=len(rows.step),
-    )
+    return Curves(**few, rows=len(curves.step))

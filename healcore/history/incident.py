@@ -150,9 +150,10 @@ class Counts(NamedTuple):
     undone_skips: int = 0  # skipped steps that a rollback or a restart has undone
     clips: int | None = None  # steps with clipped gradients, or None if unknown
     alarms: int | None = None  # steps with a cause, or None if unknown
+    lr_cuts: int = 0  # cuts of the learning rate, which only a live run counts
 
 
-def count_incidents(incidents: Sequence[Incident], **counts: int | None) -> Counts:
+def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> Counts:
     """Counts incidents and their responses. `counts` sets further fields or replaces counts."""
     return Counts(
         incidents=sum(incident.number > 0 for incident in incidents),

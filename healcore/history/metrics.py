@@ -1,4 +1,4 @@
-"""Reads a metrics file line by line into columns."""
+"""Reads a metrics file line by line into curves."""
 
 from __future__ import annotations
 
@@ -8,68 +8,28 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from healcore import regular_file
 from healcore.events.json_lines import MAX_LINE_BYTES, iter_lines
 from healcore.events.models import NONFINITE
+from healcore.history.curves import Curves
 
-CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
+_CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
 _MAX_DAMAGE = 1000
 """Limit of listed damaged lines."""
-_TYPES = {"step": "d", "attempt": "i", "nonfinite": "b", **dict.fromkeys(CURVES, "f")}
 
 
-class MetricRows(NamedTuple):
-    """Rows of a run in file order, as columns."""
-
-    step: np.ndarray  # float64 (n,)
-    attempt: np.ndarray  # int32 (n,)
-    values: dict[str, np.ndarray]  # name in CURVES -> float32 (n,); NaN where not logged
-    nonfinite: np.ndarray  # bool (n,): a logged loss or norm is not finite
-
-
-class RowCollector:
-    """Collects the rows of a run one by one, with 29 bytes per row."""
-
-    def __init__(self) -> None:
-        self._columns = {name: array(kind) for name, kind in _TYPES.items()}
-
-    def add(self, attempt: int, line: Mapping[str, Any]) -> None:
-        """Adds a metrics line."""
-        values = curve_values(line)
-        signals = (values.get(name, 0.0) for name in ("loss", "grad_norm"))
-        row = {
-            **dict.fromkeys(CURVES, math.nan),
-            **values,
-            "step": float(line["step"]),
-            "attempt": attempt,
-            "nonfinite": not all(map(math.isfinite, signals)),
-        }
-        for name, column in self._columns.items():
-            column.append(row[name])
-
-    def rows(self) -> MetricRows:
-        """Returns the rows as views of the collected data, after which no row can be added."""
-        columns = {name: np.frombuffer(data, _TYPES[name]) for name, data in self._columns.items()}
-        return MetricRows(
-            step=columns["step"],
-            attempt=columns["attempt"],
-            values={name: columns[name] for name in CURVES},
-            nonfinite=columns["nonfinite"].view(bool),
-        )
-
-
-def read_metrics(path: Path, processes: Sequence[str]) -> tuple[MetricRows, list[str]]:
+def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str]]:
     """Reads the rows of the processes of a run, and lists damaged lines. Raises OSError.
 
     Of several optimizers, only the first has rows. An attempt begins with a process, or with a
     step that does not increase.
     """
-    rows, damage = RowCollector(), list[str]()
-    known, engine, last, attempt = set(processes), None, ("", 0), -1
+    rows, damage = array("d"), list[str]()
+    engine, last, attempt = None, ("", 0), -1
     with open(path, "rb", opener=regular_file.opener) as file:
         for number, text in enumerate(iter_lines(file), start=1):
             if not text.strip():
@@ -79,14 +39,16 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[MetricRows, list
                 if len(damage) < _MAX_DAMAGE:
                     damage.append(f"line {number}: {line}")
                 continue
-            if line["run"] not in known:
+            if line["run"] not in processes:
                 continue
             engine = line.get("engine", "") if engine is None else engine
             if line.get("engine", "") == engine:
                 attempt += line["run"] != last[0] or line["step"] <= last[1]
                 last = line["run"], line["step"]
-                rows.add(attempt, line)
-    return rows.rows(), damage
+                rows.extend((line["step"], attempt, *_values(line)))
+    step, attempts, nonfinite, *curves = np.frombuffer(rows).reshape(-1, 3 + len(_CURVES)).T
+    named = dict(zip(_CURVES, curves, strict=True))
+    return Curves(step, attempt=attempts, nonfinite=nonfinite.astype(bool), **named), damage
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | str:
@@ -107,10 +69,10 @@ def parse_metrics(line: bytes) -> dict[str, Any] | str:
     return parsed
 
 
-def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns name -> value of the curves in a metrics line, without values of a wrong type."""
+def _values(line: Mapping[str, Any]) -> tuple[float, ...]:
+    """Whether a logged loss or norm is not finite, then the values of the curves, or NaN."""
     values = {}
-    for name in CURVES:
+    for name in _CURVES:
         value = line.get(name)
         if type(value) in (int, float) or (isinstance(value, str) and value in NONFINITE):
             assert value is not None
@@ -118,4 +80,5 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
                 values[name] = float(value)
     if values.get("threshold") == 0.0:  # 0 means no limit
         del values["threshold"]
-    return values
+    nonfinite = not all(math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm"))
+    return nonfinite, *(values.get(name, math.nan) for name in _CURVES)

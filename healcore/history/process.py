@@ -77,29 +77,3 @@ class RunProcess:
         if gone is None:
             return RunState.UNKNOWN
         return RunState.GONE if gone else RunState.RUNNING
-
-
-class KnownGood:
-    """Tracks the known-good checkpoints in the store of the run."""
-
-    def __init__(self) -> None:
-        self._steps: set[int] = set()
-        self._store: str | None = None
-
-    @property
-    def newest(self) -> int | None:
-        """Step of the newest known-good checkpoint, or None."""
-        return max(self._steps, default=None)
-
-    def add(self, event: EventRecord) -> None:
-        """Adds an event, in file order."""
-        step = event.step if event.checkpoint is None else event.checkpoint
-        if event.kind == "start" and event.store != self._store:
-            self._store = event.store
-            self._steps.clear()
-        elif event.kind == "good" and step is not None:
-            self._steps.add(step)
-        elif event.kind in ("quarantine", "damaged") and step is not None:
-            self._steps.discard(step)
-        if event.last_good is not None:
-            self._steps.add(event.last_good)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from healcore.events.log import Event
 from healcore.events.models import EventRecord, RollbackOutcome, validate
-from healcore.history.incident import Incident, batch_ids, count_incidents
-from healcore.history.process import KnownGood, RunProcess, RunState
+from healcore.history.incident import Counts, Incident, batch_ids, count_incidents
+from healcore.history.process import RunProcess, RunState
 
 _CHECKPOINT_KINDS = frozenset({"good", "damaged", "save_failed"})
 """Kinds whose `step` is the step of an older checkpoint."""
+_PROBLEM_KINDS = frozenset({"problem", "save_failed", "damaged"})
 _STEP_KINDS = frozenset({"alarm", "incident", "order", "assessment", "hook", "lr"})
 """Kinds whose `step` is the index of a finished step, not the number of finished steps."""
+
+_MAX_EVENTS = 1000
+"""Limit of kept events of some lists, because a live run keeps them in memory: the first ones."""
 
 
 class AttemptOrigin(enum.StrEnum):
@@ -70,7 +75,11 @@ class Run:
     lr_scale: float | None = None  # current multiplier of the learning rate
     incidents: list[Incident] = field(default_factory=list)
     last_incident: Incident | None = None  # last incident that has an event or an alarm
-    damaged: list[int] = field(default_factory=list)  # steps of damaged checkpoints
+    answers: Counter[str] = field(default_factory=Counter)  # response to faults -> faults
+    failed_saves: int = 0
+    last_failed_save: EventRecord | None = None
+    declined: int = 0  # orders that were declined
+    damaged: list[EventRecord] = field(default_factory=list)  # events about damaged checkpoints
     incident_count: int = 0  # including incidents whose events were rotated away
     alarms: int = 0  # alarms with an event
     skips: int = 0  # skipped steps, including undone steps
@@ -80,12 +89,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self._skipped: list[float] = []  # skipped steps that were not undone
-        self._known_good = KnownGood()
-
-    @property
-    def undone_incidents(self) -> int:
-        """Incidents whose onset a rollback or a restart has undone."""
-        return count_incidents(self.incidents).undone_incidents
+        self._good: set[int] = set()  # steps of the known-good checkpoints in the store
+        self._store: str | None = None
 
     @property
     def start(self) -> EventRecord | None:
@@ -105,7 +110,7 @@ class Run:
     @property
     def last_good(self) -> int | None:
         """Step of the newest known-good checkpoint, or None."""
-        return self._known_good.newest
+        return max(self._good, default=None)
 
     @property
     def observes(self) -> bool:
@@ -121,21 +126,30 @@ class Run:
         if not self.processes or record.run != self.processes[-1].id:
             self._begin_process(record)
         self.processes[-1].add(record)
-        self._known_good.add(record)
+        self._track_good(record)
         if record.step is not None and record.kind not in _CHECKPOINT_KINDS:
             self.step = self.last_step = record.step + (record.kind in _STEP_KINDS)
         if record.lr_scale is not None:
             self.lr_scale = record.lr_scale
-        if record.problem is not None and record.kind in ("problem", "save_failed", "damaged"):
+        reports = record.problem is not None and record.kind in _PROBLEM_KINDS
+        if reports and len(self.problems) < _MAX_EVENTS:
             self.problems.append(record)
-        if record.kind == "fault":
-            self.faults.append(record)
         self.lost += record.lost or 0
         self.unreported_alarms += record.unreported_alarms or 0
-        handler = _HANDLERS.get(record.kind)
+        handler = getattr(self, f"_on_{record.kind}", None)
         if handler is not None:
-            handler(self, record, float(record.step or 0))
+            handler(record, float(record.step or 0))
         return record
+
+    def counts(self) -> Counts:
+        """Counts of the run; each may be too low, because not every alarm has an event."""
+        return count_incidents(
+            self.incidents,
+            incidents=self.incident_count,
+            skips=self.skips,
+            undone_skips=self.undone_skips,
+            alarms=self.alarms + self.unreported_alarms,
+        )
 
     def add_postmortem(self, written: Mapping[str, Any]) -> None:
         """Adds the skips of a postmortem. Skips that were undone before they were read lack events.
@@ -146,6 +160,18 @@ class Run:
             count = written.get(name)
             if type(count) is int:
                 setattr(self, name, max(getattr(self, name), count))
+
+    def _track_good(self, event: EventRecord) -> None:
+        step = event.step if event.checkpoint is None else event.checkpoint
+        if event.kind == "start" and event.store != self._store:
+            self._store = event.store
+            self._good.clear()
+        elif event.kind == "good" and step is not None:
+            self._good.add(step)
+        elif event.kind in ("quarantine", "damaged") and step is not None:
+            self._good.discard(step)
+        if event.last_good is not None:
+            self._good.add(event.last_good)
 
     def _begin_process(self, event: EventRecord) -> None:
         origin = AttemptOrigin.PROCESS if self.attempts else AttemptOrigin.START
@@ -164,14 +190,14 @@ class Run:
         for incident in self.incidents:
             incident.undone |= incident.onset_step >= step
 
-    def _add_resume(self, event: EventRecord, step: float) -> None:
+    def _on_resume(self, event: EventRecord, step: float) -> None:
         first = step if event.checkpoint is None else float(event.checkpoint)
         self._undo(first)
         resumed = self.attempts[-1]._replace(first_step=first, origin=AttemptOrigin.RESUME)
         self.attempts[-1] = resumed
         self.marks.append(Mark(first, event))
 
-    def _add_rollback(self, event: EventRecord, step: float) -> None:
+    def _on_rollback(self, event: EventRecord, step: float) -> None:
         target = event.checkpoint
         self.step = event.step if target is None else target
         if target is None:
@@ -193,28 +219,34 @@ class Run:
             return
         self._begin_attempt(float(target), AttemptOrigin.ROLLBACK)
 
-    def _add_incident(self, event: EventRecord, step: float) -> None:
+    def _on_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)
         self._open(event, step if event.onset is None else float(event.onset))
         self.last_incident = self.incidents[-1]
 
-    def _add_alarm(self, event: EventRecord, step: float) -> None:
+    def _on_alarm(self, event: EventRecord, step: float) -> None:
         self.alarms += 1
         if event.skip:
             self.skips += 1
             self._skipped.append(step)
+        self._on_order(event, step)
+
+    def _on_order(self, event: EventRecord, step: float) -> None:
         if event.incident:
             self._incident_of(event).add(event)
-        else:
+        elif len(self.marks) < _MAX_EVENTS:  # a policy that observes may order at every step
             self.marks.append(Mark(step, event))
 
-    def _add_order(self, event: EventRecord, step: float) -> None:
-        if event.incident:
-            self._incident_of(event).add(event)
-        else:
-            self.marks.append(Mark(step, event))
+    def _on_fault(self, event: EventRecord, step: float) -> None:
+        self.answers[event.answer or ""] += 1
+        if len(self.faults) < _MAX_EVENTS:
+            self.faults.append(event)
 
-    def _add_hook(self, event: EventRecord, step: float) -> None:
+    def _on_save_failed(self, event: EventRecord, step: float) -> None:
+        self.failed_saves += 1
+        self.last_failed_save = event
+
+    def _on_hook(self, event: EventRecord, step: float) -> None:
         last = self.incidents[-1] if self.incidents else None
         if last is None or (last.attempt, last.step) != (len(self.attempts) - 1, step):
             self.marks.append(Mark(step, event))
@@ -223,7 +255,7 @@ class Run:
         last.action = tuple(name for name in last.action if name not in ordered)
         last.add_response(event, *(event.action or ()))
 
-    def _add_lr(self, event: EventRecord, step: float) -> None:
+    def _on_lr(self, event: EventRecord, step: float) -> None:
         before, after = event.lr_scale_before, event.lr_scale
         if before is None or after is None:
             return
@@ -232,23 +264,23 @@ class Run:
         if cut and self.incidents and self.incidents[-1].attempt == len(self.attempts) - 1:
             self.incidents[-1].add_cut(event)
 
-    def _add_assessment(self, event: EventRecord, step: float) -> None:
-        last = self.last_incident
-        if event.verdict == "unknown" and last is not None and not last.undone:
-            last.decline(event)
+    def _on_assessment(self, event: EventRecord, step: float) -> None:
+        if event.verdict != "unknown":
+            return
+        self.declined += 1
+        if self.last_incident is not None and not self.last_incident.undone:
+            self.last_incident.decline(event)
 
-    def _add_stop(self, event: EventRecord, step: float) -> None:
+    def _on_stop(self, event: EventRecord, step: float) -> None:
         self.marks.append(Mark(step, event))
         if self.incidents:
             self.incidents[-1].add_response(event, "STOP")
             self.incidents[-1].declined = False
 
-    def _add_damaged(self, event: EventRecord, step: float) -> None:
-        checkpoint = event.step if event.checkpoint is None else event.checkpoint
-        if checkpoint is not None:
-            self.damaged.append(checkpoint)
+    def _on_damaged(self, event: EventRecord, step: float) -> None:
+        self.damaged.append(event)
 
-    def _add_end(self, event: EventRecord, step: float) -> None:
+    def _on_end(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count, event.incidents or 0)
         self.marks.append(Mark(step, event))
 
@@ -295,18 +327,3 @@ def runs_of(processes: Mapping[str, Sequence[Event]]) -> list[Run]:
         for event in events:
             runs[-1].add(event)
     return runs
-
-
-_HANDLERS = {
-    "resume": Run._add_resume,
-    "rollback": Run._add_rollback,
-    "incident": Run._add_incident,
-    "alarm": Run._add_alarm,
-    "order": Run._add_order,
-    "hook": Run._add_hook,
-    "lr": Run._add_lr,
-    "assessment": Run._add_assessment,
-    "stop": Run._add_stop,
-    "damaged": Run._add_damaged,
-    "end": Run._add_end,
-}

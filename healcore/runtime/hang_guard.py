@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 
 from healcore import console
 from healcore.core.verdict import Cause, names
 from healcore.events.models import Ending
-from healcore.policy.recovery import Hang
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.postmortem import postmortem
+from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
@@ -28,8 +28,8 @@ _GROWTH = 3.0
 """A step may take this many times the longest step so far."""
 _STACKS_TIMEOUT_S = 5.0
 """Seconds for which rank 0 waits for the stacks of the other ranks."""
-_REPORT_TIMEOUT_S = 30.0
-"""Seconds to wait for the report before the process ends: a failed disk can block the report."""
+_REPORT_TIMEOUT_S = 60.0
+"""Seconds after which a process that the guard ends does not wait for the report any more."""
 _MAX_RANKS_SHOWN = 8
 
 
@@ -39,29 +39,20 @@ class HangGuard:
     The time from `watch` or `resume` to `pause` counts. `watch` restarts from 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: HostPolicy, ranks: Ranks, log: RunLog, notes: RankNotes) -> None:
+        self._policy, self._rule = policy, policy.hang
+        self._ends = "stop" in policy.answers(Cause.HANG)
+        self._rank, self._world, self._log, self._notes = ranks.rank, ranks.world, log, notes
         self._counting_since = self._longest_s = 0.0
         """Start of the time that counts, or 0; and the longest step so far, in seconds."""
-        self._has_stepped = self._between_steps = False
-        self._step = 0
+        self._has_stepped, self._step = False, 0
         self._training_thread = threading.get_ident()
         self._closed = threading.Event()
 
-    def start(
-        self,
-        rule: Hang,
-        *,
-        ends: bool,
-        observes: bool,
-        ranks: Ranks,
-        log: RunLog,
-        notes: RankNotes,
-    ) -> None:
-        """Starts the thread. `ends` says whether the policy ends a process that hangs."""
-        self._rule, self._ends, self._observes = rule, ends and not observes, observes
-        self._rank, self._world, self._log, self._notes = ranks.rank, ranks.world, log, notes
-        self._between_steps = rule.between_steps
-        threading.Thread(target=self._run, name="healcore-hang-guard", daemon=True).start()
+    def start(self) -> None:
+        """Starts the thread, if the policy has a rule for hangs."""
+        if Cause.HANG in self._policy.faults:
+            threading.Thread(target=self._run, name="healcore-hang-guard", daemon=True).start()
 
     def close(self) -> None:
         """Ends the thread, without waiting for it."""
@@ -84,7 +75,7 @@ class HangGuard:
     def pause(self) -> None:
         """Stops counting, unless the policy counts the time between steps."""
         self.watch()
-        if not self._between_steps:
+        if not self._rule.between_steps:
             self._counting_since = 0.0
 
     def on_step(self) -> None:
@@ -122,28 +113,20 @@ class HangGuard:
         note = RankNote(rank=self._rank, step=self._step, why=why, trace=stacks, time=time.time())
         ending = f"; it ends with exit status {EXIT_STATUS}" if self._ends else ""
         console.warning(f"{why}{ending}")
-        report: Callable[[], None] = lambda: self._notes.leave(note)  # noqa: E731
-        if self._rank == 0:
-            report = lambda: self._report(note, waited)  # noqa: E731
-        # In another thread, because a failed disk can block forever.
-        writer = threading.Thread(target=report, name="healcore-hang-report", daemon=True)
-        writer.start()
-        writer.join(_REPORT_TIMEOUT_S)
+        if self._ends:  # a failed disk can block the report forever
+            timer = threading.Timer(_REPORT_TIMEOUT_S, os._exit, (EXIT_STATUS,))
+            timer.daemon = True
+            timer.start()
+        if not self._rank:
+            self._report(note, waited)
+        if self._rank or self._ends:
+            self._notes.leave(note)
         if self._ends:
-            self._wait_for_report(note)
+            # An earlier exit would break a connection of rank 0.
+            while self._rank and all(each.rank for each in self._notes.found(hangs=True)):
+                time.sleep(0.1)
             sys.stderr.flush()
             os._exit(EXIT_STATUS)
-
-    def _wait_for_report(self, note: RankNote) -> None:
-        """Tells the other ranks that rank 0 has reported, or waits for the report of rank 0."""
-        if not self._rank:
-            self._notes.leave(note)
-            return
-        until = time.monotonic() + _REPORT_TIMEOUT_S
-        while time.monotonic() < until:  # an earlier exit would break a connection of rank 0
-            if any(note.rank == 0 for note in self._notes.found(hangs=True)):
-                return
-            time.sleep(0.1)
 
     def _stacks(self) -> str:
         """The stacks of all threads, the training thread first."""
@@ -159,14 +142,17 @@ class HangGuard:
     def _report(self, own_note: RankNote, waited: float) -> None:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
         until = time.monotonic() + _STACKS_TIMEOUT_S
-        notes = [own_note, *self._notes.found(hangs=True)]
-        while len(notes) < self._world and time.monotonic() < until:
-            time.sleep(0.1)
+        while True:
             notes = [own_note, *self._notes.found(hangs=True)]
+            missing = sorted({*range(self._world)} - {note.rank for note in notes})
+            if not missing or time.monotonic() >= until:
+                break
+            time.sleep(0.1)
         step, why = own_note.step, own_note.why
-        missing = sorted({*range(self._world)} - {note.rank for note in notes})
         if missing:
-            why += f"; rank {_ranks_text(missing)} has not answered"
+            shown, more = missing[:_MAX_RANKS_SHOWN], len(missing) - _MAX_RANKS_SHOWN
+            why += f"; rank {', '.join(map(str, shown))}"
+            why += f"{f' and {more} more' if more > 0 else ''} has not answered"
         stacks = postmortem.stacks_of(notes)
         self._log.event(
             "fault",
@@ -174,23 +160,18 @@ class HangGuard:
             cause=names(Cause.HANG),
             sign="no step within the time-out",
             problem=why,
-            answer=None if self._observes else "stop" if self._ends else "alert",
-            observed=True if self._observes else None,
+            answer=None if self._policy.observes else "stop" if self._ends else "alert",
+            observed=True if self._policy.observes else None,
             seconds=round(waited, 3),
             stacks=stacks,
         )
-        events = self._log.events
+        events, run = self._log.events, self._log.run
         if not self._ends or events.path is None:
             return
-        hung = postmortem.of_hung(events.path, step=step, why=why, stacks=stacks)
-        problem = postmortem.write(postmortem.path_for(events.path, events.run), hung)
+        counts = run.counts()
+        hung = RunEnd(run, Ending.STOPPED, step, counts, why, fault=Cause.HANG)
+        problem = postmortem.write(events.path, hung, stacks=stacks)
         if problem:
             console.warning(problem)
-        self._log.event("stop", step=step, why=why, diagnosis=postmortem.explain(hung.end))
-        self._log.event("end", step=step, ending=Ending.STOPPED, incidents=hung.end.incidents)
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    hidden = len(ranks) - _MAX_RANKS_SHOWN
-    more = f" and {hidden} more" if hidden > 0 else ""
-    return ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN])) + more
+        self._log.event("stop", step=step, why=why, diagnosis=explain(hung))
+        self._log.event("end", step=step, ending=Ending.STOPPED, incidents=counts.incidents)

@@ -36,7 +36,6 @@ from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
-from healcore.runtime.postmortem.postmortem import path_for
 from healcore.runtime.run_options import (
     CHECKPOINTS,
     LOGGING,
@@ -480,20 +479,7 @@ class Healer(Generic[State]):
 
     def report(self) -> HealingReport:
         """Summary of the run so far, or of the whole run after the block. Waits for the device."""
-        loop, events = self._loop, self._loop.log.events
-        postmortem = None if events.path is None else path_for(events.path, events.run)
-        is_written = self._ending is not None and postmortem is not None and postmortem.exists()
-        return HealingReport.of(
-            loop.recovery.run_end(Ending.COMPLETED),
-            policy=loop.policy.name,
-            ending="" if self._ending is None else self._ending.value,
-            attempts=self.rollbacks,
-            incidents=self.incidents,
-            driver=loop.driver,
-            counts={"shrinks": loop.memory.sizes.used},
-            postmortem=postmortem if is_written else None,
-            error=self._error,
-        )
+        return HealingReport.of(self._loop, self._ending, self._error)
 
     @property
     def store(self) -> CheckpointStore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 from healcore.core.verdict import Cause, names
 from healcore.events import json_lines
 from healcore.events.models import Ending
-from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.incidents.rollback import Rollback
+from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.termination import RunStopped
-from healcore.runtime.postmortem.diagnosis import RunEnd, why_no_good_checkpoint, with_undone
+from healcore.runtime.postmortem.diagnosis import why_no_good_checkpoint, with_undone
+from healcore.runtime.postmortem.postmortem import path_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,41 +58,36 @@ class HealingReport:
     """Name -> `healcore.torch.Report`: how the optimizer is healed. Empty in JAX."""
 
     @classmethod
-    def of(
-        cls,
-        end: RunEnd,
-        *,
-        ending: str,
-        incidents: Sequence[IncidentRecord],
-        driver: Driver,
-        counts: Mapping[str, int],
-        error: BaseException | None,
-        **others: Any,
-    ) -> HealingReport:
-        """The report of a run; `ending` is an empty string before its end."""
-        causes = Counter(name for incident in incidents for name in names(Cause(incident.cause)))
-        tallies = [engine["state"]["tally"] for engine in driver.healing().values()]
+    def of(cls, loop: Loop, ending: Ending | None, error: BaseException | None) -> HealingReport:
+        """The report of a run; `ending` is None before its end. `error` has ended the run."""
+        end, ledger = loop.recovery.run_end(Ending.COMPLETED), loop.recovery.ledger
+        causes = Counter(name for each in ledger.incidents for name in names(Cause(each.cause)))
+        tallies = [engine["state"]["tally"] for engine in loop.driver.healing().values()]
+        events = loop.log.events
+        written = None if events.path is None else path_for(events.path, events.run)
         return cls(
-            ending=ending or "running",
-            converged=ending == Ending.COMPLETED and not end.open and driver.finite(),
+            policy=loop.policy.name,
+            ending=ending.value if ending else "running",
+            converged=ending == Ending.COMPLETED and not end.open and loop.driver.finite(),
             steps=end.step,
-            recoveries=sum(incident.over for incident in incidents),
-            history=tuple(incidents),
-            rollbacks=end.rollbacks,
+            attempts=end.counts.rollbacks,
+            recoveries=sum(incident.over for incident in ledger.incidents),
+            history=tuple(ledger.incidents),
+            rollbacks=tuple(ledger.rollbacks),
             counts={
                 **causes,
-                "skips": end.skips,
-                "undone_skips": end.undone_skips,
+                "skips": end.counts.skips,
+                "undone_skips": end.counts.undone_skips,
                 "clips": sum(int(tally["clips"]) for tally in tallies),
                 "lr_cuts": sum(int(tally["lr_cuts"]) for tally in tallies),
-                **counts,
+                "shrinks": loop.memory.sizes.used,
             },
             lr_scale=end.lr_scale,
             last_good=end.last_good,
             probation=end.probation,
+            postmortem=written if ending and written and written.exists() else None,
             diagnosis=error.diagnosis if isinstance(error, RunStopped) else "",
-            optimizers=driver.optimizer_reports(),
-            **others,
+            optimizers=loop.driver.optimizer_reports(),
         )
 
     def to_dict(self) -> dict[str, Any]:

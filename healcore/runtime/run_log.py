@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -13,6 +12,8 @@ from healcore.core.step_record import StepRecord
 from healcore.core.verdict import names
 from healcore.events import Log
 from healcore.events.metrics import Metrics
+from healcore.events.schema import sentence
+from healcore.history import Run
 from healcore.runtime.faults import Fault
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.trackers import Trackers
@@ -33,7 +34,7 @@ class RunLog:
         silent: whether to drop the lines.
         trackers: receive events and metrics.
         hooks: the user's functions for events.
-        on_local: called with the text of an event that may occur on this rank only, or None.
+        on_local: called with the sentence of an event that may occur on this rank only, or None.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class RunLog:
     ) -> None:
         self.events = events
         self.trackers = Trackers() if trackers is None else trackers
-        self.answered: Counter[str] = Counter()
-        """Action of a rule for faults -> number of faults that it answered."""
+        self.run = Run()
+        """The run by its events; of a resumed run on rank 0 also by those of earlier processes."""
         self._metrics = metrics
         self._hooks = Hooks() if hooks is None else hooks
         self._console: Console = console
@@ -59,14 +60,12 @@ class RunLog:
 
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
         """Writes an event, see `Log.write`, and passes it to the trackers and the user's hooks."""
-        if kind == "fault" and fields.get("answer"):
-            self.answered[fields["answer"]] += 1
-        self.events.write(kind, step=step, **fields)
+        event = self.events.write(kind, step=step, **fields)
+        record = self.run.add(event)
         if self._on_local is not None and kind in _SINGLE_RANK_KINDS:
-            text = fields.get("problem") or f"{fields.get('hook')} returns {fields.get('action')}"
-            self._on_local(f"{kind}: {text}")
-        self.trackers.event(kind, step=step, **fields)
-        for problem in self._hooks.on_event(kind, {"step": step, **fields}):
+            self._on_local(sentence(record))
+        self.trackers.event(event)
+        for problem in self._hooks.on_event(event):
             self.problem(step, problem)
 
     def problem(self, step: int | None, problem: str) -> None:

@@ -44,13 +44,13 @@ def test_start_has_the_process_and_its_environment(path):
     assert {"healcore", "python", "numpy"} <= start["environment"].keys()
 
 
-def test_numbers_go_on_from_the_last_good_line(path):
+def test_each_process_numbers_its_events(path):
     for run in ("a", "b", "c"):
         events = Log(path, run=run)
         for step in range(3):
             events.write("save", step=step)
         events.close()
-    assert [e["seq"] for e in read(path).events] == list(range(9))
+    assert [e["seq"] for e in read(path).events] == [0, 1, 2] * 3
     assert list(read(path).runs()) == ["a", "b", "c"]
 
 
@@ -65,7 +65,7 @@ def test_a_torn_tail_gets_its_line_feed_first(path, tail):
         file.write(tail)
     assert Log(path).write("save", step=2)
     history = read(path)
-    assert [(e["seq"], e["step"]) for e in history.events] == [(0, 1), (1, 2)]
+    assert [(e["seq"], e["step"]) for e in history.events] == [(0, 1), (0, 2)]
     assert [problem.line for problem in history.problems] == [2]
 
 

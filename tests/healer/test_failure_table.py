@@ -20,14 +20,13 @@ from torch import Tensor
 
 from healcore.core.verdict import Cause
 from healcore.policy import load
-from healcore.policy.respond import FAULTS
 from healcore.runtime.faults import FAILURES
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
 from tests.healer.run_options import grouped
 from tests.runtime import test_hang_guard
 from tests.runtime.faults.local_server import serving
-from tests.runtime.faults.test_page import log_lines, without_numbers
+from tests.runtime.faults.test_page import log_lines, responses, without_numbers
 
 QUICK = {"base_delay_s": 0.01, "max_delay_s": 0.02}
 
@@ -206,7 +205,7 @@ BROUGHT_ABOUT: dict[Cause, Callable[[Path], None]] = {
 
 
 def done_about(cause: Cause, folder: Path) -> set[str]:
-    """The words of the recipe that the events of a run show for a cause."""
+    """The words of a rule that the events of a run show for a cause."""
     own = [each for each in events(folder) if cause.name in each.get("cause", ())]
     found = {each["answer"] for each in own if each.get("answer")}
     for each in own:
@@ -225,23 +224,7 @@ def test_a_row_happens_and_its_recipe_is_carried_out(cause, tmp_path, capsys):
     assert all(piece in without_numbers(printed) for piece in shown)
     assert any(cause.name in each.get("cause", ()) for each in events(tmp_path))
     # Freeing the cache is part of the smaller parts, and has no event of its own.
-    assert set(FAILURES[cause].recipe) - {"clear_cache"} <= done_about(cause, tmp_path)
+    assert set(responses(cause)) - {"clear_cache"} <= done_about(cause, tmp_path)
     for each in postmortems(tmp_path):
         if each["ending"] != "completed":
             assert FAILURES[cause].diagnosis.split(":")[0] in " ".join(each["diagnosis"].split())
-
-
-NAMES = {flag: name for name, (flag, _) in FAULTS.items()}
-NAMES |= {cause: str(cause.name).lower() for cause in Cause if cause < Cause.OOM}
-NAMES[Cause.GRAD_VANISHING] = "vanishing"
-
-
-@pytest.mark.parametrize(
-    "cause", [each for each in FAILURES if each in NAMES], ids=lambda c: c.name
-)
-def test_a_recipe_is_what_the_default_policy_does(cause):
-    """In words that a rule for this cause may have."""
-    policy, row = load("default"), FAILURES[cause]
-    names = {NAMES[cause], "nonfinite" if cause.name.startswith("NONFINITE") else NAMES[cause]}
-    done = {word for rule in policy.respond if names & set(rule.to) for word in rule.do}
-    assert set(row.recipe) == done

@@ -136,7 +136,7 @@ def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(pai
     for number in CORRUPT:
         problem = f"batch {number} of epoch 0 cannot be read"
         assert sum(problem in each for each in reports) == 1
-        assert f"rank 1: fault: {problem}" in pair.lines(0)
+        assert f"rank 1: fault: data (error): {problem}" in pair.lines(0)
 
 
 @pytest.mark.parametrize(

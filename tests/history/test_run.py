@@ -87,8 +87,7 @@ def test_a_rollback_without_an_incident_has_no_number():
     run = run_of(BEGIN, ("alarm", 4, NAN), back, second, ("alarm", 9, {**NAN, "incident": 2}))
     assert [case.number for case in run.incidents] == [1, 0, 2]
     assert [case.outcome for case in run.incidents] == ["skip", "rollback", "skip"]
-    assert (run.incident_count, run.undone_incidents) == (2, 1)
-    counts = count_incidents(run.incidents)
+    counts = run.counts()
     assert (counts.incidents, counts.undone_incidents, counts.rollbacks) == (2, 1, 1)
 
 

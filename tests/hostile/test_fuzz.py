@@ -128,9 +128,7 @@ READERS: dict[str, tuple[bytes, Callable[[bytes], object], tuple[type[Exception]
     "JSON Lines": (LINES.encode(), lambda data: _file(".jsonl", data, _traced), (TraceError,)),
     "Trainer": (DOCUMENT.encode(), lambda data: _file(".json", data, _traced), (TraceError,)),
     "TensorBoard": (_tensorboard(), lambda data: _file("", data, _traced), (TraceError,)),
-    "events": (
-        EVENT * 3, lambda data: _file("", data, lambda at: (log.read(at), log.last(at))), ()
-    ),
+    "events": (EVENT * 3, lambda data: _file("", data, log.read), ()),
     "policy": (
         dumps(load("default")).encode(),
         lambda data: loads(data.decode("utf-8", "replace")),

@@ -73,10 +73,6 @@ class CheckpointManager:
         """Target and Unix time of each rollback."""
         self.good: int | None = None
         """Step of the newest known-good checkpoint."""
-        self.damaged: list[int] = []
-        """Steps of checkpoints found damaged on disk."""
-        self.damaged_in_memory: list[int] = []
-        """Steps of checkpoints found damaged in host memory."""
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         """Step and array names of each checkpoint with disallowed NaN or Inf."""
         self._damaged_paths: set[str] = set()
@@ -387,7 +383,6 @@ class CheckpointManager:
             return
         if error.path != WHERE:  # names of directories are unique
             self._damaged_paths.add(error.path)
-        (self.damaged_in_memory if error.path == WHERE else self.damaged).append(error.step)
         self._log.event("damaged", step=error.step, problem=str(error))
 
     def wait(self) -> None:

@@ -31,52 +31,36 @@ _WORKER = _Kind(Cause.WORKER)
 _TRANSIENT, _PERMANENT = _Kind(Cause.NETWORK, transient=True), _Kind(Cause.NETWORK)
 
 _TYPES: dict[str, _Kind] = {
-    "builtins.MemoryError": _OOM,  # also base class of NumPy's error
-    "torch.OutOfMemoryError": _OOM,
-    # A peer has ended, so a repeated call of this rank alone cannot succeed.
-    "torch.distributed.DistNetworkError": _PERMANENT,
-    # Sockets, asyncio and concurrent.futures raise this TimeoutError too.
-    "builtins.ConnectionError": _TRANSIENT,
-    "builtins.TimeoutError": _TRANSIENT,
-    "socket.gaierror": _TRANSIENT,
-    "ssl.SSLCertVerificationError": _PERMANENT,
-    "ssl.SSLError": _TRANSIENT,
-    "http.client.IncompleteRead": _TRANSIENT,
-    "http.client.BadStatusLine": _TRANSIENT,
-    "requests.exceptions.ConnectionError": _TRANSIENT,
-    "requests.exceptions.Timeout": _TRANSIENT,
-    "requests.exceptions.ChunkedEncodingError": _TRANSIENT,
-    "requests.exceptions.InvalidJSONError": _PERMANENT,
-    "urllib3.exceptions.TimeoutError": _TRANSIENT,
-    "urllib3.exceptions.ProtocolError": _TRANSIENT,
-    "urllib3.exceptions.NewConnectionError": _TRANSIENT,
-    "urllib3.exceptions.SSLError": _TRANSIENT,
-    "aiohttp.client_exceptions.ClientConnectorCertificateError": _PERMANENT,
-    "aiohttp.client_exceptions.ClientConnectionError": _TRANSIENT,
-    "aiohttp.client_exceptions.ClientPayloadError": _TRANSIENT,
-    "huggingface_hub.errors.OfflineModeIsEnabled": _PERMANENT,
-    # Reading data.
-    "healcore.runtime.data.position.DataError": _DATA,
-    "builtins.EOFError": _DATA,
-    "builtins.UnicodeDecodeError": _DATA,
-    "json.decoder.JSONDecodeError": _DATA,
-    "zlib.error": _DATA,
-    "gzip.BadGzipFile": _DATA,
-    "lzma.LZMAError": _DATA,
-    "_lzma.LZMAError": _DATA,
-    "zipfile.BadZipFile": _DATA,
-    "tarfile.ReadError": _DATA,
-    "PIL.UnidentifiedImageError": _DATA,
-    "pyarrow.lib.ArrowInvalid": _DATA,
-    "datasets.exceptions.DatasetsError": _DATA,
+    name: kind
+    for kind, names in (
+        # NumPy's error derives from MemoryError.
+        (_OOM, "builtins.MemoryError torch.OutOfMemoryError"),
+        # A peer has ended, so a repeated call of this rank alone cannot succeed.
+        (_PERMANENT, "torch.distributed.DistNetworkError"),
+        (_PERMANENT, "ssl.SSLCertVerificationError requests.exceptions.InvalidJSONError"),
+        (_PERMANENT, "aiohttp.client_exceptions.ClientConnectorCertificateError"),
+        (_PERMANENT, "huggingface_hub.errors.OfflineModeIsEnabled"),
+        # huggingface_hub 2 has httpx2.
+        (_PERMANENT, "httpx.UnsupportedProtocol httpx2.UnsupportedProtocol"),
+        (_PERMANENT, "httpx.LocalProtocolError httpx2.LocalProtocolError"),
+        (_TRANSIENT, "httpx.TransportError httpx2.TransportError"),
+        # Sockets, asyncio and concurrent.futures raise this TimeoutError too.
+        (_TRANSIENT, "builtins.ConnectionError builtins.TimeoutError socket.gaierror"),
+        (_TRANSIENT, "ssl.SSLError http.client.IncompleteRead http.client.BadStatusLine"),
+        (_TRANSIENT, "requests.exceptions.ConnectionError requests.exceptions.Timeout"),
+        (_TRANSIENT, "requests.exceptions.ChunkedEncodingError urllib3.exceptions.TimeoutError"),
+        (_TRANSIENT, "urllib3.exceptions.ProtocolError urllib3.exceptions.NewConnectionError"),
+        (_TRANSIENT, "urllib3.exceptions.SSLError"),
+        (_TRANSIENT, "aiohttp.client_exceptions.ClientConnectionError"),
+        (_TRANSIENT, "aiohttp.client_exceptions.ClientPayloadError"),
+        (_DATA, "healcore.runtime.data.position.DataError builtins.EOFError"),
+        (_DATA, "builtins.UnicodeDecodeError json.decoder.JSONDecodeError zlib.error"),
+        (_DATA, "gzip.BadGzipFile lzma.LZMAError _lzma.LZMAError zipfile.BadZipFile"),
+        (_DATA, "tarfile.ReadError PIL.UnidentifiedImageError pyarrow.lib.ArrowInvalid"),
+        (_DATA, "datasets.exceptions.DatasetsError"),
+    )
+    for name in names.split()
 }
-for _httpx in ("httpx", "httpx2"):  # huggingface_hub 2 has httpx2
-    _TYPES |= {
-        f"{_httpx}.UnsupportedProtocol": _PERMANENT,
-        f"{_httpx}.LocalProtocolError": _PERMANENT,
-        f"{_httpx}.TransportError": _TRANSIENT,
-    }
-
 _ERRNO: dict[int, _Kind] = {
     getattr(errno, name): kind
     for kind, names in (

@@ -1,13 +1,13 @@
 """The table of failures of a training run, one row per cause, and the `Fault` of an exception.
 
-The diagnosis of a run's end, the report and docs/faults.md use this table. The recipe is the
-response of the default policy, in the words of a policy file. Tests compare it with
-policies/default.toml and cause each failure in a real run.
+The diagnosis of a run's end, the report and docs/faults.md use this table. Tests cause each failure
+in a real run.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from healcore.core.verdict import Cause
@@ -30,8 +30,6 @@ class Failure(NamedTuple):
     severity: Severity
     diagnosis: str
     """Usual meaning, and what a person should check."""
-    recipe: tuple[str, ...]
-    """Response of the default policy: words of a rule's `do`."""
     references: tuple[str, ...] = ()
 
 
@@ -50,7 +48,6 @@ FAILURES: dict[Cause, Failure] = {
         Severity.ERROR,
         "The loss itself was NaN or Inf: a log or a division of 0 in it, an empty or fully masked "
         "batch (a mean over nothing), a label outside its range, float16 overflow.",
-        ("skip", "alert", "rollback"),
         (_PALM, _TABLE),
     ),
     Cause.NONFINITE_GRAD: Failure(
@@ -59,7 +56,6 @@ FAILURES: dict[Cause, Failure] = {
         "Gradients were NaN or Inf: a square root or a norm at exactly 0, a softmax over a fully "
         "masked row, float16 overflow; or the optimizer made NaN or Inf of finite gradients: a "
         "learning rate of NaN, Adam's eps in float16.",
-        ("skip", "alert", "rollback"),
         (_PALM, _TABLE),
     ),
     # Published: clip by ZClip, and alarm at an absolute norm of 100. An absolute norm ignores the
@@ -70,7 +66,6 @@ FAILURES: dict[Cause, Failure] = {
         Severity.WARNING,
         "The gradient norm was far above its own history: look at the data of those steps, the "
         "learning rate, and whether the warm-up was long enough.",
-        (),
         (_ZCLIP, "BLOOM-176B's log: the norm grows before the loss does"),
     ),
     # Published: an emergency checkpoint at the spike, which would hold the damaged model. Here the
@@ -80,7 +75,6 @@ FAILURES: dict[Cause, Failure] = {
         Severity.WARNING,
         "The loss left its level and stayed there: the data of those steps first, then the "
         "learning rate and the second-moment decay (a lower beta2 forgets sooner).",
-        ("alert",),
         (_PALM, _ZCLIP),
     ),
     # Published: half the learning rate with each rollback. A change of the data can also raise the
@@ -90,7 +84,6 @@ FAILURES: dict[Cause, Failure] = {
         Severity.ERROR,
         "The loss was climbing without one bad step: the learning rate is too high for this phase "
         "of the training, or the data has changed.",
-        (),
         (_OPT, _PALM),
     ),
     # The default policy does not watch it: data that drift by design look the same.
@@ -100,7 +93,6 @@ FAILURES: dict[Cause, Failure] = {
         "Loss and gradient norm grew together from update to update: the learning rate is too high "
         "for this phase of the training. The run continues below the rate that broke it; lower "
         "your own schedule to that.",
-        (),
         (_OPT,),
     ),
     # Data that drift by design set records too, so the default policy does not watch them.
@@ -109,7 +101,6 @@ FAILURES: dict[Cause, Failure] = {
         Severity.ERROR,
         "The loss set record after record, which well-mixed data do not: the learning rate is too "
         "high for this phase of the training, or the data are no longer shuffled.",
-        (),
         (_RENYI, _OPT),
     ),
     # Published: increase the learning rate, check the initialisation. A higher rate makes a healthy
@@ -119,7 +110,6 @@ FAILURES: dict[Cause, Failure] = {
         Severity.WARNING,
         "Gradients were almost 0: a detached graph, frozen parameters, dead activations, a "
         "learning rate or a loss scale of 0.",
-        (),
         (_TABLE,),
     ),
     # Published: increase the learning rate, check the data. As above. A run that has learnt all it
@@ -128,7 +118,6 @@ FAILURES: dict[Cause, Failure] = {
         "slow_convergence",
         Severity.WARNING,
         "The loss has stopped moving: the schedule, or there is no more to learn.",
-        (),
         (_TABLE,),
     ),
     # The default policy does not watch it: it needs an evaluation loss and a person's decision.
@@ -137,7 +126,6 @@ FAILURES: dict[Cause, Failure] = {
         Severity.WARNING,
         "The evaluation loss rose while the training loss fell: regularisation, more data, or an "
         "earlier end.",
-        (),
         (_TABLE,),
     ),
     Cause.UPDATE_SPIKE: Failure(
@@ -145,7 +133,6 @@ FAILURES: dict[Cause, Failure] = {
         Severity.WARNING,
         "The optimizer's update stood out while its gradient did not: its second moments are too "
         "small or too old (epsilon, beta2), or a restored optimizer state is not this model's.",
-        (),
         ("Marin 32B's log: spikes of the update come before those of the loss",),
     ),
     # Published: half the batch, with accumulation, and gradient checkpointing. healcore cannot add
@@ -156,14 +143,12 @@ FAILURES: dict[Cause, Failure] = {
         "Memory ran out: activation checkpointing, shorter sequences (whether one input was longer "
         "than the others), bf16, an 8-bit optimizer, offloading; a smaller micro-batch only if it "
         "has more than one sample.",
-        ("shrink_microbatch", "clear_cache", "save"),
         (_TABLE,),
     ),
     Cause.DATA: Failure(
         "data_error",
         Severity.ERROR,
         "The data could not be read: the batch first, then the storage behind it.",
-        ("skip_batch", "save"),
         (_TABLE,),
     ),
     Cause.WORKER: Failure(
@@ -172,13 +157,11 @@ FAILURES: dict[Cause, Failure] = {
         "A worker process of the DataLoader died. Most often memory ran out: fewer num_workers, a "
         "smaller prefetch_factor, or more memory. After a bus error: more shared memory (/dev/shm, "
         "--shm-size of a container). After a crash: num_workers=0 shows its traceback.",
-        ("save",),
     ),
     Cause.NETWORK: Failure(
         "api_error",
         Severity.ERROR,
         "A network call failed permanently: the service, its quota, the credentials.",
-        ("retry", "save"),
         (_TABLE, "RFC 9110, 10.2.3 (Retry-After)"),
     ),
     # Published: stop all ranks with their stacks, and start again. Here the stacks are written, and
@@ -188,18 +171,24 @@ FAILURES: dict[Cause, Failure] = {
         Severity.ERROR,
         "A step never returned: the rank whose stack differs from the others', its device and its "
         "network.",
-        ("alert",),
         ("arXiv:2509.16293 (ByteRobust)",),
     ),
     Cause.UNKNOWN: Failure(
         "unknown",
         Severity.ERROR,
         "An exception that healcore does not classify: its message and its traceback.",
-        ("save",),
         (_TABLE,),
     ),
 }
 """A row for every `Cause`."""
+
+
+def causes_of(names: Iterable[str]) -> Cause:
+    """The flags with these names; an unknown name, of a newer healcore, is UNKNOWN."""
+    causes = Cause(0)
+    for name in names:
+        causes |= Cause.__members__.get(name, Cause.UNKNOWN)
+    return causes
 
 
 def failures_of(causes: Cause) -> tuple[Failure, ...]:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _MAX_SERVER_WAIT_S = 3600.0
 """Longest wait that a server may ask for; a call is not repeated after a longer one."""
 
-own_random = SystemRandom().random
+_random = SystemRandom().random
 """Returns a random number from 0 to 1 without changing the run's random state."""
 
 
@@ -36,28 +36,23 @@ class Attempt(NamedTuple):
     """Name of the function."""
     number: int
     """Number of the attempt, from 1."""
-    error: Exception | None = None
+    error: BaseException | None = None
     """The exception, or None after a success."""
     fault: Fault | None = None
     wait_s: float | None = None
     """Seconds until the next attempt, or None for the last attempt."""
 
     def __str__(self) -> str:
-        if self.error is None:
+        if self.fault is None:
             return f"{self.call} has succeeded at attempt {self.number}"
-        sign = "" if self.fault is None else f"{self.fault.sign}, "
         then = "gives up" if self.wait_s is None else f"again in {self.wait_s:.1f} s"
         error = f"{type(self.error).__name__}: {self.error}"
-        return f"{self.call} failed ({sign}attempt {self.number}), {then}: {error:.300}"
+        return (
+            f"{self.call} failed ({self.fault.sign}, attempt {self.number}), {then}: {error:.300}"
+        )
 
 
-def retrying(
-    call: Callable[P, T],
-    policy: PolicyLike = "default",
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    random: Callable[[], float] = own_random,
-) -> Callable[P, T]:
+def retrying(call: Callable[P, T], policy: PolicyLike = "default") -> Callable[P, T]:
     """Wraps a function so that a call is repeated after a transient failure in the network.
 
         upload = healcore.retrying(api.upload_file)
@@ -72,8 +67,6 @@ def retrying(
         call: function to call; no coroutine function and no generator function.
         policy: its rule for `network` and its `[retry]` apply. Without such a rule, or if the
             policy only observes, no call is repeated.
-        sleep: waits a number of seconds.
-        random: returns a number from 0 to 1, for the random part of a wait.
 
     Raises:
         TypeError: `call` is a coroutine or generator function, whose call cannot fail.
@@ -81,7 +74,7 @@ def retrying(
     """
     host = HostPolicy.of(policy)
     retry = host.retry if "retry" in host.answers(Cause.NETWORK) else None
-    return repeated(call, retry, report=_log, sleep=sleep, random=random)
+    return repeated(call, retry, report=_log, sleep=time.sleep)
 
 
 def _log(attempt: Attempt) -> None:
@@ -95,7 +88,6 @@ def repeated(
     *,
     report: Callable[[Attempt], object],
     sleep: Callable[[float], None],
-    random: Callable[[], float] = own_random,
 ) -> Callable[P, T]:
     """`retrying` with the `[retry]` table of a policy, and with a report of the attempts.
 
@@ -105,24 +97,26 @@ def repeated(
         report: receives each attempt that fails in the network, and the attempt that succeeds after
             a failure.
         sleep: waits a number of seconds; its exceptions end the call.
-        random: as for `retrying`.
     """
+    name = getattr(call, "__qualname__", None) or repr(call)[:80]
     if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):
         raise TypeError(
-            f"{_name(call)} is a coroutine or a generator function, which fails only when it is "
+            f"{name} is a coroutine or a generator function, which fails only when it is "
             "awaited or iterated over: pass an ordinary function that does that"
         )
     rules = Retry(attempts=1) if retry is None else retry
 
-    def wait(state: tenacity.RetryCallState) -> float:
-        return delay(rules, state.attempt_number, _fault(state), random())
+    def wait(state: Any) -> float:
+        fault = classify(state.outcome.exception())
+        return delay(rules, state.attempt_number, fault, _random())
+
+    def before_sleep(state: Any) -> None:
+        error = state.outcome.exception()
+        wait_s = state.upcoming_sleep
+        report(Attempt(name, state.attempt_number, error, classify(error), wait_s))
 
     @functools.wraps(call)
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
-        def before_sleep(state: tenacity.RetryCallState) -> None:
-            number, wait_s = state.attempt_number, state.upcoming_sleep
-            report(Attempt(_name(call), number, _error(state), _fault(state), wait_s))
-
         loop = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: is_retried(classify(error))),
             stop=tenacity.stop_after_attempt(rules.attempts),
@@ -134,12 +128,11 @@ def repeated(
         try:
             result = loop(functools.partial(call, *args, **kwargs))
         except Exception as error:
-            fault = classify(error)
-            if fault.cause is Cause.NETWORK:
-                report(Attempt(_name(call), loop.statistics["attempt_number"], error, fault))
+            if (fault := classify(error)).cause is Cause.NETWORK:
+                report(Attempt(name, loop.statistics["attempt_number"], error, fault))
             raise
         if loop.statistics["attempt_number"] > 1:
-            report(Attempt(_name(call), loop.statistics["attempt_number"]))
+            report(Attempt(name, loop.statistics["attempt_number"]))
         return result
 
     return again
@@ -161,15 +154,3 @@ def delay(retry: Retry, attempt: int, fault: Fault, random: float) -> float:
 def is_retried(fault: Fault) -> bool:
     """Whether a call that failed with this fault is repeated."""
     return fault.transient and (fault.retry_after_s or 0.0) <= _MAX_SERVER_WAIT_S
-
-
-def _error(state: tenacity.RetryCallState) -> Any:
-    return None if state.outcome is None else state.outcome.exception()
-
-
-def _fault(state: tenacity.RetryCallState) -> Fault:
-    return classify(_error(state))
-
-
-def _name(call: Callable[..., Any]) -> str:
-    return getattr(call, "__qualname__", None) or repr(call)[:80]

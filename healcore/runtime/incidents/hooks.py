@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ class IncidentContext(NamedTuple):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Severity, diagnosis, recipe and references of the causes, errors first."""
+        """Severity, diagnosis and references of the causes, errors first."""
         return failures_of(self.cause)
 
     @property
@@ -130,21 +131,22 @@ class Hooks:
             try:
                 returned = _checked(hook(incident))
             except Exception as error:
-                problems.append(f"on_incident hook {hook_name(hook)}: {_described(error)}")
+                problems.append(f"on_incident hook {hook_name(hook)}: {described(error)}")
                 continue
             if returned is not None:
                 action, name = returned, hook_name(hook)
                 incident = incident._replace(decision=incident.decision._replace(action=returned))
         return HookResult(action, name, tuple(problems))
 
-    def on_event(self, kind: str, fields: Mapping[str, Any]) -> list[str]:
-        """Calls the hooks of a kind of event. Returns a message for each hook that raised."""
+    def on_event(self, event: Mapping[str, Any]) -> list[str]:
+        """Calls the hooks of an event. Returns a message for each hook that raised."""
         problems = []
-        for hook in self._by_kind.get(kind, ()):
+        for hook in self._by_kind.get(event["kind"], ()):
             try:
-                hook({"kind": kind, **fields})
+                hook(dict(event))
             except Exception as error:
-                problems.append(f"hook {hook_name(hook)} for a {kind}: {_described(error)}")
+                what = f"hook {hook_name(hook)} for a {event['kind']}"
+                problems.append(f"{what}: {described(error)}")
         return problems
 
 
@@ -156,6 +158,11 @@ def _functions(option: str, given: Any, takes: str) -> tuple[Any, ...]:
                 f"{option} takes functions {takes}, not {hook!r}: write def hook(...): ..."
             )
     return hooks
+
+
+def described(error: BaseException) -> str:
+    """The type and the message of an exception, also of an exception whose `__str__` raises."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def hook_name(hook: Any) -> str:
@@ -174,10 +181,3 @@ def _checked(returned: Any) -> Action | None:
             "Action(0) for no action), or None to keep the ordered actions"
         )
     return returned
-
-
-def _described(error: Exception) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # an exception whose __str__ raises
-        return type(error).__name__

@@ -56,6 +56,12 @@ class IncidentRecord:
         """Whether each alarm is a skipped step that was not finite, which changed no weights."""
         return self.skips == self.alarms and not Cause(self.cause) & ~NONFINITE
 
+    def add(self, index: int, causes: int) -> None:
+        """Adds an alarm at a step, with its `Cause` flags."""
+        self.last, self.alarms, self.cause = index, self.alarms + 1, self.cause | causes
+        for name in names(Cause(causes)):
+            self.first.setdefault(name, index)
+
 
 @dataclass
 class Ledger:
@@ -123,11 +129,7 @@ class Ledger:
         self.unhealthy.append(index)
         skip = any(each.skip for each in records)
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
-        incident.last = index
-        incident.cause |= cause
-        for name in names(Cause(cause)):
-            incident.first.setdefault(name, index)
-        incident.alarms += 1
+        incident.add(index, cause)
         incident.skips += skip
         self.skips += skip
         self.untrained += all(each.skip for each in records)
@@ -149,10 +151,7 @@ class Ledger:
             return None
         if incident is None:
             incident = self._append(IncidentRecord(0, index, index, 0, watched=True))
-        incident.last, incident.alarms = index, incident.alarms + 1
-        incident.cause |= causes
-        for name in names(Cause(causes)):
-            incident.first.setdefault(name, index)
+        incident.add(index, causes)
         return incident
 
     def _append(self, incident: IncidentRecord) -> IncidentRecord:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from healcore.core.verdict import Action
-from healcore.events.models import EventRecord
+from healcore.events.schema import lr_text
 from healcore.runtime.data import BatchId
 from healcore.runtime.healthy_range import HealthyRange
 
@@ -112,44 +112,10 @@ class Rollback:
     lr_scale: float = 1.0
     """The multiplier at `target`: 1 where the schedule is below the limit."""
 
-    @classmethod
-    def of(cls, event: EventRecord) -> Rollback:
-        """The applied rollback that an event `rollback` reports."""
-        step = event.step or 0
-        return cls(
-            index=step,
-            onset=step if event.onset is None else event.onset,
-            better=event.checkpoint if event.by == "earlier_weights" else None,
-            status=Status.APPLIED,
-            number=event.number or 0,
-            step=step,
-            lr=event.lr,
-            lr_at_fault=event.lr_at_fault,
-            skipped=len(event.batches or ()),
-            target=event.checkpoint or 0,
-            lr_limit=event.lr_limit,
-            lr_scale=1.0 if event.lr_scale is None else event.lr_scale,
-        )
-
-    @property
-    def lowers_lr(self) -> bool:
-        """Whether the repeated steps have a lower learning rate than before the rollback."""
-        before = self.lr if self.lr_at_fault is None else self.lr_at_fault
-        if before is None or self.lr_limit is None:
-            return self.lr_scale < 1
-        return self.lr_limit < before
-
     @property
     def lr_text(self) -> str:
-        """The lowered learning rate as a clause, or an empty string if it is not lowered."""
-        if not self.lowers_lr:
-            return ""
-        if self.lr_limit is None:
-            return f"learning rate × {self.lr_scale:.3g}"
-        text = f"learning rate at most {self.lr_limit:.3g}"
-        if self.lr_at_fault is not None:
-            return f"{text} (it was {self.lr_at_fault:.3g})"
-        return text if self.lr is None else f"{text} (the schedule had come to {self.lr:.3g})"
+        """See `healcore.events.schema.lr_text`."""
+        return lr_text(self)
 
     @property
     def numbers_text(self) -> str:

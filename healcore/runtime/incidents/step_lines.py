@@ -11,6 +11,7 @@ from healcore.core.verdict import Action, Cause, names
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses this module without the rest of the runtime
     from healcore.core.engine import Engine
+    from healcore.events.models import ReadingsRecord
     from healcore.runtime.host_policy import HostPolicy
     from healcore.runtime.incidents.delayed_reader import StepResult
     from healcore.runtime.incidents.ledger import IncidentRecord
@@ -96,7 +97,7 @@ def incident_text(record: StepRecord, learning_rate: float | None) -> str:
     return "; ".join(filter(None, (cause, ", ".join(numbers))))
 
 
-def readings_text(readings: Readings, cause: Cause) -> str:
+def readings_text(readings: Readings | ReadingsRecord, cause: Cause) -> str:
     """Loss and gradient norm of a step as a clause, without values that were never measured."""
     found = []
     if readings.loss and not math.isnan(readings.loss):  # 0 if the loop passes no loss

@@ -12,13 +12,13 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from healcore.console import counted
 from healcore.core.verdict import Cause, names
 from healcore.events.models import Ending
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.classify import is_broken_connection
+from healcore.runtime.faults.failures import causes_of
 from healcore.runtime.loop import rank_group
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.termination import (
@@ -30,12 +30,7 @@ from healcore.runtime.loop.termination import (
     Terminated,
 )
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.postmortem.diagnosis import (
-    AFTER_A_KILL,
-    RunEnd,
-    answers_text,
-    with_undone,
-)
+from healcore.runtime.postmortem.diagnosis import AFTER_A_KILL, last_line
 from healcore.runtime.postmortem.rank_notes import RankNote, of_ranks, traces
 from healcore.runtime.store import StoreError
 
@@ -53,31 +48,23 @@ _RECOMMENDED_LOOPS = {
     "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
 }
 """Framework -> recommended loop."""
-_ENDING_TEXTS = {
-    Ending.COMPLETED: "completed",
-    Ending.STOPPED: "stopped",
-    Ending.EXCEPTION: "ended by an exception",
-    Ending.INTERRUPTED: "interrupted",
-    Ending.SIGNAL: "ended by a signal",
-    Ending.REQUESTED: "ended by",
-}
 
 
 def ending_of(error: BaseException | None, signal_number: int | None = None) -> Ending:
     """Ending of a run, by the error that left its block and by the signal that it received."""
-    if error is None:
-        return Ending.COMPLETED
-    if isinstance(error, RunStopped):
-        return Ending.STOPPED
+    endings = {
+        type(None): Ending.COMPLETED,
+        RunStopped: Ending.STOPPED,
+        Terminated: Ending.SIGNAL,
+        KeyboardInterrupt: Ending.INTERRUPTED,
+        EndRequested: Ending.REQUESTED,
+    }
+    for cls, ending in endings.items():
+        if isinstance(error, cls):
+            return ending
     # torch's loader raises when the signal has killed its workers too.
     killed = signal_number == signal.SIGTERM and "DataLoader worker" in str(error)
-    if isinstance(error, Terminated) or killed:
-        return Ending.SIGNAL
-    if isinstance(error, KeyboardInterrupt):
-        return Ending.INTERRUPTED
-    if isinstance(error, EndRequested):
-        return Ending.REQUESTED
-    return Ending.EXCEPTION
+    return Ending.SIGNAL if killed else Ending.EXCEPTION
 
 
 def close(loop: Loop, error: BaseException | None) -> BaseException | None:
@@ -88,23 +75,20 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     raised = error.__cause__ if isinstance(error, RunStopped) else error
     problems: list[str] = []
 
-    def attempt(what: str, action: Callable[[], object]) -> bool:
+    def attempt(what: str, action: Callable[[], object]) -> Exception | None:
         try:
             action()
         except Exception as problem:
             problems.append(f"{what}: {type(problem).__name__}: {problem}")
-            return False
-        return True
+            return problem
+        return None
 
     # A rank that ends alone, or a step before the others, must not wait for them.
     completed = ending == Ending.COMPLETED
     saved, together = True, completed or ranks.ends_together or ranks.world == 1
     if completed and ranks.world > 1:
-        try:
-            _wait_for_ranks(loop)
-        except Exception as problem:
-            together, raised = False, problem
-            problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
+        raised = attempt("another rank has left", partial(_wait_for_ranks, loop))
+        together = raised is None
     is_fault = completed or ending in _FAULT_ENDINGS
     fault = classify(raised) if is_fault and raised is not None else None
     notes = [] if together else _collect_notes(loop, ending, error or raised, fault)
@@ -128,7 +112,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state partly changed.
         save = partial(saver.save_last, completed=completed)
-        saved = attempt("the last state could not be saved", save)
+        saved = attempt("the last state could not be saved", save) is None
     attempt("checkpoints being written", saver.checkpoints.wait)
     if completed and (not together or _is_lost_on_any_rank(loop, saved, problems)):
         # The journal must not have "completed", so that the next start resumes and saves the run.
@@ -250,10 +234,7 @@ def _report_fault_of_rank(loop: Loop, note: RankNote) -> Fault | None:
     """Logs the exception of another rank, which has ended the run."""
     if not note.cause:
         return None
-    cause = Cause(0)
-    for name in note.cause:
-        cause |= Cause.__members__.get(name, Cause.UNKNOWN)
-    fault = Fault(cause, note.sign)
+    fault = Fault(causes_of(note.cause), note.sign)
     problem = f"the loop raised on rank {note.rank}: {note.why:.600}"
     loop.log.fault(loop.data.step, fault, problem, answer=None)
     return fault
@@ -368,7 +349,10 @@ def _write_end(
     fault: Cause,
     notes: list[RankNote],
 ) -> None:
-    """Writes the postmortem and the last event. `notes` are those of `_collect_notes`."""
+    """Writes the postmortem and the last event. `notes` are those of `_collect_notes`.
+
+    The postmortem comes first: a start writes a missing postmortem only without the event `end`.
+    """
     with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
         loop.recovery.read_engines()
     why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
@@ -380,79 +364,31 @@ def _write_end(
     elif ending == Ending.EXCEPTION and error is not None:
         exception, trace = described(error)
     end = loop.recovery.run_end(ending, why, exception=exception, fault=fault)
-    if not loop.ranks.rank:
-        write_postmortem(loop, end, trace)
-    log_end(loop, end, notes)
+    events = loop.log.events
+    problem = None
+    if events.path is not None and not loop.ranks.rank:
+        problem = postmortem.write(events.path, end, trace=trace, lost=events.lost)
+    if problem:
+        loop.log.warning(problem)
+    loop.log.event(
+        "end",
+        step=end.step,
+        ending=end.ending,
+        incidents=end.counts.incidents,
+        rollbacks=end.counts.rollbacks,
+        last_good=end.last_good,
+        unreported_alarms=loop.recovery.monitor.unreported_alarms or None,
+        of_ranks=of_ranks(notes) or None,
+    )
     journal, data = loop.saver.restorer.journal, loop.data
-    newest = journal.state.newest_on_disk if journal.path is not None else None
     if ending == Ending.COMPLETED and data.had_completed and data.resumed_here:
         loop.log.warning(
             f"completed earlier, at step {data.step}: nothing was trained, and the state is the "
             "saved state; an empty directory begins a new run"
         )
     else:
-        line = end_line(end, rollbacks=journal.state.rollbacks, newest=newest)
-        loop.log.info(line)
-
-
-def write_postmortem(loop: Loop, end: RunEnd, trace: str | None) -> Path | None:
-    """Writes the postmortem. Returns its path, or None if the write failed.
-
-    Called before the event `end`: a start writes a missing postmortem only without this event.
-    """
-    events = loop.log.events
-    if events.path is None:
-        return None
-    content = postmortem.of(end, events, seconds=time.monotonic() - loop.began, trace=trace)
-    path = postmortem.path_for(events.path, events.run)
-    problem = postmortem.write(path, content)
-    if problem:
-        loop.log.warning(problem)
-    return None if problem else path
-
-
-def log_end(loop: Loop, end: RunEnd, notes: list[RankNote]) -> None:
-    """Writes the event `end`."""
-    loop.log.event(
-        "end",
-        step=end.step,
-        ending=end.ending,
-        incidents=end.incidents,
-        rollbacks=loop.recovery.rollbacks,
-        last_good=end.last_good,
-        unreported_alarms=loop.recovery.monitor.unreported_alarms or None,
-        of_ranks=of_ranks(notes) or None,
-    )
-
-
-def end_line(end: RunEnd, *, rollbacks: int = 0, newest: int | None = None) -> str:
-    """The last line of a run on the console; `newest` is the newest checkpoint on disk."""
-    would = "would have " if end.observes else ""
-    skipped = with_undone(counted(end.skips, "step"), end.undone_skips)
-    done = [f"{would}skipped {skipped}"] if end.skips else []
-    done += [
-        f"{would}{what} {counted(number, noun)}"
-        for number, what, noun in (
-            (end.clips, "clipped", "step"),
-            (end.lr_cuts, "cut the learning rate", "time"),
-            (rollbacks, "rolled back", "time"),
-        )
-        if number
-    ]
-    done += answers_text(end.answered)
-    if end.declined:
-        done.append(f"declined {counted(end.declined, 'order')}")
-    if end.lr_scale < 1 and not end.observes:
-        done.append(f"learning rate × {end.lr_scale:.3g} at the end")
-    last_good = "none" if end.last_good is None else f"step {end.last_good}"
-    disk = "" if newest is None else f"checkpoint {newest} is on disk, "
-    ended = _ENDING_TEXTS[Ending(end.ending)]
-    if end.ending == Ending.REQUESTED:
-        ended += f" {end.why}"
-    return (
-        f"{ended} after step {end.step}: "
-        f"{', '.join(done) or 'no intervention'}; {disk}newest known-good checkpoint: {last_good}"
-    )
+        newest = journal.state.newest_on_disk if journal.path is not None else None
+        loop.log.info(last_line(end, newest))
 
 
 def described(error: BaseException) -> tuple[str, str]:
@@ -462,8 +398,4 @@ def described(error: BaseException) -> tuple[str, str]:
 
 
 def _why(error: BaseException | None) -> str:
-    if isinstance(error, Terminated):
-        return f"signal {error.number}"
-    if isinstance(error, RunStopped | EndRequested):
-        return error.why
-    return ""
+    return error.why if isinstance(error, RunStopped | EndRequested | Terminated) else ""

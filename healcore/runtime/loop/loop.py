@@ -63,7 +63,7 @@ class Loop:
         self.ranks = ranks
         self.log = log
         self.notes = notes
-        self.guard = HangGuard()
+        self.guard = HangGuard(policy, ranks.processes, log, notes)
         self.memory = OutOfMemory(
             policy=policy,
             driver=driver,

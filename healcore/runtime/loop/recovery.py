@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from healcore.console import counted
@@ -452,33 +452,24 @@ class Recovery:
         raise RunStopped(text, why, end.last_good) from error
 
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
-        """The facts for a diagnosis. `why` is the reason of a stop, or the signal."""
+        """How the run ends. `why` is the reason of a stop, or the signal."""
         good, path = self._last_good_checkpoint()
-        facts = self.monitor.end_facts()
-        if not self._checkpoints.store.accepts("regular"):
-            facts["probation"] = None  # no checkpoint becomes known-good
+        is_regular = self._checkpoints.store.accepts("regular")  # else none becomes known-good
         return RunEnd(
-            ending=ending,
-            step=self._data.step,
-            why=why,
-            rollbacks=tuple(self.ledger.rollbacks),
+            self._log.run,
+            ending,
+            self._data.step,
+            self.monitor.counts()._replace(rollbacks=self.rollbacks),
+            why,
+            open=self.monitor.is_unhealthy,
+            lr_scale=self.monitor.lr_scale,
             last_good=good,
             last_good_path=path,
-            declined=self._evidence.declined,
-            **self._facts_of_checkpoints(),
-            **facts,
+            probation=self._policy.probation if is_regular else None,
+            not_finite=tuple(self._checkpoints.nonfinite),
+            metrics=self.monitor.metrics.values(),
             **fields,
         )
-
-    def _facts_of_checkpoints(self) -> Mapping[str, Any]:
-        checkpoints = self._checkpoints
-        return {
-            "damaged": tuple(checkpoints.damaged),
-            "damaged_in_memory": tuple(checkpoints.damaged_in_memory),
-            "not_finite": tuple(checkpoints.nonfinite),
-            "unsaved": checkpoints.failures,
-            "unsaved_why": checkpoints.last_failure,
-        }
 
     def _last_good_checkpoint(self) -> tuple[int | None, str | None]:
         """Step and path of the newest known-good checkpoint."""

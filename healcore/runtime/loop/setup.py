@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore import console
-from healcore.core.verdict import Cause
 from healcore.events import Log
 from healcore.events.metrics import Metrics, path_next_to
 from healcore.events.models import Ending
@@ -171,8 +170,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     log, policy, driver, ranks = loop.log, loop.policy, loop.driver, loop.ranks
     journal, store = loop.saver.restorer.journal, loop.saver.checkpoints.store
     events = None if ranks.rank else log.events.path
-    killed = None if events is None else postmortem.of_killed(events)
-    after_kill = bool(events and killed and postmortem.path_for(events, killed.run).is_file())
+    previous = None if events is None else postmortem.last_run(events)
+    after_kill = bool(events and previous and postmortem.of_killed(events, previous))
     _refuse_to_start(loop.ranks.stop_file, ranks, log)
     journal.read()
     saves = loop.saver.restorer.saves()
@@ -184,6 +183,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     except AlreadyCompleted as completed:
         log.info(str(completed))
         raise
+    if saves and previous is not None:
+        log.run = previous
     every = loop.saver.checkpoints.every
     log_start(
         log,
@@ -211,15 +212,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     log.trackers.start(journal.state.lineage or log.events.run)
     if not ranks.rank:
         loop.notes.remove()  # notes of earlier starts
-    if Cause.HANG in policy.faults:
-        loop.guard.start(
-            policy.hang,
-            ends="stop" in policy.answers(Cause.HANG),
-            observes=policy.observes,
-            ranks=ranks,
-            log=log,
-            notes=loop.notes,
-        )
+    loop.guard.start()
     driver.on_step(loop.guard.on_step)
 
 
@@ -232,7 +225,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     silent = ranks.rank > 0 and group.votes
     events = Log(None) if silent else _events(options.logging.events, folder, ranks)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
-    trackers = Trackers(selected, run=events.run)
+    trackers = Trackers(selected)
     log = RunLog(
         events,
         metrics=_metrics(options.logging.metrics, events, ranks, tracked=len(trackers) > 0),

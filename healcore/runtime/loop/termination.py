@@ -3,12 +3,11 @@
 The exceptions do not derive from `Exception`, so that `except Exception` in a training loop does
 not catch them. They end the program without a traceback.
 
-After SIGTERM and Ctrl-C the run finishes the current step and saves. One handler serves all Healers
-of a process. It calls the previous handler, and removes itself at the first signal: a second
-SIGTERM has its usual effect. A second Ctrl-C ends the process at once, like a kill, because a
-KeyboardInterrupt would still wait for pending checkpoints. In an interactive session, which must
-survive, it is a KeyboardInterrupt. Only the main thread installs handlers, because Python handles
-signals only there.
+After SIGTERM and Ctrl-C the run finishes the current step and saves. The handler calls the previous
+handler, and removes itself at the first signal: a second SIGTERM has its usual effect. A second
+Ctrl-C ends the process at once, like a kill, because a KeyboardInterrupt would still wait for
+pending checkpoints. In an interactive session, which must survive, it is a KeyboardInterrupt. Only
+the main thread installs handlers, because Python handles signals only there.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,29 +52,8 @@ class RunStopped(HealcoreError, SystemExit):
         return self.diagnosis
 
 
-class AlreadyCompleted(HealcoreError, SystemExit):
-    """The run in this directory had completed: nothing is left to do.
-
-    Uncaught, the process ends with status 0, so that schedulers do not restart the program. `line`
-    says what the directory holds and how to continue training.
-    """
-
-    def __init__(self, line: str) -> None:
-        super().__init__(0)
-        self.line = line
-
-    def __str__(self) -> str:
-        return self.line
-
-
-class EndRequested(HealcoreError, SystemExit):
-    """A stop file has ended the run, or exists when the program starts.
-
-    Uncaught, the process ends with status 0, so that torchrun and schedulers do not start it again.
-
-    Attributes:
-        why: source of the request.
-    """
+class _EndsWithStatus0(HealcoreError, SystemExit):
+    """Ends the process with status 0, so that torchrun and schedulers do not start it again."""
 
     def __init__(self, why: str) -> None:
         super().__init__(0)
@@ -83,6 +61,22 @@ class EndRequested(HealcoreError, SystemExit):
 
     def __str__(self) -> str:
         return self.why
+
+
+class AlreadyCompleted(_EndsWithStatus0):
+    """The run in this directory had completed: nothing is left to do. Uncaught, the status is 0.
+
+    Attributes:
+        why: what the directory holds, and how to continue training.
+    """
+
+
+class EndRequested(_EndsWithStatus0):
+    """A stop file has ended the run, or exists when the program starts. Uncaught, the status is 0.
+
+    Attributes:
+        why: source of the request.
+    """
 
 
 class LastStateNotSaved(HealcoreError, SystemExit):
@@ -107,6 +101,7 @@ class Terminated(HealcoreError, SystemExit):
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
+        self.why = f"signal {number}"
 
 
 class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
@@ -124,6 +119,8 @@ class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
 class TerminationWatch:
     """The signals that one run has received.
 
+    Several runs of a process each install their handler, and each handler calls the previous one.
+
     Args:
         propose_end: proposes to all ranks to end, with the number of the signal. None for a process
             that ends by itself.
@@ -134,15 +131,31 @@ class TerminationWatch:
         """Number of the signal that asks the run to end, or None without one."""
         self._propose_end = propose_end
         self._waiting_for_data = False
+        self._pid = 0
+        """The process that watches, or 0. A forked child has the handlers, but not the run."""
+        self._replaced: dict[int, tuple[Any, Any]] = {}
+        """Signal -> handler that this object has installed, and the previous handler."""
 
     def start(self) -> None:
         """Installs the handlers."""
         if threading.current_thread() is threading.main_thread():
-            _handler.add(self)
+            self._pid = os.getpid()
+            self._install(signal.SIGTERM, self._handle)
+            # A program's own handler for Ctrl-C stays.
+            previous = signal.getsignal(signal.SIGINT)
+            if previous is signal.default_int_handler or _is_of_run(previous):
+                self._install(signal.SIGINT, self._handle)
 
     def stop(self) -> None:
-        """Stops watching; the last run of the process restores the previous handlers."""
-        _handler.remove(self)
+        """Stops watching, and restores the previous handlers.
+
+        A handler stays if it was replaced, or if another thread calls: it then has no effect.
+        """
+        self._pid = 0
+        if threading.current_thread() is threading.main_thread():
+            for number, (handler, _) in self._replaced.items():
+                if signal.getsignal(number) == handler:
+                    signal.signal(number, self._previous(number))
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -169,14 +182,47 @@ class TerminationWatch:
                 return
             time.sleep(min(left, _MAX_SLEEP_S))
 
-    def on_signal(self, number: int) -> bool:
-        """Records a signal. Returns whether the run can end at once."""
-        if self._propose_end is not None and self.signal_number is None:
-            self.signal_number = number
+    def _install(self, number: int, handler: Any) -> None:
+        # None: Python has not set the previous handler, and cannot restore it.
+        previous = signal.signal(number, handler) or signal.SIG_DFL
+        self._replaced[number] = handler, self._replaced.get(number, (None, previous))[1]
+
+    def _previous(self, number: int) -> Any:
+        """The previous handler, without the handlers of runs that have ended."""
+        handler = self._replaced[number][1]
+        ended = _is_of_run(handler) and handler.__self__._pid != os.getpid()
+        return handler.__self__._previous(number) if ended else handler
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous(number)
+        if os.getpid() != self._pid:  # the previous handler decides
+            signal.signal(number, previous)
+            os.kill(os.getpid(), number)
+            return
+        for each in (signal.SIGTERM, signal.SIGINT):  # the next signal has its usual effect
+            if signal.getsignal(each) == self._handle:
+                signal.signal(each, self._previous(each))
+        # A scheduler signals the whole process group. torch's SIGCHLD handler raises anywhere when
+        # its workers die, which would interrupt the save.
+        if hasattr(signal, "SIGCHLD"):
+            self._install(signal.SIGCHLD, signal.SIG_DFL)
+        first, self.signal_number = self.signal_number is None, number
+        if self._propose_end is not None and first:
             self._propose_end(number)
-            return False
-        self.signal_number = number
-        return self._waiting_for_data
+        if number != signal.SIGINT or _is_of_run(previous):
+            if callable(previous):
+                previous(number, frame)
+        elif not hasattr(sys, "ps1"):
+            self._install(number, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
+        if self._propose_end is None and self._waiting_for_data:
+            raise exit_for(number)
+
+
+def _is_of_run(handler: Any) -> bool:
+    """Whether a signal's handler belongs to a run."""
+    return isinstance(getattr(handler, "__self__", None), TerminationWatch)
 
 
 def exit_for(number: int) -> BaseException:
@@ -208,76 +254,3 @@ class StopFile:
         if self.path is not None and not self._found and now >= self._next_look:
             self._found, self._next_look = os.path.lexists(self.path), now + POLL_INTERVAL_S
         return self._found
-
-
-class _Handler:
-    """The handlers of this process, and the runs that they notify."""
-
-    def __init__(self) -> None:
-        self._runs: list[TerminationWatch] = []
-        self._previous: dict[int, Any] = {}
-        self._pid = 0
-        self._children: Any = None
-        self._interrupts: Any = None
-        """The previous handler of Ctrl-C, set after the first Ctrl-C."""
-
-    def add(self, run: TerminationWatch) -> None:
-        if self._pid != os.getpid():
-            self._runs.clear()  # runs of the parent process, whose handlers a fork inherits
-            self._pid = os.getpid()
-        self._runs.append(run)
-        if self._previous:
-            return
-        self._install(signal.SIGTERM)
-        # A program's own handler for Ctrl-C stays.
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._install(signal.SIGINT)
-
-    def remove(self, run: TerminationWatch) -> None:
-        with suppress(ValueError):
-            self._runs.remove(run)
-        if not self._runs and threading.current_thread() is threading.main_thread():
-            # Other threads cannot restore handlers: the next signal does it.
-            self._restore()
-            if self._children is not None:
-                signal.signal(signal.SIGCHLD, self._children)
-                self._children = None
-            if self._interrupts is not None:
-                signal.signal(signal.SIGINT, self._interrupts)
-                self._interrupts = None
-
-    def _install(self, number: int) -> None:
-        self._previous[number] = signal.signal(number, self._handle)
-
-    def _restore(self) -> None:
-        for number, previous in self._previous.items():
-            # `previous` is None if Python has not set the handler: it cannot be restored.
-            signal.signal(number, previous or signal.SIG_DFL)
-        self._previous.clear()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous.get(number) or signal.SIG_DFL
-        if os.getpid() != self._pid or not self._runs:
-            # A forked child (a data loader's worker) has no run: the previous handler decides.
-            self._restore()
-            signal.signal(number, previous)
-            os.kill(os.getpid(), number)
-            return
-        self._restore()
-        if hasattr(signal, "SIGCHLD") and self._children is None:
-            # A scheduler signals the whole process group. torch's SIGCHLD handler raises anywhere
-            # when its workers die, which would interrupt the save.
-            self._children = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL
-        # A list: every run is notified, even if the first one can end at once.
-        end_now = [run for run in list(self._runs) if run.on_signal(number)]
-        if number == signal.SIGINT:
-            self._interrupts = previous
-            signal.signal(number, previous if hasattr(sys, "ps1") else signal.SIG_DFL)
-            os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
-        elif callable(previous):
-            previous(number, frame)
-        if end_now:
-            raise exit_for(number)
-
-
-_handler = _Handler()

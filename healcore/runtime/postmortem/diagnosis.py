@@ -1,24 +1,25 @@
 """Writes the diagnosis of a run's end: observations, actions and advice.
 
-The text depends on the `RunEnd` alone, so all ranks write the same text.
+The text depends on the `RunEnd` alone, which a live run and the next start of a killed run make in
+the same way: from the events.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from healcore.console import counted
-from healcore.core.evidence import Evidence
-from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.events.models import Ending
-from healcore.runtime.faults.failures import FAILURES
-from healcore.runtime.incidents.hooks import Batch
-from healcore.runtime.incidents.rollback import Rollback
+from healcore.events.models import Ending, EventRecord
+from healcore.events.schema import lr_text
+from healcore.history import Counts, Run
+from healcore.history.process import RunState
+from healcore.runtime.faults.failures import FAILURES, causes_of
 from healcore.runtime.incidents.step_lines import readings_text
+from healcore.runtime.postmortem.sentences import STATES
 
 _WIDTH = 96
 _SHOWN = 5
@@ -41,89 +42,55 @@ _REPEATED = (
 
 
 class RunEnd(NamedTuple):
-    """The facts about a run at its end."""
+    """How a run has ended."""
 
+    run: Run
+    """The run by its events."""
     ending: str
     """One of `Ending`."""
     step: int
     """Optimizer steps done."""
+    counts: Counts
+    """Counts of the whole run; lower limits if the run was killed."""
     why: str = ""
     """Reason of a stop, or name of the signal."""
-    cause: Cause = Cause(0)
-    """Cause of the last incident, or 0 without an incident."""
-    onset: int | None = None
-    open: bool | None = None
-    """Whether the last incident was open or the last step unhealthy, or None if unknown."""
-    incidents: int = 0
-    """Incidents of the whole run, including undone incidents."""
-    undone_incidents: int = 0
-    readings: Readings | None = None
-    evidence: tuple[Evidence, ...] = ()
-    batches: tuple[Batch, ...] = ()
-    """Batches of the first steps of the last incident."""
-    skips: int = 0
-    """Steps skipped in the whole run, including undone steps."""
-    undone_skips: int = 0
-    clips: int = 0
-    """Steps clipped in the whole run."""
-    lr_cuts: int = 0
-    rollbacks: tuple[Rollback, ...] = ()
-    lr_scale: float = 1.0
-    damaged: tuple[int, ...] = ()
-    """Steps of checkpoints found damaged on disk."""
-    damaged_in_memory: tuple[int, ...] = ()
-    """Steps of checkpoints found damaged in host memory."""
-    not_finite: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    """Step and array names of each checkpoint with disallowed NaN or Inf."""
-    unsaved: int = 0
-    """Number of checkpoints that could not be written."""
-    unsaved_why: str = ""
-    """Error of the last checkpoint that could not be written."""
-    observes: bool = False
-    probation: int | None = None
-    """Healthy steps after which a checkpoint is known-good, or None if unknown."""
-    last_good: int | None = None
-    last_good_path: str | None = None
-    """Directory of the checkpoint `last_good`."""
     exception: str | None = None
+    """The exception in one line, or None without an exception."""
     fault: Cause = Cause(0)
     """Cause of the exception, or 0 without an exception."""
-    declined: int = 0
-    """Number of orders that were declined for lack of evidence that the model was worse."""
-    answered: Mapping[str, int] = MappingProxyType({})
-    """Word of a rule for faults -> number of responses with it in this process."""
+    open: bool | None = None
+    """Whether the last incident was open or the last step unhealthy, or None if unknown."""
+    lr_scale: float = 1.0
+    last_good: int | None = None
+    """Step of the newest known-good checkpoint, or None without one."""
+    last_good_path: str | None = None
+    """Directory of the checkpoint `last_good`."""
+    probation: int | None = None
+    """Healthy steps after which a checkpoint is known-good, or None if unknown."""
+    not_finite: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """Step and array names of each checkpoint with disallowed NaN or Inf."""
     metrics: Mapping[str, float] = MappingProxyType({})
     """`Healer.metrics` at the end."""
+
+    @property
+    def cause(self) -> Cause:
+        """Cause of the last incident, or 0 without an incident."""
+        last = self.run.last_incident
+        return Cause(0) if last is None else causes_of(last.cause)
 
 
 def explain(end: RunEnd) -> str:
     """The diagnosis: a headline, then paragraphs with a label."""
     parts = [
         _headline(end),
-        *_seen_section(end),
-        *_state(end),
-        *_actions(end),
-        *_storage_section(end),
-        *_advice_section(end),
+        _section("Seen", " ".join(_seen(end))),
+        _section("State", _state(end)),
+        _section("Tried", _tried(end)),
+        *_storage(end),
+        *_advice(end),
         _last_good_text(end),
     ]
     return "\n".join(part for part in parts if part)
-
-
-def _headline(end: RunEnd) -> str:
-    at = f"at step {end.step}"
-    because = f": {end.why}" if end.why else ""
-    if end.ending == Ending.EXCEPTION:
-        because = f": {end.exception}" if end.exception else ""
-    if end.ending not in _HEADLINES:
-        raise ValueError(f"ending is one of {', '.join(Ending)}, not {end.ending!r}")
-    text = _HEADLINES[Ending(end.ending)].format(f"{at}{because}")
-    if end.ending == Ending.KILLED and end.exception:
-        text = (
-            "The process was killed after another rank had ended; its last event is "
-            f"{at}{because}. {end.exception}"
-        )
-    return _wrapped(text) if end.ending in (Ending.EXCEPTION, Ending.KILLED) else text
 
 
 _HEADLINES = {
@@ -138,88 +105,116 @@ _HEADLINES = {
 }
 
 
-def _seen_section(end: RunEnd) -> Iterator[str]:
-    sentences = _incidents(end)
-    if sentences:
-        yield _section("Seen", " ".join(sentences))
+def _headline(end: RunEnd) -> str:
+    because = end.exception if end.ending == Ending.EXCEPTION else end.why
+    at = f"at step {end.step}{f': {because}' if because else ''}"
+    if end.ending == Ending.KILLED and end.exception:
+        return _wrapped(
+            "The process was killed after another rank had ended; its last event is "
+            f"{at}. {end.exception}"
+        )
+    text = _HEADLINES[Ending(end.ending)].format(at)
+    return _wrapped(text) if end.ending in (Ending.EXCEPTION, Ending.KILLED) else text
 
 
-def _incidents(end: RunEnd) -> list[str]:
-    if not end.cause:
-        return [f"{incidents_text(end)}, all resolved."] if end.incidents else []
-    names = ", ".join(flag.name.lower() for flag in Cause if flag.name and flag in end.cause)
-    since = "" if end.onset is None else f" from step {end.onset} on"
-    sentences = [f"{names}{since}{', resolved by the end' if end.open is False else ''}."]
-    numbers = end.readings
-    if numbers is not None and (text := readings_text(numbers, end.cause)):
-        limit = f" (limit {numbers.threshold:.3g})" if numbers.threshold > 0 else ""
-        sentences.append(f"At the first alarm: {text}{limit}.")
-    if end.evidence:
-        norms = _first([f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in end.evidence])
-        sentences.append(f"Gradients that stood out: {norms}.")
-    if end.batches:
-        batches = _first([f"epoch {epoch} batch {index}" for epoch, index in end.batches])
-        sentences.append(f"Its data: {batches}.")
-    if end.incidents > 1:
-        sentences.append(f"The run had {incidents_text(end)}.")
-    return sentences
-
-
-def _state(end: RunEnd) -> Iterator[str]:
-    if not end.not_finite:
+def _seen(end: RunEnd) -> Iterator[str]:
+    last, total = end.run.last_incident, incidents_text(end.counts)
+    if last is None:
+        if end.counts.incidents:
+            yield f"{total}, all resolved."
         return
+    resolved = ", resolved by the end" if end.open is False else ""
+    yield f"{', '.join(last.cause).lower()} from step {last.onset_step:.0f} on{resolved}."
+    if last.readings is not None and (text := readings_text(last.readings, end.cause)):
+        threshold = last.readings.threshold
+        limit = f" (limit {threshold:.3g})" if threshold > 0 else ""
+        yield f"At the first alarm: {text}{limit}."
+    if last.evidence:
+        norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in last.evidence]
+        yield f"Gradients that stood out: {_first(norms)}."
+    if last.batches:
+        batches = [f"epoch {epoch} batch {index}" for epoch, index in last.batches]
+        yield f"Its data: {_first(batches)}."
+    if end.counts.incidents > 1:
+        yield f"The run had {total}."
+
+
+def _state(end: RunEnd) -> str:
+    if not end.not_finite:
+        return ""
     step, arrays = end.not_finite[0]
-    shown = ", ".join(arrays[:_SHOWN]) + (" and more" if len(arrays) > _SHOWN else "")
     many = len(end.not_finite)
     saves = f"the checkpoint of step {step}" if many == 1 else f"{many} checkpoints since {step}"
-    text = f"NaN or Inf in {shown}, in {saves}."
-    if end.not_finite[-1][0] == end.step:
-        text += " The run ends in that state."
-    yield _section("State", text)
+    ends = " The run ends in that state." if end.not_finite[-1][0] == end.step else ""
+    return f"NaN or Inf in {_first(arrays)}, in {saves}.{ends}"
 
 
-def _actions(end: RunEnd) -> Iterator[str]:
-    if end.observes:
-        yield _section("Tried", "nothing: the policy only observes.")
-        return
-    done = []
-    if end.skips:
-        done.append(f"skipped {with_undone(counted(end.skips, 'step'), end.undone_skips)}")
-    if end.clips:
-        done.append(f"clipped {counted(end.clips, 'step')}")
-    done += answers_text(end.answered)
-    if end.declined:
-        done.append(f"declined {counted(end.declined, 'order')} of the policy")
-    if len(end.rollbacks) > _SHOWN:
-        done.append(f"{len(end.rollbacks) - _SHOWN} earlier rollbacks")
-    done += [_rollback(rollback) for rollback in end.rollbacks[-_SHOWN:]]
+def _tried(end: RunEnd) -> str:
+    if end.run.observes:
+        return "nothing: the policy only observes."
+    done = interventions(end)
+    if len(end.run.rollbacks) > _SHOWN:
+        done.append(f"{len(end.run.rollbacks) - _SHOWN} earlier rollbacks")
+    done += map(_rollback_text, end.run.rollbacks[-_SHOWN:])
     if end.lr_scale < 1:
         done.append(f"the learning rate is at {end.lr_scale:.3g} of its schedule")
-    if done:
-        yield _section("Tried", "; ".join(done) + ".")
-    for part, damaged, where, check in (
-        ("Storage", end.damaged, "", "the disk"),
-        ("Memory", end.damaged_in_memory, " in host memory", "the machine's RAM"),
-    ):
-        if damaged:
-            steps = ", ".join(map(str, damaged[-_SHOWN:]))
-            yield _section(part, f"checkpoints found damaged{where}: {steps}. Check {check}.")
+    return f"{'; '.join(done)}." if done else ""
 
 
-def _storage_section(end: RunEnd) -> Iterator[str]:
-    if end.unsaved:
-        times = counted(end.unsaved, "checkpoint was", "checkpoints were")
-        yield _section("Storage", f"{times} not saved; the last one: {end.unsaved_why}.")
+def interventions(end: RunEnd) -> list[str]:
+    """A phrase for each kind of intervention, except rollbacks and cuts of the learning rate."""
+    counts, answers = end.counts, end.run.answers
+    done = []
+    if counts.skips:
+        done.append(f"skipped {with_undone(counted(counts.skips, 'step'), counts.undone_skips)}")
+    if counts.clips:
+        done.append(f"clipped {counted(counts.clips, 'step')}")
+    if number := answers["shrink_microbatch"]:
+        done.append(f"split the batch {counted(number, 'time')} when memory ran out")
+    if number := answers["skip_batch"]:
+        done.append(f"skipped {counted(number, 'unreadable batch', 'unreadable batches')}")
+    if number := answers["retry"]:
+        done.append(f"repeated a network call {counted(number, 'time')}")
+    if end.run.declined:
+        done.append(f"declined {counted(end.run.declined, 'order')} of the policy")
+    return done
 
 
-def _advice_section(end: RunEnd) -> Iterator[str]:
+def _rollback_text(event: EventRecord) -> str:
+    text = f"rolled back from step {event.step or 0} to {event.checkpoint}"
+    if rate := lr_text(event):
+        text += f" with the {rate}"
+    if event.batches:
+        text += f" and skipped {counted(len(event.batches), 'batch', 'batches')}"
+    return text
+
+
+def _storage(end: RunEnd) -> Iterator[str]:
+    if damaged := end.run.damaged:
+        steps = ", ".join(dict.fromkeys(str(event.step) for event in damaged[-_SHOWN:]))
+        text = f"checkpoints found damaged: {steps}; the last one: {damaged[-1].problem}."
+        yield _section("Storage", f"{text} Check the disk, or for a copy in memory the RAM.")
+    if failed := end.run.last_failed_save:
+        times = counted(end.run.failed_saves, "checkpoint was", "checkpoints were")
+        yield _section("Storage", f"{times} not saved; the last one: {failed.problem}.")
+
+
+def _advice(end: RunEnd) -> Iterator[str]:
     if end.ending == Ending.COMPLETED and not (end.open or end.not_finite or end.fault):
         return
-    hints = advice(end.cause | end.fault, rollbacks=len(end.rollbacks))
+    hints = advice(end.cause | end.fault, rollbacks=len(end.run.rollbacks))
     if hints:
         yield "Look at:"
     for hint in hints:
         yield _wrapped(hint, first="  - ", then="    ")
+
+
+def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
+    """Advice by cause."""
+    hints = [row.diagnosis for flag, row in FAILURES.items() if flag in cause]
+    if cause & ~_FAULTS and rollbacks > 1:
+        hints.append(_REPEATED)
+    return hints
 
 
 def _last_good_text(end: RunEnd) -> str:
@@ -227,7 +222,7 @@ def _last_good_text(end: RunEnd) -> str:
         where = f", in {end.last_good_path}" if end.last_good_path else ""
         return f"Last known-good: the checkpoint of step {end.last_good}{where}."
     text = "none" + why_no_good_checkpoint(end.step, end.probation)
-    if end.ending != Ending.COMPLETED and not (end.incidents or end.not_finite):
+    if end.ending != Ending.COMPLETED and not (end.counts.incidents or end.not_finite):
         text += "; the run had no incident: the next start resumes from the newest checkpoint on "
         text += "disk, if any"
     elif end.ending != Ending.COMPLETED:
@@ -246,29 +241,35 @@ def why_no_good_checkpoint(step: int, probation: int | None) -> str:
     return text if step < 2 else f'{text}. For short runs: rollback={{"probation": {step // 2}}}'
 
 
-def answers_text(answered: Mapping[str, int]) -> list[str]:
-    """A phrase for each kind of response to faults."""
-    return [phrase(answered[word]) for word, phrase in _ANSWERS.items() if answered.get(word)]
+def last_line(end: RunEnd, newest: int | None) -> str:
+    """The last line of a run on the console; `newest` is the newest checkpoint on disk, or None."""
+    would, done = "would have " if end.run.observes else "", interventions(end)
+    if end.counts.lr_cuts:
+        done.append(f"cut the learning rate {counted(end.counts.lr_cuts, 'time')}")
+    if end.counts.rollbacks:
+        done.append(f"rolled back {counted(end.counts.rollbacks, 'time')}")
+    if end.lr_scale < 1 and not would:
+        done.append(f"learning rate × {end.lr_scale:.3g} at the end")
+    last_good = "none" if end.last_good is None else f"step {end.last_good}"
+    disk = "" if newest is None else f"checkpoint {newest} is on disk, "
+    ended = (
+        f"ended by {end.why}" if end.ending == Ending.REQUESTED else STATES[RunState(end.ending)]
+    )
+    what = ", ".join(f"{would}{each}" for each in done) or "no intervention"
+    return f"{ended} after step {end.step}: {what}; {disk}newest known-good checkpoint: {last_good}"
 
 
-_ANSWERS: dict[str, Callable[[int], str]] = {
-    "shrink_microbatch": lambda n: f"split the batch {counted(n, 'time')} when memory ran out",
-    "skip_batch": lambda n: f"skipped {counted(n, 'unreadable batch', 'unreadable batches')}",
-    "retry": lambda n: f"repeated a network call {counted(n, 'time')}",
-}
+# -- pieces of sentences --------------------------------------------------------------------------
 
 
-def incidents_text(end: RunEnd) -> str:
+def incidents_text(counts: Counts) -> str:
     """The number of incidents as text."""
-    return with_undone(counted(end.incidents, "incident"), end.undone_incidents)
+    return with_undone(counted(counts.incidents, "incident"), counts.undone_incidents)
 
 
 def with_undone(count: str, undone: int) -> str:
     """A count as text, with the number that rollbacks have undone."""
     return f"{count} ({undone} undone by a rollback)" if undone else count
-
-
-# -- pieces of sentences --------------------------------------------------------------------------
 
 
 def _first(items: Sequence[str]) -> str:
@@ -277,17 +278,8 @@ def _first(items: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _rollback(rollback: Rollback) -> str:
-    text = f"rolled back from step {rollback.step} to {rollback.target}"
-    if rollback.lr_text:
-        text += f" with the {rollback.lr_text}"
-    if rollback.skipped:
-        text += f" and skipped {counted(rollback.skipped, 'batch', 'batches')}"
-    return text
-
-
 def _section(name: str, text: str) -> str:
-    return _wrapped(text, first=f"{name}: ", then="  ")
+    return _wrapped(text, first=f"{name}: ", then="  ") if text else ""
 
 
 def _wrapped(text: str, *, first: str = "", then: str = "") -> str:
@@ -299,14 +291,3 @@ def _wrapped(text: str, *, first: str = "", then: str = "") -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-# -- advice ---------------------------------------------------------------------------------------
-
-
-def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
-    """Advice by cause."""
-    hints = [row.diagnosis for flag, row in FAILURES.items() if flag in cause]
-    if cause & ~_FAULTS and rollbacks > 1:
-        hints.append(_REPEATED)
-    return hints

@@ -1,24 +1,24 @@
-"""Writes and reads the postmortem, a JSON file about how a run ended."""
+"""Writes and reads the postmortem, a JSON file about how a run ended.
+
+docs/events.md describes its fields.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from healcore import console, regular_file
-from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.events import Log, json_lines, log
+from healcore.events import json_lines, log
 from healcore.events.metrics import stem
-from healcore.events.models import Ending
-from healcore.events.process import Process, current_process, environment
-from healcore.history import Incident, Run, runs_of
-from healcore.runtime.incidents.rollback import Rollback
+from healcore.events.models import Ending, EventRecord
+from healcore.history import Run, runs_of
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes, traces
 from healcore.runtime.store import files
@@ -34,56 +34,67 @@ class RankStacks(NamedTuple):
     stacks: str
 
 
-class Postmortem(NamedTuple):
-    """How a run ended; docs/events.md describes the fields of the file."""
+def content(
+    end: RunEnd,
+    *,
+    trace: str | None = None,
+    certain: bool = True,
+    stacks: Sequence[RankStacks] = (),
+    lost: int | None = None,
+) -> dict[str, Any]:
+    """The content of the file as JSON values.
 
-    run: str
-    end: RunEnd
-    exception: str | None = None
-    """The exception with its traceback, or None."""
-    ended: str = ""
-    """Time of the end, ISO 8601, UTC. For a killed run, the time of its last event."""
-    seconds: float | None = None
-    lost_events: int = 0
-    process: Process | None = None
-    environment: Mapping[str, str] = MappingProxyType({})
-    certain: bool = True
-    """False for a run on another host, which is assumed to have ended because a new run began."""
-    stacks: tuple[RankStacks, ...] = ()
-    """The stacks of a run that hung, for all ranks that have reported them."""
+    Args:
+        end: how the run has ended.
+        trace: the exception with its traceback, or None.
+        certain: False for a run on another host, which is assumed to have ended because a new run
+            began.
+        stacks: the stacks of a run that hung, for all ranks that have reported them.
+        lost: number of lost events, or None for the number in the events.
+    """
+    run, counts, process = end.run, end.counts, end.run.processes[-1]
+    start, last = process.start or EventRecord(), process.last or EventRecord()
+    killed, seconds = end.ending == Ending.KILLED, process.seconds
+    if process.first_mono is not None and not killed:
+        seconds = time.monotonic() - process.first_mono
+    fields = {
+        "schema": SCHEMA,
+        "run": process.id,
+        "ending": end.ending,
+        "step": end.step,
+        "diagnosis": explain(end),
+        "cause": end.cause | end.fault & Cause.HANG,
+        "incidents": counts.incidents,
+        "clips": counts.clips or 0,
+        "skips": counts.skips,
+        "undone_skips": counts.undone_skips,
+        "metrics": end.metrics,
+        "rollbacks": [_rollback(event) for event in run.rollbacks],
+        "lr_scale": end.lr_scale,
+        "last_good": end.last_good,
+        "last_good_path": end.last_good_path,
+        "exception": trace or end.exception,
+        "ended": last.time or "" if killed else log.now(),
+        "seconds": None if seconds is None else round(seconds, 6),
+        "lost_events": run.lost if lost is None else lost,
+        "process": process.process(),
+        "environment": start.environment or {},
+        "certain": certain,
+        "stacks": tuple(stacks),
+    }
+    return json_lines.to_json(fields)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The content of the file as JSON values."""
-        fields = self._asdict()
-        end = fields.pop("end")
-        fields |= {name: getattr(end, name) for name in _FROM_END}
-        fields["diagnosis"] = explain(end)
-        fields["cause"] = end.cause | end.fault & Cause.HANG
-        fields["rollbacks"] = [
-            {name: getattr(rollback, name) for name in _FROM_ROLLBACK} for rollback in end.rollbacks
-        ]
-        return json_lines.to_json({"schema": SCHEMA, **fields})
 
-
-_FROM_END = ("ending", "step", "incidents", "clips", "skips", "undone_skips", "metrics")
-_FROM_END += ("lr_scale", "last_good", "last_good_path")
-_FROM_ROLLBACK = ("step", "onset", "target", "lr", "lr_limit", "lr_scale", "skipped")
-
-
-def of(
-    end: RunEnd, events: Log, *, seconds: float | None = None, trace: str | None = None
-) -> Postmortem:
-    """The postmortem of this process; `trace` is the exception with its traceback, or None."""
-    return Postmortem(
-        events.run,
-        end,
-        exception=trace or end.exception,
-        ended=log.now(),
-        seconds=seconds,
-        lost_events=events.lost,
-        process=current_process(),
-        environment=environment(),
-    )
+def _rollback(event: EventRecord) -> dict[str, Any]:
+    return {
+        "step": event.step or 0,
+        "onset": event.step or 0 if event.onset is None else event.onset,
+        "target": event.checkpoint,
+        "lr": event.lr,
+        "lr_limit": event.lr_limit,
+        "lr_scale": 1.0 if event.lr_scale is None else event.lr_scale,
+        "skipped": len(event.batches or ()),
+    }
 
 
 def path_for(events: str | os.PathLike[str], run: str) -> Path:
@@ -93,11 +104,14 @@ def path_for(events: str | os.PathLike[str], run: str) -> Path:
     return path.with_name(f"{stem(path)}.postmortem.{safe}.json")
 
 
-def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
-    """Writes the file atomically. Returns the error, if any, and never raises: the run ends."""
-    path = Path(path)
+def write(events: Path, end: RunEnd, **facts: Any) -> str | None:
+    """Writes the postmortem next to the events file, atomically; `facts` as for `content`.
+
+    Returns the error, if any, and never raises, because the run ends.
+    """
+    path = path_for(events, end.run.processes[-1].id)
     try:
-        text = json.dumps(postmortem.to_dict(), indent=2)
+        text = json.dumps(content(end, **facts), indent=2)
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, f"{text}\n".encode("ascii"))
     except Exception as error:
@@ -110,56 +124,49 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return json.loads(regular_file.read(Path(path)))
 
 
-def of_killed(events: str | os.PathLike[str]) -> Postmortem | None:
-    """Writes the postmortem of the last run in an events file if the run was killed.
-
-    The next process calls it before it writes its own `start`. Never raises. Returns None if the
-    file has no run, or if the run has written its end or is still running.
-    """
+def last_run(events: Path) -> Run | None:
+    """The run whose process began last in an events file, or None without one. Never raises."""
     try:
-        postmortem = _killed(Path(events))
+        runs = runs_of(log.read(events).runs()) if events.is_file() else []
     except Exception as error:
-        console.warning(f"the end of the last run in {events} cannot be determined: {error!r}")
-        return None
-    if postmortem is not None:
-        problem = write(path_for(events, postmortem.run), postmortem)
-        if problem is not None:
-            console.warning(f"the previous run was killed; {problem}")
-    return postmortem
+        console.warning(f"the last run in {events} cannot be read: {error!r}")
+        runs = []
+    return runs[-1] if runs else None
 
 
-def _killed(path: Path) -> Postmortem | None:
-    run = _last_run(path) if path.is_file() else None
-    if run is None or run.end is not None or run.processes[-1].start is None:
-        return None
+def of_killed(events: Path, run: Run) -> bool:
+    """Writes the postmortem of a run that was killed. Returns whether it was written.
+
+    The next process calls it before it writes its own `start`. A run that has written its end or
+    is still running has no such postmortem.
+    """
     process = run.processes[-1].process()
-    if process is None:
-        raise ValueError("its start has no host and pid")
-    gone = process.gone()
-    if gone is False:
-        return None
-    why = "" if gone else f"it ran on {process.host}, which cannot be seen from here"
-    postmortem = _from_events(run, end_of_killed(run, why=why))
-    notes = RankNotes(path, postmortem.run)
+    gone = False if run.end is not None or process is None else process.gone()
+    if process is None or gone is False:
+        return False
+    notes = RankNotes(events, run.processes[-1].id)
     raised = notes.found()
-    if raised and not raised[0].follows:
-        exception = f"rank {raised[0].rank}: {raised[0].why}"
-        postmortem = postmortem._replace(end=postmortem.end._replace(exception=exception))
-    return postmortem._replace(
-        exception=traces(raised) or None,
-        certain=bool(gone),
-        stacks=tuple(stacks_of(notes.found(hangs=True))),
+    exception = f"rank {raised[0].rank}: {raised[0].why}" if raised else None
+    end = RunEnd(
+        run,
+        Ending.KILLED,
+        run.last_step or 0,
+        run.counts(),
+        why="" if gone else f"it ran on {process.host}, which cannot be seen from here",
+        exception=exception if raised and not raised[0].follows else None,
+        lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
+        last_good=run.last_good,
     )
-
-
-def of_hung(
-    events: str | os.PathLike[str], *, step: int, why: str, stacks: Sequence[RankStacks]
-) -> Postmortem:
-    """The postmortem of the last run in an events file, while it hangs."""
-    run = _last_run(Path(events)) or Run()
-    end = end_of_killed(run, why=why)
-    end = end._replace(ending=Ending.STOPPED, step=step, fault=Cause.HANG)
-    return _from_events(run, end)._replace(ended=log.now(), stacks=tuple(stacks))
+    problem = write(
+        events,
+        end,
+        trace=traces(raised) or None,
+        certain=bool(gone),
+        stacks=stacks_of(notes.found(hangs=True)),
+    )
+    if problem is not None:
+        console.warning(f"the previous run was killed; {problem}")
+    return problem is None
 
 
 def stacks_of(notes: Iterable[RankNote]) -> list[RankStacks]:
@@ -170,58 +177,3 @@ def stacks_of(notes: Iterable[RankNote]) -> list[RankStacks]:
     return [
         RankStacks(tuple(note.rank for note in same), same[0].trace) for same in groups.values()
     ]
-
-
-def _last_run(path: Path) -> Run | None:
-    """The run whose process began last in an events file, or None without events."""
-    runs = runs_of(log.read(path).runs())
-    return runs[-1] if runs else None
-
-
-def _from_events(run: Run, end: RunEnd) -> Postmortem:
-    """The postmortem of the last process of a run, from its events."""
-    if not run.processes:
-        return Postmortem("", end, lost_events=run.lost)
-    last = run.processes[-1]
-    return Postmortem(
-        last.id,
-        end,
-        ended=(last.last and last.last.time) or "",
-        seconds=None if last.seconds is None else round(last.seconds, 6),
-        lost_events=run.lost,
-        process=last.process(),
-        environment=(last.start and last.start.environment) or {},
-    )
-
-
-def end_of_killed(run: Run, *, why: str = "") -> RunEnd:
-    """The facts about a run whose last process was killed."""
-    last = run.last_incident or Incident(0, 0, 0, 0)
-    readings = last.readings
-    return RunEnd(
-        ending=Ending.KILLED,
-        step=run.last_step or 0,
-        why=why,
-        cause=_cause(last.cause),
-        onset=int(last.onset_step) if last.number else None,
-        open=None,
-        incidents=run.incident_count,
-        readings=None if readings is None else Readings(**readings.model_dump()),
-        evidence=last.evidence,
-        batches=last.batches,
-        undone_incidents=run.undone_incidents,
-        skips=run.skips,
-        undone_skips=run.undone_skips,
-        rollbacks=tuple(map(Rollback.of, run.rollbacks)),
-        lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
-        damaged=tuple(run.damaged),
-        observes=run.observes,
-        last_good=run.last_good,
-    )
-
-
-def _cause(flags: Iterable[str]) -> Cause:
-    cause = Cause(0)
-    for name in flags:
-        cause |= Cause.__members__.get(name, Cause.UNKNOWN)  # a name of a newer healcore is unknown
-    return cause

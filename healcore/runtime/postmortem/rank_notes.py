@@ -6,7 +6,7 @@ the notes when its own run ends. The next start reads them if rank 0 was killed.
 
 from __future__ import annotations
 
-import os
+import glob
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -97,13 +97,8 @@ class RankNotes(NamedTuple):
     def _paths(self, kind: str, suffix: str = ".json") -> list[Path]:
         if self.events is None:
             return []
-        with suppress(OSError):
-            return [
-                self.events.with_name(name)
-                for name in sorted(os.listdir(self.events.parent))
-                if name.startswith(f"{stem(self.events)}.{kind}") and name.endswith(suffix)
-            ]
-        return []
+        pattern = glob.escape(f"{stem(self.events)}.{kind}") + f"*{suffix}"
+        return sorted(self.events.parent.glob(pattern))
 
 
 def traces(notes: Iterable[RankNote]) -> str:

@@ -1,20 +1,18 @@
-"""Writes sentences about the events, incidents, states and counts of a run.
+"""Writes the states and the incidents of a run as text, for the report.
 
-The report, `healcore events show` and trackers use these sentences. The
-diagnosis at the end of a run is in `healcore.runtime.postmortem.diagnosis`.
+Sentences about events are in `healcore.events.schema`; the diagnosis at the end of a run is in
+`healcore.runtime.postmortem.diagnosis`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from healcore.console import counted
-from healcore.core.verdict import Cause
-from healcore.events.models import EventRecord, RollbackOutcome
+from healcore.events.schema import flag_names as flag_names
+from healcore.events.schema import sentence as sentence
 from healcore.history import Incident, Mode
 from healcore.history.process import RunState
-from healcore.runtime.faults import FAILURES
-from healcore.runtime.incidents.rollback import Rollback
 
 STATES = {
     RunState.COMPLETED: "completed",
@@ -30,11 +28,6 @@ STATES = {
 }
 
 
-def flag_names(flags: Sequence[str]) -> str:
-    """Names of causes or actions as text: "grad spike and loss spike"."""
-    return " and ".join(name.lower().replace("_", " ") for name in flags)
-
-
 def listed(names: Sequence[str]) -> str:
     """Names as text: "loss, norm and step"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
@@ -43,125 +36,6 @@ def listed(names: Sequence[str]) -> str:
 def step_range(first: float, last: float) -> str:
     """A range of steps as text: "7" or "7–12"."""
     return f"{first:.0f}" if first == last else f"{first:.0f}–{last:.0f}"
-
-
-# -- events ---------------------------------------------------------------------------------------
-
-
-def sentence(event: EventRecord) -> str:
-    """The sentence of an event, or an empty string if its kind has none."""
-    write = _SENTENCES.get(event.kind)
-    return write(event) if write else ""
-
-
-def _start(event: EventRecord) -> str:
-    observed = " (observes, changes nothing)" if event.mode == "observe" else ""
-    framework = event.framework or ""
-    return f"run {event.run} begins: {framework}, policy {_shown(event.policy)}{observed}"
-
-
-def _alarm(event: EventRecord) -> str:
-    numbers = event.readings
-    seen = numbers and f"loss {numbers.loss:.4g}, gradient norm {numbers.grad_norm:.4g}"
-    return "; ".join(
-        filter(None, (flag_names(event.cause or ()), seen, "skipped" if event.skip else ""))
-    )
-
-
-def _order(event: EventRecord) -> str:
-    would = "would order" if event.observed else "ordered"
-    actions = ", ".join(flag_names([action]) for action in event.action or ())
-    return f"{would}: {actions}" + (f" ({flag_names(event.cause)})" if event.cause else "")
-
-
-def _rollback(event: EventRecord) -> str:
-    number = len(event.batches or ())
-    parts = (
-        f"from step {event.step or 0} back to the checkpoint of step {_shown(event.checkpoint)}",
-        Rollback.of(event).lr_text,
-        f"{counted(number, 'batch', 'batches')} skipped" if number else "",
-        (event.by == "earlier_weights" and event.why) or "",
-        "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
-        "the snapshot that the run started from" if event.initial else "",
-        "the same checkpoint again, because none is older" if event.repeated else "",
-    )
-    return ", ".join(filter(None, parts))
-
-
-def _lr(event: EventRecord) -> str:
-    before, after = event.lr_scale_before, event.lr_scale
-    if not before or not after:
-        return "learning rate"
-    would = "would be " if event.observed else ""
-    why = f": {event.why}" if event.why else ""
-    return f"learning rate {would}× {after:.3g}, was × {before:.3g}{why}"
-
-
-_ASSESSMENTS = {
-    ("unknown", "nothing"): "declined: no evidence that the current weights are worse",
-    ("unknown", "budget"): "declined: the budget of rollbacks is exhausted",
-    ("damage", "weights"): "evidence of damage: the weights are not finite",
-    ("damage", "state"): "evidence of damage: the state is not finite",
-    ("damage", "earlier_weights"): "evidence of damage: earlier weights are better",
-    ("damage", "repetition"): "evidence of damage: steps are not finite again and again",
-    ("worse", "earlier_weights"): "earlier weights are better; the run has time to recover",
-    ("recovered", "earlier_weights"): "the run has recovered",
-}
-"""(`verdict`, `by`) of an event `assessment` -> sentence."""
-
-
-def _assessment(event: EventRecord) -> str:
-    found = f"assessment: {event.verdict or 'unknown'}"
-    text = _ASSESSMENTS.get((event.verdict or "", event.by or ""), found)
-    since = (
-        "" if event.onset is None or event.verdict == "unknown" else f", since step {event.onset}"
-    )
-    return text + since
-
-
-def _hook(event: EventRecord) -> str:
-    if event.problem is not None:
-        return f"a hook failed: {event.problem}"
-    then = flag_names(event.action or ()) or "nothing"
-    return f"the hook {event.hook or ''} changed {flag_names(event.ordered or ())} to {then}"
-
-
-def _fault(event: EventRecord) -> str:
-    """The type of failure, the exception and the response."""
-    rows = [FAILURES[Cause[name]] for name in event.cause or () if name in Cause.__members__]
-    kinds = ", ".join(f"{row.name} ({row.severity})" for row in rows)
-    done = f"; {event.answer.replace('_', ' ')}" if event.answer else ""
-    return f"fault: {kinds or 'unknown'}: {event.problem or ''}{done}"
-
-
-def _shown(value: object) -> object:
-    return "?" if value is None else value
-
-
-_SENTENCES: dict[str, Callable[[EventRecord], str]] = {
-    "start": _start,
-    "resume": lambda event: f"resumed from the checkpoint of step {_shown(event.checkpoint)}",
-    "alarm": _alarm,
-    "incident": lambda event: (
-        f"incident {_shown(event.incident)}: {flag_names(event.cause or ()) or 'unknown cause'}"
-    ),
-    "alert": lambda event: (
-        f"{event.severity or 'alert'}: {flag_names(event.cause or ())}: {event.diagnosis or ''}"
-    ),
-    "order": _order,
-    "assessment": _assessment,
-    "rollback": _rollback,
-    "lr": _lr,
-    "vote": lambda event: f"the ranks agreed: {event.outcome or ''} ({event.why or ''})",
-    "hook": _hook,
-    "fault": _fault,
-    "retried": lambda event: event.why or f"a call succeeded at attempt {_shown(event.attempt)}",
-    "stop": lambda event: f"stopped: {event.why or ''}",
-    "problem": lambda event: f"problem: {event.problem or ''}",
-    "save_failed": lambda event: f"a checkpoint was not written: {event.problem or ''}",
-    "damaged": lambda event: f"a checkpoint is damaged: {event.problem or ''}",
-    "end": lambda event: f"end: {event.ending or 'unknown'}",
-}
 
 
 # -- incidents ------------------------------------------------------------------------------------

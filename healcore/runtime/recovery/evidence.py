@@ -41,11 +41,6 @@ class Evidence:
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
 
-    @property
-    def declined(self) -> int:
-        """Number of declined orders in this process."""
-        return self._declined.total()
-
     def needed(self, order: Rollback) -> bool:
         """Whether an order needs evidence. A `forced` order and a rule that stops need none."""
         if not self._policy.confirm or order.forced:

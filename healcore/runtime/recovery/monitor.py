@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from healcore.core.engine.incident import causes as incident_causes
-from healcore.core.step_record import Readings, StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
-from healcore.history.incident import MOST_ALARMS
+from healcore.history.incident import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import failures_of
 from healcore.runtime.host_policy import HostPolicy
@@ -51,8 +51,6 @@ class IncidentMonitor:
     def __post_init__(self) -> None:
         self.unreported_alarms = 0
         """Number of alarms without an event of their own."""
-        self._first_alarm: tuple[StepRecord, tuple[BatchId, ...], int] | None = None
-        """First alarm of the last unhealthy steps, batches and index of its step."""
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
         self._lines = StepLines(self.policy, self.log, self.learning_rate)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
@@ -103,32 +101,22 @@ class IncidentMonitor:
                 order = _merge(order, self._order(step, record, incident))
         return order
 
-    def end_facts(self) -> dict[str, Any]:
-        """Fields of `RunEnd` about incidents and interventions."""
+    def counts(self) -> Counts:
+        """Counts of the whole run, except rollbacks."""
+        return Counts(
+            incidents=self.ledger.incident_count,
+            skips=self.ledger.skips,
+            undone_incidents=self.ledger.undone_incidents,
+            undone_skips=self.ledger.undone_skips,
+            clips=self.metrics.total("clips"),
+            lr_cuts=self.metrics.total("lr_cuts"),
+        )
+
+    @property
+    def is_unhealthy(self) -> bool:
+        """Whether an incident is open, or the last step was unhealthy."""
         ledger = self.ledger
-        last = ledger.incidents[-1] if ledger.incidents else None
-        nothing = None, (), None if last is None else last.onset
-        record, batches, onset = self._first_alarm or nothing
-        is_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
-        return {
-            "cause": Cause(0 if last is None else last.cause),
-            "onset": onset,
-            "open": ledger.open or is_unhealthy,
-            "incidents": ledger.incident_count,
-            "undone_incidents": ledger.undone_incidents,
-            "readings": None if record is None else Readings(*record.readings),
-            "evidence": () if record is None else record.evidence,
-            "batches": batches,
-            "skips": ledger.skips,
-            "undone_skips": ledger.undone_skips,
-            "probation": self.policy.probation,
-            "clips": self.metrics.total("clips"),
-            "lr_cuts": self.metrics.total("lr_cuts"),
-            "lr_scale": self.lr_scale,
-            "observes": self.policy.observes,
-            "answered": dict(self.log.answered),
-            "metrics": self.metrics.values(),
-        }
+        return ledger.open or ledger.next_step - 1 in ledger.unhealthy[-1:]
 
     @staticmethod
     def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
@@ -192,8 +180,6 @@ class IncidentMonitor:
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         self._last_incident = incident.number
         first = max(step.records, key=lambda each: each.cause != 0)
-        if not self._first_alarm or self.ledger.first_consecutive(step.index) >= step.index:
-            self._first_alarm = first, step.batches, incident.onset
         self.log.event(
             "incident",
             step=step.index,

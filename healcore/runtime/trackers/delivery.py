@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from healcore.core.step_record import StepRecord
-from healcore.events.log import now
+from healcore.events.process import Process
+from healcore.events.schema import ENVELOPE
 from healcore.runtime.trackers.selection import Selection
 from healcore.runtime.trackers.tracker import TrackedRun, Tracker
 
@@ -26,8 +27,7 @@ _FIELDS = ("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_sc
 class Trackers:
     """All trackers of a run. No method raises. Only `close` waits for the trackers."""
 
-    def __init__(self, selected: Iterable[Selection] = (), *, run: str = "") -> None:
-        self._run = run
+    def __init__(self, selected: Iterable[Selection] = ()) -> None:
         self._config: dict[str, Any] = {}
         self._deliveries = [_Delivery(selection) for selection in selected]
 
@@ -37,32 +37,29 @@ class Trackers:
     def start(self, run: str) -> None:
         """Starts to deliver, also earlier records. `run` is the run's id in all processes."""
         for delivery in self._deliveries:
-            delivery.start(TrackedRun(run, self._config))
+            delivery.queue.appendleft(("start", TrackedRun(run, self._config)))
+            delivery.start()
 
     def metrics(self, step: int, record: StepRecord, fields: Mapping[str, Any]) -> None:
         """Sends the numbers of a step. `fields` are the fields of its line in the metrics file."""
-        if not self._deliveries:
-            return
         prefix = f"heal/{fields['engine']}/" if "engine" in fields else "heal/"
         values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
         for delivery in self._deliveries:
-            delivery.queue.append(("metrics", (step, dict(values))))
+            delivery.queue.append(("metrics", step, dict(values)))
 
-    def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
+    def event(self, event: Mapping[str, Any]) -> None:
         """Sends an event."""
-        present = {name: value for name, value in fields.items() if value is not None}
-        event = {"kind": kind, "step": step, "run": self._run, "time": now(), **present}
-        if kind == "start":
-            self._config = present
+        if event["kind"] == "start":
+            omitted = (*ENVELOPE, *Process._fields)
+            self._config = {name: event[name] for name in event if name not in omitted}
         for delivery in self._deliveries:
-            delivery.queue.append(("event", (dict(event),)))
+            delivery.queue.append(("event", dict(event)))
 
     def problems(self) -> list[str]:
         """Returns the failures since the last call. A tracker reports only its first failure."""
-        found = [delivery.take_problem() for delivery in self._deliveries]
-        return [problem for problem in found if problem]
+        return [each.problems.pop() for each in self._deliveries if each.problems]
 
     def leave(self) -> None:
         """Asks the threads to deliver the pending records and to end. Does not wait for them."""
@@ -73,81 +70,55 @@ class Trackers:
         """Delivers the pending records, for at most `MAX_WAIT` seconds. Returns the failures."""
         self.leave()
         deadline = time.monotonic() + MAX_WAIT
-        late = [delivery.join(deadline) for delivery in self._deliveries]
-        problems = [*self.problems(), *filter(None, late)]
+        late = []
+        for delivery in self._deliveries:
+            if delivery.ident is not None:
+                delivery.join(max(0.0, deadline - time.monotonic()))
+            if delivery.is_alive():
+                late.append(f"{delivery.name} has not finished within {MAX_WAIT:g} s")
+        problems = [*self.problems(), *(f"{each}: it loses records" for each in late)]
         self._deliveries = []
         return problems
 
 
-class _Delivery:
-    """One tracker, its queue and its thread.
-
-    `store.background.Background` is unsuitable: it waits for its last job, and a tracker may hang.
-    """
+class _Delivery(threading.Thread):
+    """The thread of one tracker: a daemon, so that a hanging tracker does not keep the program."""
 
     def __init__(self, selection: Selection) -> None:
+        super().__init__(name=f"tracker {selection.name}", daemon=True)
         self.ended = threading.Event()
-        self.queue: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=MAX_PENDING)
-        """Names of methods of the tracker, and their arguments."""
-        self._name = selection.name
-        self._thread: threading.Thread | None = None
-        self._problem: str | None = None
-        """The first failure, or an empty string after it was reported."""
+        self.queue: deque[tuple[Any, ...]] = deque(maxlen=MAX_PENDING)
+        """Calls: a method of the tracker, and its arguments."""
+        self.problems: list[str] = []
+        """The first failure, until it is reported."""
+        self._failed = False
         self._tracker: Tracker | None = None
-        """The tracker, or None if it cannot be opened or started: it then gets no records."""
+        """The tracker, or None if it cannot be opened or started."""
         try:
             self._tracker = selection.open()
         except (Exception, SystemExit) as error:  # from the import or from the client
-            self._fails(error)
+            self._fail(error)
 
-    def start(self, run: TrackedRun) -> None:
-        # A daemon, so that a hanging tracker does not keep the program alive.
-        self._thread = threading.Thread(
-            target=self._work, args=(run,), name=f"healcore-{self._name}", daemon=True
-        )
-        self._thread.start()
-
-    def take_problem(self) -> str | None:
-        """Returns the first failure once."""
-        problem = self._problem
-        if problem:
-            self._problem = ""
-        return problem
-
-    def join(self, deadline: float) -> str | None:
-        """Waits for the thread. Returns a sentence if it has not finished."""
-        if self._thread is None:
-            return None
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        late = f"tracker {self._name} has not finished within {MAX_WAIT:g} s: it loses records"
-        return late if self._thread.is_alive() else None
-
-    # -- in the tracker's thread -----------------------------------------------------------------
-
-    def _work(self, run: TrackedRun) -> None:
-        if not self._call("start", run):
-            self._tracker = None
+    def run(self) -> None:
         ended = False
         while not ended:
             ended = self.ended.wait(_INTERVAL)
             for _ in range(len(self.queue)):
-                method, args = self.queue.popleft()
-                self._call(method, *args)
+                self._call(*self.queue.popleft())
             self._call("flush")
         self._call("close")
 
-    def _call(self, method: str, *args: Any) -> bool:
-        """Calls a method, if the tracker has it. Returns whether the call did not fail."""
+    def _call(self, method: str, *args: Any) -> None:
         try:
             if (call := getattr(self._tracker, method, None)) is not None:
                 call(*args)
         except BaseException as error:  # some clients raise SystemExit
-            self._fails(error)
-            return False
-        return True
+            self._fail(error)
+            if method == "start":
+                self._tracker = None
 
-    def _fails(self, error: BaseException) -> None:
-        """Keeps the tracker's first failure."""
-        if self._problem is None:
-            why = f"{type(error).__name__}: {error}"
-            self._problem = f"tracker {self._name} fails, training continues: {why}"[:1000]
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed:
+            self._failed = True
+            why = f"{self.name} fails, training continues: {type(error).__name__}: {error}"
+            self.problems.append(why[:1000])

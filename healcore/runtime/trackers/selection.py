@@ -8,11 +8,11 @@ thread.
 from __future__ import annotations
 
 import importlib.util
-import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from healcore.extras import MissingExtraError
+from healcore.runtime.trackers.clients import CLIENTS
 from healcore.runtime.trackers.tracker import Tracker
 
 NAMES = ("wandb", "trackio", "mlflow", "tensorboard")
@@ -29,10 +29,8 @@ class Selection(NamedTuple):
 
 def select(trackers: Any) -> tuple[Selection, ...]:
     """Checks the argument `trackers`. Raises ValueError, or MissingExtraError for a library."""
-    if trackers is None:
-        return ()
     several = trackers if isinstance(trackers, list | tuple) else (trackers,)
-    return tuple(_select_one(tracker) for tracker in several)
+    return () if trackers is None else tuple(map(_select_one, several))
 
 
 def _select_one(tracker: Any) -> Selection:
@@ -45,13 +43,14 @@ def _select_one(tracker: Any) -> Selection:
             f"objects with the methods metrics(step, values) and event(event), got {tracker!r}"
         )
     if importlib.util.find_spec(name) is None:
-        raise MissingExtraError(
-            f'trackers="{name}" needs {name}, not installed in this environment. '
-            f"Write: pip install {name}",
-            name=name,
-        )
+        message = f'trackers="{name}" needs {name}, not installed in this environment. '
+        raise MissingExtraError(f"{message}Write: pip install {name}", name=name)
     return Selection(name, lambda: _open(name, place or None))
 
 
 def _open(name: str, place: str | None) -> Tracker:
-    return pkgutil.resolve_name(f"healcore.runtime.trackers.{name}_run:Client")(place)
+    if name in CLIENTS:
+        return CLIENTS[name](place)
+    from healcore.runtime.trackers.tensorboard_run import Client
+
+    return Client(place)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from healcore.events.json_lines import to_json
 from healcore.events.models import validate
-from healcore.events.schema import SEVERE
-from healcore.runtime.postmortem.sentences import flag_names, sentence
+from healcore.events.schema import SEVERE, flag_names, sentence
 
 _MAX_CHARACTERS = 1000
 """Limit of the text of an event, because trackers have limits (mlflow: 5,000 in a tag)."""
@@ -51,24 +49,15 @@ def event_text(event: Mapping[str, Any]) -> str:
     """Returns one line about an event."""
     step = event.get("step")
     head = event["kind"] if step is None else f"{event['kind']} at step {step}"
-    text = sentence(validate(to_json(event))[0])
+    text = sentence(validate(event)[0])
     return f"{head}: {text}"[:_MAX_CHARACTERS] if text else head
 
 
-class Alert(NamedTuple):
-    """Text of a severe event, for trackers that send alerts."""
-
-    title: str
-    text: str
-    is_error: bool
-
-
-def alert_of(event: Mapping[str, Any]) -> Alert | None:
-    """Returns the alert of an event, or None if the event is not severe."""
+def alert_of(event: Mapping[str, Any]) -> tuple[str, str, bool] | None:
+    """Returns title, text, and whether it is an error, of a severe event; else None."""
     kind = event["kind"]
     if kind not in SEVERE:
         return None
     causes = flag_names(event.get("cause", ()))
-    title = f"healcore: {kind}{f': {causes}' if causes else ''}"
     is_error = kind == "stop" or event.get("severity") == "error"
-    return Alert(title, event_text(event), is_error)
+    return f"healcore: {kind}{f': {causes}' if causes else ''}", event_text(event), is_error

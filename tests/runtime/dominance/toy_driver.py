@@ -62,8 +62,8 @@ class Run:
         self.warnings: list[str] = []
         self.assessments: list[str] = []
         """The verdicts that were logged."""
-        events = Log(None)
-        events.write = lambda kind, **fields: self.assessments.append(fields["verdict"])  # pyright: ignore
+        log = RunLog(Log(None), silent=True)
+        log.event = lambda kind, **fields: self.assessments.append(fields["verdict"])
         self.loss_fn = loss_fn
         self.interval = interval
         driver: Any = self.driver
@@ -74,7 +74,7 @@ class Run:
             threshold=threshold,
             interval=interval,
             warn=self.warnings.append,
-            log=RunLog(events, silent=True),
+            log=log,
             learning_rate=lambda: self.driver.rate,
         )
         self.step = 0

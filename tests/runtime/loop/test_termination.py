@@ -47,7 +47,7 @@ def test_the_first_one_saves_and_ends_with_130_and_a_plain_line(how, tmp_path):
         out, err = process.communicate("\n" * 5, timeout=600)
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert "interrupted after step 8: no intervention; checkpoint 8 is on disk" in err
+    assert "keyboard after step 8: no intervention; checkpoint 8 is on disk" in err
     assert out.split("\n")[:-1] == ["caught", "tidied up"][how == "" :]
     assert postmortems(tmp_path)[0]["ending"] == "interrupted"
     loop = loop_of("torch")

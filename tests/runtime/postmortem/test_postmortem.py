@@ -13,13 +13,13 @@ import pytest
 
 from healcore.core.verdict import Cause
 from healcore.events import Log, process, read
-from healcore.events.log import Event, History
-from healcore.history import runs_of
+from healcore.events.log import Event
+from healcore.history import Counts, Run, runs_of
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.postmortem.diagnosis import RunEnd
-from healcore.runtime.postmortem.postmortem import end_of_killed, of, of_killed, path_for
+from healcore.runtime.postmortem.diagnosis import RunEnd, explain
+from healcore.runtime.postmortem.postmortem import path_for
 from tests.events.processes import first_line, python
-from tests.runtime.postmortem.test_diagnosis import STOPPED
+from tests.runtime.postmortem.test_diagnosis import ALARM, START, STOPPED, end_of
 from tests.runtime.store.disk_faults import read_only, small_disk
 
 
@@ -43,41 +43,46 @@ def rewritten(path: Path, **changes) -> None:
 
 
 def test_the_postmortem_of_this_process(events):
-    log = Log(events)
-    log.write("start", step=0, policy="default")
-    found = of(STOPPED, log, seconds=1.5, trace="Traceback ...")
-    path = path_for(events, log.run)
-    assert postmortem.write(path, found) is None
-    content = postmortem.read(path)
-    assert content["ending"] == "stopped"
-    assert content["run"] == log.run
-    assert content["cause"] == ["NONFINITE_GRAD", "LOSS_SPIKE"]
-    assert content["rollbacks"][1]["target"] == STOPPED.rollbacks[1].target
-    assert content["last_good"] == 3800
+    run = Run()
+    run.add(Log(events).write("start", step=0, policy="default"))
+    end = RunEnd(run, "stopped", 4, Counts(skips=2), fault=Cause.HANG, last_good=3)
+    assert postmortem.write(events, end, trace="Traceback ...", lost=3) is None
+    content = postmortem.read(path_for(events, run.processes[0].id))
+    assert (content["ending"], content["step"], content["skips"]) == ("stopped", 4, 2)
+    assert (content["cause"], content["last_good"], content["lost_events"]) == (["HANG"], 3, 3)
     assert content["exception"] == "Traceback ..."
     assert content["process"]["pid"] == os.getpid()
     assert "python" in content["environment"]
-    assert content["diagnosis"].startswith("healcore stopped the run at step 4121")
+    assert content["diagnosis"].startswith("healcore stopped the run at step 4")
+    assert 0 <= content["seconds"] < 60
 
 
 def test_a_full_and_a_read_only_disk(tmp_path):
     with small_disk(tmp_path / "disk", megabytes=1) as root:
-        path = root / "run.postmortem.a.json"
-        assert postmortem.write(path, of(STOPPED, Log(None))) is None
+        assert postmortem.write(root / "run.events.jsonl", STOPPED) is None
+        path = path_for(root / "run.events.jsonl", "a")
         with pytest.raises(OSError, match="No space left"):
             (root / "filler").write_bytes(b"x" * (1 << 20))
-        problem = postmortem.write(path, of(STOPPED._replace(step=9), Log(None)))
+        problem = postmortem.write(root / "run.events.jsonl", STOPPED._replace(step=9))
         assert "No space left" in str(problem)
         assert postmortem.read(path)["step"] == 4121, "the earlier one is whole"
         assert sorted(os.listdir(root)) == ["filler", path.name]
     root = tmp_path / "root"
     root.mkdir()
     with read_only(root):
-        problem = postmortem.write(root / "a.json", of(STOPPED, Log(None)))
+        problem = postmortem.write(root / "run.events.jsonl", STOPPED)
         assert "could not be written" in str(problem)
 
 
 # -- of a run that was killed ---------------------------------------------------------------------
+
+
+def of_killed(path: Path) -> dict[str, Any] | None:
+    """The postmortem that the next start writes, or None."""
+    run = postmortem.last_run(path)
+    if run is None or not postmortem.of_killed(path, run):
+        return None
+    return postmortem.read(path_for(path, run.processes[-1].id))
 
 
 def test_kill_9(events):
@@ -89,29 +94,24 @@ def test_kill_9(events):
     os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
     found = of_killed(events)  # a zombie that nobody has waited for is gone all the same
     run.communicate()
-    again = of_killed(events)
     assert found is not None
-    assert again is not None
-    assert found.to_dict() == again.to_dict()
-    assert found.run == name
-    end = found.end
-    assert (end.ending, end.step, end.incidents) == ("killed", 350, 2)
-    assert end.cause == Cause.LOSS_SPIKE
-    (back,) = end.rollbacks
-    assert (back.step, back.onset, back.target, back.skipped) == (413, 4, 300, 2)
-    assert (back.lr, back.lr_limit, back.lr_scale) == (1e-3, 5e-4, 0.5)
-    assert end.lr_scale == 0.5
-    assert end.last_good == 300, "400 was quarantined"
-    assert found.certain
-    assert found.process is not None
-    assert found.process.pid == run.pid
-    assert found.environment["python"]
-    assert found.ended == read(events).events[-1]["time"]
-    assert 0 <= (found.seconds or -1) < 60
-    content = postmortem.read(path_for(events, name))
-    assert content["ending"] == "killed"
-    assert content["rollbacks"][0]["target"] == 300
-    text = " ".join(content["diagnosis"].split())
+    assert found == of_killed(events)
+    assert (found["run"], found["ending"], found["step"]) == (name, "killed", 350)
+    assert (found["incidents"], found["cause"]) == (2, ["LOSS_SPIKE"])
+    assert found["rollbacks"] == [
+        {
+            "step": 413, "onset": 4, "target": 300, "skipped": 2,
+            "lr": 1e-3, "lr_limit": 5e-4, "lr_scale": 0.5,
+        }
+    ]  # fmt: skip
+    assert found["lr_scale"] == 0.5
+    assert found["last_good"] == 300, "400 was quarantined"
+    assert found["certain"]
+    assert found["process"]["pid"] == run.pid
+    assert found["environment"]["python"]
+    assert found["ended"] == read(events).events[-1]["time"]
+    assert 0 <= found["seconds"] < 60
+    text = " ".join(found["diagnosis"].split())
     for part in ("step 350", "loss_spike", "layers.3.weight (nan)", "epoch 0 batch 7", "step 300"):
         assert part in text
 
@@ -145,7 +145,7 @@ def test_a_number_that_is_used_again(killed):
     rewritten(killed, pid=me.pid)
     found = of_killed(killed)
     assert found is not None
-    assert found.certain
+    assert found["certain"]
     rewritten(killed, born=me.born)
     assert of_killed(killed) is None
 
@@ -154,70 +154,54 @@ def test_another_host(killed):
     rewritten(killed, host="elsewhere")
     found = of_killed(killed)
     assert found is not None
-    assert not found.certain
-    assert "elsewhere" in found.end.why
+    assert not found["certain"]
+    assert "elsewhere" in found["diagnosis"]
 
 
-# -- the facts that the events of a killed run give ---------------------------------------------
-
-ALARM: dict[str, Any] = {
-    "incident": 1,
-    "cause": ["LOSS_SPIKE"],
-    "readings": {"loss": 2.0, "grad_norm": "inf", "threshold": 1.0, "z": 3.0, "z_loss": 4.0},
-    "skip": True,
-}
-
-
-def history(*happened: tuple[str, int | None, dict[str, Any]], run: str = "a") -> list[Event]:
-    return [
-        {"schema": 1, "seq": seq, "run": run, "kind": kind, "step": step, **fields}
-        for seq, (kind, step, fields) in enumerate(happened)
-    ]
-
-
-def end_of(*processes: list[Event]) -> RunEnd:
-    """The facts about the last of the processes."""
-    history = History([event for events in processes for event in events], [])
-    return end_of_killed(runs_of(history.runs())[-1])
-
-
-START = ("start", None, {"mode": "heal", "store": "there"})
+# -- the end of a killed run is the end of a live run, by the same events ------------------------
 
 
 def test_an_older_incident_is_not_reported_for_a_newer_one():
-    evidence = [{"name": "old", "grad_norm": 1.0}]
     end = end_of(
-        history(
-            START,
-            ("incident", 5, {"incident": 1, "onset": 4, "cause": ["OVERFIT"]}),
-            ("alarm", 5, {**ALARM, "evidence": evidence, "batches": [[0, 5]]}),
-            ("incident", 90, {"incident": 2, "onset": 89, "cause": ["LOSS_SPIKE"]}),
-            ("alarm", 90, {**ALARM, "incident": 2}),
-            ("rollback", 91, {"checkpoint": 80, "outcome": "done", "batches": [[1, 1]]}),
-        )
+        "killed",
+        91,
+        ("incident", 5, {"incident": 1, "onset": 4, "cause": ["OVERFIT"]}),
+        ("alarm", 5, {**ALARM, "incident": 1}),
+        ("incident", 90, {"incident": 2, "onset": 89, "cause": ["LOSS_SPIKE"]}),
+        ("alarm", 90, {"incident": 2, "cause": ["LOSS_SPIKE"], "skip": True}),
+        ("rollback", 91, {"checkpoint": 80, "outcome": "done", "batches": [[1, 1]]}),
     )
-    assert (end.cause, end.onset, end.incidents) == (Cause.LOSS_SPIKE, 89, 2)
-    assert (end.evidence, end.batches) == ((), ())
-    assert end.readings is not None
-    assert end.readings.grad_norm == float("inf")
-    assert end.skips == 2
+    text = " ".join(explain(end).split())
+    assert (end.cause, end.counts.incidents, end.counts.skips) == (Cause.LOSS_SPIKE, 2, 2)
+    assert "loss_spike from step 89 on" in text
+    assert "layers.3" not in text
+
+
+def processes(*happened: tuple[Any, ...]) -> Run:
+    """The last run of some processes, whose events follow each other."""
+    events: dict[str, list[Event]] = {}
+    for number, of_process in enumerate(happened):
+        for kind, step, fields in of_process:
+            event = {"schema": 1, "seq": 0, "run": str(number), "kind": kind, "step": step}
+            events.setdefault(str(number), []).append({**event, **fields})
+    return runs_of(events)[-1]
 
 
 def test_the_last_good_checkpoint_is_of_the_last_store():
     resumed = ("start", None, {"mode": "heal", "store": "there", "resumes": True})
     other = ("start", None, {"mode": "heal", "store": "elsewhere", "resumes": True})
-    first = history(START, ("good", 300, {}), ("good", 400, {}))
-    same = history(resumed, ("damaged", 400, {"problem": "a bit"}), run="b")
-    assert end_of(first, same).last_good == 300
-    assert end_of(first, same).damaged == (400,)
-    assert end_of(first, history(other, run="b")).last_good is None
-    assert end_of(first, history(other, ("good", 20, {}), run="b")).last_good == 20
+    first = (START, ("good", 300, {}), ("good", 400, {}))
+    same = (resumed, ("damaged", 400, {"problem": "a bit"}))
+    assert processes(first, same).last_good == 300
+    assert [event.step for event in processes(first, same).damaged] == [400]
+    assert processes(first, (other,)).last_good is None
+    assert processes(first, (other, ("good", 20, {}))).last_good == 20
 
 
 def test_counts_are_of_the_whole_run_and_the_step_is_of_the_last_process():
     resumed = ("start", None, {"mode": "heal", "store": "there", "resumes": True})
-    one = history(START, ("alarm", 5, ALARM), ("save", 6, {}))
-    two = history(resumed, ("alarm", 8, ALARM), ("save", 9, {}), run="b")
-    assert (end_of(one, two).skips, end_of(one, two).step) == (2, 9)
-    new = history(START, ("save", 4, {}), run="b")
-    assert (end_of(one, new).skips, end_of(one, new).step) == (0, 4)
+    one = (START, ("alarm", 5, ALARM), ("save", 6, {}))
+    both = processes(one, (resumed, ("alarm", 8, ALARM), ("save", 9, {})))
+    assert (both.counts().skips, both.last_step) == (2, 9)
+    new = processes(one, (START, ("save", 4, {})))
+    assert (new.counts().skips, new.last_step) == (0, 4)

@@ -138,15 +138,15 @@ class Nothing:
 
 
 class EventList(Log):
-    """Appends events to a list instead of a file."""
+    """Appends events to a list too."""
 
     def __init__(self, events: list[dict[str, Any]]) -> None:
         super().__init__(None)
         self._events = events
 
-    def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
+    def write(self, kind: str, *, step: int | None, **fields: Any) -> dict[str, Any]:
         self._events.append({"kind": kind, "step": step, **fields})
-        return True
+        return super().write(kind, step=step, **fields)
 
 
 class Process:
