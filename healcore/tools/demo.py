@@ -26,7 +26,6 @@ from healcore.demo.scenario import (
     load_corpus,
 )
 from healcore.events.models import EventRecord
-from healcore.events.schema import lr_text
 from healcore.extras import require
 from healcore.tools import terminal
 from healcore.tools.report import page
