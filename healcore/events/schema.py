@@ -52,14 +52,10 @@ KINDS: dict[str, EventKind] = {
         ("problem",),
     ),
     "good": EventKind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
-    "quarantine": EventKind(
-        "A checkpoint newer than the restored checkpoint is quarantined.", ("checkpoint",)
-    ),
     "damaged": EventKind(
         "The bytes of a checkpoint have changed since the save. `step` is the checkpoint's.",
         ("problem",),
     ),
-    "rollback_begin": EventKind("A rollback begins. The journal has its plan.", ("onset",)),
     "rollback": EventKind(
         "A rollback is done. `step` is the number of steps done when it began, up to one step "
         "after the last judged step.",

@@ -99,7 +99,9 @@ class KnownGood:
             self._steps.clear()
         elif event.kind == "good" and step is not None:
             self._steps.add(step)
-        elif event.kind in ("quarantine", "damaged") and step is not None:
+        elif event.kind in ("rollback", "resume") and step is not None:
+            self._steps = {good for good in self._steps if good <= step}
+        elif event.kind == "damaged" and step is not None:
             self._steps.discard(step)
         if event.last_good is not None:
             self._steps.add(event.last_good)

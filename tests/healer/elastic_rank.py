@@ -38,7 +38,6 @@ from healcore import Checkpoints
 from healcore import policy as policies
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop import start as run_start
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.store import commit
 from healcore.torch.store import DCPStore
@@ -123,7 +122,6 @@ class Watched:
         self._watch(CheckpointManager, "save", SAVE)
         self._watch(commit, "commit", WRITE)
         self._watch(Recovery, "roll_back", BACK)
-        self._watch(run_start, "finish_rollback", BACK)
 
     def begin(self, phase: str) -> None:
         """Marks a phase as under way."""

@@ -84,22 +84,9 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(
     assert loop.faults.order[0] == 10
     logged = [event["step"] for event in events(tmp_path, "damaged")]
     assert sorted(logged) == [15, 20]
-    (line,) = [r.getMessage() for r in caplog.records if " are damaged" in r.getMessage()]
-    assert "15" in line
-    assert "20" in line
-    assert "newer than 10" in line
-    assert "resumes at step 10: 10 steps up to checkpoint 20 are lost" in caplog.text
-
-
-def test_missing_checkpoints_are_reported(killed, tmp_path):
-    """The journal of a run that logged its end records that it had saved."""
-    train(loop_of("torch"), rules(), range(12), store=tmp_path)
-    for each in tmp_path.glob("step-*"):
-        shutil.rmtree(each)
-    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*step 12.*delete the file"):
-        train(loop_of("torch"), rules(), range(12), store=tmp_path)
-    (tmp_path / "healcore.json").unlink()
-    assert train(loop_of("torch"), rules(), range(12), store=tmp_path)["step"] == 12
+    (line,) = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]
+    assert "resumes at step 10: 10 steps up to checkpoint 20 are lost" in line
+    assert line.count("damaged") == 2
 
 
 def test_a_rollback_names_what_it_passes_over(tmp_path):

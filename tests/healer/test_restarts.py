@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from healcore import Checkpoints
-from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.recovery import Recovery
+from healcore.runtime.recovery.restoring import Restorer
 from tests.healer.crashes import crash
+from tests.healer.killed_runs import (
+    is_poisoned,
+    killed,
+    never_known_good,
+    poisoned,
+    show_poison,
+)
 from tests.healer.run_directory import events
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
@@ -60,18 +67,13 @@ def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
     assert second == clean[5:]
 
 
-@pytest.mark.parametrize("point", ["report", "_finished"])
-def test_data_that_only_runs_forward_is_not_read_twice(point, tmp_path, monkeypatch):
+def test_data_that_only_runs_forward_is_not_read_twice(tmp_path, monkeypatch):
     def go(folder: str) -> Any:
         loop = loop_of("torch", Faults(always=[23]))
         return loop, train(loop, rules(), iter(range(50)), store=tmp_path / folder)
 
     clean, expected = go("clean")
-    if point == "report":
-        crash(monkeypatch, Recovery, point, lambda *_: True, lambda: go("killed"))
-    else:
-        at = lambda self, steps, now: bool(steps)  # noqa: E731
-        crash(monkeypatch, CheckpointManager, "quarantine", at, lambda: go("killed"))
+    crash(monkeypatch, Recovery, "report", lambda *_: True, lambda: go("killed"))
     loop, facts = go("killed")
     assert facts["step"] == expected["step"]
     assert same(loop.weights(), clean.weights())
@@ -83,16 +85,32 @@ def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path
         loop = loop_of("torch", Faults(always=[13, 33]))
         return train(loop, rules(), range(50), store=tmp_path)
 
-    crash(monkeypatch, CheckpointManager, "quarantine", lambda self, steps, now: now > 30, go)
+    crash(monkeypatch, Restorer, "commit", lambda self, step: len(self.ledger.rollbacks) > 1, go)
     seen = {}
 
     def look(healer: Any, number: int) -> None:
-        seen.setdefault("counted", healer._run.recovery.ledger.incident_count)
+        seen["counted"] = healer._run.recovery.ledger.incident_count
 
     loop = loop_of("torch", Faults(always=[13, 33]))
     train(loop, rules(), range(50), store=tmp_path, before=look)
     assert seen["counted"] == 2
-    assert [event["incident"] for event in events(tmp_path, "incident")] == [1, 2]
+    assert [event["incident"] for event in events(tmp_path, "incident")] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(framework, tmp_path):
+    killed(poisoned, framework, tmp_path)
+    policy = never_known_good()
+    loop = loop_of(framework, policy=policy)
+
+    def look(healer: Any, number: int) -> None:
+        loop.state = healer.state
+        show_poison(loop, number)
+
+    facts = train(loop, policy, range(30), store=tmp_path, before=look)
+    assert not is_poisoned(loop)
+    assert [event["checkpoint"] for event in events(tmp_path, "rollback")] == [10, 0]
+    assert facts["rollbacks"] == 2
 
 
 def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypatch):

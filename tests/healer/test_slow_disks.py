@@ -35,7 +35,7 @@ class Gates:
         self._changed = threading.Condition()
         wait, roll_back, save_last = (
             CheckpointManager.wait,
-            Restorer.apply,
+            Restorer.roll_back,
             Saver.save_last,
         )
 
@@ -53,7 +53,7 @@ class Gates:
             return result
 
         monkeypatch.setattr(CheckpointManager, "wait", waits)
-        monkeypatch.setattr(Restorer, "apply", goes_back)
+        monkeypatch.setattr(Restorer, "roll_back", goes_back)
         monkeypatch.setattr(Saver, "save_last", ends)
         for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):
             self._hold_up(monkeypatch, kind, writes, proofs)
@@ -98,10 +98,12 @@ STORES = {
 DISKS = {
     "a fast disk": (lambda step: 0, lambda step: 0),
     "slow writes": (lambda step: 4, lambda step: 0),
-    "slow proofs": (lambda step: 0, lambda step: 13),
-    "slow both": (lambda step: 3, lambda step: 30),
-    "now and then": (lambda step: 4 * (step % 3 == 0), lambda step: 7 * (step % 2)),
+    "slow proofs": (lambda step: 0, lambda step: 5),
+    "slow both": (lambda step: 3, lambda step: 5),
+    "now and then": (lambda step: 4 * (step % 3 == 0), lambda step: 5 * (step % 2)),
 }
+"""Steps of a write and of a verification. Both are done before the second save after them, which
+waits for the save between."""
 
 
 def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:

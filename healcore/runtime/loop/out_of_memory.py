@@ -83,8 +83,8 @@ class OutOfMemory:
         )
 
     def resume(self) -> None:
-        """Loads the sizes that an earlier process has written to the journal."""
-        saved = self._recovery.restorer.journal.state.microbatches
+        """Loads the sizes that an earlier process has saved."""
+        saved = self._recovery.restorer.record.microbatches
         if saved is not None:
             self.sizes.load(saved)
 
@@ -193,6 +193,4 @@ class OutOfMemory:
             size_before=resize.before,
             size=resize.after,
         )
-        restorer = self._recovery.restorer
-        restorer.journal.state.microbatches = self.sizes.to_dict()  # for the next process
-        restorer.write_journal(step)
+        self._recovery.restorer.record.microbatches = self.sizes.to_dict()  # for the next process

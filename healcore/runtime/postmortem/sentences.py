@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
-from healcore.events.models import EventRecord, RollbackOutcome
+from healcore.events.models import EventRecord
 from healcore.history import Incident, Mode
 from healcore.history.process import RunState
 from healcore.runtime.faults import FAILURES
@@ -81,7 +81,6 @@ def _rollback(event: EventRecord) -> str:
         Rollback.of(event).lr_text,
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
         (event.by == "earlier_weights" and event.why) or "",
-        "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
         "the snapshot that the run started from" if event.initial else "",
         "the same checkpoint again, because none is older" if event.repeated else "",
     )

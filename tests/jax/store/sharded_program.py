@@ -15,7 +15,7 @@ from healcore.jax.store import Keep, MemoryStore, OrbaxStore, TieredStore
 from healcore.jax.store.host_copy import JaxCopier
 from healcore.runtime.store import memory
 
-root, KEEP = Path(sys.argv[1]), Keep(quarantined=1)
+root, KEEP = Path(sys.argv[1]), Keep()
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
 
 

@@ -66,10 +66,11 @@ check(tiers.restore(2, fresh(0)).state, 2)
 
 # Lost by one of them.
 if rank == ODD:
-    tiers.memory.drop(3)
+    tiers.memory.delete(3)
 assert tiers.verify(3).step == 3
 check(tiers.restore(3, fresh(0)).state, 3)
-tiers.mark(3, "good")
+tiers.commit(3, {"attempts": [0], "proven": 3})
+assert tiers.healings()[3] == {"attempts": [0], "proven": 3}
 
 # Damaged in one memory, and the live state of the other rank does not fit.
 flip(4)

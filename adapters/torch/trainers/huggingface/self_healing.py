@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from healcore.core.engine import Engine
@@ -15,7 +16,6 @@ from healcore.policy.trainer_limit import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.recovery.journal import NAME
 from healcore.runtime.run_options import (
     CHECKPOINTS,
     LOGGING,
@@ -239,7 +239,7 @@ class SelfHealingTrainer:
         from transformers.trainer_utils import get_last_checkpoint
 
         store, folder = self._options["store"], self.trainer.args.output_dir
-        if not isinstance(store, str | os.PathLike) or os.path.exists(os.path.join(store, NAME)):
+        if not isinstance(store, str | os.PathLike) or any(Path(store).glob("step-*")):
             return
         checkpoint = get_last_checkpoint(folder) if folder and os.path.isdir(folder) else None
         if checkpoint is not None:
