@@ -27,7 +27,7 @@ class Gates:
 
     Args:
         writes: steps that the write of a checkpoint takes, by its step.
-        proofs: steps that its verification takes.
+        proofs: steps from it until its verification is done.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, writes: Any, proofs: Any) -> None:
@@ -66,7 +66,7 @@ class Gates:
             return write(store, copy, folder)
 
         def verifies_late(store: Any, step: int) -> Any:
-            self._when(self._step + proofs(step))
+            self._when(step + proofs(step))
             return verify(store, step)
 
         monkeypatch.setattr(kind, "_write", writes_late)
@@ -98,12 +98,12 @@ STORES = {
 DISKS = {
     "a fast disk": (lambda step: 0, lambda step: 0),
     "slow writes": (lambda step: 4, lambda step: 0),
-    "slow proofs": (lambda step: 0, lambda step: 5),
-    "slow both": (lambda step: 3, lambda step: 5),
-    "now and then": (lambda step: 4 * (step % 3 == 0), lambda step: 5 * (step % 2)),
+    "slow proofs": (lambda step: 0, lambda step: 9),
+    "slow both": (lambda step: 3, lambda step: 9),
+    "now and then": (lambda step: 4 * (step % 3 == 0), lambda step: 8 * (step % 2)),
 }
-"""Steps of a write and of a verification. Both are done before the second save after them, which
-waits for the save between."""
+"""Steps from a checkpoint until it is written, and until it is verified. A checkpoint is verified
+after the next save, and this is done before the second save after that, which waits for it."""
 
 
 def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:

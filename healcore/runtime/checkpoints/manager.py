@@ -26,7 +26,7 @@ from healcore.runtime.store import (
 )
 from healcore.runtime.store.inspection import disallowed
 from healcore.runtime.store.memory import WHERE
-from healcore.runtime.store.ranks import Ranks, agreed
+from healcore.runtime.store.ranks import Ranks, on_first
 
 
 class CheckpointManager:
@@ -196,22 +196,25 @@ class CheckpointManager:
         The decision uses `course` as saved, so that a restart knows the same known-good ones. The
         newest of them is verified first: nothing is deleted for a damaged one.
         """
-        try:
+
+        def chosen() -> tuple[list[int], set[int], int | None]:
             saves = course.judged(tier.steps())
             good = [saved.step for saved in saves if saved.status == "good"]
             stay = {*protected, target, *[at for at in good if target and at < target][-1:]}
-            surplus = [at for at in superfluous(saves, self._keep) if at not in stay]
             there = any((s.step, s.attempt) == (step, len(course.attempts)) for s in saves)
-            surplus, newest = agreed(
-                tier.processes, (surplus if there else [], max(good, default=None))
-            )
+            surplus = [at for at in superfluous(saves, self._keep) if there and at not in stay]
+            abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
+            return surplus, {*surplus} - abandoned, max(good, default=None)
+
+        try:
+            surplus, own, newest = on_first(tier.processes, chosen)
             if surplus and newest not in (None, self._verified):
                 tier.verify(newest)
                 self._verified = newest
             for old in surplus:
                 with suppress(CheckpointNotFound):
                     tier.delete(old)
-            self._results.append({s.step for s in saves if s.status != "abandoned"} & {*surplus})
+            self._results.append(own)
         except Exception as error:
             self._results.append(error)
 

@@ -51,7 +51,7 @@ from healcore.runtime.store import (
 )
 from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.memory import WHERE
-from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
+from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each, on_first
 from healcore.runtime.store.structure import attribute
 
 T = TypeVar("T")
@@ -197,8 +197,8 @@ class Restorer:
         store, step = self.checkpoints.store, done.target
         try:
             self.commit(step)
-            on_disk = [] if store.disk is None else [saved.step for saved in store.disk.steps()]
-            if store.disk is not None and not agreed(self.ranks, step in on_disk):
+            disk = store.disk
+            if disk and on_first(self.ranks, lambda: all(s.step != step for s in disk.steps())):
                 self.save(step, "rollback")
         except (StoreError, OSError) as error:
             self.log.problem(

@@ -78,5 +78,5 @@ for name, store in stores.items():
     bad["both"] = put(jnp.ones((8, 8)).at[7, 7].set(jnp.inf), "x", "y")
     store.save(2, {"x": bad})
     store.wait()
-    assert store.steps()[-1].nonfinite == ("x.both",), store.steps()
+    assert store.nonfinite_found() == [(2, ("x.both",))], store.steps()
 print("fine")
