@@ -84,7 +84,7 @@ def emptied(store: Any) -> Callable[[], None]:
 
     def clear() -> None:
         for saved in store.steps():
-            store.drop(saved.step)
+            store.delete(saved.step)
 
     return clear
 

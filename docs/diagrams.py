@@ -141,7 +141,7 @@ def rollback() -> Iterator[str]:
     yield arrow((at(312), 230), (at(419), 230))
     yield text(at(480) - 34, 205, "repeated steps", "small", "middle")
     yield text(at(200), 288, "a", "title", "middle")
-    yield text(at(350), 288, "quarantined", "small", "middle")
+    yield text(at(350), 288, "abandoned", "small", "middle")
 
     yield text(at(372) - 12, 112, "worse", "small", "end")
     yield text(24, 326, "then the first that applies:", "title")

@@ -26,13 +26,10 @@ from healcore.runtime.loop.termination import (
 )
 from healcore.runtime.microbatches.splitting import UnsplittableBatch
 from healcore.runtime.microbatches.window import MicrobatchError
-from healcore.runtime.recovery.journal import JournalError
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,
-    LastGoodKept,
     NoGoodCheckpoint,
-    NotFinite,
     SaveFailed,
     StateMismatch,
     StoreError,
@@ -53,13 +50,10 @@ __all__ = [
     "HealerError",
     "IncompleteRun",
     "Interrupted",
-    "JournalError",
-    "LastGoodKept",
     "LastStateNotSaved",
     "MicrobatchError",
     "MissingExtraError",
     "NoGoodCheckpoint",
-    "NotFinite",
     "PolicyError",
     "RankFailed",
     "RunStopped",

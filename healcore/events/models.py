@@ -42,14 +42,6 @@ class Ending(enum.StrEnum):
     KILLED = "killed"
 
 
-class RollbackOutcome(enum.StrEnum):
-    """Value of `outcome` in an event `rollback`."""
-
-    DONE = "done"
-    AFTER_CRASH = "after_crash"
-    """A kill interrupted the rollback, and the next process finished it."""
-
-
 # -- types: docs/events.md has the title as the name of the type ----------------------------------
 
 
@@ -201,9 +193,7 @@ class EventFields(_EventsModel):
     initial: Boolean = _maybe("The checkpoint is the snapshot from the start of the run.")
     moments_reset: Boolean = _maybe("The moments of the optimizers were reset.")
     rewound: Boolean = _maybe("true: the data was rewound; false: the data continues forward.")
-    outcome: Text = _maybe(
-        f"The result. Of a rollback: {', '.join(RollbackOutcome)}; of the data: a sentence."
-    )
+    outcome: Text = _maybe("The result. Of a rollback: done; of the data: a sentence.")
     why: Text = _maybe("The reason, as text.")
     problem: Text = _maybe("What went wrong, as text.")
     verdict: Literal["damage", "worse", "recovered", "unknown"] = _maybe(

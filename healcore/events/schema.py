@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from healcore.console import counted
 from healcore.events import log
-from healcore.events.models import EventHead, EventModel, EventRecord, RollbackOutcome
+from healcore.events.models import EventHead, EventModel, EventRecord
 
 ENVELOPE = tuple(field.alias or name for name, field in EventHead.model_fields.items())
 """Fields that every event has."""
@@ -62,7 +62,6 @@ def _rollback(event: EventRecord) -> str:
         lr_text(event),
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
         (event.by == "earlier_weights" and event.why) or "",
-        "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
         "the snapshot that the run started from" if event.initial else "",
         "the same checkpoint again, because none is older" if event.repeated else "",
     )
@@ -186,15 +185,11 @@ KINDS: dict[str, EventKind] = {
         "a checkpoint was not written: {problem}",
     ),
     "good": EventKind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
-    "quarantine": EventKind(
-        "A checkpoint newer than the restored checkpoint is quarantined.", ("checkpoint",)
-    ),
     "damaged": EventKind(
         "The bytes of a checkpoint have changed since the save. `step` is the checkpoint's.",
         ("problem",),
         "a checkpoint is damaged: {problem}",
     ),
-    "rollback_begin": EventKind("A rollback begins. The journal has its plan.", ("onset",)),
     "rollback": EventKind(
         "A rollback is done. `step` is the number of steps done when it began, up to one step "
         "after the last judged step.",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from healcore.events.log import Event
-from healcore.events.models import EventRecord, RollbackOutcome, validate
+from healcore.events.models import EventRecord, validate
 from healcore.history.incident import Counts, Incident, batch_ids, count_incidents
 from healcore.history.process import RunProcess, RunState
 
@@ -168,7 +168,9 @@ class Run:
             self._good.clear()
         elif event.kind == "good" and step is not None:
             self._good.add(step)
-        elif event.kind in ("quarantine", "damaged") and step is not None:
+        elif event.kind in ("rollback", "resume") and step is not None:
+            self._good = {good for good in self._good if good <= step}
+        elif event.kind == "damaged" and step is not None:
             self._good.discard(step)
         if event.last_good is not None:
             self._good.add(event.last_good)
@@ -212,11 +214,6 @@ class Run:
         last.skipped_batches = batch_ids(event) or last.skipped_batches
         last.add_cut(event)
         self._undo(float(target))
-        if event.outcome == RollbackOutcome.AFTER_CRASH:  # the rollback began the process
-            self.attempts[-1] = self.attempts[-1]._replace(
-                first_step=float(target), origin=AttemptOrigin.ROLLBACK
-            )
-            return
         self._begin_attempt(float(target), AttemptOrigin.ROLLBACK)
 
     def _on_incident(self, event: EventRecord, step: float) -> None:
@@ -305,13 +302,9 @@ class Run:
 
 
 def is_continuation(events: Iterable[Event]) -> bool:
-    """Whether a process resumed from a checkpoint of an earlier process, by its events.
-
-    A process that finishes a rollback of a killed process writes no event `resume`.
-    """
+    """Whether a process resumed from a checkpoint of an earlier process, by its events."""
     for event in events:
-        finishes_rollback = event.get("outcome") == RollbackOutcome.AFTER_CRASH
-        if event["kind"] == "resume" or finishes_rollback or event.get("resumes") is True:
+        if event["kind"] == "resume" or event.get("resumes") is True:
             return True
         if event["kind"] in ("save", "alarm", "incident"):
             return False

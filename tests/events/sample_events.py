@@ -69,9 +69,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "save": {"why": "regular", "seconds": 0.25},
     "save_failed": {"problem": OSError(28, "No space left on device")},
     "good": {},
-    "quarantine": {"checkpoint": 500},
     "damaged": {"problem": "the checkpoint of step 500 is damaged"},
-    "rollback_begin": {"number": 1, "onset": 4, "checkpoint": 300},
     "rollback": {
         "number": 1,
         "onset": 4,
@@ -109,7 +107,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "diagnosis": "healcore stopped the run.",
         "checkpoint": 300,
     },
-    "problem": {"problem": "the journal could not be written"},
+    "problem": {"problem": "the rollback is not on disk"},
     "end": {
         "ending": "stopped",
         "incidents": 3,

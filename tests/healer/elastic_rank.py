@@ -37,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 from healcore import Checkpoints
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop import start as run_start
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.store import commit
 from healcore.torch.store import DCPStore
@@ -102,7 +101,6 @@ class Watched:
         self._watch(CheckpointManager, "save", SAVE)
         self._watch(commit, "commit", WRITE)
         self._watch(Recovery, "roll_back", BACK)
-        self._watch(run_start, "finish_rollback", BACK)
 
     def begin(self, phase: str) -> None:
         """Marks a phase as under way."""

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.loop import start as run_start
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.termination import AlreadyCompleted
 from healcore.runtime.store import commit
@@ -87,7 +86,6 @@ class Watched:
         self._watch(CheckpointManager, "save", SAVE)
         self._watch(commit, "commit", WRITE)
         self._watch(Recovery, "roll_back", BACK)
-        self._watch(run_start, "finish_rollback", BACK)
         for name in CALLS:
             self._count(name)
 
@@ -195,7 +193,7 @@ def _there(framework: str, folder: Path) -> bytes:
     else:
         from healcore.jax.store import OrbaxStore as Store
     store = Store(folder)
-    saves = [each for each in store.steps() if each.status != "quarantined" and each.finite]
+    saves = [each for each in store.steps() if each.status != "abandoned" and each.finite]
     for each in saves:
         store.verify(each.step)
     assert store.damaged() == [], store.damaged()

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from healcore import policy as policies
-from healcore.runtime.store import directory, tiered
 from tests import forked_programs
-from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
+from tests.healer.training_loops import RULES, loop_of, rules, train
 
 
 def killed(scenario: Callable[..., None], *arguments: object) -> None:
@@ -34,29 +33,6 @@ def at_step(folder: str, step: str) -> None:
             die()
 
     train(loop_of("torch"), rules(), range(40), store=Path(folder), before=before)
-
-
-def after_rollback(folder: str, bad: str) -> None:
-    """Goes back because of a bad batch, and is killed at its next step."""
-
-    def before(healer: Any, number: int) -> None:
-        if healer.rollbacks:
-            die()
-
-    loop = loop_of("torch", Faults(always=[int(bad)]))
-    train(loop, rules(), range(40), store=Path(folder), before=before)
-
-
-def with_nothing_on_disk(folder: str) -> None:
-    """The disk takes no checkpoint; killed in a rollback to the snapshot in memory."""
-
-    def full(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    directory.DirectoryStore._commit = full  # type: ignore[method-assign]
-    tiered.TieredStore.restore = lambda *args, **kwargs: die()  # type: ignore[method-assign]
-    loop = loop_of("torch", Faults(always=[3]))
-    train(loop, rules(), range(40), store=Path(folder))
 
 
 # -- a poisoned model -----------------------------------------------------------------------------

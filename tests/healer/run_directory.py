@@ -12,7 +12,7 @@ from healcore.runtime.loop import setup
 
 def new_process() -> None:
     """Forgets which runs this process has completed, as a new process does."""
-    setup._journals.clear()
+    setup._records.clear()
 
 
 def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ def test_a_start_does_not_fall_back_past_a_checkpoint_that_does_not_fit(kind: st
 
 
 def test_no_checkpoint_is_deleted_that_is_newer_than_the_resumed(tmp_path: Path):
-    run = {"store": tmp_path, "keep": Keep(good=2, candidates=9, quarantined=0, older=True)}
+    run = {"store": tmp_path, "keep": Keep(good=2, candidates=9, older=True)}
     with suppress(OSError):
         Run("none").train(45, **run)
     newest = sorted(tmp_path.glob("step-*"))[-3:]

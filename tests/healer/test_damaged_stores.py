@@ -84,11 +84,9 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(
     assert loop.faults.order[0] == 10
     logged = [event["step"] for event in events(tmp_path, "damaged")]
     assert sorted(logged) == [15, 20]
-    (line,) = [r.getMessage() for r in caplog.records if " are damaged" in r.getMessage()]
-    assert "15" in line
-    assert "20" in line
-    assert "newer than 10" in line
-    assert "resumes at step 10: 10 steps up to checkpoint 20 are lost" in caplog.text
+    (line,) = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]
+    assert "resumes at step 10: 10 steps up to checkpoint 20 are lost" in line
+    assert line.count("damaged") == 2
 
 
 def test_a_rollback_names_what_it_passes_over(tmp_path):

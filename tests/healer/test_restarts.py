@@ -9,8 +9,18 @@ import torch
 
 from healcore import Checkpoints
 from healcore.runtime.healer import Healer
+from healcore.runtime.loop.recovery import Recovery
+from healcore.runtime.recovery.restoring import Restorer
+from tests.healer.crashes import crash
+from tests.healer.killed_runs import (
+    is_poisoned,
+    killed,
+    never_known_good,
+    poisoned,
+    show_poison,
+)
 from tests.healer.run_directory import events
-from tests.healer.training_loops import loop_of, rules, train
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 
 def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
@@ -38,6 +48,99 @@ def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
         go(first, tmp_path / "killed", die=True)
     go(second, tmp_path / "killed")
     assert second == clean[5:]
+
+
+def test_data_that_only_runs_forward_is_not_read_twice(tmp_path, monkeypatch):
+    def go(folder: str) -> Any:
+        loop = loop_of("torch", Faults(always=[23]))
+        return loop, train(loop, rules(), iter(range(50)), store=tmp_path / folder)
+
+    clean, expected = go("clean")
+    crash(monkeypatch, Recovery, "report", lambda *_: True, lambda: go("killed"))
+    loop, facts = go("killed")
+    assert facts["step"] == expected["step"]
+    assert same(loop.weights(), clean.weights())
+    assert loop.faults.order[0] == 25
+
+
+def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path, monkeypatch):
+    def go() -> Any:
+        loop = loop_of("torch", Faults(always=[13, 33]))
+        return train(loop, rules(), range(50), store=tmp_path)
+
+    crash(monkeypatch, Restorer, "commit", lambda self, step: len(self.ledger.rollbacks) > 1, go)
+    seen = {}
+
+    def look(healer: Any, number: int) -> None:
+        seen["counted"] = healer._run.recovery.ledger.incident_count
+
+    loop = loop_of("torch", Faults(always=[13, 33]))
+    train(loop, rules(), range(50), store=tmp_path, before=look)
+    assert seen["counted"] == 2
+    assert [event["incident"] for event in events(tmp_path, "incident")] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(framework, tmp_path):
+    killed(poisoned, framework, tmp_path)
+    policy = never_known_good()
+    loop = loop_of(framework, policy=policy)
+
+    def look(healer: Any, number: int) -> None:
+        loop.state = healer.state
+        show_poison(loop, number)
+
+    facts = train(loop, policy, range(30), store=tmp_path, before=look)
+    assert not is_poisoned(loop)
+    assert [event["checkpoint"] for event in events(tmp_path, "rollback")] == [10, 0]
+    assert facts["rollbacks"] == 2
+
+
+def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypatch):
+    """Killed long after the first rollback; the second one goes past the first one's window."""
+    faults = Faults(always=[13, 31])
+
+    def go(before: Any = None) -> Any:
+        loop = loop_of("torch", faults)
+        return train(loop, rules(), range(50), store=tmp_path, before=before)
+
+    def stumble(healer: Any, number: int) -> None:
+        if number == 27:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        go(stumble)
+    go()
+    first, second = events(tmp_path, "rollback")
+    assert second["checkpoint"] < first["onset"], "the test needs a deep one"
+    assert faults.seen[13] == 1
+
+
+def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path, monkeypatch):
+    """The checkpoint that it went to is damaged by the next start, which takes an older one."""
+
+    def go(before: Any = None) -> Any:
+        loop = loop_of("torch", Faults(always=[23]))
+        return train(loop, rules(), range(40), store=tmp_path, before=before)
+
+    def stumble(healer: Any, number: int) -> None:
+        if healer.rollbacks:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        go(stumble)
+    (folder,) = tmp_path.glob("step-0000000015.*")
+    (folder / "state.json").write_text("{}")
+    seen = {}
+
+    def look(healer: Any, number: int) -> None:
+        engine = healer.driver.healing()["optimizer"]["state"]
+        seen.setdefault("at", healer.step)
+        seen.setdefault("left", engine["budget"]["recoveries"])
+        seen.setdefault("done", engine["tally"]["rollbacks"])
+
+    go(look)
+    assert seen == {"at": 10, "left": 2, "done": 1}
 
 
 def test_a_restart_whose_data_are_used_up_is_reported(tmp_path):

@@ -27,7 +27,7 @@ class Gates:
 
     Args:
         writes: steps that the write of a checkpoint takes, by its step.
-        proofs: steps that its verification takes.
+        proofs: steps from it until its verification is done.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, writes: Any, proofs: Any) -> None:
@@ -35,7 +35,7 @@ class Gates:
         self._changed = threading.Condition()
         wait, roll_back, save_last = (
             CheckpointManager.wait,
-            Restorer.apply,
+            Restorer.roll_back,
             Saver.save_last,
         )
 
@@ -53,7 +53,7 @@ class Gates:
             return result
 
         monkeypatch.setattr(CheckpointManager, "wait", waits)
-        monkeypatch.setattr(Restorer, "apply", goes_back)
+        monkeypatch.setattr(Restorer, "roll_back", goes_back)
         monkeypatch.setattr(Saver, "save_last", ends)
         for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):
             self._hold_up(monkeypatch, kind, writes, proofs)
@@ -66,7 +66,7 @@ class Gates:
             return write(store, copy, folder)
 
         def verifies_late(store: Any, step: int) -> Any:
-            self._when(self._step + proofs(step))
+            self._when(step + proofs(step))
             return verify(store, step)
 
         monkeypatch.setattr(kind, "_write", writes_late)
@@ -98,10 +98,12 @@ STORES = {
 DISKS = {
     "a fast disk": (lambda step: 0, lambda step: 0),
     "slow writes": (lambda step: 4, lambda step: 0),
-    "slow proofs": (lambda step: 0, lambda step: 13),
-    "slow both": (lambda step: 3, lambda step: 30),
-    "now and then": (lambda step: 4 * (step % 3 == 0), lambda step: 7 * (step % 2)),
+    "slow proofs": (lambda step: 0, lambda step: 9),
+    "slow both": (lambda step: 3, lambda step: 9),
+    "now and then": (lambda step: 4 * (step % 3 == 0), lambda step: 8 * (step % 2)),
 }
+"""Steps from a checkpoint until it is written, and until it is verified. A checkpoint is verified
+after the next save, and this is done before the second save after that, which waits for it."""
 
 
 def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def forgets(healer: Healer, number: int) -> None:
     if number == BAD:
         assert isinstance(healer.store, TieredStore)
         for saved in healer.store.memory.steps():
-            healer.store.memory.drop(saved.step)
+            healer.store.memory.delete(saved.step)
 
 
 def rots(healer: Healer, number: int) -> None:
@@ -174,7 +174,7 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
     if scenario == "stop file":
         options["stop_file"] = root / f"stop on rank {rank}"
     if scenario == "without a disk":
-        options["store"] = TorchMemoryStore(Keep(good=3, candidates=3, quarantined=1))
+        options["store"] = TorchMemoryStore(Keep(good=3, candidates=3))
     if scenario in HOOKS:
         options["on_incident"] = HOOKS[scenario][rank]
     stopped, state = None, {"model": net, "optimizer": optimizer}

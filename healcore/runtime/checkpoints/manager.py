@@ -1,39 +1,40 @@
-"""Saves, verifies, quarantines and deletes the checkpoints of a run."""
+"""Saves and deletes the checkpoints of a run, and computes which of them are known-good."""
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from healcore.runtime.checkpoints.catalog import Catalog
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,
     CheckpointStore,
+    Course,
     Keep,
-    LastGoodKept,
-    NotFinite,
     Saved,
     SaveFailed,
     StoreError,
     UnsavableState,
+    superfluous,
 )
 from healcore.runtime.store.inspection import disallowed
 from healcore.runtime.store.memory import WHERE
-from healcore.runtime.store.ranks import Ranks, agreed
+from healcore.runtime.store.ranks import Ranks, on_first
 
 
 class CheckpointManager:
-    """Saves, verifies, quarantines and deletes the checkpoints of one run.
+    """Saves and deletes the checkpoints of one run.
 
-    Verifications and deletions run in the queue of each tier, in the order of the steps. So the
-    contents of a store depend on the steps, not on the speed of a disk.
+    A checkpoint is known-good if it is finite, not abandoned, and followed by `probation` healthy
+    steps. Deletions run in the queue of the saves. So the contents of a store depend on the steps,
+    not on the speed of a disk.
 
     Args:
         store: store of the checkpoints.
@@ -58,21 +59,26 @@ class CheckpointManager:
     ) -> None:
         self.store = store
         self.every = every
+        self.course = Course()
+        """The attempts of the run, and the step up to which checkpoints are known-good."""
+        self._keep = keep.checked()
+        self._probation = probation
+        self._region = region
         self._ranks = ranks
         self._log = log
-        self.catalog = Catalog(keep.checked(), probation=probation, region=region)
+        self._finite: dict[int, bool] = {}
+        """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
+        self._protected: frozenset[int] = frozenset()
+        self._pruned = -1
+        """`course.proven` at the last deletion."""
+        self._verified: int | None = None
+        """Step of the last checkpoint that was verified before a deletion."""
+        self._results: deque[set[int] | Exception] = deque()
+        """Results of `_prune`: steps of deleted checkpoints, or the problem."""
+        self._lost: set[int] = set()
+        """Steps of damaged checkpoints without another copy."""
         self._saved_once = False
-        self._verified: deque[tuple[int, Exception | None]] = deque()
-        """Step of each verified checkpoint, and its problem; None for a known-good one."""
-        self._deleted: deque[set[int]] = deque()
-        self._left_alone: set[int] = set()
-        """Steps of checkpoints that are newer than the checkpoint of the start."""
-        self._logged_good: set[int] = set()
         self._nonfinite: dict[int, tuple[str, ...]] = {}
-        self._abandoned: list[tuple[int, float]] = []
-        """Target and Unix time of each rollback."""
-        self.good: int | None = None
-        """Step of the newest known-good checkpoint."""
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         """Step and array names of each checkpoint with disallowed NaN or Inf."""
         self._damaged_paths: set[str] = set()
@@ -85,40 +91,45 @@ class CheckpointManager:
     # -- the checkpoints in the store -----------------------------------------------------------
 
     def listed(self) -> list[Saved]:
-        """The checkpoints; checkpoints of an abandoned branch count as quarantined.
+        """The checkpoints, without those that are known to be damaged."""
+        saves = [saved for saved in self.store.steps() if saved.step not in self._lost]
+        return self.course.judged(saves)
 
-        Their status on disk may differ if the disk could not be written at the rollback.
+    def begin_attempt(self, step: int, course: Course | None = None) -> None:
+        """Begins an attempt at a step. Checkpoints of later steps are abandoned.
+
+        Drops all findings so far, which are about steps that come again. `course` is the course of
+        an earlier process.
         """
-        return [
-            saved._replace(status="quarantined") if self._is_abandoned(saved) else saved
-            for saved in self.store.steps()
-        ]
-
-    def _is_abandoned(self, saved: Saved) -> bool:
-        return any(saved.step > target and saved.created < at for target, at in self._abandoned)
-
-    def reload(self, resumed: int | None = None) -> None:
-        """Reads the store's listing again, after a rollback, or after a start at step `resumed`.
-
-        Checkpoints newer than `resumed` are neither used nor deleted, until a save replaces them.
-
-        Drops all findings so far: they are about steps that the rollback has undone.
-        """
-        self.close()
         self.store.nonfinite_found()
-        try:
-            saves = self.listed()
-        except StoreError as error:
-            saves = []
-            self._log.problem(None, f"the checkpoints cannot be listed: {error}")
-        if resumed is not None:
-            self._left_alone = {saved.step for saved in saves if saved.step > resumed}
-        saves = [saved for saved in saves if saved.step not in self._left_alone]
-        self.catalog.reset(saves)
-        self._deleted.clear()
-        self._logged_good = {s.step for s in saves if s.status == "good"}
-        self.good = max(self._logged_good, default=None)
         self._nonfinite.clear()
+        self._read_results(step)
+        attempts, proven = course or self.course
+        self._pruned = min(self._pruned, step, proven)
+        self.course = Course((*attempts, step), min(proven, step))
+        self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
+        if course is not None:
+            saves = [saved for saved in self.listed() if saved.status != "abandoned"]
+            self._finite = {saved.step: saved.finite for saved in saves}
+
+    @property
+    def restorable(self) -> set[int]:
+        """Steps of the checkpoints that a rollback could restore."""
+        return {step for step, finite in self._finite.items() if finite}
+
+    @property
+    def good(self) -> int | None:
+        """Step of the newest known-good checkpoint, or None."""
+        return max((at for at in self.restorable if at <= self.course.proven), default=None)
+
+    @property
+    def on_probation(self) -> list[int]:
+        """Steps of the checkpoints whose probation is not over, ascending."""
+        return sorted(at for at in self._finite if at > self.course.proven)
+
+    def newest_finite_before(self, step: int) -> int:
+        """Step of the newest finite checkpoint before `step`, or 0."""
+        return max((at for at in self.restorable if at < step), default=0)
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -147,16 +158,69 @@ class CheckpointManager:
             self._save_failed(step, error)
             return
         self._saved_once = True
-        self._left_alone.discard(step)
+        self._lost.discard(step)
         self.unsaved.discard(step)
-        self.catalog.add(step)
+        self._finite[step] = True
         self._log.event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
+
+    def prune(self, step: int, ledger: Ledger) -> None:
+        """Queues the deletion of superfluous checkpoints, if a save has new known-good ones.
+
+        Within the region of the last rollback, its target and the next older known-good checkpoint
+        stay: a second rollback there must not use a checkpoint that became known-good later.
+        """
+        if self.course.proven <= self._pruned:
+            return
+        self._pruned = self.course.proven
+        last = ledger.same_trouble(ledger.next_step, self._region)[-1:]
+        tier = self.store.disk or self.store
+        target = last[0].target if last else None
+        job = partial(self._prune, tier, step, self.course, self._protected, target)
+        if tier.queue is None:
+            job()
+        else:
+            tier.queue.submit(step, "while deleting older checkpoints", job)
+
+    def _prune(
+        self,
+        tier: CheckpointStore,
+        step: int,
+        course: Course,
+        protected: frozenset[int],
+        target: int | None,
+    ) -> None:
+        """Deletes superfluous checkpoints, if the save of `step` is in the store.
+
+        The decision uses `course` as saved, so that a restart knows the same known-good ones. The
+        newest of them is verified first: nothing is deleted for a damaged one.
+        """
+
+        def chosen() -> tuple[list[int], set[int], int | None]:
+            saves = course.judged(tier.steps())
+            good = [saved.step for saved in saves if saved.status == "good"]
+            stay = {*protected, target, *[at for at in good if target and at < target][-1:]}
+            there = any((s.step, s.attempt) == (step, len(course.attempts)) for s in saves)
+            surplus = [at for at in superfluous(saves, self._keep) if there and at not in stay]
+            abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
+            return surplus, {*surplus} - abandoned, max(good, default=None)
+
+        try:
+            surplus, own, newest = on_first(tier.processes, chosen)
+            if surplus and newest not in (None, self._verified):
+                tier.verify(newest)
+                self._verified = newest
+            for old in surplus:
+                with suppress(CheckpointNotFound):
+                    tier.delete(old)
+            self._results.append(own)
+        except Exception as error:
+            self._results.append(error)
 
     def protect(self, steps: Iterable[int]) -> None:
         """Protects the checkpoints of these steps from deletion, and no others."""
-        self.catalog.protected = frozenset(steps)
+        self._protected = frozenset(steps)
         for tier in self.store.tiers:
-            tier.protected = self.catalog.protected
+            tier.protected = self._protected
 
     def is_unsaved(self, step: int) -> bool:
         """Whether the write of a checkpoint has failed. Waits for the disk."""
@@ -166,129 +230,46 @@ class CheckpointManager:
     # -- known-good -----------------------------------------------------------------------------
 
     def poll(self, ledger: Ledger) -> None:
-        """Reports results of the background and queues the next verifications.
+        """Reports results of the background, and computes the known-good checkpoints.
 
-        Called once per step. The queue depends on the steps alone. Does not wait for the disk.
+        Called once per step. Does not wait for the disk.
         """
         for failure in self.store.failures():
             self._save_failed(failure.step, failure)
-        self._read_results()
+        self._read_results(ledger.next_step)
         if ledger.open:
             return
-        self._verify(self._probation_passed(ledger), ledger)
+        self.prove(ledger)
         if ledger.unhealthy:
             # A rollback needs the steps since the newest known-good checkpoint.
-            ledger.forget(min([self.good or 0, *self.catalog.on_probation]))
+            ledger.forget(min([self.good or 0, *self.on_probation]))
 
-    def verify_due(self, ledger: Ledger, *, before: int) -> None:
-        """Verifies all checkpoints whose probation was over at step `before`. Waits. Collective.
-
-        The target of a rollback must depend on the steps, not on the speed of a disk.
-        """
-        self._verify(self._on_every_rank(self.catalog.probation_passed(ledger, before)), ledger)
-        self._wait_for_results()
-
-    def finish(self, ledger: Ledger) -> None:
-        """The last `poll` of a run; waits for the queue."""
-        self.poll(ledger)
-        self._wait_for_results()
-
-    def _wait_for_results(self) -> None:
-        self._join()
-        self._read_results()
-
-    def _join(self) -> None:
-        """Waits for the jobs of all tiers; raises no errors."""
-        for tier in self.store.tiers:
-            if tier.queue is not None:
-                tier.queue.join()
-
-    def _probation_passed(self, ledger: Ledger) -> list[int]:
-        """Steps of checkpoints whose probation is over, the same on every rank.
-
-        Ranks notice a failed write at different steps. So they exchange their lists every few
-        steps, even if a list is empty.
-        """
-        if self._ranks.world == 1:
-            return self.catalog.probation_passed(ledger)
-        if ledger.next_step % max(1, self.every // 2):
-            return []
-        return self._on_every_rank(self.catalog.probation_passed(ledger))
-
-    def _on_every_rank(self, steps: list[int]) -> list[int]:
-        return sorted(set.intersection(*map(set, self._ranks.gather(steps))))
-
-    def _verify(self, steps: Sequence[int], ledger: Ledger) -> None:
-        """Queues verifications, and after each of them the deletion of surplus checkpoints."""
-        if not steps:
-            return
-        surplus = agreed(self._ranks, self.catalog.mark_good(steps, ledger))
-        for index, step in enumerate(steps, 1):
-            to_delete = [old for old in surplus if old not in steps[index:]]
-            new = {*steps}.difference(surplus)
-            for tier in self.store.tiers:
-                job = partial(self._verify_in, tier, step, to_delete, new)
-                if tier.queue is None:
-                    job()
-                else:
-                    tier.queue.submit(step, "while verifying it", job)
-
-    def _verify_in(
-        self, tier: CheckpointStore, step: int, surplus: Sequence[int], new: set[int]
-    ) -> None:
-        """Verifies a checkpoint of a tier, marks it as known-good, and deletes `surplus` ones."""
-        try:
-            try:
-                # A save that failed leaves an older, quarantined save of the step.
-                if tier.verify(step).status != "quarantined":
-                    tier.mark(step, "good")
-                    self._verified.append((step, None))
-            except CheckpointDamaged as error:
-                self._verified.append((step, error))
-                tier.take_out(step, copied=len(self.store.tiers) > 1)
-            except NotFinite as error:
-                self._verified.append((step, error))
-            self._delete(tier, surplus, new)
-        except CheckpointNotFound:
-            return
-        except Exception as error:
-            self._verified.append((step, error))
-
-    def _delete(self, tier: CheckpointStore, surplus: Sequence[int], new: set[int]) -> None:
-        """Deletes the `surplus` checkpoints of a tier.
-
-        For each checkpoint of `new` that is not known-good (damaged, not finite, or not verified
-        yet), the tier keeps one known-good checkpoint of `surplus`.
-        """
-        saves = tier.steps()
-        good = {saved.step for saved in saves if saved.status == "good"}
-        stay = sorted(good.intersection(surplus), reverse=True)[: len(new - good)]
-        to_delete = [s.step for s in saves if s.step in surplus and s.step not in stay]
-        for step in agreed(tier.processes, to_delete):
-            with suppress(CheckpointNotFound, LastGoodKept):
-                tier.delete(step)
-        if tier is self.store.tiers[-1]:
-            self._deleted.append({*surplus} - {saved.step for saved in tier.steps()})
-
-    def _read_results(self) -> None:
-        while self._verified:
-            step, error = self._verified.popleft()
-            if error is None:
-                self.good = max(step, self.good or 0)
-                if step not in self._logged_good:
-                    self._logged_good.add(step)
-                    self._log.event("good", step=step)
-            elif isinstance(error, CheckpointDamaged):
-                self.log_damage(error)
-                another_copy = step in self._logged_good or len(self.store.tiers) > 1
-                if not another_copy:
-                    self.catalog.quarantine(step)
-            elif isinstance(error, NotFinite):
-                self._log_nonfinite(step, error.names)
+    def _read_results(self, now: int) -> None:
+        while self._results:
+            result = self._results.popleft()
+            if isinstance(result, CheckpointDamaged):
+                self._log_lost(result)
+            elif isinstance(result, Exception):
+                self._log.event("problem", step=now, problem=str(result))
             else:
-                self._log.event("problem", step=step, problem=str(error))
-        while self._deleted:
-            self.catalog.mark_deleted(self._deleted.popleft())
+                for step in result:
+                    self._finite.pop(step, None)
+
+    def prove(self, ledger: Ledger, *, before: int | None = None) -> None:
+        """Extends the known-good checkpoints to those whose probation is over.
+
+        Args:
+            ledger: the run so far.
+            before: only steps before this step count; None counts all.
+        """
+        now = ledger.next_step if before is None else min(before, ledger.next_step)
+        for step in self.on_probation:
+            if healthy_steps(step, now, ledger.unhealthy) < self._probation:
+                break
+            self.course = self.course._replace(proven=step)
+            self._read_nonfinite()
+            if self._finite[step]:
+                self._log.event("good", step=step)
 
     # -- NaN and Inf ----------------------------------------------------------------------------
 
@@ -297,17 +278,21 @@ class CheckpointManager:
 
         Collective. Copies in memory are checked at once, other checkpoints when they are written.
         """
-        for step, names in self.store.nonfinite_found():
-            self._log_nonfinite(step, names)
+        self._read_nonfinite()
         united: dict[int, tuple[str, ...]] = {}
         for found_on_rank in self._ranks.gather(self._nonfinite):
             for step, names in found_on_rank.items():
                 united[step] = tuple(dict.fromkeys((*united.get(step, ()), *names)))
         return united
 
+    def _read_nonfinite(self) -> None:
+        for step, names in self.store.nonfinite_found():
+            self._log_nonfinite(step, names)
+
     def _log_nonfinite(self, step: int, names: Sequence[str]) -> None:
         """Reports a checkpoint with disallowed NaN or Inf, once."""
-        self.catalog.mark_nonfinite(step)
+        if step in self._finite:
+            self._finite[step] = False
         if step in self._nonfinite:
             return
         problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
@@ -336,36 +321,9 @@ class CheckpointManager:
         """Allows NaN and Inf in these arrays."""
         self.store.nonfinite_ok = (*self.store.nonfinite_ok, *names)
 
-    # -- quarantine and errors ------------------------------------------------------------------
+    # -- errors ---------------------------------------------------------------------------------
 
-    def quarantine(self, steps: list[int], *, now: int) -> None:
-        """Quarantines the checkpoints of `steps`."""
-        self._join()
-        saves = self.listed()
-        todo = [s.step for s in saves if s.step in steps and s.status != "quarantined"]
-        for step in agreed(self._ranks, todo):
-            try:
-                self.store.mark(step, "quarantined")
-            except (StoreError, OSError) as error:
-                self._log.problem(now, f"checkpoint {step} could not be quarantined: {error}")
-            else:
-                self._log.event("quarantine", step=now, checkpoint=step)
-        self._report_store_errors(now)
-
-    def abandon(self, target: int) -> None:
-        """Never uses the present checkpoints after `target` again. Collective.
-
-        Only those that could not be marked are remembered, by the time: a clock may go back.
-        """
-        self._report_store_errors(target)
-        try:
-            left = any(s.step > target and s.status != "quarantined" for s in self.listed())
-        except StoreError:
-            left = True
-        if any(self._ranks.gather(left)):
-            self._abandoned.append((target, agreed(self._ranks, time.time())))
-
-    def _report_store_errors(self, now: int) -> None:
+    def report_store_errors(self, now: int) -> None:
         """Reports errors of one tier for which another tier was used instead."""
         reported = set()
         for error in self.store.trouble():
@@ -394,20 +352,38 @@ class CheckpointManager:
                 self._save_failed(failure.step, failure)
             else:
                 break
-        self._join()
+        self.close()
+
+    def _log_lost(self, error: CheckpointDamaged) -> None:
+        """Reports a damaged checkpoint, and uses it no more unless memory has a copy."""
+        self.log_damage(error)
+        memory = self.store.memory
+        if memory is None or error.step not in {saved.step for saved in memory.steps()}:
+            self._lost.add(error.step)
+            self._finite.pop(error.step, None)
 
     def close(self) -> None:
-        """Waits for the background and drops its results."""
-        self._join()
-        self._verified.clear()
+        """Waits for the background."""
+        for tier in self.store.tiers:
+            if tier.queue is not None:
+                tier.queue.join()
 
     def _save_failed(self, step: int, error: Exception) -> None:
         tiers = self.store.tiers
         if len(tiers) == 1 or step not in {saved.step for saved in tiers[0].steps()}:
-            self.catalog.remove(step)
+            self._finite.pop(step, None)
         self.unsaved.add(step)
         self.failures += 1
         self.last_failure = str(error)
         self._log.event("save_failed", step=step, problem=str(error))
         if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ... failure
             self._log.warning(f"checkpoint {step} was not saved: {error}")
+
+
+def healthy_steps(step: int, now: int, unhealthy: Sequence[int]) -> int:
+    """Number of healthy steps from `step` to before step `now`; `unhealthy` is ascending.
+
+    Unhealthy steps do not restart the count: otherwise no checkpoint would become known-good in a
+    run that skips a bad batch now and then.
+    """
+    return now - step - (bisect_left(unhealthy, now) - bisect_left(unhealthy, step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, MutableMapping, MutableSequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from healcore.console import counted
@@ -22,7 +22,7 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.loop.run_settings import change_of_batch_size
 from healcore.runtime.loop.termination import TerminationWatch
-from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.recovery.record import Record
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class Data:
     """Reads batches, counts steps, and assigns batches to steps.
 
-    `host` has the random generators that loaders draw from, and `journal` the loaders' batch sizes.
+    `host` has the random generators that loaders draw from, and `record` the loaders' batch sizes.
     `keeps_batches` says whether weights are compared on the batches.
 
     Attributes:
@@ -53,7 +53,7 @@ class Data:
         ranks: Ranks,
         termination: TerminationWatch,
         log: RunLog,
-        journal: Journal,
+        record: Record,
         keeps_batches: bool = False,
     ) -> None:
         self.loaders = loaders
@@ -64,7 +64,7 @@ class Data:
         """Calls of `batches` in this process."""
         self._termination = termination
         self._log = log
-        self._journal = journal
+        self._record = record
         self._reader = _Reader(self, policy, ranks, termination, log)
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since the last step."""
@@ -112,13 +112,9 @@ class Data:
     # -- reading --------------------------------------------------------------------------------
 
     def count_pass(self) -> None:
-        """Counts a call of `batches`, also in the journal."""
+        """Counts a call of `batches`, also for later processes."""
         self.passes += 1
-        state = self._journal.state
-        if self.passes > max(state.passes, 1):
-            state.passes = self.passes
-            with suppress(OSError):  # the next write reports a full disk
-                self._journal.write()
+        self._record.passes = max(self._record.passes, self.passes)
 
     @property
     def repeated(self) -> bool:
@@ -126,7 +122,7 @@ class Data:
 
         A loop that begins at an epoch of its own after a restart makes fewer passes.
         """
-        return 0 < self.passes >= self._journal.state.passes and self.loaders.at_epochs
+        return 0 < self.passes >= self._record.passes and self.loaders.at_epochs
 
     def begin(self, loader: Any, epochs: int | None, epoch: int | None = None) -> int:
         """Begins to iterate over a loader; returns the loader's number."""
@@ -136,7 +132,7 @@ class Data:
         number = self.loaders.begin(loader, epochs, epoch)
         if saved:
             self._restore_generators()
-        change = change_of_batch_size(self._journal, number, loader)
+        change = change_of_batch_size(self._record.settings, number, loader)
         if change:
             self._log.problem(
                 self.step,

@@ -115,7 +115,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         saved = attempt("the last state could not be saved", save) is None
     attempt("checkpoints being written", saver.checkpoints.wait)
     if completed and (not together or _is_lost_on_any_rank(loop, saved, problems)):
-        # The journal must not have "completed", so that the next start resumes and saves the run.
+        # Not "completed", so that the next start resumes and saves the run.
         error = replacement = LastStateNotSaved(_unsaved_state_text(loop, problems))
         ending = Ending.EXCEPTION
     elif completed:
@@ -124,12 +124,12 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         if error is None and loop.break_place:
             ending = Ending.REQUESTED
     if together:
-        finish = partial(saver.checkpoints.finish, loop.recovery.ledger)
-        attempt("checkpoints on probation", finish)
+        attempt("checkpoints on probation", saver.poll)
         attempt("the last saves", saver.checkpoints.nonfinite_checkpoints)
         if ranks.votes:
             attempt("reports of other ranks", partial(ranks.vote, data.step, loop.log))
-    attempt("the journal", lambda: _write_ending(loop, ending))
+    if ending == Ending.COMPLETED:
+        attempt("the record of the end", partial(_record_end, loop))
     for problem in problems:
         loop.warn(problem)
     loop.log.report_trackers(data.step)
@@ -335,11 +335,11 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
 # -- reports --------------------------------------------------------------------------------------
 
 
-def _write_ending(loop: Loop, ending: Ending) -> None:
-    """Writes the ending to the journal, in which a killed process has no ending."""
+def _record_end(loop: Loop) -> None:
+    """Notes in the last checkpoint that the run has completed."""
     restorer = loop.saver.restorer
-    restorer.journal.state.ending = ending
-    restorer.write_journal(loop.data.step)
+    restorer.record.completed = True
+    restorer.commit(loop.data.step)
 
 
 def _write_end(
@@ -380,14 +380,15 @@ def _write_end(
         unreported_alarms=loop.recovery.monitor.unreported_alarms or None,
         of_ranks=of_ranks(notes) or None,
     )
-    journal, data = loop.saver.restorer.journal, loop.data
+    data = loop.data
+    saves = [saved for saved in loop.recovery.listed() if saved.status != "abandoned"]
+    newest = max((saved.step for saved in saves if saved.path), default=None)
     if ending == Ending.COMPLETED and data.had_completed and data.resumed_here:
         loop.log.warning(
             f"completed earlier, at step {data.step}: nothing was trained, and the state is the "
             "saved state; an empty directory begins a new run"
         )
     else:
-        newest = journal.state.newest_on_disk if journal.path is not None else None
         loop.log.info(last_line(end, newest))
 
 

@@ -13,7 +13,7 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.incidents.rollback import Rollback, Status
+from healcore.runtime.incidents.rollback import Order, Rollback
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.rank_group import RankGroup
@@ -205,7 +205,7 @@ class Loop:
             return True
         recovery = self.recovery
         verdict = recovery.dominance.at_end(self.data.step) if of_training else None
-        if verdict is not None and self._rewind_if_applied(recovery.roll_back_to_better(verdict)):
+        if verdict is not None and self._rewind(recovery.roll_back_to_better(verdict)):
             return True
         return alone and self._roll_back_if_nonfinite(at_end=of_training)
 
@@ -214,16 +214,13 @@ class Loop:
     def read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due and carries out orders. Returns whether it rolled back."""
         for step, order in self._steps(all=all):
-            order = self.recovery.act(step, order)
-            if order is None:
-                continue
-            if self._rewind_if_applied(order):
+            if self._rewind(self.recovery.act(step, order)):
                 return True
-            if order.action & Action.SAVE:
+            if order is not None and order.action & Action.SAVE:
                 self.saver.save("ordered")
         return False
 
-    def _steps(self, *, all: bool) -> Iterator[tuple[StepResult, Rollback | None]]:
+    def _steps(self, *, all: bool) -> Iterator[tuple[StepResult, Order | None]]:
         """Yields the steps that are due with their orders, which the caller carries out."""
         self.guard.watch()  # reading waits for the device
         for step in self.recovery.reader.due(all=all):
@@ -234,12 +231,12 @@ class Loop:
             self.guard.watch()
         self.guard.pause()
 
-    def _rewind_if_applied(self, order: Rollback) -> bool:
-        """Rewinds all parts to the checkpoint of an applied order. False for any other order."""
-        if order.status is not Status.APPLIED:
+    def _rewind(self, done: Rollback | None) -> bool:
+        """Rewinds all parts to the checkpoint of a rollback. False without a rollback."""
+        if done is None:
             return False
         for part in (self.data, self.saver, self.recovery):
-            part.on_rollback(order.target)
+            part.on_rollback(done.target)
         self.ranks.on_rollback()
         self.log.on_rollback()
         return True
@@ -261,10 +258,7 @@ class Loop:
     def _roll_back_if_nonfinite(self, *, at_end: bool = False) -> bool:
         """Rolls back if saves have found NaN or Inf. True if it did."""
         order = self.saver.check(at_end=at_end)
-        if order is None:
-            return False
-        self.recovery.carry_out(order)
-        return self._rewind_if_applied(order)
+        return order is not None and self._rewind(self.recovery.carry_out(order))
 
     # -- what the program asks for --------------------------------------------------------------
 
@@ -305,7 +299,7 @@ class Loop:
         if self.count_last_step():
             self.read(all=True)
 
-    def read_last_steps(self) -> list[tuple[StepResult, Rollback | None]]:
+    def read_last_steps(self) -> list[tuple[StepResult, Order | None]]:
         """Reads the unread steps without carrying out their orders."""
         return list(self._steps(all=True))
 

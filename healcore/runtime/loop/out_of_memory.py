@@ -93,8 +93,8 @@ class OutOfMemory:
         """How the ranks repeat a window, why they cannot, or None: each rank decides alone."""
 
     def resume(self) -> None:
-        """Loads the sizes that an earlier process has written to the journal."""
-        saved = self._recovery.restorer.journal.state.microbatches
+        """Loads the sizes that an earlier process has saved."""
+        saved = self._recovery.restorer.record.microbatches
         if saved is not None:
             self.sizes.load(saved)
 
@@ -298,6 +298,4 @@ class OutOfMemory:
             size_before=before,
             size=size,
         )
-        restorer = self._recovery.restorer
-        restorer.journal.state.microbatches = self.sizes.to_dict()  # for the next process
-        restorer.write_journal(step)
+        self._recovery.restorer.record.microbatches = self.sizes.to_dict()  # for the next process

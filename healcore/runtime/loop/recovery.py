@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from healcore.console import counted
 from healcore.core.verdict import Action, Cause, names
-from healcore.events.models import Ending, RollbackOutcome
+from healcore.events.models import Ending
 from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import RewindResult
 from healcore.runtime.dominance.anchor import TrainedStep
 from healcore.runtime.dominance.dominance import Dominance
@@ -19,7 +21,7 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader, StepResult
 from healcore.runtime.incidents.hooks import Hooks, RunFacts
 from healcore.runtime.incidents.ledger import LASTING, Ledger
-from healcore.runtime.incidents.rollback import Rollback, Status
+from healcore.runtime.incidents.rollback import Order, Rollback
 from healcore.runtime.incidents.step_lines import (
     FROM_START,
     IN_A_ROW,
@@ -98,7 +100,7 @@ class Recovery:
     @property
     def rollbacks(self) -> int:
         """Number of rollbacks so far, including earlier processes."""
-        return self.restorer.journal.state.rollbacks
+        return len(self.ledger.rollbacks)
 
     @property
     def _checkpoints(self) -> CheckpointManager:
@@ -106,7 +108,7 @@ class Recovery:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def process(self, step: StepResult) -> Rollback | None:
+    def process(self, step: StepResult) -> Order | None:
         """Processes a step that was read. Returns its order, or None."""
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         self._data.go_to(self._data.step + self.reader.count_correction())
@@ -114,20 +116,18 @@ class Recovery:
         self._log.records(step.index, step.records)
         return self.monitor.process(step)
 
-    def act(self, step: StepResult, order: Rollback | None) -> Rollback | None:
+    def act(self, step: StepResult, order: Order | None) -> Rollback | None:
         """Carries out the order of a step, or else an order for better earlier weights.
 
-        Returns the order, or None. Raises RunStopped if the order stops the run.
+        Returns the rollback, or None. Raises RunStopped if the order stops the run.
         """
         self.stop_if_never_finite(order)
         verdict = self._compare_weights(step)
         if order is not None:
-            order = self.carry_out(order)
-        elif verdict is not None:
-            order = self.roll_back_to_better(verdict)
-        return order
+            return self.carry_out(order)
+        return None if verdict is None else self.roll_back_to_better(verdict)
 
-    def stop_if_never_finite(self, order: Rollback | None = None, *, at_end: bool = False) -> None:
+    def stop_if_never_finite(self, order: Order | None = None, *, at_end: bool = False) -> None:
         """Ends a run that trains nothing: no finite step since the start, or for many steps.
 
         With an order to roll back or to stop, ends a run that began with weights with NaN or Inf.
@@ -176,41 +176,38 @@ class Recovery:
 
     # -- orders ---------------------------------------------------------------------------------
 
-    def carry_out(self, order: Rollback) -> Rollback:
-        """Carries out an order, and sets its status. Raises RunStopped if the run has to stop.
+    def carry_out(self, order: Order) -> Rollback | None:
+        """Carries out an order. Returns the rollback, or None without one.
 
-        Weights that are not finite do not recover: a verdict that waits for that is due, and the
-        order for it is returned.
+        Weights that are not finite do not recover: a verdict that waits for that is due. Raises
+        RunStopped if the run has to stop.
         """
         evidence, damaged = self._evidence, self._is_damaged(order)
         first = self.monitor.last_trained
         # NaN in an accumulator comes from the batches of the bad update itself.
         if damaged and 0 <= first < order.since and not self.monitor.has_micro_steps:
             # Skipped steps change no weights, so the last step before them has done the damage.
-            order.onset, order.exact = min(order.onset, first), True
-            order.batches = self.monitor.batches_between(first, order.index)
+            batches = tuple(self.monitor.batches_between(first, order.index))
+            order = replace(order, onset=min(order.onset, first), exact=True, batches=batches)
         if evidence.needed(order) and not evidence.found(order, damaged=damaged):
-            return order
+            return None
         if order.action & Action.STOP:
             self.stop(self._stop_reason(order))
         if not order.action & Action.ROLLBACK:
-            return order
+            return None
         verdict = self.dominance.pending(order.index) if damaged else None
-        if verdict is not None:
-            better = self.roll_back_to_better(verdict, finite=False)
-            if better.status is Status.APPLIED:
-                return better
+        better = None if verdict is None else self.roll_back_to_better(verdict, finite=False)
+        if better is not None:
+            return better
         exhausted = evidence.exhausted(order)
         if not exhausted:
-            self._set_measures(order)
-            self.roll_back(order)
-            return order
+            return self.roll_back(self._with_measures(order))
         if not evidence.needed(order) or not evidence.finite():
             self.stop(exhausted)
         evidence.decline(order, "budget", "the budget of rollbacks is exhausted")
-        return order
+        return None
 
-    def _is_damaged(self, order: Rollback) -> bool:
+    def _is_damaged(self, order: Order) -> bool:
         """Whether the state has disallowed NaN or Inf at an order of the engine. Collective."""
         if order.arrays or not order.action & (Action.ROLLBACK | Action.STOP):
             return False
@@ -220,10 +217,9 @@ class Recovery:
             return False
         if self.monitor.has_micro_steps:
             return False
-        state, _ = self.restorer.contents(self._data.step)
-        return bool(self.restorer.checkpoints.nonfinite_in(state))
+        return bool(self.restorer.checkpoints.nonfinite_in(self.restorer.items()))
 
-    def roll_back_to_better(self, verdict: Verdict, *, finite: bool = True) -> Rollback:
+    def roll_back_to_better(self, verdict: Verdict, *, finite: bool = True) -> Rollback | None:
         """Tries, verifies and undoes, see `recovery.trials`; the better weights are of `dominance`.
 
         After several places that were accepted one after another, only alerts. Weights that are not
@@ -241,73 +237,72 @@ class Recovery:
         )
         past = [each for each in self.ledger.same_trouble(verdict.onset) if each.trial]
         order = self._order_of(verdict, past)
-        if order.trial != Trial.ACCEPT:
-            self.roll_back(order)
-            if order.status is not Status.APPLIED and finite:
-                self.dominance.accept(verdict.index + 1)
-        elif finite:
-            self._accept(order, verdict, past)
-        return order
+        if order.trial == Trial.ACCEPT:
+            return self._accept(order, verdict, past) if finite else None
+        done = self.roll_back(order)
+        if done is None and finite:
+            self.dominance.accept(verdict.index + 1)
+        return done
 
-    def _order_of(self, verdict: Verdict, past: Sequence[Rollback]) -> Rollback:
+    def _order_of(self, verdict: Verdict, past: Sequence[Rollback]) -> Order:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
-        order = Rollback(
+        order = Order(
             # At the end of the data, the verdict has the number of steps done.
             index=min(verdict.index, self._data.step - 1),
             onset=verdict.onset,
             since=verdict.onset,
             forced=True,
             better=verdict.anchor,
+            trial=Trial.ACCEPT,
         )
         tried = [Trial(each.trial) for each in past]
         if not tried and self._last_trial() > self.ledger.accepted_until:
             self.ledger.accepted = 0  # the trials at the last place have helped
         if not tried and self.ledger.accepted >= MAX_ACCEPTED:
-            order.trial = Trial.ACCEPT
             return order
         unusual = agreed(self._ranks, self.dominance.unusual(verdict)) if tried else []
         numbers = agreed(self._ranks, self.dominance.unusual_numbers(verdict))
-        first_step = self.restorer.journal.state.first_step or 0
         facts = Facts(
             rates=verdict.rates,
             healthy_rate=verdict.healthy_rate,
-            from_start=verdict.anchor <= first_step,
+            from_start=verdict.anchor <= self.restorer.record.first_step,
             unusual=bool(unusual),
             numbers=bool(numbers),
             may_limit=self._policy.engine.config.budget.lr_cuts if self._may_limit_lr else 0,
             can_rewind=self.restorer.loaders.can_rewind,
         )
-        order.trial = agreed(self._ranks, decide(tried, facts))  # each reads its own optimizer
-        if order.trial == Trial.RATE:
+        trial = agreed(self._ranks, decide(tried, facts))  # each reads its own optimizer
+        if trial == Trial.RATE:
             rates = verdict.rates
             rate = next(iter(rates), math.nan) if facts.from_start else max(rates, default=math.nan)
-            order.lr_at_fault = agreed(self._ranks, rate)
-            order.lr_states = lr_states(self._driver.healing())
-        elif order.trial == Trial.LEAVE_OUT:
-            order.batches = self.monitor.batches_of(unusual)
-        elif order.trial == Trial.NUMBERS:
-            order.numbers = numbers
-            order.read_again = [batch for each in past for batch in each.batches]
-        return order
+            rate = agreed(self._ranks, rate)
+            states = lr_states(self._driver.healing())
+            return replace(order, trial=trial, lr_at_fault=rate, lr_states=states)
+        if trial == Trial.LEAVE_OUT:
+            return replace(order, trial=trial, batches=tuple(self.monitor.batches_of(unusual)))
+        if trial == Trial.NUMBERS:
+            return replace(order, trial=trial, numbers=numbers, read_again=_batches_of(past))
+        return replace(order, trial=trial)
 
     def _last_trial(self) -> int:
         """The step at which the last trial began, or 0."""
         return max((each.step for each in self.ledger.rollbacks if each.trial), default=0)
 
-    def _accept(self, order: Rollback, verdict: Verdict, past: Sequence[Rollback]) -> None:
+    def _accept(self, order: Order, verdict: Verdict, past: Sequence[Rollback]) -> Rollback | None:
         """Undoes what was tried, and never rolls back for this trouble again."""
         until = self._data.step + 1
         self.ledger.accepted, self.ledger.accepted_until = self.ledger.accepted + 1, until
         rates = [each for each in past if each.trial == Trial.RATE]
-        order.lr_states = rates[0].lr_states if rates else {}
-        order.read_again = [batch for each in past for batch in each.batches]
-        order.numbers = dict.fromkeys(name for each in past for name in each.numbers)
+        order = replace(
+            order,
+            better=min([verdict.anchor, *(each.target for each in past)]),
+            lr_states=rates[0].lr_states if rates else {},
+            read_again=_batches_of(past),
+            numbers=dict.fromkeys(name for each in past for name in each.numbers),
+        )
         undone = bool(rates or order.read_again or order.numbers)
-        if undone:
-            order.better = min(verdict.anchor, *(each.target for each in past))
-            self.roll_back(order)
-        if order.status is not Status.APPLIED:
-            order.status = Status.DECLINED
+        done = self.roll_back(order) if undone else None
+        if done is None:
             states = with_lr_states(self._driver.healing(), order.lr_states)
             self._driver.load_healing(states)
             for name in order.numbers:
@@ -324,56 +319,60 @@ class Recovery:
             f"batches, since step {verdict.onset}, {tries}: {changes}the run goes on without "
             "another rollback for it"
         )
+        return done
 
-    def _set_measures(self, order: Rollback) -> None:
-        """Sets depth, learning-rate limit and skipped batches of an order of the policy.
+    def _with_measures(self, order: Order) -> Order:
+        """An order of the policy with its depth and learning-rate limit.
 
         The rate is limited if an earlier rollback for the same trouble has not helped.
         """
         past = self.ledger.same_trouble(order.onset, self._policy.region)
         if not order.forced:
             rollback = self._policy.engine.config.rollback
-            order.depth = rollback.depth + rollback.deepen * len(past)
-        if self._may_limit_lr and past:
-            order.lr_at_fault = math.nan
+            order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
+        return replace(order, lr_at_fault=math.nan) if self._may_limit_lr and past else order
 
     @property
     def _may_limit_lr(self) -> bool:
         """Whether rollbacks limit the learning rate. Otherwise only rules of the policy cut it."""
         return self._policy.confirm and self._policy.engine.limits_lr
 
-    def roll_back(self, order: Rollback) -> None:
-        """Restores a checkpoint for an order, and reports the rollback."""
+    def roll_back(self, order: Order) -> Rollback | None:
+        """Restores a checkpoint for an order, and reports the rollback.
+
+        Returns None if no checkpoint is usable for better earlier weights; then the run continues.
+        """
         # Unread steps belong to the trouble up to their last alarm.
         unread = list(self.reader.due(all=True))
         self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
         if order.better is None:
-            order.batches += self.monitor.batches_of_alarms(unread)
+            late = self.monitor.batches_of_alarms(unread)
+            order = replace(order, batches=(*order.batches, *late))
         step = self._data.step
         try:
-            moved = self.restorer.apply(order, step)
+            done, moved = self.restorer.roll_back(order, step)
         except StoreError as error:
             expected = isinstance(error, NoGoodCheckpoint | StateMismatch)
             if order.better is None or not expected:
                 self.stop(str(error))
             problem = f"the weights of step {order.better} are better, but {error}"
             self._log.problem(step, f"{problem}; the run continues without a rollback")
-            return
-        self.monitor.on_rollback(order.target)
-        self.report(order, moved)
+            return None
+        self.monitor.on_rollback(done.target)
+        self.report(done, moved)
+        return done
 
     def on_rollback(self, target: int) -> None:
         """Forgets the steps from `target` on."""
         self.reader.clear()
         self._host_rules.restart()
-        self.dominance.on_rollback(target)
         self.read_engines()
 
     def read_engines(self) -> None:
         """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
         self.monitor.sync_engines(self._driver.healing())
 
-    def _stop_reason(self, order: Rollback) -> str:
+    def _stop_reason(self, order: Order) -> str:
         if order.arrays:
             return nonfinite_save(order)
         if order.forced:
@@ -385,8 +384,8 @@ class Recovery:
 
     # -- reports --------------------------------------------------------------------------------
 
-    def log_rollback(self, done: Rollback, outcome: RollbackOutcome) -> None:
-        """Writes the event of a rollback."""
+    def report(self, done: Rollback, moved: RewindResult) -> None:
+        """Writes the events and the console line of a rollback."""
         self._log.event(
             "rollback",
             step=done.step,
@@ -395,7 +394,7 @@ class Recovery:
             cause=names(Cause(done.cause)),
             checkpoint=done.target,
             by=None if done.better is None else "earlier_weights",
-            outcome=outcome,
+            outcome="done",
             lr=done.lr,
             lr_limit=done.lr_limit,
             lr_at_fault=None if done.lr is None else done.lr_at_fault,
@@ -407,10 +406,6 @@ class Recovery:
             why=done.numbers_text or None,
             moments_reset=True if self._policy.reset_moments else None,
         )
-
-    def report(self, done: Rollback, moved: RewindResult) -> None:
-        """Writes the events and the console line of an applied rollback."""
-        self.log_rollback(done, RollbackOutcome.DONE)
         data = "rewound" if moved.rewound else f"continues forward: {moved.why_not}"
         self._log.event("data", step=done.target, outcome=data, rewound=moved.rewound)
         cause = cause_text(Cause(done.cause)) or "ordered by a hook"
@@ -474,9 +469,10 @@ class Recovery:
     def _last_good_checkpoint(self) -> tuple[int | None, str | None]:
         """Step and path of the newest known-good checkpoint."""
         step = self._checkpoints.good
-        return step, next((each.path for each in self._listed() if each.step == step), None)
+        return step, next((each.path for each in self.listed() if each.step == step), None)
 
-    def _listed(self) -> list[Saved]:
+    def listed(self) -> list[Saved]:
+        """The checkpoints, or none if the store cannot be read."""
         try:
             return self._checkpoints.listed()
         except StoreError:
@@ -493,10 +489,15 @@ class Recovery:
             learning_rate=self._driver.learning_rate(),
             rollbacks=self.rollbacks,
             last_good=self._last_good_checkpoint()[0],
-            checkpoints=tuple(self._listed()),
+            checkpoints=tuple(self.listed()),
         )
 
 
-def nonfinite_save(order: Rollback) -> str:
+def nonfinite_save(order: Order) -> str:
     """Arrays with NaN or Inf in a save, as a clause."""
     return f"a save has found NaN or Inf in {', '.join(order.arrays[:3])}"
+
+
+def _batches_of(past: Sequence[Rollback]) -> tuple[BatchId, ...]:
+    """The batches that trials have left out."""
+    return tuple(batch for each in past for batch in each.batches)

@@ -11,7 +11,6 @@ from typing import Any
 
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.recovery.journal import Journal
 from healcore.runtime.store.structure import attribute
 
 _SHOWN = 6
@@ -34,9 +33,8 @@ def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> d
     }
 
 
-def changes_since(journal: Journal, now: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> `saved -> given`, for each setting that differs from the one in the journal."""
-    before = journal.state.settings or {}
+def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> `saved -> given`, for each setting that differs from the saved setting."""
     changed = [name for name in now if name in before and before[name] != now[name]]
     if _WORLD in changed:  # the ranks shard the weights
         changed = [name for name in changed if name != _WEIGHTS]
@@ -77,10 +75,10 @@ def has_trainer(state: Any) -> bool:
     return any(attribute(part, "run_settings") is not None for part in parts)
 
 
-def change_of_batch_size(journal: Journal, number: int, loader: Any) -> str:
+def change_of_batch_size(settings: dict[str, Any], number: int, loader: Any) -> str:
     """`batch size: saved -> given` of a loader that has one, or an empty string; records it."""
-    size, settings = getattr(loader, "batch_size", None), journal.state.settings
-    if type(size) is not int or settings is None or number >= _LOADERS:
+    size = getattr(loader, "batch_size", None)
+    if type(size) is not int or number >= _LOADERS:
         return ""
     before = settings.setdefault(f"batch size of loader {number}", size)
     return "" if before == size else f"batch size: {before} -> {size}"

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 from healcore.core.verdict import Action, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.incidents.rollback import Rollback
+from healcore.runtime.incidents.rollback import Order
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.recovery.restoring import Restorer
@@ -105,7 +105,7 @@ class Saver:
         """Whether no recent alarm, which may begin an incident, delays a regular save.
 
         The delay is at most one interval, because a run with occasional alarms has an incident open
-        most of the time. A checkpoint after an onset does no harm: a rollback quarantines it.
+        most of the time. A checkpoint after an onset does no harm: a rollback abandons it.
         """
         late = self._data.step - self._due_since >= self.checkpoints.every
         return not self._recent_alarm or late or self._policy.observes
@@ -124,19 +124,17 @@ class Saver:
         step = self._data.step
         self._next_warning = _UNSAVED_INTERVALS * self.checkpoints.every
         self._due_since, self._saved = 0, step
-        self.checkpoints.save(step, *self.restorer.contents(step), why)
-        if self.restorer.journal_outdated:
-            self.restorer.write_journal(step)
+        self.restorer.save(step, why)
         if why in ("first", "regular"):
             self.keep_anchor()
 
     def keep_anchor(self) -> None:
         """Adds the current weights as an anchor, and protects the anchors' checkpoints."""
-        self._dominance.keep(self._data.step, self.checkpoints.catalog)
+        self._dominance.keep(self._data.step, self.checkpoints.restorable)
         self.checkpoints.protect(each.step for each in self._dominance.anchors)
 
     def poll(self) -> None:
-        """Reports background work, and queues checkpoints for verification."""
+        """Reports background work, and computes the known-good checkpoints."""
         self.checkpoints.poll(self._ledger)
 
     # -- the last state -------------------------------------------------------------------------
@@ -210,7 +208,7 @@ class Saver:
 
     # -- NaN and Inf ----------------------------------------------------------------------------
 
-    def check(self, *, at_end: bool = False) -> Rollback | None:
+    def check(self, *, at_end: bool = False) -> Order | None:
         """The order for new NaN or Inf in the saves so far, or None. Collective.
 
         Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
@@ -228,18 +226,18 @@ class Saver:
         if not new or (policy.observes and len(nonfinite) > len(new)):
             return None  # an observing policy reports the first bad save only
         first, action = min(nonfinite), _ACTIONS[policy.nonfinite_state]
-        since = self.checkpoints.catalog.newest_finite_before(first)
+        since = self.checkpoints.newest_finite_before(first)
         bad = self._unhealthy(since, first) or list(range(since, first))
         if since <= self._monitor.last_trained < bad[0]:
             bad.insert(0, self._monitor.last_trained)  # no step has been trained after the damage
-        order = Rollback(
+        order = Order(
             index=step - 1,
             onset=max(first - 1, 0),  # the state after that step is bad
             since=since,
             action=int(action),
-            batches=self._monitor.batches_of(bad),
+            batches=tuple(self._monitor.batches_of(bad)),
             forced=True,
-            arrays=list(nonfinite[first]),
+            arrays=tuple(nonfinite[first]),
         )
         serious = action & (Action.ROLLBACK | Action.STOP)
         if serious and self._is_harmless(order):
@@ -264,7 +262,7 @@ class Saver:
         steps = self._ledger.unhealthy
         return steps[bisect.bisect_left(steps, since) : bisect.bisect_left(steps, until)]
 
-    def _is_harmless(self, order: Rollback) -> bool:
+    def _is_harmless(self, order: Order) -> bool:
         """Whether a rollback has not helped, without any alarm and with finite weights."""
         past = self._ledger.same_trouble(order.onset, self._policy.region)
         again = any({*order.arrays} <= {*each.arrays} for each in past)

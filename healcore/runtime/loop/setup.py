@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from healcore import console
 from healcore.events import Log
 from healcore.events.metrics import Metrics, path_next_to
-from healcore.events.models import Ending
 from healcore.policy import PolicyError
 from healcore.policy.errors import Problem
 from healcore.runtime.checkpoints.host_state import HostState
@@ -39,7 +38,7 @@ from healcore.runtime.loop.start import begin, log_start
 from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested, StopFile
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.rank_notes import RankNotes
-from healcore.runtime.recovery.journal import NAME, Journal
+from healcore.runtime.recovery.record import Record
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.run_options import Checkpoints, Logging
@@ -55,8 +54,8 @@ MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
 _loops: weakref.WeakSet[Loop] = weakref.WeakSet()
 """Runs of this process, including ended runs that are still referenced."""
-_journals: dict[Path, Journal] = {}
-"""The journal of the last run of this process in each directory."""
+_records: dict[Path, Record] = {}
+"""The record of the last run of this process in each directory."""
 
 
 class StoreNotEmpty(StoreError):
@@ -115,7 +114,7 @@ def open_run(options: Options) -> Loop:
         raise
     _loops.add(loop)
     if (folder := loop.saver.checkpoints.store.root) is not None:
-        _journals[folder.resolve()] = loop.saver.restorer.journal
+        _records[folder.resolve()] = loop.saver.restorer.record
     return loop
 
 
@@ -168,18 +167,16 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
 def _start(loop: Loop, options: Options, warning: str | None) -> None:
     """Checks `resume`, logs the start, and resumes or begins."""
     log, policy, driver, ranks = loop.log, loop.policy, loop.driver, loop.ranks
-    journal, store = loop.saver.restorer.journal, loop.saver.checkpoints.store
+    restorer, store = loop.saver.restorer, loop.saver.checkpoints.store
     events = None if ranks.rank else log.events.path
     previous = None if events is None else postmortem.last_run(events)
     after_kill = bool(events and previous and postmortem.of_killed(events, previous))
     _refuse_to_start(loop.ranks.stop_file, ranks, log)
-    journal.read()
-    saves = loop.saver.restorer.saves()
+    saves, newest = restorer.saves(), restorer.newest_record()
     settings = settings_of(driver, policy, options.state, ranks.world)
-    changes = agreed(ranks, changes_since(journal, settings) if saves else {})
+    changes = agreed(ranks, {} if newest is None else changes_since(newest.settings, settings))
     try:
-        ending = agreed(ranks, journal.state.ending)
-        _check_resume(options, ending, saves, store, changes)
+        _check_resume(options, newest, saves, store, changes)
     except AlreadyCompleted as completed:
         log.info(str(completed))
         raise
@@ -199,7 +196,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         log.event("problem", step=None, problem=warning)
         log.warning(warning)
     try:
-        begin(loop, settings, changes, resume=bool(saves), after_kill=after_kill)
+        begin(loop, newest, settings, changes, resume=bool(saves), after_kill=after_kill)
     except BaseException as error:
         # With an end event, the next start does not take this process for killed.
         raised = "".join(traceback.format_exception_only(error)).strip()
@@ -209,7 +206,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         loop.ranks.termination.stop()
         log.events.close()
         raise
-    log.trackers.start(journal.state.lineage or log.events.run)
+    log.trackers.start(restorer.record.run or log.events.run)
     if not ranks.rank:
         loop.notes.remove()  # notes of earlier starts
     loop.guard.start()
@@ -253,7 +250,6 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         policy=policy,
         driver=driver,
         checkpoints=checkpoints,
-        journal=Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0),
         ledger=ledger,
         loaders=loaders,
         host=host,
@@ -268,7 +264,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         ranks=ranks,
         termination=group.termination,
         log=log,
-        journal=restorer.journal,
+        record=restorer.record,
         keeps_batches=loss_fn is not None,
     )
     recovery = Recovery(
@@ -382,7 +378,7 @@ def _refuse_to_start(stop_file: StopFile, ranks: Ranks, log: RunLog) -> None:
 
 def _check_resume(
     options: Options,
-    ending: str | None,
+    newest_record: Record | None,
     saves: list[Saved],
     store: CheckpointStore,
     changes: Mapping[str, str],
@@ -391,17 +387,16 @@ def _check_resume(
     if not saves or resume is True:
         return
     where = store.root or "the store"
-    newest = max([each.step for each in saves if each.status != "quarantined"], default=0)
+    newest = max([each.step for each in saves if each.status != "abandoned"], default=0)
     if resume is False:
         raise StoreNotEmpty(
             f"{where} holds checkpoints of an earlier run, up to step {newest}: pass an empty "
             'directory, or resume="auto" to resume from them'
         )
-    if ending != Ending.COMPLETED:
+    if newest_record is None or not newest_record.completed:
         return
-    own = store.root and _journals.get(store.root.resolve())
-    completed_here = own and own.state.ending == Ending.COMPLETED
-    which = "that this process has completed" if completed_here else other_run(changes)
+    own = store.root and _records.get(store.root.resolve())
+    which = "that this process has completed" if own and own.completed else other_run(changes)
     if which:
         raise StoreNotEmpty(
             f"{where} holds a run {which}. Its last step is {newest}. Nothing was trained. Pass an "

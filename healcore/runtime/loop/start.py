@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from healcore.events.models import Ending, RollbackOutcome
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_settings import batch_of, changes_text
-from healcore.runtime.recovery.journal import (
-    JournalState,
-    lost_status,
-    no_usable_checkpoint,
-    refuse_if_lost,
-)
+from healcore.runtime.recovery.record import Record
 from healcore.runtime.run_log import RunLog
-from healcore.runtime.store import NoGoodCheckpoint, Saved
+from healcore.runtime.store import Course, NoGoodCheckpoint, Saved
 from healcore.runtime.store.ranks import Ranks, agreed
+
+_SHOWN = 3
+"""Max checkpoints that an error names."""
 
 
 def log_start(log: RunLog, policy: HostPolicy, driver: Driver, ranks: Ranks, **fields: Any) -> None:
@@ -59,6 +55,7 @@ def start_line(
 
 def begin(
     loop: Loop,
+    newest: Record | None,
     settings: Mapping[str, Any],
     changes: Mapping[str, str],
     *,
@@ -67,33 +64,37 @@ def begin(
 ) -> None:
     """Resumes, or takes the first snapshot.
 
-    `changes` are those of `settings` since the run's first start. `after_kill` says whether
-    the previous process was killed and has a postmortem.
+    Args:
+        loop: the run.
+        newest: the newest record in the store, or None.
+        settings: settings of the program.
+        changes: the changes of `settings` since the run's first start.
+        resume: whether the store has checkpoints.
+        after_kill: whether the previous process was killed and has a postmortem.
     """
     saver, data, recovery = loop.saver, loop.data, loop.recovery
     restorer, checkpoints = saver.restorer, saver.checkpoints
     restorer.find_damage()
-    if not resume:
-        _begin_lineage(loop)
-    state = restorer.journal.state
-    completed_at = state.newest_on_disk if state.ending == Ending.COMPLETED else None
-    loop.memory.resume()
-    checkpoints.allow_nonfinite(state.nonfinite_ok or [])
-    _repeat_quarantine(loop)
     if after_kill:
         loop.log.warning("the previous run was killed; its postmortem was written")
-    if state.plan is not None:
-        finish_rollback(loop, state.plan)
-    elif resume:
-        _resume(loop)
+    if resume:
+        if newest is not None:
+            checkpoints.allow_nonfinite(newest.nonfinite_ok)
+        _resume(loop, newest)
+    else:
+        if restorer.damage:
+            raise _no_usable_checkpoint(loop, [])
+        restorer.record.run = agreed(loop.ranks, loop.log.events.run)
+        restorer.record.first_step = data.step
+        checkpoints.begin_attempt(data.step)
+    record = restorer.record
+    record.settings = record.settings or dict(settings)
+    loop.memory.resume()
     recovery.read_engines()
     recovery.dominance.silent_until = recovery.ledger.accepted_until
+    completed_at = newest.step if newest is not None and newest.completed else None
     data.start(resumed=resume, completed_at=completed_at)
-    state.ending = None
-    state.settings = state.settings or dict(settings)
-    restorer.write_journal(data.step)
     saver.start(data.step)
-    checkpoints.reload(data.step)
     if resume:  # otherwise the first save does it
         saver.keep_anchor()
     else:
@@ -121,91 +122,51 @@ def begin(
         )
 
 
-def _begin_lineage(loop: Loop) -> None:
-    """Begins a new run; raises NoGoodCheckpoint if the directory has lost its checkpoints."""
-    restorer = loop.saver.restorer
-    journal = restorer.journal
-    refuse_if_lost(journal, restorer.damage)
-    if journal.state != JournalState():
-        loop.warn(
-            f"{journal.path} is of a process that ended before a checkpoint was on disk: a new run "
-            "begins, and replaces the file"
-        )
-    lineage = agreed(loop.ranks, loop.log.events.run)
-    journal.state = JournalState(lineage=lineage, first_step=loop.data.step)
-
-
-def _repeat_quarantine(loop: Loop) -> None:
-    """Restores the quarantine of checkpoints without a status file, by the journal's list."""
-    restorer, done = loop.saver.restorer, set[int]()
-    while True:  # each quarantine may uncover an older checkpoint of the same step
-        lost = lost_status(restorer.saves(), restorer.journal)
-        steps = [step for step in agreed(loop.ranks, lost.quarantined) if step not in done]
-        if not steps:
-            return
-        done.update(steps)
-        loop.warn(
-            f"the status of checkpoint {', '.join(map(str, steps))} is damaged or missing; "
-            f"{restorer.journal.path} lists the checkpoint as quarantined, and it stays quarantined"
-        )
-        loop.saver.checkpoints.quarantine(steps, now=loop.data.step)
-
-
 def _allow_nonfinite(loop: Loop) -> None:
     """Allows NaN and Inf in the arrays that are not finite before the first step."""
     names = loop.saver.checkpoints.allow_nonfinite_in(loop.driver.items())
     if names:
-        loop.saver.restorer.journal.state.nonfinite_ok = names
-        loop.saver.restorer.write_journal(loop.data.step)
+        loop.saver.restorer.record.nonfinite_ok = names
         shown = ", ".join(names[:5])
         loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
 
 
-def _resume(loop: Loop) -> None:
-    restorer, checkpoints = loop.saver.restorer, loop.saver.checkpoints
-    saves, journal = restorer.saves(), restorer.journal
-    usable = [s.step for s in saves if s.finite and s.status != "quarantined"]
-    unknown = set(agreed(loop.ranks, lost_status(saves, journal).unknown))
+def _resume(loop: Loop, newest: Record | None) -> None:
+    restorer = loop.saver.restorer
+    course = Course() if newest is None else newest.course
+    saves = course.judged(restorer.saves())
+    usable = [saved.step for saved in saves if saved.finite and saved.status != "abandoned"]
     try:
-        if not usable:
-            raise no_usable_checkpoint(journal, saves, restorer.damage)
-        newest_first = sorted(usable, reverse=True)
-        # A checkpoint with a damaged status may have been quarantined: it is the last choice.
-        order = sorted(newest_first, key=unknown.__contains__)
-        if journal.state.first_step is None:  # the journal was deleted
-            journal.state.first_step = min(usable)
-        step, generators = restorer.resume(order)
+        step, generators = restorer.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
-        raise no_usable_checkpoint(journal, saves, restorer.damage) from error
+        raise _no_usable_checkpoint(loop, saves) from error
     loop.data.restore(step, generators)
-    # Otherwise the run would use such a checkpoint as its own after it has passed the step.
-    checkpoints.quarantine([at for at in unknown if at > step], now=step)
     loop.log.event("resume", step=step, checkpoint=step)
-    damaged = {error.step: error for error in restorer.damage if error.step > step}
-    skipped = [saved for saved in saves if saved.step > step and saved.step not in damaged]
-    if skipped:
-        which = ", ".join(_reason(saved) for saved in skipped)
-        loop.log.info(f"checkpoints newer than {step} cannot be used: {which}")
-    if damaged:
-        which = "; ".join(f"{at} ({e.file} {e.difference})" for at, e in sorted(damaged.items()))
-        loop.log.warning(f"checkpoints newer than {step} are damaged: {which}")
-    newest = max([*damaged, *(saved.step for saved in saves)])
-    if newest > step:
-        lost = f"{newest - step} steps up to checkpoint {newest}"
-        loop.warn(f"the run resumes at step {step}: {lost} are lost, and trained again")
+    lost = {saved.step: _reason(saved) for saved in saves if saved.status != "abandoned"}
+    lost |= {error.step: f"damaged: {error.file} {error.difference}" for error in restorer.damage}
+    lost = {at: why for at, why in sorted(lost.items()) if at > step}
+    if lost:
+        which = "; ".join(f"{at} ({why})" for at, why in lost.items())
+        loop.warn(
+            f"the run resumes at step {step}: {max(lost) - step} steps up to checkpoint "
+            f"{max(lost)} are lost, and trained again, because checkpoints newer than {step} "
+            f"cannot be used: {which}"
+        )
 
 
 def _reason(saved: Saved) -> str:
-    return f"{saved.step} ({saved.status if saved.finite else 'not finite'})"
+    return saved.status if saved.finite else "not finite"
 
 
-def finish_rollback(loop: Loop, plan: Rollback) -> None:
-    """Finishes a rollback during which the previous process was killed."""
-    restorer = loop.saver.restorer
-    try:
-        generators = restorer.finish(plan)
-    except NoGoodCheckpoint as error:
-        raise no_usable_checkpoint(restorer.journal, restorer.saves(), restorer.damage) from error
-    loop.data.restore(plan.target, generators)
-    loop.recovery.log_rollback(plan, RollbackOutcome.AFTER_CRASH)
-    loop.log.warning(f"finished an interrupted rollback: back at step {plan.target}")
+def _no_usable_checkpoint(loop: Loop, saves: Sequence[Saved]) -> NoGoodCheckpoint:
+    """The error that names the problem of each checkpoint, newest first, and what to do."""
+    where = loop.saver.checkpoints.store.root or "the store"
+    wrong = {saved.step: _reason(saved) for saved in saves}
+    wrong |= {e.step: f"damaged: {e.file} {e.difference}" for e in loop.saver.restorer.damage}
+    lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
+    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return NoGoodCheckpoint(
+        f"{where} holds an earlier run, and none of its checkpoints can be used: "
+        f"{', '.join(lines[:_SHOWN])}{more}. Restore an intact copy, or pass an empty directory to "
+        "begin a new run"
+    )

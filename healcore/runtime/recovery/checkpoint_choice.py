@@ -12,7 +12,7 @@ from typing import NamedTuple
 from healcore.runtime.store.errors import NoGoodCheckpoint
 from healcore.runtime.store.protocol import Saved, Status
 
-_WORST_FIRST: tuple[Status, ...] = ("quarantined", "candidate", "good")
+_WORST_FIRST: tuple[Status, ...] = ("abandoned", "candidate", "good")
 
 
 class CheckpointChoice(NamedTuple):
@@ -79,7 +79,7 @@ def newest_until(saves: Sequence[Saved], step: int) -> CheckpointChoice:
     Used if the weights of this step are better than the current weights. The checkpoint need not be
     known-good: its weights have been compared. Raises NoGoodCheckpoint if no checkpoint is usable.
     """
-    usable = [save for save in saves if save.finite and save.status != "quarantined"]
+    usable = [save for save in saves if save.finite and save.status != "abandoned"]
     order = sorted((save.step for save in usable if save.step <= step), reverse=True)
     if not order:
         raise NoGoodCheckpoint(_no_checkpoint_text(saves, step))
@@ -87,11 +87,6 @@ def newest_until(saves: Sequence[Saved], step: int) -> CheckpointChoice:
     return CheckpointChoice(
         order=tuple(order), initial=order[-1] == order[0] not in good, repeated=False
     )
-
-
-def saved_after(saves: Sequence[Saved], *, onset: int) -> list[int]:
-    """Steps of the checkpoints that were saved after an onset and are not quarantined."""
-    return [save.step for save in saves if save.step > onset and save.status != "quarantined"]
 
 
 def common_to_ranks(ranks: Sequence[Sequence[Saved]]) -> list[Saved]:
@@ -105,7 +100,6 @@ def _worst(saves: Sequence[Saved]) -> Saved:
     return saves[0]._replace(
         status=min((save.status for save in saves), key=_WORST_FIRST.index),
         finite=all(save.finite for save in saves),
-        healing=all(save.healing for save in saves),
         nonfinite=tuple(dict.fromkeys(name for save in saves for name in save.nonfinite)),
     )
 

@@ -9,7 +9,7 @@ from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.incidents.rollback import Rollback, Status
+from healcore.runtime.incidents.rollback import Order
 from healcore.runtime.incidents.step_lines import cause_text, passes_power_of_ten
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
@@ -41,7 +41,7 @@ class Evidence:
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
 
-    def needed(self, order: Rollback) -> bool:
+    def needed(self, order: Order) -> bool:
         """Whether an order needs evidence. A `forced` order and a rule that stops need none."""
         if not self._policy.confirm or order.forced:
             return False
@@ -55,7 +55,7 @@ class Evidence:
         """Whether the weights are finite on every rank. Collective."""
         return all(self._ranks.gather(self._driver.finite()))
 
-    def found(self, order: Rollback, *, damaged: bool) -> bool:
+    def found(self, order: Order, *, damaged: bool) -> bool:
         """Whether evidence without a comparison shows that the model is worse.
 
         Declines the order without such evidence. `damaged`: the state has NaN or Inf.
@@ -72,15 +72,14 @@ class Evidence:
         self.decline(order, "nothing", why)
         return False
 
-    def _assess(self, order: Rollback, verdict: str, by: str) -> None:
+    def _assess(self, order: Order, verdict: str, by: str) -> None:
         cause = names(Cause(order.cause))
         self._log.event(
             "assessment", step=order.index, onset=order.onset, cause=cause, verdict=verdict, by=by
         )
 
-    def decline(self, order: Rollback, by: str, why: str) -> None:
+    def decline(self, order: Order, by: str, why: str) -> None:
         """Declines an order, and logs that the run continues without it."""
-        order.status = Status.DECLINED
         self._assess(order, "unknown", by)
         self._declined[why] += 1
         times = self._declined[why]
@@ -89,7 +88,7 @@ class Evidence:
             cause = cause_text(Cause(order.cause))
             self._log.info(f"step {order.index}: {cause}: {why}, therefore no rollback{again}")
 
-    def exhausted(self, order: Rollback) -> str:
+    def exhausted(self, order: Order) -> str:
         """Reason why no further rollback is granted, or an empty string.
 
         This limit counts rollbacks for the same trouble. The engine's budget does not suffice:

@@ -17,7 +17,7 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
 from healcore.runtime.incidents.ledger import IncidentRecord, Ledger
-from healcore.runtime.incidents.rollback import Rollback
+from healcore.runtime.incidents.rollback import Order
 from healcore.runtime.incidents.run_metrics import RunMetrics
 from healcore.runtime.incidents.step_lines import StepLines, passes_power_of_ten
 from healcore.runtime.run_log import RunLog
@@ -73,7 +73,7 @@ class IncidentMonitor:
         self._alerts: Counter[tuple[int, Cause]] = Counter()
         """(Number of an incident or 0, causes) -> number of steps with an alert."""
 
-    def process(self, step: StepResult) -> Rollback | None:
+    def process(self, step: StepResult) -> Order | None:
         """Processes one step. Returns an order if the host has to act, or None."""
         self._batches[step.index] = step.batches
         kept = max(
@@ -201,7 +201,7 @@ class IncidentMonitor:
 
     def _order(
         self, step: StepResult, record: StepRecord, incident: IncidentRecord | None
-    ) -> Rollback | None:
+    ) -> Order | None:
         ordered, depth = record.action, record.rollback_depth
         onset = incident.onset if incident else step.index
         if incident and incident.only_skips:
@@ -233,14 +233,14 @@ class IncidentMonitor:
         first = incident.first if incident else {}
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)
         since = max(since, onset)
-        return Rollback(
+        return Order(
             index=step.index,
             onset=onset,
             since=since,
             action=int(action),
             cause=int(record.cause),
             depth=max(depth, 1),
-            batches=self.batches_between(since, step.index),
+            batches=tuple(self.batches_between(since, step.index)),
             forced=action != ordered,
         )
 
@@ -354,7 +354,7 @@ class IncidentMonitor:
         )
 
 
-def _merge(one: Rollback | None, other: Rollback | None) -> Rollback | None:
+def _merge(one: Order | None, other: Order | None) -> Order | None:
     if one is None or other is None:
         return one or other
     return replace(

@@ -1,6 +1,8 @@
-"""`Restorer`: rolls back, and resumes from a checkpoint after a start, with a journal.
+"""`Restorer`: restores checkpoints, for a rollback and for a start alike.
 
-All checks pass before live state changes. A start after a crash carries out the same plan again.
+All checks pass before live state changes. A rollback loads its target, and then replaces the record
+of the target by one rename. A process that is killed before the rename has changed nothing on disk,
+and its successor finds the trouble again. After the rename every start resumes from the target.
 """
 
 from __future__ import annotations
@@ -11,25 +13,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from healcore.core.engine import StateError
 from healcore.runtime.checkpoints.host_state import ITEM, HostParts, HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
-from healcore.runtime.data.position import DataError
 from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.dominance.saved import SavedComparisons
-from healcore.runtime.dominance.saved import read as read_comparisons
 from healcore.runtime.driver import Driver, check_engines
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.incidents.rollback import Rollback, Status
+from healcore.runtime.incidents.rollback import Order, Rollback
+from healcore.runtime.recovery import record as records
 from healcore.runtime.recovery.checkpoint_choice import (
     CheckpointChoice,
     choose,
     common_to_ranks,
     newest_until,
-    saved_after,
 )
 from healcore.runtime.recovery.engine_states import (
     after_rollback,
@@ -38,12 +37,7 @@ from healcore.runtime.recovery.engine_states import (
     limited,
     with_lr_states,
 )
-from healcore.runtime.recovery.journal import (
-    Journal,
-    JournalError,
-    directories,
-    update_from_disk,
-)
+from healcore.runtime.recovery.record import Record
 from healcore.runtime.recovery.trials import Trial
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
@@ -57,24 +51,22 @@ from healcore.runtime.store import (
 )
 from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.memory import WHERE
-from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
+from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each, on_first
 from healcore.runtime.store.structure import attribute
 
 T = TypeVar("T")
-HEALING_SCHEMA = 2
-"""Version of healcore's part of a checkpoint, see `Restorer.contents`."""
 
 
 class _Content(NamedTuple):
     """Healcore's part of a checkpoint, after its checks and before any use."""
 
+    record: Record | None
+    """None if another program has saved the checkpoint."""
     engines: dict[str, Any]
     """Engine states that fit this policy."""
     problem: str
     """Problem of the other engine states, or an empty string."""
-    ledger: Ledger | None
     host: HostParts | None
-    comparisons: SavedComparisons | None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,226 +76,188 @@ class Restorer:
     policy: HostPolicy
     driver: Driver
     checkpoints: CheckpointManager
-    journal: Journal
     ledger: Ledger
     loaders: LoaderRegistry
     host: HostState
     ranks: Ranks
     log: RunLog
+    record: Record = field(default_factory=Record, init=False)
+    """The facts of the run, without those at a step, which `healing` adds."""
     started_from: int | None = field(default=None, init=False)
     """Step of the snapshot or checkpoint that this process started from, or None before."""
     damage: list[CheckpointDamaged] = field(default_factory=list, init=False)
     """Errors of damaged checkpoints, as this process has found them."""
     dominance: Dominance | None = field(default=None, init=False)
     """The comparisons of weights, whose state is saved."""
-    journal_outdated: bool = field(default=False, init=False)
-    """Whether the last write of the journal failed; the next save tries again."""
 
-    def contents(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state to save after `step` steps, and healcore's part of the checkpoint."""
-        healing = {
-            "schema": HEALING_SCHEMA,
-            "lineage": self.journal.state.lineage,
-            "step": step,
-            "world": self.ranks.world,
-            "engines": self.driver.healing(),
-            "ledger": self.ledger.to_dict(),
-        }
-        if self.dominance is not None and self.dominance.is_enabled:
-            healing["comparisons"] = self.dominance.saved().to_dict()
-        return self._items(), healing
+    # -- saving ---------------------------------------------------------------------------------
 
-    def _items(self) -> dict[str, Any]:
+    def save(self, step: int, why: str) -> None:
+        """Saves a checkpoint after `step` steps, for the reason `why`."""
+        self.checkpoints.save(step, self.items(), self.healing(step), why)
+        self.checkpoints.prune(step, self.ledger)
+
+    def items(self) -> dict[str, Any]:
+        """The live state to save, except healcore's record."""
         return {**self.driver.items(), ITEM: self.host}
+
+    def healing(self, step: int) -> dict[str, Any]:
+        """Healcore's record after `step` steps."""
+        attempts, proven = self.checkpoints.course
+        compares = self.dominance if self.dominance and self.dominance.is_enabled else None
+        return replace(
+            self.record,
+            attempts=list(attempts),
+            proven=proven,
+            step=step,
+            world=self.ranks.world,
+            engines=self.driver.healing(),
+            ledger=self.ledger,
+            left_out=self.loaders.left_out(),
+            forward=self.loaders.forward_positions(),
+            comparisons=compares and compares.saved(),
+        ).to_dict()
+
+    def commit(self, step: int) -> None:
+        """Replaces the record of a checkpoint by the current record, by one rename."""
+        self.checkpoints.store.commit(step, self.healing(step))
 
     # -- rollback -------------------------------------------------------------------------------
 
-    def apply(self, rollback: Rollback, step: int) -> RewindResult:
-        """Carries out an order after `step` steps. A StoreError declines the order.
+    def roll_back(self, order: Order, step: int) -> tuple[Rollback, RewindResult]:
+        """Carries out an order after `step` steps.
 
-        Raises NoGoodCheckpoint without a usable checkpoint, and StateMismatch if the checkpoints
-        are of another state; the live state is then unchanged.
+        Raises NoGoodCheckpoint without a usable checkpoint, StateMismatch if the checkpoints are of
+        another state, and any other StoreError of the store; the live state is then unchanged.
         """
         self.checkpoints.wait()
-        self.checkpoints.verify_due(self.ledger, before=rollback.onset)
+        self.checkpoints.prove(self.ledger, before=order.onset)
         self.find_damage()
-        last = self.journal.state.rollback
-        try:
-            self._make_plan(rollback, step)
-            host = self._apply_plan(rollback, now=step)
-        except StoreError:
-            rollback.status, self.journal.state.rollback = Status.DECLINED, last
-            self.write_journal(step)  # so that the next start does not carry out the plan
-            raise
-        moved = self.loaders.rewind(
-            _position(host), rollback.batches, self._extra_skips(rollback), rollback.read_again
-        )
-        if host is not None:  # after the loaders, which draw random numbers
-            self.host.put_back(host)
-        self._record_applied(rollback)
-        return moved
+        choice, engine = self._choose(order), self.policy.engine
+        live, lr, broken = self.driver.healing(), self.driver.learning_rate(), order.lr_at_fault
+        if broken is not None and not math.isfinite(broken):
+            # The rate in force; the multiplier alone if the rate is unknown.
+            scales = [engine.from_dict(each).lr.scale for each in live.values()]
+            broken = (1.0 if lr is None else lr) * float(min(scales, default=1.0))
+        order = replace(order, lr_at_fault=broken)
 
-    def _make_plan(self, rollback: Rollback, step: int) -> None:
-        """Completes an order to a plan, and writes the plan to the journal."""
-        saves = self.saves()
-        tried = [
-            each.target for each in self.ledger.same_trouble(rollback.onset, self.policy.region)
-        ]
-        choice = self._choose(saves, rollback, tried)
-        rollback.initial, rollback.repeated = choice.initial, choice.repeated
-        rollback.candidates = list(choice.order)
-        newer = {*saved_after(saves, onset=rollback.onset), *_steps_after(saves, choice.order[0])}
-        rollback.quarantine = sorted(newer - {*choice.order})
-        rollback.number, rollback.step = self.journal.state.rollbacks + 1, step
-        rollback.engines = self.driver.healing()
-        rollback.lr = self.driver.learning_rate()
-        rollback.skipped = len(rollback.batches)
-        rollback.left_out = self.loaders.left_out(
-            rollback.batches, self._extra_skips(rollback), rollback.read_again
-        )
-        rollback.forward = self.loaders.forward_positions()
-        if rollback.lr_at_fault is not None and not math.isfinite(rollback.lr_at_fault):
-            rollback.lr_at_fault = self._rate_in_force(rollback)
-        rollback.status = Status.PLANNED
-        self.journal.state.rollback, self.journal.state.ledger = rollback, self.ledger.to_dict()
-        self.journal.state.quarantined += directories(saves, rollback.quarantine)
-        self.write_journal(step)
-        self.log.event(
-            "rollback_begin",
-            step=step,
-            number=rollback.number,
-            onset=rollback.onset,
-            checkpoint=choice.order[0],
-        )
-
-    def _extra_skips(self, rollback: Rollback) -> int:
-        """Number of batches to skip after the bad batches."""
-        return self.policy.skip_batches if rollback.batches else 0
-
-    def _choose(
-        self, saves: Sequence[Saved], rollback: Rollback, tried: Sequence[int]
-    ) -> CheckpointChoice:
-        if rollback.better is not None:
-            return newest_until(saves, rollback.better)
-        initial = self.journal.state.first_step, self.started_from
-        return choose(
-            saves,
-            onset=rollback.onset,
-            depth=rollback.depth,
-            tried=tried,
-            initial=[step for step in initial if step is not None],
-            exact=rollback.exact,
-        )
-
-    def _rate_in_force(self, rollback: Rollback) -> float:
-        """The learning rate in force at the plan; the multiplier alone if the rate is unknown."""
-        engine = self.policy.engine
-        scales = [engine.from_dict(each).lr.scale for each in rollback.engines.values()]
-        rate = 1.0 if rollback.lr is None else rollback.lr
-        return rate * float(min(scales, default=1.0))
-
-    def _apply_plan(self, plan: Rollback, *, now: int) -> HostParts | None:
-        """Quarantines, restores and loads. Repeating it has the same result."""
-        engine = self.policy.engine
-
-        def load(result: RestoreResult, saved: _Content) -> tuple[HostParts | None, dict[str, Any]]:
-            engines = after_rollback(engine, plan.engines, saved.engines)
-            if plan.trial == Trial.ACCEPT:
-                engines = with_lr_states(engines, plan.lr_states)
+        def load(result: RestoreResult, saved: _Content) -> tuple[HostParts | None, Rollback]:
+            engines = after_rollback(engine, live, saved.engines)
+            if order.trial == Trial.ACCEPT:
+                engines = with_lr_states(engines, order.lr_states)
             host = self._load_state(result, saved, engines, reset=self.policy.reset_moments)
             rate = self.driver.learning_rate()  # the schedule is at the restored step
-            if plan.lr_at_fault is not None:
+            if broken is not None:
                 # No step has been trained at the rate of the very first state.
-                trained = result.step > (self.journal.state.first_step or 0)
-                engines = limited(engine, engines, plan.lr_at_fault, rate, healthy=trained)
+                trained = result.step > self.record.first_step
+                engines = limited(engine, engines, broken, rate, healthy=trained)
             engines, limit, scale = apply_rate(engine, engines, rate)
             self.driver.load_healing(engines)
-            applied = {"engines": engines, "lr_limit": limit, "lr_scale": scale}
-            return host, {"target": result.step, **applied}
+            return host, Rollback(
+                **vars(order),
+                number=len(self.ledger.rollbacks) + 1,
+                step=step,
+                target=result.step,
+                skipped=len(order.batches),
+                initial=choice.initial,
+                repeated=choice.repeated,
+                lr=lr,
+                lr_limit=limit,
+                lr_scale=scale,
+            )
 
-        self.checkpoints.quarantine(plan.quarantine, now=now)
-        (host, applied), saved = self._load_first_intact(plan.candidates, load, now)
-        for name, value in applied.items():
-            setattr(plan, name, value)
-        self.checkpoints.quarantine(_steps_after(self.saves(), plan.target), now=now)
-        self.checkpoints.abandon(plan.target)
-        self.ledger.on_rollback(plan, saved.ledger)
-        plan.status = Status.APPLIED
-        return host
+        (host, done), saved = self._load_first_intact(choice.order, load, step)
+        self.ledger.on_rollback(done, None if saved.record is None else saved.record.ledger)
+        extra = self.policy.skip_batches if order.batches else 0
+        moved = self.loaders.rewind(_position(host), order.batches, extra, order.read_again)
+        if host is not None:  # after the loaders, which draw random numbers
+            self.host.put_back(host)
+        if self.dominance is not None:
+            self.dominance.on_rollback(done.target)
+        self.checkpoints.begin_attempt(done.target)
+        self._commit_rollback(done)
+        return done, moved
 
-    def _record_applied(self, plan: Rollback) -> None:
-        """Writes an applied plan to the journal, which keeps it until the next save."""
-        state = self.journal.state
-        state.rollbacks, state.ledger = plan.number, self.ledger.to_dict()
-        self.write_journal(plan.target)
-        self.checkpoints.reload()
+    def _choose(self, order: Order) -> CheckpointChoice:
+        if order.better is not None:
+            return newest_until(self.saves(), order.better)
+        past = self.ledger.same_trouble(order.onset, self.policy.region)
+        started = () if self.started_from is None else (self.started_from,)
+        return choose(
+            self.saves(),
+            onset=order.onset,
+            depth=order.depth,
+            tried=[each.target for each in past],
+            initial=(self.record.first_step, *started),
+            exact=order.exact,
+        )
+
+    def _commit_rollback(self, done: Rollback) -> None:
+        """Replaces the record of the restored checkpoint, which is saved anew if not on disk."""
+        store, step = self.checkpoints.store, done.target
+        try:
+            self.commit(step)
+            disk = store.disk
+            if disk and on_first(self.ranks, lambda: all(s.step != step for s in disk.steps())):
+                self.save(step, "rollback")
+        except (StoreError, OSError) as error:
+            self.log.problem(
+                done.step,
+                f"the rollback is not on disk: {error}; a restart before the next save repeats it",
+            )
+        self.checkpoints.report_store_errors(done.step)
 
     # -- after a start --------------------------------------------------------------------------
 
-    def finish(self, plan: Rollback) -> HostParts | None:
-        """Finishes the plan of a killed process. Raises JournalError if the plan is malformed."""
-        try:
-            self.loaders.check(plan.forward)
-            check_engines(plan.engines, self.driver.healing())
-            for each in plan.engines.values():
-                self.policy.engine.from_dict(each)
-        except (DataError, StateError) as error:
-            raise self.journal.malformed() from error
-        if self.journal.state.ledger is not None:
-            ledger = Ledger.from_dict(self.journal.state.ledger)
-            self.ledger.continue_from(ledger, plan.candidates[0], None)
-        host = self._apply_plan(plan, now=plan.step)
-        self.loaders.resume(_with(host, plan.forward), plan.left_out)
-        self._record_applied(plan)
-        return host
+    def newest_record(self) -> Record | None:
+        """The newest record in the store, or None. Reads no arrays."""
+        found: list[Record] = []
+        healings = self.checkpoints.store.healings() if self.ranks.rank == 0 else {}
+        for healing in agreed(self.ranks, healings).values():
+            with suppress(Exception):  # the resume reports a malformed record
+                found.append(records.read(healing))
+        return max(found, key=lambda each: (len(each.attempts), each.step), default=None)
 
-    def resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
+    def resume(self, newest: Record | None, order: Sequence[int]) -> tuple[int, HostParts | None]:
         """Resumes from the first intact checkpoint of `order`, steps in descending order.
 
-        Returns the step, and the argument of `HostState.put_back` for when the loop has a loader.
+        `newest` is the newest record. Returns the step, and the argument of `HostState.put_back`
+        for when the loop has a loader.
+
         Raises NoGoodCheckpoint without an intact checkpoint, and StateMismatch for another state:
         an older checkpoint that fits would lose the steps since then.
         """
-        last, live = self.journal.state.rollback, {}
-        if last is not None:
-            live, _ = compatible(self.policy.engine, last.engines)
-            try:
-                self.loaders.check(last.forward)
-                check_engines(live, self.driver.healing())
-            except (DataError, StateError) as error:
-                raise self.journal.malformed() from error
 
-        def load(result: RestoreResult, saved: _Content) -> tuple[int, HostParts | None]:
-            engines, reset = saved.engines, False
-            if last is not None and result.step <= last.target:
-                # No checkpoint after the last rollback: killed before its save, or it is damaged.
-                older = result.step < last.target
-                engine = self.policy.engine
-                engines = after_rollback(engine, live, engines, counted=True) if older else live
-                reset = self.policy.reset_moments
-            weights = self._copies(saved.comparisons, result.step)
-            loaded = self._load_state(result, saved, engines, reset=reset)
-            if self.dominance is not None and saved.comparisons is not None:
-                self.dominance.continue_from(saved.comparisons, weights)
-                if last is not None and result.step <= last.target:
+        def load(result: RestoreResult, saved: _Content) -> tuple[Record, HostParts | None]:
+            own = saved.record or Record(first_step=result.step, step=result.step)
+            engines, source = saved.engines, own
+            if newest is not None and len(newest.ledger.rollbacks) > len(own.ledger.rollbacks):
+                # The target of the last rollback is damaged: its budgets hold for older ones too.
+                source = newest
+                live, _ = compatible(self.policy.engine, newest.engines)
+                self.loaders.check(newest.forward)
+                check_engines(live, self.driver.healing())
+                engines = after_rollback(self.policy.engine, live, engines, counted=True)
+            weights = self._copies(own.comparisons, result.step)
+            repeats = source.repeats(result.step)
+            reset = self.policy.reset_moments and repeats
+            host = self._load_state(result, saved, engines, reset=reset)
+            if self.dominance is not None and own.comparisons is not None:
+                self.dominance.continue_from(own.comparisons, weights)
+                if source is not own:
                     self.dominance.on_rollback(result.step)
-            return result.step, loaded
+            self.ledger.continue_from(source.ledger, result.step, own.ledger)
+            self.loaders.resume(_with(host, source.forward if repeats else {}), source.left_out)
+            return own, host
 
         try:
-            (step, host_state), saved = self._load_first_intact(order, load)
+            (own, host), _ = self._load_first_intact(order, load)
         except StateMismatch as error:
-            where = "" if self.journal.path is None else str(self.journal.path.parent)
-            raise replace(error, where=where) from None
-        ledger, forward = saved.ledger, {}
-        if last is not None and step <= last.target:
-            of_journal, forward = self.journal.state.ledger, last.forward
-            ledger = None if of_journal is None else Ledger.from_dict(of_journal)
-        if ledger is not None:
-            self.ledger.continue_from(ledger, step, saved.ledger)
-        else:
-            self.ledger.next_step = step
-        self.loaders.resume(_with(host_state, forward), {} if last is None else last.left_out)
-        return step, host_state
+            root = self.checkpoints.store.root
+            raise replace(error, where="" if root is None else str(root)) from None
+        vars(self.record).update(vars(newest or own), completed=False)
+        self.checkpoints.begin_attempt(own.step, self.record.course)
+        return own.step, host
 
     def _copies(self, saved: SavedComparisons | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.
@@ -366,7 +320,7 @@ class Restorer:
                 failure = error
             if isinstance(failure, StateMismatch) and failure.step is None:
                 failure = StateMismatch(result.step, failure.differences)
-            ends = isinstance(failure, (StateMismatch, JournalError, Untrusted, MemoryError))
+            ends = isinstance(failure, (StateMismatch, Untrusted, MemoryError))
             outcomes = self.ranks.gather(None if failure is None else ends)
             if loaded is not None and not any(each is not None for each in outcomes):
                 if loaded[1].problem:
@@ -387,7 +341,7 @@ class Restorer:
 
     def _restore(self, order: Sequence[int]) -> RestoreResult:
         """Reads the first checkpoint that is intact on every rank; copies in memory may differ."""
-        store, like = self.checkpoints.store, self._items()
+        store, like = self.checkpoints.store, self.items()
         if self.ranks.world == 1:
             return restore_first_intact(store, order, like, self._log_damage)
         for step in order:
@@ -401,27 +355,24 @@ class Restorer:
 
     def _checked_content(self, result: RestoreResult) -> _Content:
         """Checks healcore's part. Malformed values raise any exception."""
-        healing, own = result.restored.healing or {}, result.restored.state.get(ITEM)
-        if self.journal.state.lineage is None:  # the journal was deleted
-            self.journal.state.lineage = healing.get("lineage")
-        engines, problem = compatible(self.policy.engine, healing.get("engines"))
-        host, ledger = self.host.read(own), None
-        if healing.get("schema") == HEALING_SCHEMA:
-            if healing.get("ledger"):
-                ledger = Ledger.from_dict(healing["ledger"])
-            if host is None and healing.get("world") == self.ranks.world:
+        healing, own = result.restored.healing, result.restored.state.get(ITEM)
+        record = None if healing is None else records.read(healing)
+        host = self.host.read(own)
+        if record is not None:
+            if record.step != result.step:
+                raise StoreError(f"its record is of step {record.step}")
+            if host is None and record.world == self.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
+            self.loaders.check(record.forward)
+        engines, problem = compatible(self.policy.engine, record.engines if record else {})
         self.loaders.check(_position(host) or {})
-        comparisons = healing.get("comparisons")
-        if comparisons is not None:
-            comparisons = read_comparisons(comparisons)
-        return _Content(dict(engines), problem, ledger, host, comparisons)
+        return _Content(record, dict(engines), problem, host)
 
     def _load_state(
         self, result: RestoreResult, saved: _Content, engines: dict[str, Any], *, reset: bool
     ) -> HostParts | None:
         """Loads state and engines. Returns the part for `HostState`."""
-        host_state = self._adapt_to_world(result, saved.host)
+        host_state = self._adapt_to_world(result, saved)
         state = result.restored.state
         self.driver.replace({name: each for name, each in state.items() if name != ITEM})
         if reset:
@@ -429,12 +380,13 @@ class Restorer:
         self.driver.load_healing(engines)
         return host_state
 
-    def _adapt_to_world(self, result: RestoreResult, own: HostParts | None) -> HostParts | None:
+    def _adapt_to_world(self, result: RestoreResult, saved: _Content) -> HostParts | None:
         """Adapts this rank's part if the number of ranks has changed: all continue as rank 0.
 
         Random generators stay as the program has set them: added ranks have no saved state.
         """
-        saved_by = (result.restored.healing or {}).get("world", self.ranks.world)
+        own = saved.host
+        saved_by = self.ranks.world if saved.record is None else saved.record.world
         if saved_by == self.ranks.world:
             return own
         parts = self.ranks.gather(None if own is None else own.data)
@@ -463,20 +415,6 @@ class Restorer:
         }
         return HostParts(None, None, None, data)
 
-    def write_journal(self, now: int) -> None:
-        """Writes the journal to disk, or reports that it could not."""
-        try:
-            update_from_disk(self.journal, self.checkpoints.store.steps())
-            self.journal.write()
-        except (OSError, StoreError) as error:
-            problem = f"the journal could not be written: {error}"
-            self.log.event("problem", step=now, problem=problem)
-            if not self.journal_outdated:
-                self.log.warning(problem)
-            self.journal_outdated = True
-        else:
-            self.journal_outdated = False
-
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:
     return None if own is None else own.data
@@ -496,7 +434,3 @@ def _with(own: HostParts | None, forward: Mapping[str, Any]) -> dict[str, Any]:
 def _batches(data: Mapping[str, Any] | None) -> dict[str, Any]:
     places = {n: each for n, each in (data or {}).items() if isinstance(each, Mapping)}
     return {n: (each["kind"], each["epoch"], each["index"]) for n, each in places.items()}
-
-
-def _steps_after(saves: Sequence[Saved], step: int) -> list[int]:
-    return [save.step for save in saves if save.step > step]

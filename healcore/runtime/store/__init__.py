@@ -6,12 +6,11 @@ The stores come from the adapters: `healcore.torch.store`, `healcore.jax.store`.
 from __future__ import annotations
 
 from healcore.runtime.store.claim import StoreInUse
+from healcore.runtime.store.course import Course
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
-    LastGoodKept,
     NoGoodCheckpoint,
-    NotFinite,
     SaveFailed,
     StateMismatch,
     StoreError,
@@ -29,10 +28,9 @@ __all__ = [
     "CheckpointDamaged",
     "CheckpointNotFound",
     "CheckpointStore",
+    "Course",
     "Keep",
-    "LastGoodKept",
     "NoGoodCheckpoint",
-    "NotFinite",
     "RestoreResult",
     "Restored",
     "SaveFailed",

@@ -68,17 +68,6 @@ def commit(
         files.end_temporary(name)
 
 
-def clear_superseded(root: Path) -> None:
-    """Removes saves whose step was saved again; the last known-good save stays."""
-    saves_by_step = manifest.complete(root)
-    current = [manifest.newest(saves) for saves in saves_by_step.values()]
-    any_good = any(manifest.read_status(save.folder) == "good" for save in current)
-    for save in (save for saves in saves_by_step.values() for save in saves):
-        last_good = not any_good and manifest.read_status(save.folder) == "good"
-        if save not in current and not last_good:
-            remove(root, save.folder)
-
-
 def remove(root: Path, folder: Path) -> None:
     """Renames a checkpoint to a temporary name, atomically, then deletes its files."""
     name = files.new_temporary()
@@ -135,16 +124,13 @@ def _complete(
     root: Path, folder: Path, copy: StateCopy, format: str, parts: Sequence[RankPart]
 ) -> None:
     """Completes a save: computes the digests, writes the manifest, sets the final name."""
-    if copy.healing is not None:
-        files.write_new(folder / manifest.HEALING, copy.healing)
     paths = files.list_below(folder)
     digests = _sync_and_digest(folder, paths)
-    earlier = manifest.complete(root).get(copy.step, [])
     nonfinite = union_of_names(part.nonfinite for part in parts)
     record = manifest.Manifest(
         step=copy.step,
         created=copy.created,
-        save=1 + max((save.manifest.save for save in earlier), default=0),
+        attempt=copy.attempt,
         writer=f"healcore {healcore.__version__}",
         format=format,
         files=digests,
@@ -153,11 +139,19 @@ def _complete(
         healing=copy.healing is not None,
         unnamed=max(0, len(nonfinite) - manifest.MAX_NAMES),
     )
+    if copy.healing is not None:
+        files.write_new(folder / manifest.HEALING, copy.healing)
     manifest.write(folder, record)
     files.sync_directory(folder)
-    # The last step: a directory with this name is a complete checkpoint.
-    files.rename(folder, root / manifest.step_directory(copy.step))
-    clear_superseded(root)
+    final = root / manifest.step_directory(copy.step, copy.attempt)
+    same_step = [each for each in _entries(root) if manifest.step_of(each) == copy.step]
+    if final.exists():
+        remove(root, final)
+    # A directory with this name is a complete checkpoint.
+    files.rename(folder, final)
+    for each in same_step:
+        if each != final:
+            remove(root, each)
 
 
 def _sync_and_digest(folder: Path, paths: Sequence[str]) -> dict[str, Digest]:

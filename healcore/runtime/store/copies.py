@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from healcore.runtime.store import inspection, protocol
+from healcore.runtime.store import checksummed_json, inspection, protocol
+from healcore.runtime.store.course import Course
 from healcore.runtime.store.errors import SaveFailed, StateMismatch, StoreError
 from healcore.runtime.store.inspection import Block, Inspection
-from healcore.runtime.store.protocol import Status
 from healcore.runtime.store.structure import (
     Flat,
     Leaf,
@@ -28,7 +27,7 @@ from healcore.runtime.store.structure import (
 
 @dataclass
 class StateCopy:
-    """A copy of the state after one step in host memory, and its status in memory."""
+    """A copy of the state after one step in host memory."""
 
     step: int
     flat: Flat
@@ -37,11 +36,11 @@ class StateCopy:
     """Waits for the copies from an accelerator, which are asynchronous."""
     healing: bytes | None
     created: float
+    attempt: int = 1
     inspecting: Future[None] | None = None
     """The job that inspects a copy for memory, or None."""
     inspected: Inspection | None = None
     """None until the copy is complete and inspected. Then the copy enters the ring in memory."""
-    status: Status = "candidate"
     holders: int = 0
     """Number of users of the memory."""
     dropped: bool = False
@@ -59,9 +58,14 @@ class StateCopy:
         return self.inspected.digests
 
     @property
+    def course(self) -> Course:
+        """The course in the healing state."""
+        return Course.of(self.healing_state)
+
+    @property
     def healing_state(self) -> dict[str, Any] | None:
         """A fresh copy of the healing state."""
-        return None if self.healing is None else json.loads(self.healing)
+        return None if self.healing is None else checksummed_json.loads(self.healing)
 
     def settle(self) -> None:
         """Waits until the copy is complete, and inspected if it is for memory.
@@ -145,7 +149,8 @@ class Copier(ABC):
         except Exception as error:
             raise SaveFailed(step, "while copying the state", error) from error
         flat = flat._replace(leaves=_with_parts(flat.leaves, copies))
-        return StateCopy(step, flat, copied, healing_bytes, time.time())
+        attempt = max(1, len(Course.of(healing).attempts))
+        return StateCopy(step, flat, copied, healing_bytes, time.time(), attempt)
 
     def release(self, copy: StateCopy) -> None:
         """Makes the memory of a copy available to the next copy."""

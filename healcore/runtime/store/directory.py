@@ -1,13 +1,12 @@
 """Base of the stores on disk. Each checkpoint is a directory with a manifest.
 
     root/
-      step-0000000120.5f3a9c21/        a new directory for every save
+      step-0000000120.1/               step and attempt of the save
         data/                          files that the framework writes
         state.json                     structure of the state, Python values
         state-rank-00001.json          the same for per-rank values, if the state has any
-        healing.json                   the healing state, if one was saved
-        manifest.json                  written last: size and digest of all files above
-        status.json                    candidate, good or quarantined; may change
+        manifest.json                  size and digest of all files above
+        healing.json                   the healing state, if one was saved; a rollback replaces it
       .tmp-healcore-…/                 work in progress: a save, or a checkpoint being deleted
 
 A save is written to a temporary directory, which gets its final name when its files are on disk. A
@@ -36,12 +35,11 @@ from healcore.runtime.store import (
     ranks,
     structure,
 )
-from healcore.runtime.store.background import Background
 from healcore.runtime.store.commit import RankPart
 from healcore.runtime.store.copies import Copier, StateCopy
 from healcore.runtime.store.errors import CheckpointDamaged, CheckpointNotFound, StoreError
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.protocol import Restored, Saved, Status
+from healcore.runtime.store.protocol import Restored, Saved
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.structure import Flat, Leaf
 from healcore.runtime.store.tier import Tier
@@ -77,10 +75,6 @@ class DirectoryStore(Tier):
         super().__init__(self.format, copier, nonfinite_ok)
         self.root = Path(root).absolute()
         self.processes = ranks or Alone()
-        # Several ranks exchange while they write and verify, so they do both in one thread. A run
-        # of one rank verifies in a second thread, so that the next save need not wait.
-        alone = self.processes.world == 1
-        self.queue = Background(f"healcore-{self.format}-verify") if alone else self._saves
         self._written: Future[None] | None = None
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -144,11 +138,12 @@ class DirectoryStore(Tier):
 
     def steps(self) -> list[Saved]:
         """The complete checkpoints, ascending, without a save in progress."""
-        return [self._listed(save) for save in manifest.current_saves(self.root).values()]
+        return manifest.listed(self.root, self.nonfinite_ok)
 
     def verify(self, step: int) -> Saved:
         """Recomputes the digest of every file."""
-        return self._listed(self._find_verified(step))
+        self._find_verified(step)
+        return next(saved for saved in self.steps() if saved.step == step)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies every file, then reads the state."""
@@ -156,7 +151,7 @@ class DirectoryStore(Tier):
 
         def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], Flat]:
             with _only_written_by_healcore(checkpoint):
-                saved, healing = self._read_json_files(checkpoint)
+                saved, healing = self._saved_entries(checkpoint), checkpoint.healing
                 wanted = protocol.values_to_restore(saved, like)
                 live = copier.flatten_matching(step, saved, wanted) if wanted else Flat({}, {}, {})
                 return saved, healing, wanted, live
@@ -187,22 +182,22 @@ class DirectoryStore(Tier):
         """Whether a save is still being written, so that the next save would wait."""
         return self._saves.busy
 
-    def drop(self, step: int) -> None:
-        """Removes a checkpoint, even the last known-good one.
+    def healings(self) -> dict[int, dict[str, Any]]:
+        """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
+        return manifest.healings(self.root)
 
-        A superseded save of the step stays if it is the last known-good save.
-        """
-        self._find(step)
+    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+        """Replaces the healing state: a crash leaves the old or the new one."""
+        folder, encoded = self._find(step).folder, protocol.encode_healing(healing)
+        self._change(
+            f"the healing state of step {step} cannot be written",
+            lambda: files.replace(folder / manifest.HEALING, encoded),
+        )
 
-        def action() -> None:
-            commit.clear_superseded(self.root)
-            saves = manifest.complete(self.root).get(step, [])
-            current = manifest.newest(saves)
-            for save in reversed(saves):  # oldest first: a crash then leaves the newer saves
-                if save is current or manifest.read_status(save.folder) != "good":
-                    commit.remove(self.root, save.folder)
-
-        self._change(f"step {step} cannot be deleted", action)
+    def delete(self, step: int) -> None:
+        """Removes a checkpoint."""
+        folder = self._find(step).folder
+        self._change(f"step {step} cannot be deleted", lambda: commit.remove(self.root, folder))
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -252,10 +247,8 @@ class DirectoryStore(Tier):
 
     # -- restoring ------------------------------------------------------------------------------
 
-    def _read_json_files(
-        self, checkpoint: StoredCheckpoint
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Reads the structure of the state and the healing state, and checks their digests."""
+    def _saved_entries(self, checkpoint: StoredCheckpoint) -> dict[str, Any]:
+        """Reads the structure of the state, and checks the digests."""
 
         def content(name: str) -> dict[str, Any]:
             try:
@@ -269,23 +262,7 @@ class DirectoryStore(Tier):
         own = _rank_file(self.processes.rank)
         saved = content(manifest.STATE)
         saved |= content(own) if own in checkpoint.manifest.files else {}
-        return saved, content(manifest.HEALING) if checkpoint.manifest.healing else None
-
-    def _listed(self, checkpoint: StoredCheckpoint) -> Saved:
-        return manifest.saved(checkpoint, self.nonfinite_ok)
-
-    def _find_saved(self, step: int) -> tuple[StoredCheckpoint, Saved]:
-        checkpoint = self._find(step)
-        return checkpoint, self._listed(checkpoint)
-
-    def _set_status(self, checkpoint: StoredCheckpoint, status: Status) -> None:
-        def action() -> None:
-            # Cleared before the write too: a crash may have left two saves of this step.
-            commit.clear_superseded(self.root)
-            manifest.write_status(checkpoint.folder, status)
-            commit.clear_superseded(self.root)
-
-        self._change(f"step {checkpoint.manifest.step} cannot be marked {status}", action)
+        return saved
 
     def _find(self, step: int) -> StoredCheckpoint:
         """The current save of a step, the same on every rank.
@@ -296,7 +273,7 @@ class DirectoryStore(Tier):
         self.join()
 
         def look() -> StoredCheckpoint:
-            saves = manifest.current_saves(self.root)
+            saves = manifest.complete(self.root)
             if step in saves:
                 return saves[step]
             for error in self.damaged():

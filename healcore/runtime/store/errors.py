@@ -51,36 +51,6 @@ class NoGoodCheckpoint(StoreError):
 
 
 @dataclass(eq=False, repr=False)
-class LastGoodKept(StoreError):
-    """The last known-good checkpoint cannot be deleted."""
-
-    step: int
-
-    def _message(self) -> str:
-        return (
-            f"step {self.step} is the last known-good checkpoint and is not deleted: mark a "
-            "newer checkpoint good first, or remove its directory by hand"
-        )
-
-
-@dataclass(eq=False, repr=False)
-class NotFinite(StoreError):
-    """A checkpoint with non-finite arrays cannot be marked known-good."""
-
-    step: int
-    names: Sequence[str]
-
-    def _message(self) -> str:
-        shown = ", ".join(self.names[:5]) or "its arrays"
-        more = f" and {len(self.names) - 5} more" if len(self.names) > 5 else ""
-        return (
-            f"step {self.step} holds NaN or Inf in {shown}{more} and "
-            "cannot be known-good; if that is intended (a mask of -inf), name the array in the "
-            "store's `nonfinite_ok`"
-        )
-
-
-@dataclass(eq=False, repr=False)
 class SaveFailed(StoreError):
     """A checkpoint could not be copied or written. Earlier checkpoints are unchanged."""
 

@@ -1,7 +1,8 @@
 """The manifest lists the files of a complete checkpoint, with their sizes and digests.
 
 It is written last and never changed. A directory without a valid manifest is no checkpoint. The
-status, which can change, is in a separate file. Nothing is cached: each function reads the disk.
+healing state, which a rollback replaces, has a digest of its own. Nothing is cached: each function
+reads the disk.
 """
 
 from __future__ import annotations
@@ -9,23 +10,23 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import stat
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from healcore.runtime.store import checksummed_json, files
 from healcore.runtime.store.checksummed_json import ChecksumError
+from healcore.runtime.store.course import Course, newest
 from healcore.runtime.store.errors import CheckpointDamaged, StoreError
 from healcore.runtime.store.inspection import Digest, disallowed, file_digest, map_in_threads
-from healcore.runtime.store.protocol import STATUSES, Saved, Status
+from healcore.runtime.store.protocol import Saved
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
-STATUS = "status.json"
 STATE = "state.json"
 """Structure of the state and its Python values."""
 HEALING = "healing.json"
@@ -35,7 +36,8 @@ HEALER = "healcore."
 """Prefix of the Healer's own files in the root; no store touches them."""
 MAX_NAMES = 1000
 DIFFERS = "is not what was written: its digest differs"
-_STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{8}")
+_STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{1,18}")
+"""Other versions of healcore had a random suffix."""
 
 
 def _checked_path(name: str) -> str:
@@ -57,13 +59,13 @@ class Manifest(NamedTuple):
     step: _Count
     created: Annotated[float, Field(gt=-(1 << 40), lt=1 << 40)]
     """Wall-clock seconds since 1970."""
-    save: Annotated[_Count, Field(ge=1)]
-    """Number of this save of the step, from 1. It orders saves, because clocks may jump."""
+    attempt: Annotated[_Count, Field(ge=1)]
+    """Number of the attempt that saved the checkpoint, from 1. See `Course`."""
     writer: str
     format: str
     """"dcp" or "orbax"."""
     files: Annotated[dict[_FilePath, Digest], Field(min_length=1)]
-    """Relative path -> size and digest, for every file except the manifest and the status."""
+    """Relative path -> size and digest, for every file except this one and the healing state."""
     arrays: _Count
     nonfinite: tuple[str, ...]
     """Names of arrays with NaN or Inf, allowed or not; only the first 1000."""
@@ -85,6 +87,8 @@ class StoredCheckpoint(NamedTuple):
 
     folder: Path
     manifest: Manifest
+    healing: dict[str, Any] | None
+    """The healing state, or None if the checkpoint has none."""
 
     def damaged(self, file: str, difference: str, *, malformed: bool = False) -> CheckpointDamaged:
         """Makes the error for a damaged file of this checkpoint."""
@@ -108,7 +112,7 @@ def read(folder: Path) -> Manifest:
     try:
         content = checksummed_json.read(folder / MANIFEST)
         if content.pop("schema", None) != SCHEMA:
-            raise _damaged(folder, "is of a schema this version does not know: upgrade healcore")
+            raise _damaged(folder, "is of another version of healcore: resume with that version")
         return _MANIFEST.validate_json(json.dumps(content), strict=True)
     except OSError as error:
         raise _damaged(folder, f"cannot be read ({error.strerror})") from None
@@ -154,47 +158,12 @@ def find_damage(checkpoint: StoredCheckpoint, names: Iterable[str]) -> list[Chec
     return sorted((error for error in errors if error), key=lambda error: error.file)
 
 
-def saved(checkpoint: StoredCheckpoint, nonfinite_ok: Collection[str]) -> Saved:
-    """The checkpoint's entry in `steps`; `nonfinite_ok` has patterns of array names."""
-    manifest = checkpoint.manifest
-    nonfinite = disallowed(manifest.nonfinite, nonfinite_ok)
-    return Saved(
-        step=manifest.step,
-        status=read_status(checkpoint.folder),
-        finite=not nonfinite and not manifest.unnamed,
-        bytes=manifest.bytes,
-        created=manifest.created,
-        healing=manifest.healing,
-        path=str(checkpoint.folder),
-        nonfinite=nonfinite,
-    )
-
-
-def write_status(folder: Path, status: Status) -> None:
-    """Sets the status; a crash leaves the old or the new status."""
-    files.replace(folder / STATUS, checksummed_json.dumps({"schema": SCHEMA, "status": status}))
-
-
-def read_status(folder: Path) -> Status:
-    """The status. Without an intact status file the checkpoint is a candidate."""
-    return stated(folder) or "candidate"
-
-
-def stated(folder: Path) -> Status | None:
-    """The status, or None if the status file is missing or damaged."""
-    try:
-        status = checksummed_json.read(folder / STATUS).get("status")
-    except (OSError, ChecksumError):
-        return None
-    return status if status in STATUSES else None
-
-
 # -- the checkpoints of a store ---------------------------------------------------------------
 
 
-def step_directory(step: int) -> str:
-    """A new name for a save's directory, with a random suffix: `step-0000000123.0a1b2c3d`."""
-    return f"step-{step:010d}.{secrets.token_hex(4)}"
+def step_directory(step: int, attempt: int) -> str:
+    """The name of a checkpoint's directory: `step-0000000123.1`."""
+    return f"step-{step:010d}.{attempt}"
 
 
 def step_of(folder: Path) -> int | None:
@@ -203,20 +172,45 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def complete(root: Path) -> dict[int, list[StoredCheckpoint]]:
-    """Complete checkpoints by step, ascending; for each step the newest save first.
+def complete(root: Path) -> dict[int, StoredCheckpoint]:
+    """Complete checkpoints by step, ascending; of each step the save of the latest attempt.
 
-    In a complete checkpoint the digest of the manifest is right and every file has its size. The
-    content of the files is not read.
+    In a complete checkpoint the digests of manifest and healing state are right and every file has
+    its size. The content of the files is not read.
     """
-    by_step: dict[int, list[StoredCheckpoint]] = {}
+    opened = [_open(folder) for folder in _checkpoint_folders(root)]
+    found = [each for each in opened if isinstance(each, StoredCheckpoint)]
+    found.sort(key=lambda each: (each.manifest.step, each.manifest.attempt))
+    return {each.manifest.step: each for each in found}
+
+
+def listed(root: Path, nonfinite_ok: Collection[str]) -> list[Saved]:
+    """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
+    entries = []
+    for folder, manifest, _ in complete(root).values():
+        nonfinite = disallowed(manifest.nonfinite, nonfinite_ok)
+        entry = Saved(
+            step=manifest.step,
+            status="candidate",
+            finite=not nonfinite and not manifest.unnamed,
+            bytes=manifest.bytes,
+            created=manifest.created,
+            attempt=manifest.attempt,
+            path=str(folder),
+            nonfinite=nonfinite,
+        )
+        entries.append(entry)
+    course = newest([(step, Course.of(each)) for step, each in healings(root).items()])
+    return course.judged(entries)
+
+
+def healings(root: Path) -> dict[int, dict[str, Any]]:
+    """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
+    found = {}
     for folder in _checkpoint_folders(root):
-        checkpoint = _open(folder)
-        if isinstance(checkpoint, StoredCheckpoint):
-            by_step.setdefault(checkpoint.manifest.step, []).append(checkpoint)
-    for saves in by_step.values():
-        saves.sort(key=lambda save: (-save.manifest.save, save.folder.name))
-    return dict(sorted(by_step.items()))
+        with suppress(OSError, ChecksumError):
+            found[step_of(folder) or 0] = checksummed_json.read(folder / HEALING)
+    return found
 
 
 def incomplete(root: Path) -> list[CheckpointDamaged]:
@@ -228,19 +222,6 @@ def incomplete(root: Path) -> list[CheckpointDamaged]:
         for error in opened
         if isinstance(error, CheckpointDamaged) and os.path.exists(error.path)
     ]
-
-
-def current_saves(root: Path) -> dict[int, StoredCheckpoint]:
-    """The save of each step that is in use, by step, ascending."""
-    return {step: newest(saves) for step, saves in complete(root).items()}
-
-
-def newest(saves: list[StoredCheckpoint]) -> StoredCheckpoint:
-    """The newest save of one step that is not quarantined, or the newest if all are."""
-    for save in saves:
-        if read_status(save.folder) != "quarantined":
-            return save
-    return saves[0]
 
 
 def _checkpoint_folders(root: Path) -> list[Path]:
@@ -257,6 +238,14 @@ def _open(folder: Path) -> StoredCheckpoint | CheckpointDamaged:
         record = read(folder)
     except CheckpointDamaged as error:
         return error
-    if record.step != step_of(folder):
-        return _damaged(folder, f"is of step {record.step}")
-    return missing_or_resized(folder, record) or StoredCheckpoint(folder, record)
+    if folder.name != step_directory(record.step, record.attempt):
+        return _damaged(folder, f"is of step {record.step}, attempt {record.attempt}")
+    healing = None
+    if record.healing or (folder / HEALING).exists():
+        try:
+            healing = checksummed_json.read(folder / HEALING)
+        except OSError as error:
+            return _damaged(folder, f"cannot be read ({error.strerror})", HEALING)
+        except ChecksumError as error:
+            return _damaged(folder, str(error), HEALING)
+    return missing_or_resized(folder, record) or StoredCheckpoint(folder, record, healing)

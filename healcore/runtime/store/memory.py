@@ -7,20 +7,20 @@ complete and inspected. So a failure during the copy loses no earlier copy.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
 from healcore.events import fork_safety
-from healcore.runtime.store import inspection, retention
-from healcore.runtime.store.background import Background
+from healcore.runtime.store import inspection, protocol, retention
 from healcore.runtime.store.copies import Copier, StateCopy
-from healcore.runtime.store.errors import CheckpointDamaged, CheckpointNotFound, StoreError
-from healcore.runtime.store.protocol import Restored, Saved, Status
+from healcore.runtime.store.course import newest
+from healcore.runtime.store.errors import CheckpointDamaged, CheckpointNotFound
+from healcore.runtime.store.protocol import Restored, Saved
 from healcore.runtime.store.retention import Keep
 from healcore.runtime.store.tier import Tier
 
-SMALL = Keep(good=1, candidates=2, quarantined=0)
+SMALL = Keep(good=1, candidates=2)
 """One known-good copy, the next candidate, and the newest copy."""
 WHERE = "memory"
 
@@ -42,11 +42,6 @@ class SnapshotStore(Tier):
     def forked(self) -> None:
         """Replaces the lock in a forked child, where its holder may not exist."""
         self._lock = RLock()
-
-    @property
-    def queue(self) -> Background:
-        """The queue of the saves: a verification runs after all earlier saves."""
-        return self._saves
 
     # -- the protocol ---------------------------------------------------------------------------
 
@@ -75,20 +70,27 @@ class SnapshotStore(Tier):
             state = self.copier.restore(copy, like, lambda name: _damaged(step, name))
             return Restored(state, copy.healing_state)
 
-    def drop(self, step: int) -> None:
-        """Removes a checkpoint, even the last known-good one."""
+    def healings(self) -> dict[int, dict[str, Any]]:
+        """The healing states by step."""
+        self.join()
+        with self._lock:
+            found = {step: copy.healing_state for step, copy in self._ring.items()}
+        return {step: healing for step, healing in found.items() if healing is not None}
+
+    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+        """Replaces the healing state of a checkpoint."""
+        encoded = protocol.encode_healing(healing)
+        self.join()
+        with self._lock:
+            self._find(step).healing = encoded
+            self._prune()
+
+    def delete(self, step: int) -> None:
+        """Removes a checkpoint."""
         self.join()
         with self._lock:
             self._find(step)
             self._remove(self._ring.pop(step))
-
-    def take_out(self, step: int, *, copied: bool = False) -> None:
-        """Drops a damaged copy if another tier has a copy, else quarantines it."""
-        if not copied:
-            super().take_out(step)
-        else:
-            with suppress(StoreError):
-                self.drop(step)
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         """Step and array names of each save since the last call with disallowed NaN or Inf."""
@@ -155,37 +157,31 @@ class SnapshotStore(Tier):
             self._prune()
 
     def _as_saved(self, copy: StateCopy) -> Saved:
+        """The entry in `steps`, without a status."""
         names = copy.inspected.nonfinite if copy.inspected else ()
         nonfinite = inspection.disallowed(names, self.nonfinite_ok)
         return Saved(
             step=copy.step,
-            status=copy.status,
+            status="candidate",
             finite=not nonfinite,
             bytes=copy.nbytes,
             created=copy.created,
-            healing=copy.healing is not None,
+            attempt=copy.attempt,
             path=None,
             nonfinite=nonfinite,
         )
 
     def _listed(self) -> list[Saved]:
         with self._lock:
-            return [self._as_saved(self._ring[step]) for step in sorted(self._ring)]
+            copies = [self._ring[step] for step in sorted(self._ring)]
+        course = newest([(copy.step, copy.course) for copy in copies])
+        return course.judged(map(self._as_saved, copies))
 
     def _find(self, step: int) -> StateCopy:
         with self._lock:
             if step not in self._ring:
                 raise CheckpointNotFound(step, sorted(self._ring), WHERE)
             return self._ring[step]
-
-    def _find_saved(self, step: int) -> tuple[int, Saved]:
-        self.join()
-        return step, self._as_saved(self._find(step))
-
-    def _set_status(self, checkpoint: int, status: Status) -> None:
-        with self._lock:
-            self._find(checkpoint).status = status
-            self._prune()  # a new known-good copy makes older copies superfluous
 
     def _remove(self, copy: StateCopy) -> None:
         """Marks a copy as dropped and releases its memory, unless somebody still uses it."""
@@ -195,7 +191,8 @@ class SnapshotStore(Tier):
                 self.copier.release(copy)
 
     def _prune(self) -> None:
-        for step in retention.superfluous(self._listed(), self.keep):
+        saves = self._listed()
+        for step in retention.superfluous(saves, self.keep, nonfinite=0):
             if step not in self.protected:
                 self._remove(self._ring.pop(step))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
+from healcore.runtime.store import checksummed_json
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
@@ -17,11 +16,9 @@ from healcore.runtime.store.errors import (
 )
 from healcore.runtime.store.ranks import Alone, Ranks
 
-Status = Literal["candidate", "good", "quarantined"]
-"""`candidate`: complete, still on probation. `good`: known-good. `quarantined`: newer than the
-checkpoint that a run rolled back to, or found damaged; never restored automatically."""
-
-STATUSES: tuple[str, ...] = get_args(Status)
+Status = Literal["candidate", "good", "abandoned"]
+"""`candidate`: complete, still on probation. `good`: known-good. `abandoned`: saved before a
+rollback to an older step, and never restored. Computed, see `Course`."""
 
 
 class Saved(NamedTuple):
@@ -34,8 +31,8 @@ class Saved(NamedTuple):
     bytes: int
     created: float
     """Wall-clock seconds since 1970. Clocks jump: order checkpoints by `step`."""
-    healing: bool
-    """Whether the checkpoint holds the healing state."""
+    attempt: int
+    """Number of the attempt that saved the checkpoint, from 1."""
     path: str | None
     """Directory of the checkpoint, or None if it is in memory."""
     nonfinite: tuple[str, ...] = ()
@@ -58,8 +55,8 @@ class CheckpointStore(ABC):
     A store of your own subclasses this class and defines the abstract methods. The defaults of all
     other members fit a store in one place that outlives the process.
 
-    A second thread may call `verify`, `mark`, `delete` and `steps` while the thread that trains
-    calls the other methods.
+    The background may call `verify`, `delete` and `steps` while the thread that trains calls the
+    other methods.
     """
 
     root: Path | None = None
@@ -73,7 +70,7 @@ class CheckpointStore(ABC):
     processes: Ranks = Alone()
     """The ranks that save together. Exchange over them only while nothing is being written."""
     queue: Background | None = None
-    """Queue in which the checkpoints are verified, in order with the saves; None for no queue."""
+    """Queue of the saves, in which superfluous checkpoints are deleted too; None for no queue."""
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -84,13 +81,14 @@ class CheckpointStore(ABC):
         """Copies the state and returns; the copy is checked and written in the background.
 
         Changing the state afterwards, in place or by donation, does not change the save. The call
-        waits while the previous save is still being written. If the step exists already, the new
-        save replaces the old save once the new save is complete.
+        waits while the previous save is still being written. A save of a later attempt replaces
+        the older save of its step once the new save is complete.
 
         Args:
             step: number of the optimizer step, >= 0.
             state: name -> tree of arrays and Python values, or an object with `state_dict`.
-            healing: the healing state, JSON-safe.
+            healing: the healing state, JSON-safe. The attempt of the save is the number of items
+                in its list `attempts`, or 1 without the list.
 
         Raises:
             UnsavableState: the state holds something that cannot be saved.
@@ -132,12 +130,16 @@ class CheckpointStore(ABC):
         """
 
     @abstractmethod
-    def mark(self, step: int, status: Status) -> None:
-        """Sets the status, atomically.
+    def healings(self) -> dict[int, dict[str, Any]]:
+        """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
+
+    @abstractmethod
+    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+        """Replaces the healing state of a checkpoint, atomically. The arrays stay.
 
         Raises:
-            NotFinite: `status` is `good` and the checkpoint holds NaN or Inf.
             CheckpointNotFound: the step has no checkpoint.
+            StoreError: the healing state could not be written.
         """
 
     @abstractmethod
@@ -145,7 +147,6 @@ class CheckpointStore(ABC):
         """Removes a checkpoint, atomically.
 
         Raises:
-            LastGoodKept: it is the last known-good checkpoint.
             CheckpointNotFound: the step has no checkpoint.
         """
 
@@ -179,14 +180,6 @@ class CheckpointStore(ABC):
         """The tier that outlives the process, or None."""
         return next((tier for tier in self.tiers if tier.durable), None)
 
-    def take_out(self, step: int, *, copied: bool = False) -> None:
-        """Excludes a damaged checkpoint from later restores. Ignores errors of the store.
-
-        `copied` is whether another tier has a copy.
-        """
-        with suppress(StoreError):
-            self.mark(step, "quarantined")
-
     # -- problems, each reported once -----------------------------------------------------------
 
     def damaged(self) -> list[CheckpointDamaged]:
@@ -214,11 +207,6 @@ class CheckpointStore(ABC):
         return ()
 
 
-def is_last_good(saves: Sequence[Saved], step: int) -> bool:
-    """Whether `step` is the only known-good checkpoint."""
-    return {save.step for save in saves if save.status == "good"} == {step}
-
-
 def values_to_restore(saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """The values of `like`, without optional values that the checkpoint lacks."""
     return {
@@ -236,9 +224,9 @@ def checked_step(step: Any) -> int:
 
 
 def encode_healing(healing: Mapping[str, Any]) -> bytes:
-    """The healing state as JSON bytes; StoreError if it is not JSON-safe."""
+    """The healing state as JSON bytes with a digest; StoreError if it is not JSON-safe."""
     try:
-        return json.dumps(healing, allow_nan=False, separators=(",", ":")).encode()
+        return checksummed_json.dumps(healing)
     except (TypeError, ValueError) as error:
         raise StoreError(
             f"the healing state must be JSON-safe ({error}): pass the adapter's to_dict()"

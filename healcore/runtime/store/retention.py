@@ -7,7 +7,6 @@ stays, because it is the first that can become known-good.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from healcore.runtime.store.errors import (
@@ -27,8 +26,6 @@ class Keep(NamedTuple):
     candidates: int = 3
     """Finite checkpoints newer than the newest known-good one. At least 2: the oldest candidate is
     the next known-good checkpoint, and the newest one loses the fewest steps in a restart."""
-    quarantined: int = 2
-    """The newest quarantined and non-finite checkpoints, for inspection."""
     older: bool = False
     """Whether to keep older known-good checkpoints too, one at each doubling of the distance in
     steps, including the first of the run, so that a deep rollback can undo a slow drift. Their
@@ -36,8 +33,8 @@ class Keep(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Largest number of checkpoints, without the `older` ones."""
-        return self.good + self.candidates + self.quarantined
+        """Largest number of finite checkpoints, without the `older` ones."""
+        return self.good + self.candidates
 
     def checked(self) -> Keep:
         """Returns itself if its numbers are valid.
@@ -45,7 +42,7 @@ class Keep(NamedTuple):
         Raises:
             StoreError: a number is too small.
         """
-        for field, least in (("good", 1), ("candidates", 2), ("quarantined", 0)):
+        for field, least in (("good", 1), ("candidates", 2)):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise StoreError(f"keep.{field} is a whole number >= {least}, not {value!r}")
@@ -61,22 +58,21 @@ class RestoreResult(NamedTuple):
     restored: Restored
 
 
-def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
-    """The steps to delete, ascending; `saves` are all checkpoints of a store, in any order."""
+def superfluous(saves: Sequence[Saved], keep: Keep, *, nonfinite: int = 2) -> list[int]:
+    """The steps to delete, ascending; `saves` are all checkpoints of a store, in any order.
+
+    The newest `nonfinite` checkpoints with NaN or Inf stay: a run may end in such a state.
+    """
     keep.checked()
     ordered = sorted(saves, key=lambda save: save.step)
     good = [s.step for s in ordered if s.status == "good"]
     candidates = [s.step for s in ordered if s.status == "candidate" and s.finite]
-    bad = [s.step for s in ordered if s.step not in {*good, *candidates}]
-    newest_good = max(good, default=-1)
-    # A candidate older than a known-good checkpoint was never verified and is not needed.
-    overtaken = [step for step in candidates if step < newest_good]
-    waiting = [step for step in candidates if step >= newest_good]
+    bad = [s.step for s in ordered if s.status == "candidate" and not s.finite]
     dropped = {
         *({*good[: -keep.good]} - (_one_per_doubling(good, keep.good) if keep.older else set())),
-        *(bad[: -keep.quarantined] if keep.quarantined else bad),
-        *overtaken,
-        *_surplus_candidates(waiting, keep.candidates),
+        *(s.step for s in ordered if s.status == "abandoned"),
+        *bad[: len(bad) - nonfinite if len(bad) > nonfinite else 0],
+        *_surplus_candidates(candidates, keep.candidates),
     }
     return sorted(dropped)
 
@@ -87,7 +83,7 @@ def restore_first_intact(
     like: Mapping[str, Any],
     on_damage: Callable[[CheckpointDamaged], None],
 ) -> RestoreResult:
-    """Restores the first intact checkpoint of `order`; quarantines damaged ones before it.
+    """Restores the first intact checkpoint of `order`.
 
     Args:
         store: store of the checkpoints.
@@ -108,10 +104,6 @@ def restore_first_intact(
         except CheckpointDamaged as error:
             damaged.append(error)
             on_damage(error)
-            # Another version of healcore may be able to read a malformed checkpoint.
-            if not error.malformed:
-                with suppress(StoreError):  # too damaged to be listed, or a read-only disk
-                    store.mark(step, "quarantined")
     reasons = "; ".join(str(error) for error in damaged) or "none of them exists"
     raise NoGoodCheckpoint(
         f"none of the checkpoints of steps {list(order)} can be restored: {reasons}"

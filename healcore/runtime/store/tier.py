@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.copies import Copier
-from healcore.runtime.store.errors import LastGoodKept, NotFinite, SaveFailed, StoreError
-from healcore.runtime.store.protocol import (
-    STATUSES,
-    CheckpointStore,
-    Saved,
-    Status,
-    is_last_good,
-)
+from healcore.runtime.store.errors import SaveFailed
+from healcore.runtime.store.protocol import CheckpointStore
 
 
 class Tier(CheckpointStore):
@@ -25,36 +18,8 @@ class Tier(CheckpointStore):
         self.copier = copier
         """Copies states. Several tiers may share it."""
         self.nonfinite_ok = tuple(nonfinite_ok)
-        self._saves = Background(f"healcore-{name}")
+        self.queue = self._saves = Background(f"healcore-{name}")
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
-
-    @abstractmethod
-    def _find_saved(self, step: int) -> tuple[Any, Saved]:
-        """A checkpoint in the tier's own form, and its entry in `steps`."""
-
-    @abstractmethod
-    def _set_status(self, checkpoint: Any, status: Status) -> None:
-        """Sets the status of a checkpoint in the tier's own form."""
-
-    @abstractmethod
-    def drop(self, step: int) -> None:
-        """Removes a checkpoint, even the last known-good one."""
-
-    def mark(self, step: int, status: Status) -> None:
-        """Sets the status, atomically."""
-        if status not in STATUSES:
-            raise StoreError(f"status is one of {', '.join(STATUSES)}, not {status!r}")
-        checkpoint, saved = self._find_saved(step)
-        if status == "good" and not saved.finite:
-            raise NotFinite(step, saved.nonfinite)
-        self._set_status(checkpoint, status)
-
-    def delete(self, step: int) -> None:
-        """Removes a checkpoint, unless it is the last known-good one."""
-        self.join()
-        if is_last_good(self.steps(), step):
-            raise LastGoodKept(step)
-        self.drop(step)
 
     def join(self) -> None:
         """Waits for the queued saves; raises no failures."""

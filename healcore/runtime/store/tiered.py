@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from healcore.runtime.store import protocol, ranks
@@ -10,12 +11,11 @@ from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
-    LastGoodKept,
     SaveFailed,
     StoreError,
 )
 from healcore.runtime.store.memory import SnapshotStore
-from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved, Status
+from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved
 from healcore.runtime.store.tier import Tier
 
 T = TypeVar("T")
@@ -26,8 +26,7 @@ class TieredStore(CheckpointStore):
 
     Every save takes one copy of the state, in memory, and is written to disk from that copy in the
     background. A checkpoint in both tiers is restored from memory, or from disk if
-    the copy in memory is damaged. A damaged copy is dropped from memory or quarantined on disk, and
-    the other copy stays in use.
+    the copy in memory is damaged. A damaged copy in memory is dropped.
 
     Args:
         memory: the fast store. It uses the copier of `disk` from now on.
@@ -86,20 +85,18 @@ class TieredStore(CheckpointStore):
     def steps(self) -> list[Saved]:
         """Checkpoints of both tiers, ascending by step.
 
-        A checkpoint in both tiers has its status in memory. If the tiers hold different saves of a
-        step, the save in memory is listed, because it is newer. If the disk cannot be read, only
-        memory is listed, and `trouble` returns the error.
+        If the tiers hold different saves of a step, the save in memory is listed, because it is
+        newer. If the disk cannot be read, only memory is listed, and `trouble` returns the error.
 
         Raises:
             StoreError: the disk cannot be read, and memory is empty.
         """
-        saves = {saved.step: saved for saved in self._on_disk()}
-        for in_memory in self.memory.steps():
-            on_disk = saves.get(in_memory.step)
-            if on_disk is not None and _same_save(in_memory, on_disk):
-                saves[in_memory.step] = on_disk._replace(status=in_memory.status)
-            else:
-                saves[in_memory.step] = in_memory
+        in_memory = {saved.step: saved for saved in self.memory.steps()}
+        saves = {**in_memory}
+        for saved in self._on_disk():
+            near = in_memory.get(saved.step)
+            if near is None or _same_save(near, saved):
+                saves[saved.step] = saved
         return [saves[step] for step in sorted(saves)]
 
     def verify(self, step: int) -> Saved:
@@ -111,33 +108,25 @@ class TieredStore(CheckpointStore):
         """Restores the copy in memory if it is intact, else the copy on disk."""
         return self._on_copies(step, lambda tier: tier.restore(step, like), first_only=True)
 
-    def mark(self, step: int, status: Status) -> None:
-        """Marks every copy. An older save of the step on disk keeps its status."""
+    def healings(self) -> dict[int, dict[str, Any]]:
+        """The healing states by step, of memory where the tiers differ."""
+        return {**self.disk.healings(), **self.memory.healings()}
+
+    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+        """Replaces the healing state of every copy. An older save of the step on disk stays."""
         in_memory, tiers = self._locate(step)
-
-        def mark_in_memory() -> None:
-            if in_memory:
-                self.memory.mark(step, status)
-
-        ranks.together(self.processes, mark_in_memory)
+        if in_memory:
+            self.memory.commit(step, healing)
         if self.disk in tiers:
-            self.disk.mark(step, status)
+            self.disk.commit(step, healing)
 
     def delete(self, step: int) -> None:
-        """Removes every copy, unless the checkpoint is the last known-good one.
-
-        The last known-good checkpoint on disk always stays, because a crash loses the memory. If
-        the disk has an older save of the step, `steps` lists that save again.
-        """
+        """Removes every copy. An older save of the step on disk stays, and is listed again."""
         in_memory, tiers = self._locate(step)
-        last = [protocol.is_last_good(saves, step) for saves in (self.steps(), self._on_disk())]
-        last, last_on_disk = map(any, zip(*self.processes.gather(last), strict=True))
-        if last:
-            raise LastGoodKept(step)
         if in_memory:
-            self.memory.drop(step)
-        if self.disk in tiers and not last_on_disk:
-            self.disk.drop(step)
+            self.memory.delete(step)
+        if self.disk in tiers:
+            self.disk.delete(step)
 
     def wait(self) -> None:
         """Waits until every save is in memory and on disk."""
@@ -210,8 +199,9 @@ class TieredStore(CheckpointStore):
                 results.append(act() if tier.durable else ranks.on_each(self.processes, act))
             except CheckpointDamaged as error:
                 damage.append(error)
-                if not error.malformed:
-                    tier.take_out(step, copied=True)
+                if tier is self.memory and not error.malformed:
+                    with suppress(CheckpointNotFound):
+                        self.memory.delete(step)
             if first_only and results:
                 break
         self._trouble += damage if results else damage[:-1]
@@ -221,6 +211,5 @@ class TieredStore(CheckpointStore):
 
 
 def _same_save(in_memory: Saved, on_disk: Saved) -> bool:
-    """Whether memory and disk have the same save of a step, and no copy is damaged."""
-    damaged_on_disk = on_disk.status == "quarantined" != in_memory.status
-    return in_memory.created == on_disk.created and not damaged_on_disk
+    """Whether memory and disk have the same save of a step."""
+    return in_memory.created == on_disk.created

@@ -14,7 +14,6 @@ import numpy as np
 
 from healcore.plugins.checkpoint_contents import Contents, ProbeError, dotted
 from healcore.runtime.store import CheckpointDamaged, StoreError, inspection, manifest
-from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.protocol import Saved
 from healcore.tools.probe.formats import damaged_archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
@@ -129,10 +128,10 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         broken = [each for each in manifest.incomplete(root) if wanted(Path(each.path))]
     except StoreError as error:
         raise ProbeError(str(error)) from None
+    saved = manifest.listed(root, inputs.nonfinite_ok)
     probed = [
-        _probe_saved(found, inputs)
-        for saves in complete.values()
-        for found in saves
+        ProbedCheckpoint(each, tuple(manifest.find_damage(found, sorted(found.manifest.files))))
+        for each, found in zip(saved, complete.values(), strict=True)
         if wanted(found.folder)
     ]
     if not probed and not broken:
@@ -149,11 +148,6 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     return ProbeResult("checkpoint", str(path), checks, facts)
 
 
-def _probe_saved(found: StoredCheckpoint, inputs: CheckpointInputs) -> ProbedCheckpoint:
-    damage = manifest.find_damage(found, sorted(found.manifest.files))
-    return ProbedCheckpoint(manifest.saved(found, inputs.nonfinite_ok), tuple(damage))
-
-
 def _digests(probed: list[ProbedCheckpoint], broken: list[CheckpointDamaged]) -> Check:
     """Compares the digest of every file with the recorded digest."""
     bad = [
@@ -166,9 +160,7 @@ def _digests(probed: list[ProbedCheckpoint], broken: list[CheckpointDamaged]) ->
     if not bad:
         which = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"
         return Check("digests", PASS, f"{which}: every file has its recorded digest", 0, 0)
-    # The run has already noticed damage in a quarantined checkpoint.
-    known = not broken and all(each.saved.status == "quarantined" for each in probed if each.damage)
-    return Check("digests", WARN if known else FAIL, first_three(bad, "; "), number, 0)
+    return Check("digests", FAIL, first_three(bad, "; "), number, 0)
 
 
 def _finite(probed: list[ProbedCheckpoint]) -> Check:
@@ -178,14 +170,10 @@ def _finite(probed: list[ProbedCheckpoint]) -> Check:
         return Check("finite", PASS, "no NaN and no Inf were recorded at the save", 0, 0)
     first = bad[0].saved
     names = ", ".join(first.nonfinite[:3]) or "more arrays than are listed"
-    message = f"NaN or Inf in step {first.step}: {names}"
-    if first.status == "good":
-        message += "; the run marked it good, so it allowed NaN: pass --nonfinite-ok NAME"
+    message = f"NaN or Inf in step {first.step}: {names}; if the run allows it: --nonfinite-ok NAME"
     if len(bad) > 1:
         message += f"; and in {len(bad) - 1} more checkpoints"
-    usable = any(each.restorable for each in probed) or all(
-        each.saved.status == "good" for each in bad
-    )
+    usable = any(each.restorable for each in probed)
     return Check("finite", WARN if usable else FAIL, message, len(bad), 0)
 
 
@@ -196,7 +184,7 @@ def _known_good(probed: list[ProbedCheckpoint], inputs: CheckpointInputs) -> Che
         return Check("known_good", PASS, message, len(good), 1)
     marked = any(each.saved.status == "good" for each in probed)
     message = (
-        "every checkpoint marked good is damaged or not finite"
+        "every known-good checkpoint is damaged"
         if marked
         else "none yet: a checkpoint becomes known-good after healthy steps"
     )

@@ -76,17 +76,17 @@ def _open_file(path: Path) -> Contents:
 
 def _open_store(root: Path, step: int | None) -> Contents:
     """Opens one checkpoint of a store."""
-    saves = manifest.current_saves(root)
+    saves = manifest.complete(root)
     steps = ", ".join(map(str, saves)) or "none"
     if not saves or (step is not None and step not in saves):
         which = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         raise NothingToProbe(f"{root} has no {which}; complete steps: {steps}")
-    good = [at for at, save in saves.items() if manifest.read_status(save.folder) == "good"]
+    status = {each.step: each.status for each in manifest.listed(root, ())}
+    good = [at for at in saves if status[at] == "good"]
     chosen = max(good or saves) if step is None else step
-    found = saves[chosen]
-    contents = _open_folder(found.folder)
-    status = manifest.read_status(found.folder)
-    note = f"step {chosen} ({status}); complete steps: {steps}; to probe another, pass --step"
+    contents = _open_folder(saves[chosen].folder)
+    which = f"step {chosen} ({status[chosen]})"
+    note = f"{which}; complete steps: {steps}; to probe another, pass --step"
     return contents._replace(notes=(note, *contents.notes))
 
 

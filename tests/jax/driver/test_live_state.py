@@ -43,7 +43,7 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, tmp_pa
     store.save(2, driver.items(), healing=driver.healing())
     store.wait()
     if where == "disk":
-        store.memory.drop(2)  # type: ignore[attr-defined]
+        store.memory.delete(2)  # type: ignore[attr-defined]
     first = advance(driver, run, BATCHES[2:])
     after, compiled = saved(driver), run.compiled()
 
@@ -292,7 +292,7 @@ def test_a_step_may_widen_a_leaf(before, after, tmp_path):
     for step, leaf in enumerate((before, after)):
         for drop in (False, True):
             if drop:
-                store.memory.drop(step)  # type: ignore[attr-defined]
+                store.memory.delete(step)  # type: ignore[attr-defined]
             for fresh in (live, live_state_of({"moment": before, "heal": healing})):
                 restored = fresh.restored(store.restore(step, fresh.items()).state)["moment"]
                 assert bool(jnp.all(restored == leaf))

@@ -10,7 +10,7 @@ from healcore.core.engine import incident
 from healcore.core.verdict import Cause
 from healcore.policy import load
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.incidents.rollback import Rollback, Status
+from healcore.runtime.incidents.rollback import Rollback
 from tests.healer.step_records import record
 
 SKIPPED = record(cause=Cause.NONFINITE_GRAD, skip=True)
@@ -45,7 +45,7 @@ def test_a_lasting_alert_goes_on_through_the_micro_steps_of_an_accumulation():
 
 
 def applied(**fields: Any) -> Rollback:
-    return Rollback(index=0, status=Status.APPLIED, **fields)
+    return Rollback(index=0, **fields)
 
 
 def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():

@@ -19,7 +19,7 @@ def main(path: str) -> None:
     log.write("good", step=400)
     log.write("incident", step=412, **{**SAMPLES["incident"], "onset": 412, "incident": 2})
     log.write("alarm", step=412, **SAMPLES["alarm"])
-    log.write("quarantine", step=413, checkpoint=400)
+    log.write("resume", step=300, checkpoint=300)
     log.write("rollback", step=413, **SAMPLES["rollback"])
     log.write("save", step=350, why="regular")
     print(log.run, flush=True)

@@ -1,49 +1,45 @@
-"""A run without a framework: the Healer's ledger, choice, retention and journal, and nothing else.
+"""A run without a framework: the Healer's ledger, choice, retention and records, and nothing else.
 
 The store is a list and a step is healthy or not, so that hypothesis can try thousands of
-histories. Killing it means: the list and the journal's bytes stay, all the rest is gone.
+histories. Killing it means: the list stays, all the rest is gone.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from healcore.core.verdict import Cause
 from healcore.events import Log
-from healcore.runtime.checkpoints.host_state import HostState
+from healcore.runtime.checkpoints.host_state import ITEM, HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.incidents.rollback import Rollback
-from healcore.runtime.recovery.journal import Journal
-from healcore.runtime.recovery.restoring import (
-    HEALING_SCHEMA,
-    Restorer,
-)
+from healcore.runtime.incidents.rollback import Order, Rollback
+from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,
     CheckpointStore,
+    Course,
     Keep,
-    LastGoodKept,
-    NotFinite,
     Restored,
     Saved,
     SaveFailed,
-    Status,
 )
+from healcore.runtime.store.course import newest
 from healcore.runtime.store.ranks import Alone
 from tests.healer.step_records import record
 from tests.healer.training_loops import rules
 
 EVERY, PROBATION, REGION = 4, 3, 12
-KEEP = Keep(good=3, candidates=2, quarantined=2)
+KEEP = Keep(good=3, candidates=2)
 POLICY: HostPolicy = HostPolicy.of(rules())._replace(probation=PROBATION, region=REGION)
+NO_DATA = HostState(LoaderRegistry().position, None).state_dict()
+"""Random states, and the positions of no loaders."""
 
 
 class Killed(BaseException):
@@ -55,8 +51,10 @@ class Listed(CheckpointStore):
 
     def __init__(self) -> None:
         self.saves: dict[int, Saved] = {}
-        self.healing: dict[int, dict[str, Any]] = {}
+        self.records: dict[int, Any] = {}
         self.corrupt: set[int] = set()
+        self.bad: list[tuple[int, tuple[str, ...]]] = []
+        """Saves with NaN that were not reported yet."""
         self.finite = True
         """Whether the state saved next is finite."""
         self.calls_left = -1
@@ -71,12 +69,15 @@ class Listed(CheckpointStore):
 
     def save(self, step: int, state: Any, *, healing: Mapping[str, Any] | None = None) -> None:
         self.passes()
-        self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, True, None)
-        self.healing[step] = json.loads(json.dumps(healing))
+        attempt = max(1, len(Course.of(healing).attempts))
+        self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, attempt, None)
+        self.records[step] = json.loads(json.dumps(healing))
         self.corrupt.discard(step)
+        self.bad += [] if self.finite else [(step, ("weights",))]
 
     def steps(self) -> list[Saved]:
-        return [self.saves[step] for step in sorted(self.saves)]
+        course = newest([(step, Course.of(each)) for step, each in self.records.items()])
+        return course.judged(self.saves[step] for step in sorted(self.saves))
 
     def verify(self, step: int) -> Saved:
         if step not in self.saves:
@@ -88,26 +89,29 @@ class Listed(CheckpointStore):
     def restore(self, step: int, like: Any) -> Restored:
         self.verify(step)
         self.passes()
-        return Restored({}, self.healing[step])
+        return Restored({ITEM: NO_DATA}, self.records[step])
 
-    def mark(self, step: int, status: Status) -> None:
-        saved = self.verify(step) if status == "good" else self.saves[step]
-        if status == "good" and not saved.finite:
-            raise NotFinite(step, ())
+    def healings(self) -> dict[int, Any]:
+        return dict(self.records)
+
+    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+        self.verify(step)
         self.passes()
-        self.saves[step] = saved._replace(status=status)
+        self.records[step] = json.loads(json.dumps(healing))
 
     def delete(self, step: int) -> None:
-        if {s.step for s in self.saves.values() if s.status == "good"} == {step}:
-            raise LastGoodKept(step)
         self.passes()
-        del self.saves[step]
+        del self.saves[step], self.records[step]
 
     def wait(self) -> None:
         pass
 
     def failures(self) -> list[SaveFailed]:
         return []
+
+    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
+        found, self.bad = self.bad, []
+        return found
 
 
 class Nothing:
@@ -152,12 +156,10 @@ class EventList(Log):
 class Process:
     """One process of the run, constructed as in `setup`."""
 
-    def __init__(self, store: Listed, path: Path) -> None:
+    def __init__(self, store: Listed) -> None:
         self.store, self.ledger, self.loaders = store, Ledger(), LoaderRegistry()
         self.events: list[dict[str, Any]] = []
         log = RunLog(EventList(self.events), console=False)
-        self.journal = Journal(path)
-        self.journal.read()
         self.checkpoints = CheckpointManager(
             store,
             every=EVERY,
@@ -172,7 +174,6 @@ class Process:
             policy=POLICY,
             driver=driver,
             checkpoints=self.checkpoints,
-            journal=self.journal,
             ledger=self.ledger,
             loaders=self.loaders,
             host=HostState(self.loaders.position, None),
@@ -185,18 +186,12 @@ class Process:
 
     def begin(self) -> None:
         """The same steps as `start.begin`."""
-        usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
-        plan = self.journal.state.plan
-        if plan is not None:
-            self.restorer.finish(plan)
-            self.step = plan.target
-        elif usable:
-            self.step, _ = self.restorer.resume(usable[::-1])
+        usable = [s.step for s in self.store.steps() if s.finite and s.status != "abandoned"]
+        if usable:
+            self.step, _ = self.restorer.resume(self.restorer.newest_record(), usable[::-1])
         else:
-            self.journal.state.first_step = self.step
-        self.restorer.write_journal(self.step)
+            self.checkpoints.begin_attempt(self.step)
         self.restorer.started_from = self.step
-        self.checkpoints.reload()
         if not self.store.saves:
             self.save("first")
 
@@ -220,15 +215,14 @@ class Process:
         self.checkpoints.poll(self.ledger)
 
     def save(self, why: str) -> None:
-        healing = {"schema": HEALING_SCHEMA, "ledger": self.ledger.to_dict()}
-        self.checkpoints.save(self.step, {}, healing, why)
+        self.restorer.save(self.step, why)
 
     def go_back(self, depth: int) -> Rollback:
         """A rollback in answer to the incident under way."""
-        order = Rollback(index=self.step - 1, onset=self.onset, depth=depth)
-        self.restorer.apply(order, self.step)
-        self.step, self._goes_on = order.target, False
-        return order
+        order = Order(index=self.step - 1, onset=self.onset, depth=depth)
+        done, _ = self.restorer.roll_back(order, self.step)
+        self.step, self._goes_on = done.target, False
+        return done
 
     @property
     def onset(self) -> int:

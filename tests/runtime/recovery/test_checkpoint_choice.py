@@ -8,18 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.checkpoints.catalog import probation_passed
+from healcore.runtime.checkpoints.manager import healthy_steps
 from healcore.runtime.recovery.checkpoint_choice import (
     CheckpointChoice,
     choose,
     common_to_ranks,
-    saved_after,
 )
 from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
 
 
 def saved(step: int, status: Status = "good", finite: bool = True) -> Saved:
-    return Saved(step, status, finite, 1, 0.0, True, None)
+    return Saved(step, status, finite, 1, 0.0, 1, None)
 
 
 GOOD = [saved(0, "candidate"), saved(100), saved(200), saved(300), saved(400, "candidate")]
@@ -66,39 +65,27 @@ def test_the_initial_snapshot_is_the_last_resort():
     with pytest.raises(NoGoodCheckpoint, match=r"onset at step 5.*there: 0 \(candidate\)"):
         choose(GOOD[:1], onset=5)
     with pytest.raises(NoGoodCheckpoint):
-        choose([saved(0, "quarantined")], onset=5, initial=[0])
+        choose([saved(0, "abandoned")], onset=5, initial=[0])
     with pytest.raises(NoGoodCheckpoint, match="not finite"):
         choose([saved(0, "candidate", finite=False)], onset=5, initial=[0])
     with pytest.raises(NoGoodCheckpoint, match="there: none"):
         choose([], onset=5, initial=[0])
 
 
-def test_never_one_that_is_not_finite_or_quarantined():
-    bad = [saved(0), saved(100, "quarantined"), saved(200, "good", finite=False)]
+def test_never_one_that_is_not_finite_or_abandoned():
+    bad = [saved(0), saved(100, "abandoned"), saved(200, "good", finite=False)]
     assert choose(bad, onset=300, initial=[100]).order == (0,)
 
 
-def test_probation_passed():
-    saves = [saved(0), *(saved(step, "candidate") for step in (10, 20, 30))]
-    for unhealthy, now, expected in (
-        ([], 25, [10]),
-        ([], 30, [10, 20]),
-        ([9], 30, [10, 20]),
-        ([20], 30, [10]),  # the step right after the save of step 20
-        ([20], 31, [10, 20]),  # healthy steps need not follow without a gap
-        (range(10, 21), 30, []),
-        (range(10, 21), 31, [10, 20]),
-        ([30, 31], 30, [10, 20]),  # not yet judged
+def test_healthy_steps_need_not_follow_without_a_gap():
+    for unhealthy, step, now, expected in (
+        ([], 10, 25, 15),
+        ([9], 10, 30, 20),
+        ([20], 20, 30, 9),  # the step right after the save of step 20
+        ([*range(10, 21)], 10, 30, 9),
+        ([30, 31], 20, 30, 10),  # not yet judged
     ):
-        assert probation_passed(saves, unhealthy=unhealthy, now=now, probation=10) == expected
-    assert probation_passed([saved(0, "candidate", False)], unhealthy=[], now=99, probation=1) == []
-    assert probation_passed([saved(0, "quarantined")], unhealthy=[], now=99, probation=1) == []
-
-
-def test_saved_after():
-    saves = [saved(10), saved(20, "candidate"), saved(21), saved(30, "quarantined")]
-    assert saved_after(saves, onset=20) == [21]
-    assert saved_after(saves, onset=15) == [20, 21]
+        assert healthy_steps(step, now, unhealthy) == expected
 
 
 def test_ranks_that_disagree_take_the_newest_common_step():
@@ -120,7 +107,7 @@ def test_ranks_that_disagree_take_the_newest_common_step():
 
 one_rank = st.dictionaries(
     st.integers(0, 12).map(lambda n: 10 * n),
-    st.tuples(st.sampled_from(["good", "candidate", "quarantined"]), st.booleans()),
+    st.tuples(st.sampled_from(["good", "candidate", "abandoned"]), st.booleans()),
 ).map(lambda found: [saved(step, *of) for step, of in sorted(found.items())])  # type: ignore[arg-type]
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
-from dataclasses import asdict
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -15,12 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.recovery import record
 from healcore.runtime.store import NoGoodCheckpoint
-from tests.runtime.recovery.simulated_run import KEEP, PROBATION, REGION, Killed, Listed, Process
-
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""The journal is synced at every rollback and every start."""
+from tests.runtime.recovery.simulated_run import (
+    KEEP,
+    PROBATION,
+    REGION,
+    Killed,
+    Listed,
+    Process,
+)
 
 
 class Back(NamedTuple):
@@ -36,10 +36,8 @@ class History(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="healcore-history-", dir=MEMORY)
-        self.path = Path(self.folder.name) / "healcore.json"
         self.store = Listed()
-        self.process = Process(self.store, self.path)
+        self.process = Process(self.store)
         self.process.begin()
         self.healthy: list[bool] = []
         self.skipped: list[int] = []
@@ -47,12 +45,10 @@ class History(RuleBasedStateMachine):
         self.onset: int | None = None
         self.only_skips = False
         self.good: set[int] = set()
+        self.recorded: set[int] = set()
+        """Known-good according to the newest record, as a restart would find them."""
         self.stays: set[int] = set()
         self.over = False
-        self.kills = 0
-
-    def teardown(self) -> None:
-        self.folder.cleanup()
 
     # -- what happens ---------------------------------------------------------------------------
 
@@ -88,7 +84,7 @@ class History(RuleBasedStateMachine):
     @rule(finite=st.booleans())
     def saves_besides(self, finite: bool) -> None:
         if self.process.step in self.good:
-            return  # where it went back to, unchanged; its disk keeps the one that was good
+            return  # where it went back to, unchanged
         self.store.finite = finite or self.onset is None
         self.process.save("requested")
         self.store.finite = True
@@ -98,19 +94,17 @@ class History(RuleBasedStateMachine):
     def goes_back(self, depth: int, calls: int) -> None:
         """A rollback as ordered; killed after some number of changes, if it makes so many."""
         assert self.onset is not None
-        process, journal = self.process, self.process.journal
-        process.checkpoints.verify_due(process.ledger, before=self.onset)
+        process = self.process
+        process.checkpoints.prove(process.ledger, before=self.onset)
         self.what_is_good()
         expected = self.target(depth)
         self.store.calls_left = calls
         try:
             arrival = process.go_back(depth)
         except Killed:
-            begun = Journal(self.path).read().plan
-            if begun is None and journal.state.rollbacks == len(self.back):
-                self.start(None)
-                return
-            self.start(expected)
+            records = [record.read(each) for each in self.store.records.values()]
+            done = max(len(each.ledger.rollbacks) for each in records)
+            self.start(expected if done > len(self.back) else None)
         except NoGoodCheckpoint:
             assert expected is None
             self.over = True
@@ -124,7 +118,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: not self.over)
     @rule(during=st.integers(0, 6), steps=st.integers(0, 6))
     def is_killed(self, during: int, steps: int) -> None:
-        """Between two steps, or in a save, a mark or a deletion."""
+        """Between two steps, or in a save or a deletion."""
         self.store.calls_left = during
         with contextlib.suppress(Killed):
             self.goes_well(steps)
@@ -137,10 +131,11 @@ class History(RuleBasedStateMachine):
     def target(self, depth: int) -> int | None:
         """The checkpoint that it must return to; None if there is none."""
         assert self.onset is not None
-        usable = [s for s in self.store.steps() if s.finite and s.step <= self.onset]
+        saves = self.process.checkpoints.listed()
+        usable = [s for s in saves if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
-        begun = self.process.journal.state.first_step, self.process.restorer.started_from
+        begun = self.process.restorer.record.first_step, self.process.restorer.started_from
         unproven = {s.step for s in usable if s.status == "candidate"}
         last = sorted({step for step in begun if step in unproven}, reverse=True)
         tried = [past.target for past in self.back if self.onset <= past.step + REGION]
@@ -159,19 +154,21 @@ class History(RuleBasedStateMachine):
         assert target is not None
         self.back.append(Back(self.onset, target, len(self.healthy)))
         assert target <= self.onset
-        assert self.store.saves[target].status != "quarantined"
         del self.healthy[target:]
         # For the next one in this region, which is to go deeper.
-        deeper = [s.step for s in self.store.steps() if s.status == "good" and s.step < target]
+        saves = self.process.checkpoints.listed()
+        deeper = [s.step for s in saves if s.status == "good" and s.step < target]
         self.stays = {target, *deeper[-1:]}
         self.onset, self.only_skips = None, False
 
     def start(self, expected: int | None) -> None:
         """A new process, with what the one before has left on disk."""
-        self.kills += 1
-        self.process = Process(self.store, self.path)
-        newest = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
         self.what_is_good()
+        self.process = Process(self.store)
+        saves = self.store.steps()
+        newest = [s.step for s in saves if s.finite and s.status != "abandoned"]
+        # What has become known-good since the last save has to do so again.
+        self.good = self.recorded
         self.process.begin()
         if expected is None:
             assert self.process.step == (newest[-1] if newest else 0)
@@ -187,12 +184,16 @@ class History(RuleBasedStateMachine):
     def what_is_good(self) -> None:
         if not hasattr(self, "store"):
             return
-        good = {s.step: s for s in self.store.steps() if s.status == "good"}
+        saves = self.process.checkpoints.listed()
+        good = {s.step: s for s in saves if s.status == "good"}
         for step in good.keys() - self.good:
             assert good[step].finite
             assert sum(self.healthy[step:]) >= PROBATION
         assert good or not self.good, "there was a known-good one"
         self.good = {*good}
+        recorded = {s.step for s in self.store.steps() if s.status == "good"}
+        assert recorded or not self.recorded, "a restart would know a known-good one"
+        self.recorded = recorded
 
     @invariant()
     def what_is_remembered(self) -> None:
@@ -205,15 +206,12 @@ class History(RuleBasedStateMachine):
         assert ledger.skips - ledger.undone_skips == len(self.skipped)
         assert ledger.undone_incidents == sum(each.undone for each in ledger.incidents)
         assert all(each.undone or each.onset < self.process.step for each in ledger.incidents)
-        assert self.process.journal.state.rollbacks == len(self.back)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
         # Up to the newest known-good checkpoint, after which the trouble of a rollback began.
-        on_probation = self.process.checkpoints.catalog.on_probation
+        on_probation = self.process.checkpoints.on_probation
         needed = min([max(self.good, default=0), *on_probation])
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
         assert Ledger.from_dict(ledger.to_dict()) == ledger
-        written = Journal(self.path).read()
-        assert asdict(written) == asdict(self.process.journal.state)
 
     @invariant()
     def the_way_down_stays_open(self) -> None:
@@ -228,12 +226,11 @@ class History(RuleBasedStateMachine):
     @invariant()
     def not_too_much(self) -> None:
         if hasattr(self, "store"):
-            good = [s for s in self.store.steps() if s.status == "good"]
-            # Where it went and the next deeper one besides; and one more for every kill between
-            # the mark of one and the deletion of another, until a process deletes all of them.
-            assert len(good) <= KEEP.good + 2 + self.kills
-            if len(good) <= KEEP.good + 2:
-                self.kills = 0
+            good = [s for s in self.store.steps() if s.status == "good"]  # at the last save
+            # Where it went and the next deeper one besides; more only after a kill before the
+            # deletion, until the first save of the next process.
+            saved = any(event["kind"] == "save" for event in self.process.events)
+            assert len(good) <= KEEP.good + 2 or not saved
 
 
 TestHistory = History.TestCase

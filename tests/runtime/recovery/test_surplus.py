@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import pytest
 
@@ -12,9 +11,9 @@ from tests.runtime.recovery.simulated_run import EVERY, KEEP, PROBATION, Killed,
 STEPS = list(range(0, 28, EVERY))
 
 
-def waiting(path: Path) -> Process:
+def waiting() -> Process:
     """A run with a candidate at each of `STEPS`, as every step so far was skipped."""
-    process = Process(Listed(), path / "healcore.json")
+    process = Process(Listed())
     process.begin()
     for _ in range(STEPS[-1]):
         process.take(alarm=True, skip=True, is_open=False)
@@ -31,25 +30,37 @@ def good(process: Process) -> list[int]:
     return [each.step for each in process.store.steps() if each.status == "good"]
 
 
-@pytest.mark.parametrize("damaged", [True, False], ids=["damaged", "not_finite"])
 @pytest.mark.parametrize("bad", [STEPS[-1:], STEPS[-3:-1], STEPS[1:], STEPS], ids=str)
-def test_the_newest_that_are_intact_stay(tmp_path, bad, damaged):
-    process = waiting(tmp_path)
+def test_the_newest_that_are_finite_stay(bad):
+    process = waiting()
     for step in bad:
-        if damaged:
-            process.store.corrupt.add(step)
-        else:
-            process.store.saves[step] = process.store.saves[step]._replace(finite=False)
-    goes_well(process, PROBATION)
+        process.store.saves[step] = process.store.saves[step]._replace(finite=False)
+    goes_well(process, EVERY)  # to the next save
     assert good(process) == [step for step in STEPS if step not in bad][-KEEP.good :]
     goes_well(process, 40)
     assert len(good(process)) == KEEP.good
 
 
+def test_nothing_is_deleted_for_a_damaged_one():
+    process = waiting()
+    process.store.corrupt.add(STEPS[-1])
+    goes_well(process, EVERY)
+    assert good(process) == STEPS
+    assert [e["step"] for e in process.events if e["kind"] == "damaged"] == STEPS[-1:]
+    goes_well(process, EVERY + 1)
+    assert good(process)[-1] > STEPS[-1]
+    assert len(good(process)) == KEEP.good
+
+
 @pytest.mark.parametrize("calls", range(2 * len(STEPS)))
-def test_a_kill_leaves_one_too_many_at_most(tmp_path, calls):
-    process = waiting(tmp_path)
+def test_a_kill_leaves_only_what_is_not_deleted_yet(calls):
+    process = waiting()
     process.store.calls_left = calls
     with contextlib.suppress(Killed):
-        goes_well(process, PROBATION)
-    assert len(good(process)) <= KEEP.good + 1
+        goes_well(process, PROBATION + EVERY)
+    process.store.calls_left = -1
+    assert good(process)[-KEEP.good :] in ([], STEPS[-KEEP.good :])
+    again = Process(process.store)
+    again.begin()
+    goes_well(again, PROBATION + 2 * EVERY)
+    assert len(good(again)) == KEEP.good

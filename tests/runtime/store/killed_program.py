@@ -1,4 +1,4 @@
-"""A program that saves, marks, rolls back and deletes, killed at random moments, many times.
+"""A program that saves, rolls back and deletes, killed at random moments, many times.
 
     python killed_program.py ROUNDS ROOT STORE…
 
@@ -26,12 +26,11 @@ import jax
 import numpy as np
 import torch
 
-from healcore.runtime.recovery.checkpoint_choice import saved_after
 from healcore.runtime.store import Keep
 from tests.runtime.store import store_cases
 
 STATES = {case.name: case for case in (*store_cases.DISKS, *store_cases.TIERS)}
-KEEP = Keep(good=2, candidates=2, quarantined=1)
+KEEP = Keep(good=2, candidates=2)
 LONGEST = {"dcp": 0.06, "torch-tiers": 0.06, "orbax": 0.2, "jax-tiers": 0.2}
 """Seconds until the latest kill: a few saves."""
 READY, SAVED, BACK = "r", "s", "b"
@@ -48,40 +47,43 @@ def state(case: store_cases.StoreCase, step: int) -> dict[str, Any]:
 def child(case: store_cases.StoreCase, root: Path, pipe: int) -> NoReturn:
     """Checks what is there, reports it, and saves until it is killed."""
     store = case.make(root)
-    saves = store.steps()
+    saves = [saved for saved in store.steps() if saved.status != "abandoned"]
     for saved in saves:
         store.verify(saved.step)
     good = [saved.step for saved in saves if saved.status == "good"]
     assert good, "there must always be a known-good one"
     restored = store.restore(good[-1], state(case, 0))
     assert store_cases.same_states(state(case, good[-1]), restored.state)
-    assert restored.healing == {"step": good[-1]}
+    assert restored.healing["step"] == good[-1]
     assert store.damaged() == [], store.damaged()
     report(pipe, READY, saves[-1].step)
     store_cases.prune(store, KEEP)  # most processes are killed before the one further down
-    step = max(saved.step for saved in saves if saved.status != "quarantined")
+    step = saves[-1].step
+    attempts, proven = [*store.healings()[step]["attempts"], step], good[-1]
     for turn in itertools.count(1):
         step += 1
-        store.save(step, state(case, step), healing={"step": step})
+        healing = {"step": step, "attempts": attempts, "proven": proven}
+        store.save(step, state(case, step), healing=healing)
         if step % 3 == 0:
             continue  # the next save waits for this one
         store.wait()
         report(pipe, SAVED, step)
         if step % 2 == 0:
-            store.mark(step, "good")
+            proven = step - 2
             store_cases.prune(store, KEEP)
         if turn % 4 == os.getpid() % 4:  # some processes are killed after one turn
-            step = roll_back(case, store, pipe)
+            step = roll_back(case, store, attempts, pipe)
+            proven = min(proven, step)
     raise AssertionError
 
 
-def roll_back(case: store_cases.StoreCase, store: Any, pipe: int) -> int:
-    """Goes back to the newest known-good one, and quarantines what is later."""
+def roll_back(case: store_cases.StoreCase, store: Any, attempts: list[int], pipe: int) -> int:
+    """Goes back to the newest known-good one, and begins an attempt there."""
     target = max(saved.step for saved in store.steps() if saved.status == "good")
     store.restore(target, state(case, 0))
     report(pipe, BACK, target)
-    for step in saved_after(store.steps(), onset=target):
-        store.mark(step, "quarantined")
+    attempts.append(target)
+    store.commit(target, {"step": target, "attempts": attempts, "proven": target})
     return target
 
 
@@ -96,9 +98,8 @@ def kills(name: str, root: Path, rounds: int) -> dict[str, int]:
     first = os.fork()
     if not first:
         store = case.make(root)
-        store.save(0, state(case, 0), healing={"step": 0})
+        store.save(0, state(case, 0), healing={"step": 0, "attempts": [0], "proven": 0})
         store.wait()
-        store.mark(0, "good")
         os._exit(0)
     assert os.waitpid(first, 0)[1] == 0
     # More of them where no kill has hit a save yet: how often one does depends on the machine.

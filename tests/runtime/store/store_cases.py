@@ -22,7 +22,7 @@ import healcore.torch.store as torch_stores
 from healcore.runtime.store import CheckpointStore, Keep, superfluous
 from healcore.runtime.store.copies import StateCopy, parts_of
 
-KEEP = Keep(good=3, candidates=8, quarantined=4)
+KEEP = Keep(good=3, candidates=8)
 
 
 class Cursor:
@@ -222,6 +222,12 @@ def same_states(live: dict[str, Any], restored: dict[str, Any]) -> bool:
 
 def _bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def mark_good(store: CheckpointStore, step: int) -> None:
+    """Makes a checkpoint and all older ones known-good."""
+    healing = {"attempts": [0], **store.healings().get(step, {})}
+    store.commit(step, {**healing, "proven": step})
 
 
 def prune(store: CheckpointStore, keep: Keep) -> list[int]:

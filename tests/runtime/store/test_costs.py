@@ -25,7 +25,7 @@ from tests.runtime.store.store_cases import (
 
 ARRAYS, SIDE = 12, 500
 BYTES = ARRAYS * SIDE * SIDE * 4
-SMALL = Keep(good=1, candidates=2, quarantined=0)
+SMALL = Keep(good=1, candidates=2)
 
 
 def large(case: StoreCase) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from healcore.runtime.store import (
 )
 from healcore.runtime.store.checksummed_json import ChecksumError
 from tests.runtime.store.disk_faults import flip
-from tests.runtime.store.store_cases import DISKS, StoreCase, over, same_states
+from tests.runtime.store.store_cases import DISKS, StoreCase, mark_good, over, same_states
 
 FLIPS = 60
 
@@ -26,7 +26,7 @@ def two_saves(case: StoreCase, root: Path) -> Path:
     for step in (1, 2):
         store.save(step, case.state(step), healing={"step": step})
         store.wait()
-        store.mark(step, "good")
+        mark_good(store, step)
     return Path(store.steps()[1].path)
 
 
@@ -37,7 +37,7 @@ def files(folder: Path) -> list[Path]:
 @over(*DISKS)
 def test_60_of_60_flipped_bits_are_noticed_and_the_older_one_is_used(case, tmp_path):
     newer = two_saves(case, tmp_path)
-    targets = [path for path in files(newer) if path.name != "status.json"]
+    targets = files(newer)
     sizes = [path.stat().st_size for path in targets]
     rng = random.Random(20261120)
     like, noticed = case.state(3), 0
@@ -53,11 +53,9 @@ def test_60_of_60_flipped_bits_are_noticed_and_the_older_one_is_used(case, tmp_p
         found = restore_first_intact(store, [2, 1], like, errors.append)
         noticed += len(errors)
         assert found.step == 1
-        assert found.restored.healing == {"step": 1}
+        assert found.restored.healing == {"step": 1, "attempts": [0], "proven": 1}
         assert same_states(case.state(1), found.restored.state)
         flip(path, bit)
-        if newer.name in {Path(saved.path or "").name for saved in store.steps()}:
-            store.mark(2, "good")  # it was quarantined, rightly
     assert noticed == FLIPS
     assert same_states(case.state(2), case.make(tmp_path).restore(2, like).state)
 
@@ -79,22 +77,10 @@ def test_every_bit_of_the_manifest(case, tmp_path):
 
 
 @over(*DISKS)
-def test_a_damaged_status_is_none(case, tmp_path):
-    newer = two_saves(case, tmp_path)
-    flip(newer / "status.json", 100)
-    store = case.make(tmp_path)
-    assert [saved.status for saved in store.steps()] == ["good", "candidate"]
-    store.mark(2, "good")
-    assert [saved.status for saved in store.steps()] == ["good", "good"]
-
-
-@over(*DISKS)
 @pytest.mark.parametrize("how", ["missing", "truncated", "longer", "a directory"])
 def test_a_file_that_is_not_whole(case, tmp_path, how):
     newer = two_saves(case, tmp_path)
     for path in files(newer):
-        if path.name == "status.json":
-            continue
         data = path.read_bytes()
         path.unlink()
         if how == "truncated" and data:
@@ -123,7 +109,6 @@ def test_nothing_intact_is_left(case, tmp_path):
     with pytest.raises(NoGoodCheckpoint, match=r"step 2 is damaged.*step 1 is damaged"):
         restore_first_intact(store, [2, 1], case.state(1), errors.append)
     assert [error.step for error in errors] == [2, 1]
-    assert {saved.status for saved in store.steps()} == {"quarantined"}
     assert newer.exists()  # kept for a person to look at
 
 

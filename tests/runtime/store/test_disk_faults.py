@@ -13,7 +13,7 @@ from tests.runtime.store import store_cases
 from tests.runtime.store.disk_faults import read_only, small_disk
 from tests.runtime.store.disk_faults_program import large
 from tests.runtime.store.programs import run
-from tests.runtime.store.store_cases import DISKS, TIERS, over, same_states
+from tests.runtime.store.store_cases import DISKS, TIERS, mark_good, over, same_states
 
 PROGRAM = "tests.runtime.store.disk_faults_program"
 
@@ -28,7 +28,7 @@ def test_disk_full(case, tmp_path):
         store = case.make(root)
         store.save(1, case.state(1))
         store.wait()
-        store.mark(1, "good")
+        mark_good(store, 1)
         store.save(2, large(case, 8))  # does not raise: training continues
         with pytest.raises(SaveFailed, match="step 2 was not saved") as error:
             store.wait()
@@ -68,7 +68,7 @@ def test_read_only_directory(case, tmp_path):
         store.save(2, case.state(2))
         with pytest.raises(SaveFailed, match="point the store at a directory that can be written"):
             store.wait()
-        for call in (lambda: store.mark(1, "good"), lambda: store.delete(1)):
+        for call in (lambda: mark_good(store, 1), lambda: store.delete(1)):
             with pytest.raises(StoreError, match="step 1 cannot be"):
                 call()
         assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "candidate")]

@@ -51,7 +51,7 @@ def test_killed_while_deleting(root):
     for step in (1, 2):
         store.save(step, store_cases.torch_state(step))
         store.wait()
-        store.mark(step, "good")
+        store_cases.mark_good(store, step)
     folder = Path(store.steps()[1].path or "")
     for number in range(CLUTTER):
         (folder / "data" / f"clutter{number}").touch()

@@ -7,14 +7,13 @@ import json
 import pytest
 
 from healcore.runtime.store import (
+    CheckpointNotFound,
     CheckpointStore,
-    LastGoodKept,
-    NotFinite,
     StateMismatch,
     StoreError,
 )
 from tests.runtime.recovery.simulated_run import Listed
-from tests.runtime.store.store_cases import ALL, Cursor, StoreCase, over, same_states
+from tests.runtime.store.store_cases import ALL, DISKS, TIERS, Cursor, StoreCase, over, same_states
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 
@@ -32,16 +31,13 @@ def test_it_is_a_checkpoint_store(case, store):
     store.wait()
 
 
-def test_a_store_of_your_own_needs_eight_methods():
-    eight = "save steps verify restore mark delete wait failures"
-    assert CheckpointStore.__abstractmethods__ == {*eight.split()}
+def test_a_store_of_your_own_needs_nine_methods():
+    nine = "save steps verify restore healings commit delete wait failures"
+    assert CheckpointStore.__abstractmethods__ == {*nine.split()}
     store = Listed()
     assert (store.tiers, store.disk, store.memory, store.root) == ((store,), store, None, None)
     assert store.nonfinite_in({}) == ()
     assert store.damaged() == store.trouble() == store.nonfinite_found() == []
-    store.save(1, {}, healing={})
-    store.take_out(1)
-    assert [saved.status for saved in store.steps()] == ["quarantined"]
 
 
 @over(*ALL)
@@ -109,7 +105,7 @@ def test_without_healing_state(case, store):
     """Old checkpoints, and those of others, restore into a run that heals."""
     store.save(7, case.state(1))
     store.wait()
-    assert not store.steps()[0].healing
+    assert store.healings() == {}
     assert store.restore(7, case.state(1)).healing is None
 
 
@@ -130,46 +126,40 @@ def test_another_state_does_not_fit(case, store):
 
 
 @over(*ALL)
-def test_statuses(case, store):
-    for step in (1, 2, 3):
-        store.save(step, case.state(step))
+def test_a_commit_replaces_the_healing_state_alone(case, store):
+    store.save(7, case.state(1), healing=HEALING)
     store.wait()
-    assert {saved.status for saved in store.steps()} == {"candidate"}
-    store.mark(1, "good")
-    store.mark(3, "quarantined")
-    assert [saved.status for saved in store.steps()] == ["good", "candidate", "quarantined"]
-    store.mark(3, "candidate")
-    assert store.steps()[2].status == "candidate"
-    with pytest.raises(StoreError, match="one of candidate, good, quarantined"):
-        store.mark(1, "excellent")
+    store.commit(7, {"lr": 0.25})
+    restored = store.restore(7, case.state(2))
+    assert store.healings()[7] == restored.healing == {"lr": 0.25}
+    assert same_states(case.state(1), restored.state)
+    with pytest.raises(CheckpointNotFound):
+        store.commit(8, {})
+    with pytest.raises(StoreError, match="JSON-safe"):
+        store.commit(7, {"lr": float("nan")})
 
 
 @over(*ALL)
-def test_the_last_known_good_one_stays(case, store):
+def test_statuses_follow_from_the_newest_healing_state(case, store):
     for step in (1, 2, 3):
-        store.save(step, case.state(step))
+        store.save(step, case.state(step), healing={"attempts": [0], "proven": step - 2})
     store.wait()
-    store.mark(1, "good")
-    with pytest.raises(LastGoodKept, match="step 1 is the last known-good"):
-        store.delete(1)
-    assert [saved.step for saved in store.steps()] == [1, 2, 3]
-    store.mark(2, "good")
+    assert [saved.status for saved in store.steps()] == ["good", "candidate", "candidate"]
+    store.commit(2, {"attempts": [0, 2], "proven": 2})
+    assert [s.status for s in (store.disk or store).steps()][:2] == ["good", "good"]
+    for saved in store.steps()[2:]:  # memory has deleted it
+        assert saved.status == "abandoned"
     store.delete(1)
-    store.delete(3)
-    assert [saved.step for saved in store.steps()] == [2]
-    assert same_states(case.state(2), store.restore(2, case.state(2)).state)
+    assert store.steps()[0].step == 2
 
 
-@over(*ALL)
+@over(*DISKS, *TIERS)  # memory keeps no such copy
 def test_a_nonfinite_state_is_never_known_good(case, store):
-    store.save(7, case.with_nan())
+    store.save(7, case.with_nan(), healing={"attempts": [0], "proven": 9})
     store.wait()
     (saved,) = store.steps()
-    assert not saved.finite
+    assert (saved.finite, saved.status) == (False, "candidate")
     assert saved.nonfinite == ("weights.bfloat16",)
-    with pytest.raises(NotFinite, match=r"weights\.bfloat16"):
-        store.mark(7, "good")
-    assert store.steps()[0].status == "candidate"
 
 
 @over(*ALL)

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.store import Keep, Saved, superfluous
-from tests.runtime.store.store_cases import ALL, over, prune
+from tests.runtime.store.store_cases import ALL, mark_good, over, prune
 
-CODES = {"g": "good", "c": "candidate", "q": "quarantined", "n": "candidate"}
+CODES = {"g": "good", "c": "candidate", "a": "abandoned", "n": "candidate"}
 
 
 def saves(text: str) -> list[Saved]:
-    """Of "gcqn": a known-good one of step 0, a candidate of step 10, …; n: one with NaN in it."""
+    """Of "gcan": a known-good one of step 0, a candidate of step 10, …; n: one with NaN in it."""
     return [
-        Saved(10 * i, CODES[code], code != "n", 1, 0.0, True, None)  # type: ignore[arg-type]
+        Saved(10 * i, CODES[code], code != "n", 1, 0.0, 1, None)  # type: ignore[arg-type]
         for i, code in enumerate(text)
     ]
 
@@ -30,15 +30,12 @@ def saves(text: str) -> list[Saved]:
         ("ggg", Keep(good=3), []),
         ("ggggg", Keep(good=3), [0, 10]),
         ("g", Keep(good=1), []),
-        ("cg", Keep(good=1), [0]),  # overtaken by a known-good one
         ("gc", Keep(good=1), []),
-        ("gqqq", Keep(good=1, quarantined=2), [10]),
-        ("gqnq", Keep(good=1, quarantined=1), [10, 20]),
-        ("gqnq", Keep(good=1, quarantined=0), [10, 20, 30]),
+        ("gaana", Keep(good=1), [10, 20, 40]),
         ("cccc", Keep(candidates=2), [10, 20]),  # the oldest is the next to be good
         ("ccc", Keep(candidates=3), []),
         ("gcccc", Keep(good=1, candidates=2), [20, 30]),
-        ("nnn", Keep(quarantined=1), [0, 10]),
+        ("nnnn", Keep(), [0, 10]),
     ],
 )
 def test_table(text, keep, dropped):
@@ -50,7 +47,7 @@ def run_with(keep: Keep, steps: range) -> list[int]:
     """The checkpoints kept of a run that saves regularly and whose checkpoints all become good."""
     kept: list[Saved] = []
     for step in steps:
-        kept.append(Saved(step, "good", True, 1, 0.0, True, None))
+        kept.append(Saved(step, "good", True, 1, 0.0, 1, None))
         gone = superfluous(kept, keep)
         kept = [save for save in kept if save.step not in gone]
         assert superfluous(kept, keep) == []
@@ -68,12 +65,12 @@ def test_older_ones_stay_at_distances_that_grow_geometrically(every):
     assert len(left) <= 3 + math.log2(newest / every) + 1
 
 
-@given(st.text("gcqn", max_size=12), st.integers(1, 4), st.integers(2, 4), st.integers(0, 3))
-def test_always(text, good, candidates, quarantined):
-    everything, keep = saves(text), Keep(good, candidates, quarantined)
+@given(st.text("gcan", max_size=12), st.integers(1, 4), st.integers(2, 4))
+def test_always(text, good, candidates):
+    everything, keep = saves(text), Keep(good, candidates)
     dropped = superfluous(everything, keep)
     left = [save for save in everything if save.step not in dropped]
-    assert len(left) <= keep.most
+    assert len(left) <= keep.most + 2
     newest_good = [save for save in everything if save.status == "good"][-1:]
     assert all(save in left for save in newest_good)
     if not newest_good:
@@ -89,7 +86,7 @@ def test_prune(case, tmp_path):
         store.save(step, case.state(step))
     store.wait()
     for step in (0, 1):
-        store.mark(step, "good")
+        mark_good(store, step)
     assert prune(store, Keep(good=1, candidates=2)) == [0]
     assert [saved.step for saved in store.steps()] == [1, 2, 3]
     assert prune(store, Keep(good=1, candidates=2)) == []

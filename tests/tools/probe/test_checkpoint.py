@@ -14,7 +14,7 @@ from healcore.runtime.store.claim import claim
 from healcore.tools.probe.checkpoint import judge
 from healcore.tools.probe.inputs import CheckpointInputs
 from healcore.tools.probe.result import ProbeResult, judged
-from tests.runtime.store.store_cases import DISKS, TIERS, StoreCase, over
+from tests.runtime.store.store_cases import DISKS, TIERS, StoreCase, mark_good, over
 
 
 def probe(path: Path, **inputs: object) -> ProbeResult:
@@ -29,10 +29,11 @@ def filled(case: StoreCase, root: Path, *statuses: str) -> list[Path]:
     """A store with one checkpoint per status; their directories."""
     store = case.make(root)
     for step, status in enumerate(statuses, 1):
-        store.save(step, case.state(step), healing={"step": step})
+        proven = statuses.count("good")
+        healing = {"attempts": [0], "proven": proven}
+        store.save(step, case.state(step), healing=healing)
         store.wait()
-        if status != "candidate":
-            store.mark(step, status)
+        assert status == ("good" if step <= proven else "candidate")
     return sorted(root.glob("step-*"))
 
 
@@ -72,7 +73,7 @@ def test_known_good_and_intact_passes(case, tmp_path):
 @over(*DISKS)
 def test_a_flipped_bit_is_found_and_named_wherever_it_is(case, tmp_path):
     _, newer = filled(case, tmp_path, "good", "good")
-    files = [path for path in newer.rglob("*") if path.is_file() and path.name != "status.json"]
+    files = [path for path in newer.rglob("*") if path.is_file()]
     rng = random.Random(20261120)
     for path in files:
         if not path.stat().st_size:
@@ -117,20 +118,8 @@ def test_nan_is_reported_and_is_not_known_good(case, tmp_path):
     assert verdicts(meant) == {"digests": "PASS", "finite": "PASS", "known_good": "WARN"}
     store.save(2, case.state(2))
     store.wait()
-    store.mark(2, "good")
+    mark_good(store, 2)
     assert verdicts(probe(tmp_path))["finite"] == "WARN"  # there is one to go back to
-
-
-@over(DISKS[0])
-def test_nan_that_was_meant_when_it_was_marked(case, tmp_path):
-    store = case.make(tmp_path, nonfinite_ok=["weights.bfloat16"])
-    store.save(1, case.with_nan())
-    store.wait()
-    store.mark(1, "good")
-    result = probe(tmp_path)
-    assert verdicts(result)["finite"] == "WARN"
-    assert "--nonfinite-ok" in result.checks[1].message
-    assert probe(tmp_path, nonfinite_ok=("weights.bfloat16",)).verdict.value == "PASS"
 
 
 @over(DISKS[0])

@@ -70,7 +70,7 @@ class TestFormats:
         store = DCPStore(tmp_path / "store")
         store.save(1, {"model": healthy[0], "optimizer": healthy[1]})
         store.wait()
-        store.mark(1, "good")
+        store.commit(1, {"attempts": [0], "proven": 1})
         groups = [{"params": [net.embed.weight]}, {"params": [*net.parameters()][1:]}]
         split = torch.optim.AdamW(groups, betas=(0.9, 0.99))
         split.state.update(optimizer.state)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from healcore.runtime.store import (
     CheckpointDamaged,
     Keep,
-    NotFinite,
     SaveFailed,
     StateMismatch,
     files,
@@ -80,8 +79,7 @@ store.wait()
 for step in (1, 2, 3):
     store.verify(step)
     check(store, step, step)
-store.mark(1, "good")
-store.mark(2, "good")
+store.commit(2, {"attempts": [0], "proven": 2})
 for step in superfluous(store.steps(), Keep(good=1, candidates=2)):
     store.delete(step)
 dist.barrier()
@@ -95,11 +93,6 @@ store.save(4, bad, healing={"step": 4})
 store.wait()
 dist.barrier()
 assert not store.steps()[-1].finite
-try:
-    store.mark(4, "good")
-    raise SystemExit("marked")
-except NotFinite:
-    pass
 
 # One rank cannot write: all fail together, and go on.
 original = files.write_new
@@ -163,7 +156,7 @@ tiers = TieredStore(MemoryStore(), DCPStore(root / "tiers"))
 tiers.save(7, fresh(7.0), healing={"step": 7})
 tiers.wait()
 check(tiers, 7, 7.0)
-tiers.memory.drop(7)
+tiers.memory.delete(7)
 check(tiers, 7, 7.0)
 dist.barrier()
 dist.destroy_process_group()
