@@ -6,12 +6,22 @@ after `escape` alarms in a row.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.ranges import AtMost, Limit, NumberUnless, Ratio, Steps, StepsOrZero, number
+from healcore.core.ranges import (
+    AtMost,
+    Level,
+    Limit,
+    Norm,
+    NumberUnless,
+    Ratio,
+    RatioOrNone,
+    Steps,
+    StepsOrZero,
+)
 from healcore.core.signals import Observed
 from healcore.core.verdict import NONFINITE, Cause, Reading, flag
 
@@ -62,8 +72,7 @@ class VanishingConfig(NamedTuple):
     normal (a fully masked batch), but `patience` tiny norms in a row are not.
     """
 
-    # The engine sets norms below 1e-12 to zero (numerics.TINY).
-    threshold: Annotated[Any, number(above=1e-12)] = 1e-7
+    threshold: Norm = 1e-7
     """Norm below which a gradient counts as vanished."""
     patience: Steps = 20
     """Consecutive steps that raise the alarm."""
@@ -109,7 +118,7 @@ class LossCeilingConfig(NamedTuple):
     nothing (docs/recipes.md). The rule needs no escape, because it learns only the first steps.
     """
 
-    ceiling: Annotated[Any | None, number(none=True)] = None
+    ceiling: Level = None
     """Largest normal loss, or None for no fixed level."""
     first_steps: StepsOrZero = 100
     """Number of first steps whose largest loss is a second ceiling, or 0 for no such ceiling. These
@@ -160,7 +169,7 @@ class GradCeilingConfig(NamedTuple):
 
     ceiling: Limit = None
     """Largest normal norm, or None for no fixed limit."""
-    first_ratio: Annotated[Any | None, number(least=1, none=True)] = 10.0
+    first_ratio: RatioOrNone = 10.0
     """Smallest ratio of an outlier to the largest of the first norms, or None for no such test."""
     first_steps: Steps = 100
     """Number of first norms."""
