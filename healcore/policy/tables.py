@@ -60,9 +60,7 @@ def keys_of(table: type) -> dict[str, Key]:
     keys = {}
     for name, default in defaults.items():
         hint = hints[name]
-        value = next(
-            (each for each in getattr(hint, "__metadata__", ()) if type(each) is Value), None
-        )
+        (value,) = getattr(hint, "__metadata__", (None,))
         parts = (hint, *get_args(hint))
         tables = tuple(part for part in parts if isinstance(part, type) and is_table(part))
         keys[name] = Key(default, value, tables, type(None) in parts, Ellipsis in parts)
@@ -127,10 +125,7 @@ class _Reader:
             if not isinstance(value, list | tuple):
                 self._problem(path, show_value(value), "an array of tables", f"[[{dotted(path)}]]")
                 return None
-            return tuple(
-                self.table(key.tables[0], each, (*path, i)) for i, each in enumerate(value)
-            )
-        table = key.tables[0]
+            return tuple(self.table(table, each, (*path, i)) for i, each in enumerate(value))
         if len(key.tables) > 1 and isinstance(value, Mapping):
             kinds = {each.kind: each for each in key.tables}  # type: ignore[attr-defined]
             kind = value.get("kind")

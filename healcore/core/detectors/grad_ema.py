@@ -6,17 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import baseline, numerics
-from healcore.core.ranges import (
-    AtMost,
-    Fraction,
-    Limit,
-    NotNegative,
-    NumberUnless,
-    Steps,
-    number,
-    whole,
-)
+from healcore.core import baseline, numerics, ranges
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading
 
@@ -44,24 +34,26 @@ class GradEmaConfig(NamedTuple):
     learnt, and the warm-up is robust (`baseline`).
     """
 
-    ratio: Annotated[Any | None, number(above=1, none=True)] = 20.0
+    ratio: Annotated[Any | None, ranges.number(above=1, none=True)] = 20.0
     """Smallest ratio of an outlier to the average, or None for no such test."""
-    sigmas: Limit = None
+    sigmas: ranges.Limit = None
     """Height of an outlier above the average in standard deviations, or None for no such test."""
-    ema_decay: Fraction = 0.99
+    ema_decay: ranges.Fraction = 0.99
     """Decay of average and variance per accepted step."""
-    warmup_steps: Steps = 1
+    warmup_steps: ranges.Steps = 1
     """Number of norms learnt before any is judged."""
-    min_rel_std: NotNegative = 0.01
+    min_rel_std: ranges.NotNegative = 0.01
     """Floor of the standard deviation as a fraction of the average."""
-    sustain: Annotated[Any, whole(1, 1_000_000)] = 5
+    sustain: Annotated[Any, ranges.whole(1, 1_000_000)] = 5
     """Consecutive rejections (leaky count) that make the alarm sustained."""
     shift: baseline.ShiftConfig = baseline.ShiftConfig()
     """When repeatedly rejected norms become the new level."""
 
     RULES = (
-        NumberUnless("ratio", "sigmas", "none", "ratio = 20.0, or sigmas = 20.0"),
-        AtMost("sustain", "shift.patience", "longer", "from then on the high norm is the level"),
+        ranges.NumberUnless("ratio", "sigmas", "none", "ratio = 20.0, or sigmas = 20.0"),
+        ranges.AtMost(
+            "sustain", "shift.patience", "longer", "from then on the high norm is the level"
+        ),
     )
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import numerics
-from healcore.core.ranges import AtMost, Limit, NumberUnless, Ratio, Steps, StepsOrZero, number
+from healcore.core import numerics, ranges
 from healcore.core.signals import Observed
 from healcore.core.verdict import NONFINITE, Cause, Reading, flag
 
@@ -63,10 +62,9 @@ class VanishingConfig(NamedTuple):
     normal (a fully masked batch), but `patience` tiny norms in a row are not.
     """
 
-    # The engine sets norms below 1e-12 to zero (numerics.TINY).
-    threshold: Annotated[Any, number(above=1e-12)] = 1e-7
+    threshold: ranges.Norm = 1e-7
     """Norm below which a gradient counts as vanished."""
-    patience: Steps = 20
+    patience: ranges.Steps = 20
     """Consecutive steps that raise the alarm."""
 
     CAUSE = Cause.GRAD_VANISHING
@@ -110,17 +108,19 @@ class LossCeilingConfig(NamedTuple):
     nothing (docs/recipes.md). The rule needs no escape, because it learns only the first steps.
     """
 
-    ceiling: Annotated[Any | None, number(none=True)] = None
+    ceiling: ranges.Level = None
     """Largest normal loss, or None for no fixed level."""
-    first_steps: StepsOrZero = 100
+    first_steps: ranges.StepsOrZero = 100
     """Number of first steps whose largest loss is a second ceiling, or 0 for no such ceiling. These
     steps are not judged, because a high loss of an untrained model is normal."""
-    first_ratio: Ratio = 1.0
+    first_ratio: ranges.Ratio = 1.0
     """Factor of the second ceiling; for a loss of at most 0 it applies to the absolute value."""
-    sustain: Steps = 3
+    sustain: ranges.Steps = 3
     """Consecutive steps above a ceiling that make the alarm sustained."""
 
-    RULES = (NumberUnless("ceiling", "first_steps", "0", "ceiling = 5.0, or first_steps = 100"),)
+    RULES = (
+        ranges.NumberUnless("ceiling", "first_steps", "0", "ceiling = 5.0, or first_steps = 100"),
+    )
     CAUSE = Cause.DIVERGENCE
     NEEDS = frozenset({"loss"})
 
@@ -159,20 +159,24 @@ class GradCeilingConfig(NamedTuple):
     frozen network).
     """
 
-    ceiling: Limit = None
+    ceiling: ranges.Limit = None
     """Largest normal norm, or None for no fixed limit."""
-    first_ratio: Annotated[Any | None, number(least=1, none=True)] = 10.0
+    first_ratio: ranges.RatioOrNone = 10.0
     """Smallest ratio of an outlier to the largest of the first norms, or None for no such test."""
-    first_steps: Steps = 100
+    first_steps: ranges.Steps = 100
     """Number of first norms."""
-    sustain: Steps = 5
+    sustain: ranges.Steps = 5
     """Consecutive alarms that make the alarm sustained."""
-    escape: Steps = 100
+    escape: ranges.Steps = 100
     """Consecutive alarms after which the first norms are learnt again."""
 
     RULES = (
-        NumberUnless("ceiling", "first_ratio", "none", "ceiling = 100.0, or first_ratio = 10.0"),
-        AtMost("sustain", "escape", "longer", "from then on the first norms are learnt again"),
+        ranges.NumberUnless(
+            "ceiling", "first_ratio", "none", "ceiling = 100.0, or first_ratio = 10.0"
+        ),
+        ranges.AtMost(
+            "sustain", "escape", "longer", "from then on the first norms are learnt again"
+        ),
     )
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})

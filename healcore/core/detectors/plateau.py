@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.ranges import NotNegative, Positive, Steps, number, whole
+from healcore.core.ranges import Level, NotNegative, Positive, Steps, whole
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading
 
@@ -39,7 +39,7 @@ class PlateauConfig(NamedTuple):
     """Consecutive windows without improvement that raise the alarm."""
     min_improvement: NotNegative = 0.1
     """Smallest gain of a better window, in mean absolute step-to-step changes."""
-    chance_level: Annotated[Any | None, number(none=True)] = None
+    chance_level: Level = None
     """Loss of guessing, for example 0.6931 (ln 2), or None for no such comparison."""
     chance_margin: Positive = 0.01
     """Largest distance from `chance_level` that counts as guessing."""
