@@ -285,7 +285,6 @@ class Healer(Generic[State]):
         *,
         count: Callable[[Batch], SupportsFloat] | str | None = None,
         most: int | None = None,
-        last_resort: Callable[[], str] | None = None,
     ) -> Iterator[Microbatch[Batch]]:
         """Yields the batch in parts that fit into memory; usually in one part.
 
@@ -306,17 +305,13 @@ class Healer(Generic[State]):
                 elements count unless they are -100, a function that returns the count of a part,
                 or None for samples. Used only if a batch is split.
             most: max samples in a part, or None for no limit.
-            last_resort: called if no smaller part is left. Reduces a step's memory, for example by
-                gradient checkpointing, and describes the change: the parts then come again. Returns
-                "" without a change. All ranks have to make the same change.
 
         Raises:
             RunStopped: a single sample does not fit, or `budget.shrinks` is exhausted.
             UnsplittableBatch: `most` is given, and the batch has no common number of samples.
             MicrobatchError: the loop does not enter each part with `with part:`.
         """
-        memory = self._live.memory
-        return memory.parts(batch, count=count, most=most, last_resort=last_resort)
+        return self._live.memory.parts(batch, count=count, most=most)
 
     def after_step(self, *, last: bool = False) -> bool:
         """Does the work between two steps in a loop without `batches`.

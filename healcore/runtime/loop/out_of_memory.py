@@ -112,7 +112,13 @@ class OutOfMemory:
         The context manager of a part catches the exception of its body, which this generator does
         not see. The generator then begins again with the first batch since the last step.
 
-        `whole` is the reason why this batch cannot be split, or an empty string.
+        Args:
+            batch: as for `Healer.microbatches`, like `count` and `most`.
+            count: see `batch`.
+            most: see `batch`.
+            whole: reason why this batch cannot be split, or an empty string.
+            last_resort: called if no smaller part is left. Reduces a step's memory and describes
+                the change: the parts then come again. Returns "" without a change.
         """
         self._last_resort = last_resort
         self._begin(whole)
