@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import jax
@@ -91,17 +91,6 @@ def test_values_of_torch():
             assert type(found[name]) is type(each)
 
 
-def test_containers_keep_their_class():
-    value = {"pair": Pair(1, 2), "counts": defaultdict(int, a=1)}
-    found = back(value)
-    assert found == value
-    assert type(found["pair"]) is Pair
-    assert found["counts"]["b"] == 0
-    text = json_codec.dumps(value, ("x",)).replace("test_json_codec.Pair", "gone.Pair")
-    with pytest.raises(StoreError, match=r"state\['x'\].*gone\.Pair .* import the module"):
-        json_codec.loads(text, ("x",))
-
-
 def test_values_of_jax():
     key = jax.random.key(7)
     found = back({"key": key, "array": jax.numpy.arange(3, dtype="bfloat16")})
@@ -161,8 +150,3 @@ def test_any_text_is_a_value_or_refused(node):
 def test_crafted_texts(text):
     with pytest.raises(StoreError, match=r"state\['x'\]"):
         json_codec.loads(text, ("x",))
-
-
-def test_deques_and_sets():
-    value = {"queue": deque([1, (2, 3)], maxlen=4), "seen": {1, "a"}}
-    assert back(value) == value
