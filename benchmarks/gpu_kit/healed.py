@@ -14,7 +14,6 @@ import torch
 from benchmarks.gpu_kit import device
 from benchmarks.gpu_kit.device import CUDA, finish, regression
 from healcore import Checkpoints, Healer
-from healcore.runtime.store.copies import parts_of
 from healcore.torch.driver import TorchDriver
 from healcore.torch.store import MemoryStore
 
@@ -121,9 +120,8 @@ def snapshots() -> dict[str, Any]:
         for each in params:
             each.zero_()  # the save must have read the weights of before
     store.wait()
-    copies = store._ring.values()  # pyright: ignore[reportPrivateUsage]
-    parts = [part for copy in copies for part in parts_of(copy.flat)]
-    assert all(part.is_pinned() is CUDA for part in parts), "the copies are not pinned"
+    leaves = [leaf for copy in store._ring.values() for leaf in copy.flat.leaves.values()]  # pyright: ignore[reportPrivateUsage]
+    assert all(leaf.parts[""].is_pinned() is CUDA for leaf in leaves), "the copies are not pinned"
     restore()
     check("saved and restored")
     for each in params:

@@ -16,7 +16,8 @@ from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.inspection import map_in_threads
 from healcore.runtime.store.structure import Flat, Leaf
 
-_PINNED = "pinned_host"
+PINNED = "pinned_host"
+"""Name of the memory of the host that an accelerator copies to without waiting."""
 
 Index = tuple[tuple[int, int], ...]
 """Position of a shard in its array: (start, stop) per axis."""
@@ -32,6 +33,11 @@ class Placement(NamedTuple):
     """Whether it is a NumPy array."""
     committed: bool
     """Whether JAX may not move the array to another device."""
+
+    @property
+    def spans(self) -> bool:
+        """Whether other processes hold shards of the array."""
+        return self.sharding is not None and not self.sharding.is_fully_addressable
 
     @classmethod
     def of(cls, value: Any) -> Placement:
@@ -193,7 +199,7 @@ def _assembled(leaf: Leaf) -> np.ndarray:
 
 def _pinned(part: jax.Array) -> jax.Array:
     """Starts to copy a shard to pinned host memory."""
-    return jax.device_put(part, part.sharding.with_memory_kind(_PINNED))
+    return jax.device_put(part, part.sharding.with_memory_kind(PINNED))
 
 
 def shards_of(array: Any) -> Iterator[tuple[Index, Any]]:

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.jax.store.host_copy import JaxCopier, index_of
+from healcore.jax.store.host_copy import PINNED, JaxCopier, index_of
 from healcore.runtime.store import files, manifest, structure
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import StoreError
@@ -72,14 +72,16 @@ class OrbaxStore(DirectoryStore):
 
     def _to_write(self, leaf: Leaf) -> Any:
         """The copy of an array: of NumPy if it is whole, else of JAX in the host's memory."""
-        shape = leaf.layout.shape
-        first = next(iter(leaf.parts.values()))
-        if first.shape == shape:
-            return np.asarray(first)
+        shape, sharding, first = leaf.layout.shape, leaf.layout.sharding, [*leaf.parts.values()][:1]
+        if not leaf.layout.spans and first[0].shape == shape:
+            return np.asarray(first[0])
+        if first and isinstance(first[0], jax.Array):  # of an accelerator: stays in host memory
+            sharding = sharding.with_memory_kind(PINNED)
         return jax.make_array_from_callback(
             shape,
-            leaf.layout.sharding.with_memory_kind("pinned_host"),
+            sharding,
             lambda slices: np.asarray(leaf.parts[index_of(slices, shape)]),
+            dtype=np.dtype(leaf.dtype),
         )
 
     def _complete_arrays(self, folder: Path) -> None:
@@ -92,7 +94,7 @@ class OrbaxStore(DirectoryStore):
         digests = {
             name: self.copier.inspect({name: leaf}).digests
             for name, leaf in leaves.items()
-            if leaf.layout.sharding is None or leaf.layout.sharding.is_fully_addressable
+            if not leaf.layout.spans
         }
         gathered = self.processes.gather(digests)
         for name in sorted(set().union(*gathered)):
@@ -112,7 +114,12 @@ class OrbaxStore(DirectoryStore):
         live: Flat,
     ) -> dict[str, Any]:
         nodes = structure.nodes_of(entries)
-        shardings = {name: _sharding(node, live) for name, node in nodes.items()}
+        leaves = {name: live.leaves.get(name) for name in nodes}
+        # An array that is not committed to a device is read as NumPy's, and put there afterwards.
+        shardings = {
+            name: leaf.layout.sharding if leaf is not None and leaf.layout.committed else None
+            for name, leaf in leaves.items()
+        }
         wanted = {
             _escaped(name): ocp.RestoreArgs(restore_type=np.ndarray)
             if shardings[name] is None
@@ -129,30 +136,24 @@ class OrbaxStore(DirectoryStore):
         arrays = {
             name: read[_escaped(name)]
             if math.prod(node["shape"])
-            else _empty(node, shardings[name])
+            else np.empty(node["shape"], np.dtype(node["dtype"]))
             for name, node in nodes.items()
         }
-        for name, node in nodes.items():
-            found, shape = arrays[name], tuple(node["shape"])
-            if (found.shape, found.dtype) != (shape, np.dtype(node["dtype"])):
-                actual = f"{found.dtype}{list(found.shape)}"
-                raise ValueError(f"{name} is stored as {actual}, not as {node['dtype']}{shape}")
-        return arrays
+        return {
+            name: _placed(node, arrays[name], leaves[name], shardings[name])
+            for name, node in nodes.items()
+        }
 
 
-def _empty(node: Mapping[str, Any], sharding: Any) -> Any:
-    """Makes an empty array, because Orbax does not save empty arrays."""
-    array = np.empty(node["shape"], np.dtype(node["dtype"]))
-    return array if sharding is None else jax.device_put(array, sharding)
-
-
-def _sharding(node: Mapping[str, Any], live: Flat) -> jax.sharding.Sharding | None:
-    """The live array's sharding, or else the first device. None for a NumPy array."""
-    leaf = live.leaves.get(node["name"])
-    if node["kind"] in ("numpy", "scalar") if leaf is None else leaf.layout.numpy:
-        return None
-    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return (leaf and leaf.layout.sharding) or first_device
+def _placed(node: Mapping[str, Any], array: Any, live: Leaf | None, sharding: Any) -> Any:
+    """An array that was read, in the form of the live array."""
+    shape, dtype = tuple(node["shape"]), np.dtype(node["dtype"])
+    if (array.shape, array.dtype) != (shape, dtype):
+        actual = f"{array.dtype}{list(array.shape)}"
+        raise ValueError(f"{node['name']} is stored as {actual}, not as {dtype}{list(shape)}")
+    numpy = node["kind"] in ("numpy", "scalar") if live is None else live.layout.numpy
+    on_host = isinstance(array, np.ndarray) and not numpy
+    return jax.device_put(array, sharding) if on_host else array
 
 
 def _escaped(name: str) -> str:

@@ -30,6 +30,7 @@ def fresh():
         "columns": put(jnp.arange(64.0).reshape(8, 8), None, "y"),
         "everywhere": put(jnp.arange(5.0)),
         "scalar": put(jnp.float32(2.5)),
+        "anywhere": jnp.float32(1.5),
         "one device": jax.device_put(jnp.arange(3), jax.devices()[5]),
         "key": jax.random.wrap_key_data(put(jnp.arange(2, dtype=jnp.uint32))),
     }
@@ -65,6 +66,7 @@ for name, store in stores.items():
         found = store.restore(1, {"x": like}).state["x"]
         for key, leaf in fresh().items():
             assert found[key].sharding == leaf.sharding, (name, key, found[key].sharding)
+            assert found[key].committed == leaf.committed, (name, key)
             assert (data(found[key]) == data(leaf)).all(), (name, key)
             if key != "key":  # donating what was restored reaches neither store nor replicas
                 jax.block_until_ready(spoil(found[key]))
