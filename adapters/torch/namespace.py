@@ -98,7 +98,7 @@ class Namespace:
         return torch.nn.functional.hardshrink(x, limit)
 
     @staticmethod
-    def product(x: Any, y: Any) -> Tensor:
+    def rounded_product(x: Any, y: Any) -> Tensor:
         """See `numerics`. Only a compiler fuses a product with an addition."""
         return torch.clamp_max(x * y, LARGEST) if torch.compiler.is_compiling() else x * y
 

@@ -75,7 +75,7 @@ def sqrt(x: Any) -> Any:
     return np.sqrt(x)
 
 
-def product(a: Any, b: Any) -> Any:
+def rounded_product(a: Any, b: Any) -> Any:
     """See `numerics`: NumPy rounds a product by itself."""
     return a * b
 

@@ -52,7 +52,9 @@ def product(a: Any, b: Any, *, xp: Any) -> Any:
 
     Do not add a constant to the result: LLVM would move the addition into the minimum.
     """
-    return xp.product(a, b) if hasattr(xp, "product") else xp.minimum(a * b, LARGEST)
+    if hasattr(xp, "rounded_product"):
+        return xp.rounded_product(a, b)
+    return xp.minimum(a * b, LARGEST)
 
 
 def quotient(a: Any, b: Any, *, xp: Any) -> Any:

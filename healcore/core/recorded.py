@@ -112,7 +112,8 @@ class Tape:
     """The recorded operations; also the array namespace `xp` of the recorded function."""
 
     float32, int32, bool = host.float32, host.int32, host.bool
-    arange, product = staticmethod(host.arange), staticmethod(host.product)
+    arange = staticmethod(host.arange)
+    rounded_product = staticmethod(host.rounded_product)
     with_slot = _called(host.with_slot)
     sqrt = _called(host.sqrt)
     sum = _called(host.sum)
