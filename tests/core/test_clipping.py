@@ -1,7 +1,6 @@
-"""Clipping rules against their definitions.
+"""ZClip against its authors' package.
 
-AutoClip's histogram is compared with NumPy's percentile, ZClip with its authors' package. The
-package computes in double precision and adds 1e-6 to sigma, so the factors agree to 2e-4 on
+The package computes in double precision and adds 1e-6 to sigma, so the factors agree to 2e-4 on
 positive, finite norms without a lasting shift and with more noise than one percent of the mean.
 """
 
@@ -15,23 +14,6 @@ from zclip import ZClip
 from healcore.core.clipping import RULES
 from healcore.core.engine import EngineConfig
 from tests.core.engine_runner import Runner
-
-BIN = 2 ** (1 / 16)
-
-
-@pytest.mark.parametrize("spread", [0.01, 0.3, 3.0])
-@pytest.mark.parametrize("percentile", [5.0, 10.0, 50.0, 90.0])
-def test_within_one_bin_above_the_percentile(percentile, spread):
-    rng = np.random.default_rng(int(percentile))
-    norms = np.exp(spread * rng.normal(size=390)).astype(np.float32)
-    config = RULES["autoclip"](percentile=percentile, window=200)
-    runner = Runner(EngineConfig(clip=("autoclip", config)))
-    for i, norm in enumerate(norms):
-        runner.step(grad_norm=norm)
-        exact = np.percentile(norms[: i + 1], percentile, method="inverted_cdf")
-        threshold = float(runner.state.last.threshold)
-        assert exact * (1 - 1e-6) <= threshold <= exact * BIN * (1 + 1e-6), f"step {i}"
-
 
 MODES = {
     "reciprocal": {"mode": "zscore", "clip_option": "adaptive_scaling"},
@@ -96,18 +78,3 @@ def test_the_tolerance_would_notice_another_threshold():
         for d in Runner(EngineConfig(clip=("zclip", config))).feed(grad_norm=values)
     ]
     assert not np.allclose(got, factors, rtol=TOLERANCE)
-
-
-def test_nan_blinds_the_package_and_a_shift_locks_it_in():
-    """The published behaviour that healcore departs from is still published."""
-    healthy = np.exp(0.1 * np.random.default_rng(0).normal(size=200)).astype(np.float32)
-    one_nan = np.concatenate([healthy, [np.float32("nan")], healthy, [np.float32(50)]])
-    shifted = np.concatenate([healthy, 2 * np.tile(healthy, 5)])
-    settings = {"z_thresh": 2.5, "max_grad_norm": None, **MODES["reciprocal"]}
-    config = EngineConfig(clip=("zclip", RULES["zclip"](max_norm=None)))
-
-    assert published(one_nan, **settings)[0][-1] == 1.0, "one NaN, and x50 passes"
-    assert Runner(config).feed(grad_norm=one_nan)[-1].grad_scale < 0.1
-    assert (published(shifted, **settings)[0][200:] < 1).mean() > 0.95, "clipped for ever"
-    scales = np.array([d.grad_scale for d in Runner(config).feed(grad_norm=shifted)])
-    assert (scales[300:] < 1).mean() < 0.05

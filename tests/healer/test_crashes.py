@@ -87,29 +87,3 @@ def test_every_point_of_a_rollback(framework, tmp_path, monkeypatch):
         assert facts["step"] == expected["step"], passed[at]
         assert facts["rollbacks"] == expected["rollbacks"], passed[at]
         assert same(after.weights(), clean.weights()), passed[at]
-
-
-def test_the_budget_spent_by_a_rollback_survives_a_crash_right_after_it(tmp_path):
-    def stumble(healer: Any, number: int) -> None:
-        if healer.rollbacks == 1:
-            raise RuntimeError("power")
-
-    with pytest.raises(RuntimeError, match="power"):
-        train(
-            loop_of("torch", Faults(always=BAD)),
-            rules(),
-            range(40),
-            store=tmp_path,
-            before=stumble,
-        )
-    seen = {}
-
-    def look(healer: Any, number: int) -> None:
-        if not seen:
-            engine = healer.driver.healing()["optimizer"]["state"]
-            seen.update(lr=engine["lr"]["scale"], left=engine["budget"]["recoveries"])
-
-    after = loop_of("torch", Faults(always=BAD))
-    train(after, rules(), range(40), store=tmp_path, before=look)
-    assert seen == {"lr": 0.5, "left": 2}
-    assert 23 not in after.faults.order, "the bad batch was to be left out"

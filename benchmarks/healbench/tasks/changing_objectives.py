@@ -128,7 +128,7 @@ def physics_informed(seed: int) -> Problem:
 @task("horizon and curriculum", "held-out loss of 8 steps")
 def growing_rollout(seed: int) -> Problem:
     """A model of the Lorenz system, AdamW, whose roll-out grows from 1 to 24 steps."""
-    # A residual model of the Lorenz system; the roll-out is one step longer every 8 updates.
+    # The roll-out is one step longer every 8 updates.
     generator, steps, longest = seeded(seed), 500, 24
     model = mlp(3, 48, 3, activation=nn.Tanh)
     optimizer = AdamW(model.parameters(), lr=3e-3)

@@ -1,4 +1,4 @@
-"""A byte-level language model without normalisation at wrong learning rates, and at the right one.
+"""A byte-level language model without normalisation: wrong learning rates, and damage.
 
 Nothing in this model bounds the scale of its activations, so a rate some times too high makes
 the loss jump to 1e7 and more. AdamW's steps have the size of the rate whatever the gradient's, so

@@ -20,7 +20,7 @@ _METRIC = "held-out loss"
 @task("noise switched on", _METRIC)
 def mixup_on(seed: int) -> Problem:
     """An MLP classifier; from half time on rows and labels are mixed in pairs."""
-    # Zhang et al. (2018): pairs of rows are mixed, and so are their labels.
+    # Zhang et al. (2018).
     clusters, model = start(seed)
     data = []
     for i, (x, y) in enumerate(batches(clusters.sample(STEPS * ROWS))):

@@ -1,4 +1,4 @@
-"""Healthy runs with unusual losses: noisy, wrong in part, tiny, negative, large or swinging."""
+"""Healthy runs with unusual losses: noisy, wrong in part, large or swinging."""
 
 from __future__ import annotations
 

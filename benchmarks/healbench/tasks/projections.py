@@ -1,4 +1,4 @@
-"""Healthy runs with penalties and projections that the `loss_fn` does not contain."""
+"""Healthy runs with penalties, terms and projections that the `loss_fn` does not contain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHANGE = STEPS // 2
 @task("penalties and projections", _METRIC)
 def max_norm(seed: int) -> Problem:
     """An MLP classifier, SGD; after each step the weights into a unit have a norm of 1 at most."""
-    # Srivastava et al. (2014): the norm of the weights into a unit is at most 1.
+    # Srivastava et al. (2014).
     clusters, model = start(seed)
 
     def after(i: int, _: Any) -> None:
@@ -36,7 +36,6 @@ def max_norm(seed: int) -> Problem:
 @task("penalties and projections", _METRIC, quick=True)
 def clipped_weights(seed: int) -> Problem:
     """The same, AdamW; from half time on each weight is clipped to 0.15 after each step."""
-    # Each weight is at most 0.15 from half time on, as for a device with few bits.
     clusters, model = start(seed)
 
     def after(i: int, _: Any) -> None:
@@ -62,7 +61,7 @@ def orthogonal(seed: int) -> Problem:
 @task("penalties and projections", "sum of the held-out losses of both tasks")
 def consolidation(seed: int) -> Problem:
     """The same; another task from half time on, and a penalty on leaving the first (EWC)."""
-    # EWC (Kirkpatrick et al. 2017): a second task, and a penalty on leaving the first.
+    # Kirkpatrick et al. (2017).
     clusters, model = start(seed)
     second = Clusters(CLASSES, clusters.generator, 1.5)
     data = [*batches(clusters.sample(_CHANGE * ROWS)), *batches(second.sample(_CHANGE * ROWS))]
@@ -96,7 +95,6 @@ def consolidation(seed: int) -> Problem:
 @task("terms after the loss", "held-out loss of the classes", quick=True)
 def auxiliary_head(seed: int) -> Problem:
     """An MLP classifier; from half time on the loop adds the large loss of a second head."""
-    # A second head with large targets, from half time on.
     generator = seeded(seed)
     clusters, teacher = Clusters(CLASSES, generator, 1.5), Teacher(generator, 0.7)
     model = mlp(INPUTS, 64, 64, CLASSES + 1)

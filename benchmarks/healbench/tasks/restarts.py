@@ -1,4 +1,4 @@
-"""Healthy runs with restarts: of the rate, in longer or higher cycles, and of the moments."""
+"""Healthy runs with restarts of the rate or of the moments, and with a rate that is raised."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _cycles(seed: int, factor: Callable[[int], float], rate: float) -> Problem:
 
 @task("restarts", "held-out loss")
 def moments_cleared(seed: int) -> Problem:
-    """The same, AdamW; every 150 steps the moments are cleared and the rate restarts."""
+    """An MLP classifier, AdamW; every 150 steps the moments are cleared and the rate restarts."""
     # A new optimizer for each part of the data, at the full rate.
     clusters, model = start(seed)
     optimizer = AdamW(model.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""Healthy runs whose own loop edits the weights: pruning, quantization, averaging.
+"""Healthy runs whose own loop edits the weights: pruning, quantization, averaging, resets.
 
 An edit that happens once follows a counter of the loop, as `if step == 400` in a user's script. The
 counter is in no checkpoint: a run that is rolled back past the edit trains on without the edit,
@@ -85,7 +85,6 @@ def quantized_once(seed: int) -> Problem:
 @task("weight edits", "held-out loss")
 def average_swap(seed: int) -> Problem:
     """The same, AdamW; every 100 steps the weights are replaced by their running mean."""
-    # Every 100 steps the weights are replaced by their running mean, whatever the moments.
     clusters = Clusters(_CLASSES, seeded(seed), 1.5)
     model = mlp(INPUTS, 64, 64, _CLASSES)
     mean = deepcopy(model).requires_grad_(False)
