@@ -1,1 +1,1 @@
-"""Rollbacks: orders, evidence, the choice of a checkpoint, the journal and the restoring."""
+"""Rollbacks: orders, evidence, the choice of a checkpoint, the record and the restoring."""

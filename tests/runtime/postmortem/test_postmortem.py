@@ -101,7 +101,7 @@ def test_kill_9(events):
     assert (back.step, back.onset, back.target, back.skipped) == (413, 4, 300, 2)
     assert (back.lr, back.lr_limit, back.lr_scale) == (1e-3, 5e-4, 0.5)
     assert end.lr_scale == 0.5
-    assert end.last_good == 300, "400 was quarantined"
+    assert end.last_good == 300, "400 is abandoned"
     assert found.certain
     assert found.process is not None
     assert found.process.pid == run.pid
