@@ -15,7 +15,7 @@ from healcore.runtime.store import Keep
 from tests.healer.training_loops import loop_of, rules
 
 LEFT = 8192
-"""Bytes that stay free: enough for the journal, too few for a checkpoint."""
+"""Bytes that stay free: enough for a record, too few for a checkpoint."""
 
 
 def fill(folder: Path) -> None:

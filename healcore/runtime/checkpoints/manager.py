@@ -69,6 +69,8 @@ class CheckpointManager:
         self._finite: dict[int, bool] = {}
         """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
         self._protected: frozenset[int] = frozenset()
+        self._left_alone: frozenset[int] = frozenset()
+        """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
         self._pruned = -1
         """`course.proven` at the last deletion."""
         self._verified: int | None = None
@@ -109,8 +111,11 @@ class CheckpointManager:
         self.course = Course((*attempts, step), min(proven, step))
         self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
         if course is not None:
-            saves = [saved for saved in self.listed() if saved.status != "abandoned"]
-            self._finite = {saved.step: saved.finite for saved in saves}
+            saves = [
+                saved for saved in course.judged(self.store.steps()) if saved.status != "abandoned"
+            ]
+            self._finite = {saved.step: saved.finite for saved in saves if saved.step <= step}
+            self._left_alone = frozenset(saved.step for saved in saves if saved.step > step)
 
     @property
     def restorable(self) -> set[int]:
@@ -175,7 +180,9 @@ class CheckpointManager:
         last = ledger.same_trouble(ledger.next_step, self._region)[-1:]
         tier = self.store.disk or self.store
         target = last[0].target if last else None
-        job = partial(self._prune, tier, step, self.course, self._protected, target)
+        job = partial(
+            self._prune, tier, step, self.course, self._protected | self._left_alone, target
+        )
         if tier.queue is None:
             job()
         else:

@@ -1,6 +1,6 @@
 """Reserves a directory for one run.
 
-Two runs in one directory would delete and quarantine each other's checkpoints. `healcore.lock` in
+Two runs in one directory would delete each other's checkpoints. `healcore.lock` in
 the root is locked (`flock`) as long as the run lasts. The kernel releases the lock when the process
 ends in any way, and the lock works between containers. On a file system without locks the claim has
 a warning.

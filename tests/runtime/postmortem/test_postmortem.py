@@ -105,7 +105,7 @@ def test_kill_9(events):
         }
     ]  # fmt: skip
     assert found["lr_scale"] == 0.5
-    assert found["last_good"] == 300, "400 was quarantined"
+    assert found["last_good"] == 300, "400 is abandoned"
     assert found["certain"]
     assert found["process"]["pid"] == run.pid
     assert found["environment"]["python"]

@@ -219,7 +219,7 @@ def test_layouts_and_views(case, tmp_path):
         "parameter": nn.Parameter(torch.ones(2)),
         "payload": torch.tensor([0x7FC0DEAD], dtype=torch.int32).view(torch.float32),
     }
-    store = case.make(tmp_path)
+    store = case.make(tmp_path, nonfinite_ok=["tree.payload"])
     store.save(1, {"tree": tree})
     store.wait()
     found = store.restore(1, {"tree": tree}).state["tree"]
