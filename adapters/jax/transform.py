@@ -26,6 +26,7 @@ from healcore.jax.optax_states import (
     with_lr_scale,
 )
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
+from healcore.jax.unread_gradients import UnreadGradients, finite, without
 
 if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
@@ -44,8 +45,8 @@ def heal(
     On a skip, `heal` passes zeros to the optimizer that follows it in the chain. The optimizer
     still takes a step: moments decay, counters count, and Adam and weight decay still move the
     parameters a little. For a skip that changes nothing, use `protect`. The policy's LR multiplier
-    is in the decision; `scale_by_heal_lr` applies it. Every gradient is judged. If other members of
-    the chain freeze parameters, put `heal` into the part that is trained.
+    is in the decision; `scale_by_heal_lr` applies it. Every gradient is judged. If later members of
+    the chain freeze parameters, use `protect`.
 
     Args:
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
@@ -176,8 +177,9 @@ def protect(
     bit-identical too. Use `commit` for state outside the optimizer (BatchNorm). The policy's LR
     multiplier is applied to the updates in the same step, including weight decay.
 
-    Every gradient is judged. For parameters that `optax.set_to_zero` freezes, protect only the
-    optimizer of the others: ``optax.partition({"trained": protect(tx), "frozen": ...}, labels)``.
+    A gradient that the optimizer does not read is not judged: its norm counts as 0. These are the
+    frozen parameters of `optax.partition` or `optax.masked` with `optax.set_to_zero`. A parameter
+    with a learning rate of 0 is not frozen. If you pass `grad_norm`, omit the frozen parameters.
 
     With ``[lr] reset_moments`` (as in `pretraining`), the next step after a cut of the learning
     rate starts with zero moments, and with zero counts of their bias correction. Skipped steps do
@@ -232,7 +234,7 @@ def protect(
     engine, kept = engine_of(policy, overrides), check_records(records)
     inner = optax.with_extra_args_support(inner)
     accepted_keywords = _keywords_of(inner.update)
-    reads_update_norm = "update_norm" in engine.needs
+    reads_update_norm, frozen = "update_norm" in engine.needs, UnreadGradients()
 
     def init(params: optax.Params) -> ProtectState:
         inner_state = inner.init(params)
@@ -259,6 +261,7 @@ def protect(
         if accepted_keywords is not None:
             keywords = {name: each for name, each in keywords.items() if name in accepted_keywords}
         inner_update = partial(inner.update, **keywords)
+        unread = frozen.find(inner_update, updates, state.inner_state, params)
         reported: Any = dict(given)
         if reads_update_norm:
             reported.setdefault("update_norm", state.heal_update_norm)
@@ -270,7 +273,7 @@ def protect(
                 zeros = gradients.fill_where(updates, jnp.array(True), 0.0)
                 rates = injected_rates(inner_update(zeros, state.inner_state, params)[1])
             reported["learning_rate"] = rates[0]
-        signals, norms = make_signals(engine, updates, reported, axes)
+        signals, norms = make_signals(engine, without(updates, unread), reported, axes)
         heal, decision = heal_state.step(engine, state.heal, signals, norms)
         skip, resets = decision.skip, state.heal_reset_moments
         observes = engine.mode == "observe"
@@ -291,7 +294,8 @@ def protect(
         if may_skip:
             # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
             # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
-            updates = gradients.fill_where(_enforce(engine, decision, updates), skip, 0.0)
+            updates = _enforce(engine, decision, finite(updates, unread))
+            updates = gradients.fill_where(updates, skip, 0.0)
             updates, inner_state = step_or_keep(
                 inner_step, skip, updates, state.inner_state, params
             )

@@ -103,17 +103,18 @@ def test_an_exception_of_the_loop_comes_through(tmp_path):
     assert events(tmp_path, "save")[-1]["step"] == 5
 
 
-def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "Slurm"])
+def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(asked, tmp_path):
+    before = signal.getsignal(asked)
 
     def ask(healer, number):
         if number == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), asked)
 
     with pytest.raises(Terminated) as ended:
         train(loop_of("torch"), rules(), range(12), store=tmp_path, before=ask)
-    assert ended.value.code == 128 + signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert ended.value.code == 128 + asked
+    assert signal.getsignal(asked) is before
     assert events(tmp_path, "save")[-1]["step"] == 8
     assert postmortems(tmp_path)[0]["ending"] == "signal"
     after = loop_of("torch")

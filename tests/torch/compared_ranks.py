@@ -174,7 +174,7 @@ def failing(case: str) -> dict[str, Any]:
     try:
         with healer:
             loop: Any = healer.run
-            loop.recovery.dominance.warn = problems.append
+            loop.recovery.dominance.loss_function._warn = problems.append
             for step in healer.batches(list(range(FAILING_STEPS))):
                 if done == FAILING_FAULT:
                     with torch.no_grad():

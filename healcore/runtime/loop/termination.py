@@ -3,8 +3,9 @@
 The exceptions do not derive from `Exception`, so that `except Exception` in a training loop does
 not catch them. They end the program without a traceback.
 
-After SIGTERM and Ctrl-C the run finishes the current step and saves. The handler calls the previous
-handler, and removes itself at the first signal: a second SIGTERM has its usual effect. A second
+After SIGTERM, Ctrl-C and SIGUSR1 (Slurm's `--signal=USR1@60`) the run finishes the current step and
+saves. A program's own handler of Ctrl-C or SIGUSR1 stays. The handler calls the previous handler,
+and removes itself at the first signal: a second SIGTERM has its usual effect. A second
 Ctrl-C ends the process at once, like a kill, because a KeyboardInterrupt would still wait for
 pending checkpoints. In an interactive session, which must survive, it is a KeyboardInterrupt. Only
 the main thread installs handlers, because Python handles signals only there.
@@ -27,6 +28,8 @@ from healcore.core.errors import HealcoreError
 
 POLL_INTERVAL_S = 1.0
 """Seconds between two checks for the stop file."""
+_SIGNALS = [signal.SIGTERM, signal.SIGINT, *filter(None, [getattr(signal, "SIGUSR1", None)])]
+"""The signals that ask a run to end. Windows has no SIGUSR1."""
 _MAX_SLEEP_S = 0.1
 """Max seconds of one sleep, because a Python signal handler does not end a sleep."""
 
@@ -141,10 +144,12 @@ class TerminationWatch:
         if threading.current_thread() is threading.main_thread():
             self._pid = os.getpid()
             self._install(signal.SIGTERM, self._handle)
-            # A program's own handler for Ctrl-C stays.
-            previous = signal.getsignal(signal.SIGINT)
-            if previous is signal.default_int_handler or _is_of_run(previous):
-                self._install(signal.SIGINT, self._handle)
+            # A program's own handlers of the other signals stay.
+            for number in _SIGNALS[1:]:
+                previous = signal.getsignal(number)
+                default = previous in (signal.default_int_handler, signal.SIG_DFL)
+                if default or _is_of_run(previous):
+                    self._install(number, self._handle)
 
     def stop(self) -> None:
         """Stops watching, and restores the previous handlers.
@@ -199,7 +204,7 @@ class TerminationWatch:
             signal.signal(number, previous)
             os.kill(os.getpid(), number)
             return
-        for each in (signal.SIGTERM, signal.SIGINT):  # the next signal has its usual effect
+        for each in _SIGNALS:  # the next signal has its usual effect
             if signal.getsignal(each) == self._handle:
                 signal.signal(each, self._previous(each))
         # A scheduler signals the whole process group. torch's SIGCHLD handler raises anywhere when
