@@ -104,11 +104,6 @@ def numbers(state: Any) -> tuple[Any, ...]:
     return _from_state(state)
 
 
-def leaf_paths() -> list[str]:
-    """Returns the paths of the numbers in an EngineState, in the order of `FIELDS`."""
-    return list(_STATE_PATHS.values())
-
-
 def to_host(values: Sequence[Any], engine: str = "") -> StepRecord:
     """Makes a record of Python values from scalars in the order of `FIELDS`."""
     step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:INTS])

@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 48494),
-    "tests": (("tests",), 53144),
-    "benchmarks": (("benchmarks",), 11132),
+    "product": (("healcore", "adapters"), 44689),
+    "tests": (("tests",), 49814),
+    "benchmarks": (("benchmarks",), 8993),
 }
 """Part -> its folders, and the most lines."""
 

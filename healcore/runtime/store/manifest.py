@@ -32,8 +32,6 @@ STATE = "state.json"
 HEALING = "healing.json"
 DATA = "data"
 """Directory of the files that the framework writes."""
-HEALER = "healcore."
-"""Prefix of the Healer's own files in the root; no store touches them."""
 MAX_NAMES = 1000
 DIFFERS = "is not what was written: its digest differs"
 _STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{1,18}")
