@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 44689),
-    "tests": (("tests",), 49814),
+    "product": (("healcore", "adapters"), 44718),
+    "tests": (("tests",), 49837),
     "benchmarks": (("benchmarks",), 8993),
 }
 """Part -> its folders, and the most lines."""

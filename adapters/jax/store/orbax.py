@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
+import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,28 @@ from healcore.runtime.store.structure import Flat, Leaf
 
 _ITEM = "state"
 """Name of the only checkpointable. Its tree is flat: array name -> array."""
+
+
+_thread = threading.local()
+"""`saves`: whether the thread writes arrays for an `OrbaxStore`."""
+
+
+@functools.cache
+def _wait_for_no_signals() -> None:
+    """Makes saves of this module wait for no signal of Orbax.
+
+    A handler waits until the directory of its save exists: for the signals of the newest save of
+    the process, which may be a save of the program's own manager in another thread. A save of this
+    module then waited for 10 minutes, and failed, in 1 of some 40 runs (orbax-checkpoint 0.12.8).
+    """
+    from orbax.checkpoint._src.futures.future import AwaitableSignalsContract as Contract
+
+    original = Contract.get_awaitable_signals_from_contract
+
+    def signals(operation_id: str | None = None) -> Any:
+        return [] if getattr(_thread, "saves", False) else original(operation_id)
+
+    Contract.get_awaitable_signals_from_contract = staticmethod(signals)  # type: ignore[method-assign]
 
 
 class OrbaxStore(DirectoryStore):
@@ -59,6 +83,7 @@ class OrbaxStore(DirectoryStore):
         # compressed: trained weights would shrink by about 8 %, and a save would take two to three
         # times as long.
         self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+        _wait_for_no_signals()
 
     def _write_arrays(self, leaves: dict[str, Leaf], folder: Path) -> None:
         # Orbax does not save empty arrays.
@@ -68,7 +93,11 @@ class OrbaxStore(DirectoryStore):
         if saved:
             (folder / _ITEM).mkdir(parents=True, exist_ok=True)
             arrays = {_escaped(name): self._to_write(leaf) for name, leaf in saved.items()}
-            self._handler.save(epath.Path(folder / _ITEM), args=ocp.args.PyTreeSave(arrays))
+            _thread.saves = True
+            try:
+                self._handler.save(epath.Path(folder / _ITEM), args=ocp.args.PyTreeSave(arrays))
+            finally:
+                _thread.saves = False
 
     def _to_write(self, leaf: Leaf) -> Any:
         """The copy of an array: of NumPy if it is whole, else of JAX in the host's memory."""

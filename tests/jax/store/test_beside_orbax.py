@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ import numpy as np
 import orbax.checkpoint as v0
 import pytest
 from orbax.checkpoint import v1
+from orbax.checkpoint._src.futures.future import AwaitableSignalsContract
+from orbax.checkpoint._src.futures.synchronization import (
+    HandlerAwaitableSignal,
+    OperationIdGenerator,
+)
 
 from healcore.jax.store import OrbaxStore
 
@@ -80,3 +86,20 @@ def test_both_save_at_the_same_time(kind, background, tmp_path):
         np.testing.assert_array_equal(restored[name], value)
     assert len(store.steps()) == SAVES
     manager.close()
+
+
+def test_a_save_does_not_wait_for_the_directory_of_another_manager(tmp_path):
+    """Orbax keeps the signals of a save by the number of the newest save of the process."""
+    OperationIdGenerator.next_operation_id()
+    signals = [HandlerAwaitableSignal.STEP_DIRECTORY_CREATION]
+    AwaitableSignalsContract.add_to_awaitable_signals_contract(signals)
+    store = OrbaxStore(tmp_path)
+    try:
+        store.save(1, {"w": jnp.ones(3)})
+        waiting = threading.Thread(target=store.wait, daemon=True)
+        waiting.start()
+        waiting.join(30)
+        assert not waiting.is_alive()
+        assert AwaitableSignalsContract.get_awaitable_signals_from_contract() == signals
+    finally:
+        AwaitableSignalsContract.remove_all_awaitable_signals()
