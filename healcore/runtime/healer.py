@@ -255,8 +255,9 @@ class Healer(Generic[State]):
     ) -> Batches[Batch]:
         """Returns an iterator over the loader's batches that does the work between two steps.
 
-        After a rollback a loader that can be rewound (`state_dict` and `load_state_dict`,
-        `get_state` and `set_state`, lists) continues from the checkpoint and skips the bad batches.
+        After a rollback a loader that can be rewound (lists, torch's `DataLoader`, `state_dict` and
+        `load_state_dict`, `get_state` and `set_state`) continues from the checkpoint and skips the
+        bad batches.
         Any other loader continues at its current position. Within `for epoch in ...` call `batches`
         once per epoch. After a `break` before the last batch, the next start trains the remaining
         batches. With `epochs=None`, or a loader without a length, a `break` completes the run.
