@@ -38,10 +38,12 @@ def _wait_for_no_signals() -> None:
 
     A handler waits until the directory of its save exists: for the signals of the newest save of
     the process, which may be a save of the program's own manager in another thread. A save of this
-    module then waited for 10 minutes, and failed, in 1 of some 40 runs (orbax-checkpoint 0.12.8).
+    module then waited for 5 minutes, and failed, in 1 of some 40 runs (orbax-checkpoint 0.12.8).
     """
-    from orbax.checkpoint._src.futures.future import AwaitableSignalsContract as Contract
-
+    try:
+        from orbax.checkpoint._src.futures.future import AwaitableSignalsContract as Contract
+    except ImportError:  # a later version, which may have no such wait
+        return
     original = Contract.get_awaitable_signals_from_contract
 
     def signals(operation_id: str | None = None) -> Any:
