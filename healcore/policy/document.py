@@ -47,7 +47,7 @@ class NoClip(NamedTuple):
 
 
 class Detect(NamedTuple):
-    """All detectors, by their names in `healcore.core.detectors.DETECTORS`; None is off."""
+    """All detectors, by their names in `healcore.core.detectors.DETECTORS`, or None if off."""
 
     nonfinite: detectors.NonFiniteConfig | None = None
     loss_spike: detectors.LossSpikeConfig | None = None

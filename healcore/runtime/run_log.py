@@ -51,7 +51,7 @@ class RunLog:
         self.events = events
         self.trackers = Trackers() if trackers is None else trackers
         self.run = Run()
-        """The run by its events; of a resumed run on rank 0 also by those of earlier processes."""
+        """The run by its events, on rank 0 including the events of earlier processes."""
         self._metrics = metrics
         self._hooks = Hooks() if hooks is None else hooks
         self._console: Console = console

@@ -26,8 +26,6 @@ from healcore.runtime.store.structure import Flat, Leaf
 
 _ITEM = "state"
 """Name of the only checkpointable. Its tree is flat: array name -> array."""
-
-
 _thread = threading.local()
 """`saves`: whether the thread writes arrays for an `OrbaxStore`."""
 

@@ -267,7 +267,7 @@ class CheckpointManager:
 
         Args:
             ledger: the run so far.
-            before: only steps before this step count; None counts all.
+            before: only steps before this step count, or None to count all steps.
         """
         now = ledger.next_step if before is None else min(before, ledger.next_step)
         for step in self.on_probation:

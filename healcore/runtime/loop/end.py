@@ -349,7 +349,7 @@ def _write_end(
     fault: Cause,
     notes: list[RankNote],
 ) -> None:
-    """Writes the postmortem and the last event. `notes` are those of `_collect_notes`.
+    """Writes the postmortem and the last event. `notes`: result of `_collect_notes`.
 
     The postmortem comes first: a start writes a missing postmortem only without the event `end`.
     """

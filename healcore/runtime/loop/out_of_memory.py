@@ -90,7 +90,7 @@ class OutOfMemory:
         self._held: list[Any] = []
         """Values of the failed part that variables of the loop refer to."""
         self._synchronization: Synchronization | str | None = None
-        """How the ranks repeat a window, why they cannot, or None: each rank decides alone."""
+        """How the ranks repeat a window, or why they cannot; None if each rank decides alone."""
 
     def resume(self) -> None:
         """Loads the sizes that an earlier process has saved."""

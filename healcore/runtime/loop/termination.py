@@ -188,7 +188,7 @@ class TerminationWatch:
             time.sleep(min(left, _MAX_SLEEP_S))
 
     def _install(self, number: int, handler: Any) -> None:
-        # None: Python has not set the previous handler, and cannot restore it.
+        # Python returns None for a handler that it has not set and cannot restore.
         previous = signal.signal(number, handler) or signal.SIG_DFL
         self._replaced[number] = handler, self._replaced.get(number, (None, previous))[1]
 

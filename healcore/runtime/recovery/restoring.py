@@ -61,7 +61,7 @@ class _Content(NamedTuple):
     """Healcore's part of a checkpoint, after its checks and before any use."""
 
     record: Record | None
-    """None if another program has saved the checkpoint."""
+    """Record of the checkpoint, or None if another program has saved it."""
     engines: dict[str, Any]
     """Engine states that fit this policy."""
     problem: str
@@ -193,7 +193,7 @@ class Restorer:
         )
 
     def _commit_rollback(self, done: Rollback) -> None:
-        """Replaces the record of the restored checkpoint, which is saved anew if not on disk."""
+        """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
         store, step = self.checkpoints.store, done.target
         try:
             self.commit(step)

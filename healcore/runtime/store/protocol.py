@@ -70,7 +70,7 @@ class CheckpointStore(ABC):
     processes: Ranks = Alone()
     """The ranks that save together. Exchange over them only while nothing is being written."""
     queue: Background | None = None
-    """Queue of the saves, in which superfluous checkpoints are deleted too; None for no queue."""
+    """Queue of the saves, in which superfluous checkpoints are deleted too, or None without one."""
 
     # -- checkpoints ----------------------------------------------------------------------------
 

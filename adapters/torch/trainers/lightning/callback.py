@@ -299,7 +299,7 @@ class LightningHealingCallback(Callback):
 
 
 def _state(trainer: Any, progress: Progress) -> dict[str, Any]:
-    """The state of a fit. The names of optimizers are those of checkpoints and events."""
+    """State of a fit. Checkpoints and events use the same names of optimizers."""
     optimizers = {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
     if len(optimizers) == 1:
         optimizers = {"optimizer": trainer.optimizers[0]}
