@@ -33,6 +33,25 @@ def test_a_noisy_ramp_from_2_to_22_is_found(spread):
     assert found[300:1000].any(0).all()
 
 
+@pytest.mark.parametrize(
+    ("times", "noise_share"), [(3.0, 0.05), (3.0, 0.15), (10.0, 0.3), (30.0, 0.3)]
+)
+def test_noise_proportional_to_the_level_hides_no_rise(times, noise_share):
+    """The noise rises with the loss: measured in the noise of now, no such rise is high."""
+    level = np.concatenate([np.full(400, 2.0), 2.0 * np.geomspace(1, times, 600)])
+    losses = level[:, None] * np.exp(noise_share * noise(1000))
+    found = run(losses)
+    assert not found[:400].any()
+    assert found[400:].any(0).all()
+
+
+def test_noise_proportional_to_the_level_does_not_diverge():
+    shares = [0.05, 0.15, 0.3, 0.5]
+    levels = np.linspace(8.0, 1.0, 3000)[:, None], np.full((3000, 1), 2.0)
+    losses = [level * np.exp(share * noise(3000)) for share in shares for level in levels]
+    assert not run(np.concatenate(losses, axis=1)).any()
+
+
 def test_noise_does_not_diverge():
     kinds = list(itertools.product([2.0, 0.0, -3.0], [1e-4, 0.1, 1.0]))
     found = run(np.concatenate([o + spread * noise(1500) for o, spread in kinds], axis=1))

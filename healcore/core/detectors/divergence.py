@@ -4,6 +4,11 @@ No spike is needed: a noisy ramp from 2 to 22 has none. For `patience` steps the
 its best level by `rise` times the noise, and by the share `HIGH` of its highest excess. The alarm
 lasts for at most `patience` steps. Then the current level becomes the best level, and a further
 rise is a new alarm.
+
+The noise of a positive loss is often proportional to its level, so it rises with the loss. Where
+noise is small beside the trend, the relative rise is compared with the relative noise:
+(trend - best) / best with noise / trend. A logarithm would do the same, but its last bits differ
+between NumPy, XLA and torch.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from healcore.core.tree import map_leaves
 from healcore.core.verdict import Cause, Reading
 
 HIGH = 0.5  # share of the highest excess from which the trend counts as elevated
+POSITIVE = 2.0  # multiple of the noise above which a trend has few losses below zero
 
 
 class DivergenceState(NamedTuple):
@@ -36,8 +42,8 @@ class DivergenceConfig(NamedTuple):
     """Thresholds of the divergence detector."""
 
     rise: Positive = 6.0
-    """Height of the trend above the best level, in units of the noise. It also limits the distance
-    of one step from the trend."""
+    """Height of the trend above the best level, in units of the noise at the best level. It also
+    limits the distance of one step from the trend."""
     patience: Steps = 72
     """Elevated steps minus recovering steps that raise the alarm."""
     window: Steps = noise.WINDOW
@@ -68,7 +74,9 @@ class DivergenceConfig(NamedTuple):
         trend = trend + numerics.product(weight, distance, xp=xp)
         best = xp.where(warm, trend, xp.minimum(trend, state.best))
         excess = trend - best
-        high = excess > threshold
+        positive = (best > 0) & (trend > POSITIVE * unit)
+        at_best = numerics.quotient(numerics.product(threshold, best, xp=xp), trend, xp=xp)
+        high = excess > xp.where(positive, at_best, threshold)
         peak = xp.where(high, xp.maximum(trend, state.peak), trend)
         elevated = high & (excess > HIGH * (peak - best))
         elevated_count = xp.where(elevated, state.run + 1, numerics.sub_one(state.run, xp=xp))

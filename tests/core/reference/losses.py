@@ -120,6 +120,8 @@ class Divergence:
         self.best = self.trend if warm else min(self.best, self.trend)
         excess, size = self.trend - self.best, abs(self.trend)
         here = Ties()
+        if self.best > 0 and here.above(self.trend, 2 * bar / c.rise, size):
+            bar *= self.best / self.trend
         high = here.above(excess, bar, size)
         self.peak = max(self.peak, self.trend) if high else self.trend
         elevated = high and here.above(excess, (self.peak - self.best) / 2, size)
