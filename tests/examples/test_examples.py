@@ -23,6 +23,13 @@ def test_example(name):
     assert (int(skips), int(cuts)) == (4, 1)
 
 
+def test_a_run_that_moves_between_frameworks_is_healed_as_one_that_stays():
+    done = forked_programs.run("examples/port_a_run.py")
+    ported, stayed = done.stdout.splitlines()
+    assert "alarms 2, skips 2" in ported, done.stderr
+    assert ported.removeprefix("ported") == stayed.removeprefix("stayed")
+
+
 def test_the_policy_of_the_examples_loads():
     assert load(ROOT / "examples" / "mine.toml").name == "mine"
 
