@@ -5,10 +5,10 @@ python examples/tutorial_curves.py torch|jax PICTURE.png
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
 import os
-import sys
 import tempfile
 
 from matplotlib.figure import Figure
@@ -59,7 +59,10 @@ def draw(framework, path):
 
 
 if __name__ == "__main__":
-    picture = os.path.abspath(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("framework", choices=["torch", "jax"])
+    parser.add_argument("picture", type=os.path.abspath, metavar="PICTURE.png")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # for the checkpoints
-        draw(sys.argv[1], picture)
+        draw(options.framework, options.picture)
