@@ -1,0 +1,108 @@
+"""A power loss: what was not flushed to the device is gone, and the run resumes from the rest.
+
+The checkpoints are on an ext4 image in a file. A copy of the file at some moment is the disk after
+a power loss then: it lacks what the file system still held in memory. The options of the mount
+make the file system flush late and in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import forked_programs
+
+STEPS = 40
+PROGRAM = "tests.healer.test_power_loss"
+LOSSES = 6
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    text = list(map(str, arguments))
+    return subprocess.run(text, capture_output=True, text=True, check=False)
+
+
+@contextlib.contextmanager
+def mounted(image: Path, at: Path) -> Iterator[Path]:
+    at.mkdir(exist_ok=True)
+    options = "loop,commit=300,noauto_da_alloc,data=writeback"
+    done = command("mount", "-t", "ext4", "-o", options, image, at)
+    if done.returncode:
+        pytest.skip(f"no image can be mounted: {done.stderr}")
+    try:
+        yield at
+    finally:
+        command("umount", at)
+
+
+@pytest.fixture
+def image(tmp_path) -> Path:
+    if not hasattr(os, "geteuid") or os.geteuid() or not shutil.which("mkfs.ext4"):
+        pytest.skip("needs root and mkfs.ext4")
+    path = tmp_path / "disk.img"
+    with path.open("wb") as file:
+        file.truncate(64 << 20)
+    command("mkfs.ext4", "-q", path)
+    return path
+
+
+def result(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()[-1]
+
+
+def checkpoints(store: Path) -> list[str]:
+    """Their names begin with their steps."""
+    return [path.name for path in store.glob("step-*")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_run_resumes_from_what_was_flushed(framework, image, tmp_path):
+    undisturbed = result(forked_programs.run("-m", PROGRAM, framework, tmp_path / "plain"))
+    random.seed(framework)
+    written, images = tmp_path / "written", []
+    with mounted(image, tmp_path / "disk") as disk:
+        arguments = "-m", PROGRAM, framework, disk / "store", written
+        with forked_programs.ForkedProgram(*arguments, stderr=subprocess.PIPE) as program:
+            while not written.exists():
+                assert program.poll() is None, program.stderr.read()
+                time.sleep(0.01)
+            for number in range(LOSSES):
+                time.sleep(random.uniform(0.05, 0.4))
+                known = json.loads(written.read_text())
+                images.append((shutil.copy(image, tmp_path / f"{number}.img"), known))
+            program.kill()
+    for copy, known in images:
+        with mounted(Path(copy), tmp_path / "disk") as disk:
+            assert max(checkpoints(disk / "store"), default="") >= max(known, default="")
+            done = forked_programs.run("-m", PROGRAM, framework, disk / "store")
+            assert result(done) == undisturbed
+
+
+if __name__ == "__main__":
+    from tests.healer.training_loops import Faults, loop_of, rules, train
+
+    framework, folder, *rest = sys.argv[1:]
+
+    def before(healer, number: int) -> None:
+        if rest:
+            time.sleep(0.05)
+            healer.store.wait()
+            temporary = Path(rest[0] + ".new")
+            temporary.write_text(json.dumps(checkpoints(Path(folder))))
+            temporary.rename(rest[0])
+
+    loop = loop_of(framework, Faults(always=[13, 31]), rules())
+    train(loop, rules(), range(STEPS), store=Path(folder), before=before)
+    print(sum(float(abs(weights).sum()) for weights in loop.weights()))
