@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from benchmarks.healbench import comparing
 from benchmarks.healbench.__main__ import RESULTS, all_tasks
 from benchmarks.healbench.comparing import Cell
-from benchmarks.healbench.running import Result, read_results
+from benchmarks.healbench.running import UNAVAILABLE, Result, read_results
 from benchmarks.healbench.table import markdown
 
 SEED = 0
@@ -88,7 +88,8 @@ def exceptions(cells: Sequence[Cell]) -> Iterator[list[str]]:
 
 def peers(results: Sequence[Result]) -> Iterator[list[str]]:
     """One row for each arm and each peer."""
-    some = [each for each in results if each.framework == "torch" and each.seed == SEED]
+    there = [each for each in results if each.status != UNAVAILABLE]
+    some = [each for each in there if each.framework == "torch" and each.seed == SEED]
     cells = comparing.compare(some, all_tasks())
     metrics = {(cell.task.name, cell.arm): cell.metrics for cell in cells}
     counts = [sum(c.arm == comparing.OFF and c.task.kind == k for c in cells) for k in KINDS]
@@ -100,10 +101,10 @@ def peers(results: Sequence[Result]) -> Iterator[list[str]]:
         "all sick tasks",
         f"lost of {counts[1]}",
     ]
-    for arm, title in PEERS.items():
+    for arm in (each for each in PEERS if any(cell.arm == each for cell in cells)):
         its = [cell for cell in cells if cell.arm == arm]
         healthy = [cell for cell in its if cell.task.kind == "healthy"]
-        row = [title]
+        row = [PEERS[arm]]
         for off in (comparing.OFF, "fixed_clip"):  # some peers clip by themselves
             against = [comparing.difference(c.metrics, metrics[c.task.name, off]) for c in healthy]
             row.append(str(sum(not d.percent > comparing.MARGIN for d in against)))
@@ -142,8 +143,7 @@ def main() -> None:
     for table in (promise(cells), exceptions(cells), peers(results)):
         print(markdown(list(table)) + "\n")
     print(f"{sum(len(cell.runs) for cell in cells):,} runs of the arms of the promise")
-    counts = [f"{passes(cells, part):.0f}" for part in ("", "later_")]
-    print("forward passes per 1,000 steps: {}, and {} after the start".format(*counts))
+    print(f"passes in 1,000 steps: {passes(cells, ''):.0f}, {passes(cells, 'later_'):.0f} late")
 
 
 if __name__ == "__main__":
