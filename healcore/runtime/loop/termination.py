@@ -4,11 +4,12 @@ The exceptions do not derive from `Exception`, so that `except Exception` in a t
 not catch them. They end the program without a traceback.
 
 After SIGTERM, Ctrl-C and SIGUSR1 (Slurm's `--signal=USR1@60`) the run finishes the current step and
-saves. A program's own handler of Ctrl-C or SIGUSR1 stays. The handler calls the previous handler,
-and removes itself at the first signal: a second SIGTERM has its usual effect. A second
-Ctrl-C ends the process at once, like a kill, because a KeyboardInterrupt would still wait for
-pending checkpoints. In an interactive session, which must survive, it is a KeyboardInterrupt. Only
-the main thread installs handlers, because Python handles signals only there.
+saves. A program's own handler of Ctrl-C or SIGUSR1 stays. The handler calls the previous handler.
+Schedulers repeat a signal, or send SIGINT after SIGTERM: within a second such a signal is ignored,
+later it has its usual effect. A second Ctrl-C ends the process at once, like a kill, because a
+KeyboardInterrupt would still wait for pending checkpoints. In an interactive session, which must
+survive, it is a KeyboardInterrupt. Only the main thread installs handlers, because Python handles
+signals only there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ POLL_INTERVAL_S = 1.0
 """Seconds between two checks for the stop file."""
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, *filter(None, [getattr(signal, "SIGUSR1", None)])]
 """The signals that ask a run to end. Windows has no SIGUSR1."""
+REPEATED_S = 1.0
+"""Seconds after a signal in which another one is a repetition."""
 _MAX_SLEEP_S = 0.1
 """Max seconds of one sleep, because a Python signal handler does not end a sleep."""
 
@@ -138,6 +141,8 @@ class TerminationWatch:
         """The process that watches, or 0. A forked child has the handlers, but not the run."""
         self._replaced: dict[int, tuple[Any, Any]] = {}
         """Signal -> handler that this object has installed, and the previous handler."""
+        self._received = 0.0
+        """Time of the first signal, by the monotonic clock."""
 
     def start(self) -> None:
         """Installs the handlers."""
@@ -204,9 +209,11 @@ class TerminationWatch:
             signal.signal(number, previous)
             os.kill(os.getpid(), number)
             return
-        for each in _SIGNALS:  # the next signal has its usual effect
+        self._received = time.monotonic()
+        for each in _SIGNALS:
             if signal.getsignal(each) == self._handle:
-                signal.signal(each, self._previous(each))
+                again = each == number == signal.SIGINT  # a second Ctrl-C is meant
+                self._install(each, self._previous(each) if again else self._handle_next)
         # A scheduler signals the whole process group. torch's SIGCHLD handler raises anywhere when
         # its workers die, which would interrupt the save.
         if hasattr(signal, "SIGCHLD"):
@@ -223,6 +230,11 @@ class TerminationWatch:
             os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
         if self._propose_end is None and self._waiting_for_data:
             raise exit_for(number)
+
+    def _handle_next(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self._received > REPEATED_S or os.getpid() != self._pid:
+            signal.signal(number, self._previous(number))
+            os.kill(os.getpid(), number)
 
 
 def _is_of_run(handler: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from healcore import Checkpoints
 from healcore.runtime.healer import Healer
+from healcore.runtime.loop.termination import REPEATED_S
 from tests.forked_programs import ForkedProgram
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
@@ -67,6 +69,26 @@ def test_the_second_one_stops_at_once(tmp_path):
     loop = loop_of("torch")
     train(loop, rules(), range(12), store=tmp_path)
     assert loop.faults.order[0] == 5
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_scheduler_that_signals_twice_does_not_cost_the_last_state(second, tmp_path):
+    with started(tmp_path) as process:
+        for number in (signal.SIGTERM, second):
+            process.send_signal(number)
+            time.sleep(0.2)
+        _, err = process.communicate("\n" * 5, timeout=600)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "checkpoint 8 is on disk" in err
+
+
+def test_a_later_sigterm_ends_the_process_at_once(tmp_path):
+    with started(tmp_path) as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(REPEATED_S + 0.5)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=600)
+    assert process.returncode == -signal.SIGTERM
 
 
 def test_sigterm_in_an_incident_saves_too(tmp_path):
