@@ -23,6 +23,15 @@ def test_example(name):
     assert (int(skips), int(cuts)) == (4, 1)
 
 
+def test_a_loss_spike_is_healed_as_the_page_says():
+    done = forked_programs.run("examples/loss_spike.py")
+    lines = dict(re.findall(r"^(.+?) +highest loss .*, final (\S+);", done.stdout, re.M))
+    final = {name: float(loss) for name, loss in lines.items()}
+    assert final["no protection"] == final["default"] > 3 * final["no bad batches"], done.stderr
+    assert final["default, loss_fn"] < 1.05 * final["no bad batches"]
+    assert final["pretraining"] < 1.1 * final["no bad batches"]
+
+
 def test_a_run_that_moves_between_frameworks_is_healed_as_one_that_stays():
     done = forked_programs.run("examples/port_a_run.py")
     ported, stayed = done.stdout.splitlines()
