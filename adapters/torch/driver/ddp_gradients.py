@@ -46,17 +46,19 @@ def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: 
             return _WAITING + f"{kind} communicates in forward and backward passes"
         if not isinstance(each, DistributedDataParallel):
             continue
-        unlike = {
-            "static_graph=True": each.static_graph,
-            "mixed_precision": each.mixed_precision is not None,
-            "delay_all_reduce_named_params": bool(each._delay_all_reduce_params),
-            "torch.compile's python_reducer": each._use_python_reducer,
-            "join()": each._join_config.enable,
-            "a communication hook": bool(each._comm_hooks) or hasattr(each, "buffer_hook"),
-        }
-        for name, used in unlike.items():
-            if used:
-                return _WAITING + f"DistributedDataParallel with {name} cannot be delayed"
+        if (
+            each.static_graph
+            or each.mixed_precision is not None
+            or each._delay_all_reduce_params
+            or each._use_python_reducer
+            or each._join_config.enable
+            or each._comm_hooks
+            or hasattr(each, "buffer_hook")
+        ):
+            return (
+                _WAITING + "DistributedDataParallel cannot be delayed with static_graph=True, "
+                "mixed_precision, join(), a communication hook or another reducer"
+            )
         if not set(dist.get_process_group_ranks(each.process_group)) <= set(members):
             return (
                 _WAITING + "DistributedDataParallel has ranks that this Healer does not have: "
