@@ -106,21 +106,17 @@ def repeated(
         )
     rules = Retry(attempts=1) if retry is None else retry
 
-    def wait(state: Any) -> float:
-        fault = classify(state.outcome.exception())
-        return delay(rules, state.attempt_number, fault, _random())
-
     def before_sleep(state: Any) -> None:
         error = state.outcome.exception()
-        wait_s = state.upcoming_sleep
-        report(Attempt(name, state.attempt_number, error, classify(error), wait_s))
+        fault, number = classify(error), state.attempt_number
+        report(Attempt(name, number, error, fault, state.upcoming_sleep))
 
     @functools.wraps(call)
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
         loop = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(lambda error: is_retried(classify(error))),
+            retry=tenacity.retry_if_exception(_is_retried),
             stop=tenacity.stop_after_attempt(rules.attempts),
-            wait=wait,
+            wait=functools.partial(_delay, rules),
             sleep=sleep,
             before_sleep=before_sleep,
             reraise=True,
@@ -138,19 +134,18 @@ def repeated(
     return again
 
 
-def delay(retry: Retry, attempt: int, fault: Fault, random: float) -> float:
-    """Seconds to wait after an attempt; attempts count from 1.
+def _delay(rules: Retry, state: Any) -> float:
+    """Seconds to wait after an attempt.
 
     The wait grows exponentially up to `max_delay_s`, less a random part. A longer wait that the
     server asks for has priority, even beyond `max_delay_s`.
     """
-    try:
-        wait = min(retry.base_delay_s * retry.factor ** (attempt - 1), retry.max_delay_s)
-    except OverflowError:
-        wait = retry.max_delay_s
-    return max(wait * (1 - retry.jitter * random), fault.retry_after_s or 0.0)
+    grows = tenacity.wait_exponential(rules.base_delay_s, rules.max_delay_s, rules.factor)
+    asked = classify(state.outcome.exception()).retry_after_s or 0.0
+    return max(grows(state) * (1 - rules.jitter * _random()), asked)
 
 
-def is_retried(fault: Fault) -> bool:
-    """Whether a call that failed with this fault is repeated."""
+def _is_retried(error: BaseException) -> bool:
+    """Whether a call that raised this exception is repeated."""
+    fault = classify(error)
     return fault.transient and (fault.retry_after_s or 0.0) <= _MAX_SERVER_WAIT_S

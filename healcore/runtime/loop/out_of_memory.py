@@ -224,8 +224,7 @@ class OutOfMemory:
         if joint is not None:
             if error is not None:
                 released(error)  # the exchange needs a little memory
-            if not joint.any_failed(overrun is not None):
-                joint.reduce()
+            if not joint.end_batch(overrun is not None):
                 return False
             overruns = self._ranks.gather(overrun)
         if overrun is not None and error is not None and overrun.why_not:

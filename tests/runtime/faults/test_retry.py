@@ -13,15 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import healcore
-from healcore.core.verdict import Cause
 from healcore.policy import load
 from healcore.policy.recovery import Retry
-from healcore.runtime.faults import Fault, retry
-from healcore.runtime.faults.retry import Attempt, delay, repeated
+from healcore.runtime.faults import retry
+from healcore.runtime.faults.retry import Attempt, repeated
 from tests.runtime.faults.local_server import serving
 
 RETRY = Retry(base_delay_s=1.0, factor=2.0, max_delay_s=5.0, jitter=0.0, attempts=5)
-LOST = Fault(Cause.NETWORK, "x", transient=True)
 
 
 class Record:
@@ -107,25 +105,17 @@ def test_a_server_that_asks_for_a_day_does_not(record):
     assert (server.requests, record.waits) == (1, [])
 
 
-# -- waits ----------------------------------------------------------------------------------------
+@given(st.floats(1e-3, 1e3), st.floats(1, 1e4), st.floats(1, 1e6))
+def test_waits_grow_by_the_factor_up_to_the_limit(base, more, factor):
+    waits: list[float] = []
+    rules = Retry(base_delay_s=base, max_delay_s=base * more, factor=factor, jitter=0.0, attempts=6)
 
-RETRIES = st.builds(
-    lambda base, more, factor, jitter: Retry(
-        base_delay_s=base, max_delay_s=base * more, factor=factor, jitter=jitter
-    ),
-    st.floats(1e-3, 1e3),
-    st.floats(1, 1e4),
-    st.floats(1, 1e6),
-    st.integers(0, 100).map(lambda percent: percent / 100),
-)
+    def fail():
+        raise ConnectionResetError
 
-
-@given(RETRIES, st.integers(1, 999))
-def test_waits_grow_by_the_factor_up_to_the_limit(retry, attempt):
-    first, then = (delay(retry, n, LOST, 0.0) for n in (attempt, attempt + 1))
-    assert 0 <= first <= then <= retry.max_delay_s
-    assert then == pytest.approx(min(first * retry.factor, retry.max_delay_s))
-    assert delay(retry, attempt, LOST, 1.0) == pytest.approx(first * (1 - retry.jitter))
+    with pytest.raises(ConnectionResetError):
+        repeated(fail, rules, report=lambda attempt: None, sleep=waits.append)()
+    assert waits == pytest.approx([min(base * factor**n, base * more) for n in range(5)])
 
 
 # -- the public function --------------------------------------------------------------------------

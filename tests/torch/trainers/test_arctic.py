@@ -95,6 +95,9 @@ def test_a_resume_replays_no_batch_and_loses_none(stop: int, kinds: Any, tmp_pat
     assert first.read + second.read == TWO_EPOCHS
     assert second.global_step == 9
     assert all(map(torch.equal, second.weights, whole.weights))
+    third = kinds.TinyTrainer(tmp_path / "parts")
+    third.train()
+    assert (third.read, third.global_step) == ([], 9)
 
 
 def test_the_kill_switch_stops_between_two_steps(kinds: Any, tmp_path: Path):

@@ -339,11 +339,6 @@ class HealingCallback(TrainerCallback, ExportableState):
                 "hyperparameter_search is not supported with a store, which the trials would "
                 "share: use HealingCallback without a store"
             )
-        if trainer.args.auto_find_batch_size:
-            raise AttachError(
-                "auto_find_batch_size=True restarts the training with another batch size when "
-                "memory runs out: set it to False; healcore splits the batch and keeps its size"
-            )
 
 
 def heal_trainer(

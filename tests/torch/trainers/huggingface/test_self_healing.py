@@ -14,7 +14,6 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from healcore import Checkpoints
-from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback, heal_trainer
 from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS
@@ -103,16 +102,6 @@ def test_a_healthy_run_is_bit_identical(kind: str, tmp_path: Path):
     assert histories[0] == histories[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_healthy_run_keeps_the_trainers_clip(kind: str, tmp_path: Path):
-    """Under "default" Trainer's own limit clips alone; only the norm is summed in another order."""
-    alone = getattr(tiny, kind)(tmp_path)
-    alone.train()
-    trainer = getattr(tiny, kind)(tmp_path)
-    heal_trainer(trainer, store=tmp_path / "store").train()
-    assert torch.allclose(tiny.weights(trainer), tiny.weights(alone), atol=1e-5)
-
-
 def test_epochs_workers_and_evaluation(tmp_path: Path):
     """A rollback over the end of an epoch, into one that an evaluation has closed."""
     arguments = {
@@ -179,20 +168,6 @@ class NaNBatches(Trainer):
         loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
         bad = inputs["input_ids"][:, :3].tolist() in self.bad
         return loss * float("nan") if bad else loss
-
-
-def test_with_budgets_spent_it_stops_with_a_diagnosis(tmp_path: Path):
-    arguments = {**DIVERGES, "learning_rate": 1e8, "max_steps": 80}  # diverges again on any CPU
-    trainer = tiny.sft(tmp_path, **arguments)
-    rules = [{"to": ["instability", "nonfinite", "loss_spike"], "do": ["rollback"]}]
-    healed: Any = heal_trainer(
-        trainer, "pretraining", store=tmp_path / "store", respond=rules, budget={"recoveries": 1},
-    )  # fmt: skip
-    with pytest.raises(RunStopped, match="the budget of recoveries is exhausted") as stopped:
-        healed.train()
-    assert isinstance(stopped.value, SystemExit)
-    assert stopped.value.code not in (0, None)
-    assert list((tmp_path / "store").glob("*.postmortem.*.json"))
 
 
 def test_the_trainer_is_as_before(tmp_path: Path):
@@ -268,22 +243,9 @@ def test_killed_and_started_again(kind: str, tmp_path: Path):
     assert torch.equal(again[0], weights)
 
 
-def test_the_trainer_itself_is_healed(tmp_path: Path):
-    """`heal(trainer)` without a use of what it returns; the policy that was given last holds."""
-    trainer = tiny.plain(tmp_path, max_steps=3)
-    heal_trainer(trainer, "zclip")
-    healed = heal_trainer(trainer, "default")
-    trainer.train()
-    assert healed.healer is not None
-    assert healed.healer.step == 3
-    assert healed.report().policy == "default"
-
-
 def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
     with pytest.raises(AttachError, match=r"takes a transformers\.Trainer"):
         heal_trainer(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-    with pytest.raises(AttachError, match="auto_find_batch_size"):
-        heal_trainer(tiny.plain(tmp_path, auto_find_batch_size=True)).train()
     with pytest.raises(AttachError, match="hyperparameter_search"):
         heal_trainer(tiny.plain(tmp_path)).train(trial={"learning_rate": 0.1})
     tiny.plain(tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
