@@ -9,8 +9,6 @@ from collections.abc import Callable
 from random import SystemRandom
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-import tenacity
-
 from healcore import console
 from healcore.core.verdict import Cause
 from healcore.policy import PolicyLike
@@ -82,70 +80,85 @@ def _log(attempt: Attempt) -> None:
     write(str(attempt))
 
 
-def repeated(
-    call: Callable[P, T],
-    retry: Retry | None,
-    *,
-    report: Callable[[Attempt], object],
-    sleep: Callable[[float], None],
-) -> Callable[P, T]:
-    """`retrying` with the `[retry]` table of a policy, and with a report of the attempts.
+class Retries:
+    """The attempts at one call, which is repeated after a transient failure in the network.
 
     Args:
-        call: as for `retrying`.
-        retry: when to repeat the call, or None for never.
+        name: name of the call, for the log.
+        rules: the `[retry]` table of a policy, or None for one attempt.
         report: receives each attempt that fails in the network, and the attempt that succeeds after
             a failure.
         sleep: waits a number of seconds; its exceptions end the call.
     """
+
+    def __init__(
+        self,
+        name: str,
+        rules: Retry | None,
+        *,
+        report: Callable[[Attempt], object],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._name = name
+        self._rules = Retry(attempts=1) if rules is None else rules
+        self._report = report
+        self._sleep = sleep
+        self._failed = 0
+        """Number of failures since the last success."""
+
+    def wait_after(self, error: BaseException) -> bool:
+        """Reports a failed attempt, and waits. Returns whether to call again."""
+        fault = classify(error)
+        if fault.cause is not Cause.NETWORK:
+            return False
+        self._failed += 1
+        asked = fault.retry_after_s or 0.0
+        again = fault.transient and asked <= _MAX_SERVER_WAIT_S
+        again = again and self._failed < self._rules.attempts
+        # A longer wait that the server asks for has priority, even beyond `max_delay_s`.
+        wait_s = max(self._delay() * (1 - self._rules.jitter * _random()), asked) if again else None
+        self._report(Attempt(self._name, self._failed, error, fault, wait_s))
+        if wait_s is not None:
+            self._sleep(wait_s)
+        return again
+
+    def succeeded(self) -> None:
+        """Reports a success after failures."""
+        if self._failed:
+            self._report(Attempt(self._name, self._failed + 1))
+        self._failed = 0
+
+    def _delay(self) -> float:
+        rules = self._rules
+        try:
+            delay = rules.base_delay_s * rules.factor ** (self._failed - 1)
+        except OverflowError:
+            return rules.max_delay_s
+        return min(delay, rules.max_delay_s)
+
+
+def repeated(
+    call: Callable[P, T], rules: Retry | None, *, report: Any, sleep: Callable[[float], None]
+) -> Callable[P, T]:
+    """`retrying` with the arguments of `Retries`."""
     name = getattr(call, "__qualname__", None) or repr(call)[:80]
     if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):
         raise TypeError(
             f"{name} is a coroutine or a generator function, which fails only when it is "
             "awaited or iterated over: pass an ordinary function that does that"
         )
-    rules = Retry(attempts=1) if retry is None else retry
-
-    def before_sleep(state: Any) -> None:
-        error = state.outcome.exception()
-        fault, number = classify(error), state.attempt_number
-        report(Attempt(name, number, error, fault, state.upcoming_sleep))
 
     @functools.wraps(call)
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
-        loop = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_is_retried),
-            stop=tenacity.stop_after_attempt(rules.attempts),
-            wait=functools.partial(_delay, rules),
-            sleep=sleep,
-            before_sleep=before_sleep,
-            reraise=True,
-        )
-        try:
-            result = loop(functools.partial(call, *args, **kwargs))
-        except Exception as error:
-            if (fault := classify(error)).cause is Cause.NETWORK:
-                report(Attempt(name, loop.statistics["attempt_number"], error, fault))
-            raise
-        if loop.statistics["attempt_number"] > 1:
-            report(Attempt(name, loop.statistics["attempt_number"]))
-        return result
+        retries = Retries(name, rules, report=report, sleep=sleep)
+        while True:
+            try:
+                result = call(*args, **kwargs)
+            except Exception as error:
+                if not retries.wait_after(error):
+                    raise
+            else:
+                retries.succeeded()
+                return result
 
     return again
-
-
-def _delay(rules: Retry, state: Any) -> float:
-    """Seconds to wait after an attempt.
-
-    The wait grows exponentially up to `max_delay_s`, less a random part. A longer wait that the
-    server asks for has priority, even beyond `max_delay_s`.
-    """
-    grows = tenacity.wait_exponential(rules.base_delay_s, rules.max_delay_s, rules.factor)
-    asked = classify(state.outcome.exception()).retry_after_s or 0.0
-    return max(grows(state) * (1 - rules.jitter * _random()), asked)
-
-
-def _is_retried(error: BaseException) -> bool:
-    """Whether a call that raised this exception is repeated."""
-    fault = classify(error)
-    return fault.transient and (fault.retry_after_s or 0.0) <= _MAX_SERVER_WAIT_S

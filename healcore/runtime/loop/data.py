@@ -17,7 +17,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.dominance.anchor import ObservedBatch
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults import Fault, classify
-from healcore.runtime.faults.retry import Attempt, repeated
+from healcore.runtime.faults.retry import Attempt, Retries, repeated
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.loop.run_settings import change_of_batch_size
@@ -190,6 +190,10 @@ class Data:
         """See `Healer.retrying`."""
         return self._reader.retrying(call)
 
+    def retries(self, name: str) -> Retries:
+        """The retries of a call under the run's policy."""
+        return self._reader.retries(name)
+
     def _restore_generators(self) -> None:
         """Restores random states after a restart, because rewinding a loader draws from them.
 
@@ -309,6 +313,10 @@ class _Reader:
     def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
         sleep = self._termination.sleep
         return repeated(call, self._retry, report=self._report_attempt, sleep=sleep)
+
+    def retries(self, name: str) -> Retries:
+        sleep = self._termination.sleep
+        return Retries(name, self._retry, report=self._report_attempt, sleep=sleep)
 
     def _report_attempt(self, attempt: Attempt) -> None:
         step = self._data.step

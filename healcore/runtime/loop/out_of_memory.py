@@ -1,4 +1,7 @@
-"""`OutOfMemory`: repeats a step in smaller parts, or stops with a diagnosis, if memory runs out."""
+"""`OutOfMemory`: repeats a step in smaller parts, or stops with a diagnosis, if memory runs out.
+
+A step of one rank is also repeated, unchanged, after a transient failure in the network.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +73,16 @@ class OutOfMemory:
         self._log = log
         self._answers = policy.answers(Cause.OOM)
         self._record = recovery.restorer.record
+        self._retries = data.retries("a part of healer.microbatches")
         self.part: Microbatch[Any] | None = None
         self._gradients = driver.gradient_window()
         self._last_resort: Callable[[], str] | None = None
         self._batches: list[tuple[Any, Count]] = []
         """The batches since the last step, with their arguments `count`."""
         self._why_not = ""
-        """Reason why the window cannot be repeated, or an empty string."""
+        """Reason why the window cannot be repeated in smaller parts, or an empty string."""
+        self._redoable = True
+        """Whether all gradients come from the parts of this window."""
         self._held: list[Any] = []
         """Values of the failed part that variables of the loop refer to."""
         self._synchronization: Synchronization | str | None = None
@@ -119,17 +125,13 @@ class OutOfMemory:
                     if part.failed:
                         break
                 else:
+                    self._retries.succeeded()
                     return
                 self.part = None
                 self._undo()
                 done = 0
         finally:
             self.part = None
-
-    def drop_window(self) -> None:
-        """Undoes the parts since the last step, whose batches the loop trains on again."""
-        self._undo()
-        self._batches.clear()
 
     # -- the window -----------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class OutOfMemory:
             return
         self._batches.clear()
         self._gradients.begin_window()
+        self._redoable = not accumulating
         self._why_not = whole or self._policy_obstacle()
         if self._why_not:
             return
@@ -148,7 +151,7 @@ class OutOfMemory:
         if isinstance(self._synchronization, str):
             advice = "use smaller batches, and accumulate the gradients of more batches"
             self._why_not = f"{self._synchronization}; {advice}"
-        elif accumulating:
+        elif not self._redoable:
             self._why_not = (
                 "gradients existed before the first part of the batch, and a repeated step would "
                 "discard them: compute these gradients within a part too, or call "
@@ -217,7 +220,7 @@ class OutOfMemory:
         if error is not None:
             overrun = self._overrun(batch, parts, error)
             if overrun is None:
-                return False  # another kind of exception
+                return self._waits_for_network(error)
         elif joint is None or not ends:
             return False
         overruns = [overrun]
@@ -240,6 +243,13 @@ class OutOfMemory:
         self._shrink(smallest, error or RankFailed(f"rank {rank}: {smallest.line}"), prefix)
         if error is not None:
             self._held = released(error)
+        return True
+
+    def _waits_for_network(self, error: BaseException) -> bool:
+        """Waits after a transient failure in the network. Returns whether to repeat the window."""
+        if self._ranks.world > 1 or not self._redoable or not self._retries.wait_after(error):
+            return False  # with several ranks, the other ranks would wait
+        self._held = released(error)
         return True
 
     def _overrun(self, batch: Any, parts: int, error: BaseException) -> _Overrun | None:
