@@ -296,8 +296,10 @@ class Healer(Generic[State]):
         If a part runs out of memory and the policy's rule for `oom` has `shrink_microbatch`, the
         Healer frees the part's memory and drops gradients and observed losses since the last
         optimizer step. Then it yields all batches since this step again, in parts of half the size.
-        The sum of the parts' gradients is the gradient of the whole batch. After a transient failure
-        in the network, a run of one rank waits as `retrying` does, and repeats the step unchanged.
+        The sum of the parts' gradients is the gradient of the whole batch.
+
+        After a transient failure in the network, a run of one rank waits as `retrying` does, and
+        repeats the step unchanged.
 
         Args:
             batch: an array or a structure of arrays, split along their first axis, or a list of

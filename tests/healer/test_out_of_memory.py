@@ -117,6 +117,23 @@ def test_the_budget_of_shrinks(tmp_path):
     assert memory.failures == 3
 
 
+def test_a_step_that_fails_in_the_network_is_repeated_unchanged(tmp_path, monkeypatch):
+    memory, calls = Memory(fits=8), []
+    use = memory.use
+
+    def failing(samples: int) -> None:
+        calls.append(samples)
+        if len(calls) in (2, 3):
+            raise ConnectionResetError
+        use(samples)
+
+    monkeypatch.setattr(memory, "use", failing)
+    train(batches(2), memory, events=tmp_path / "events.jsonl", retry={"base_delay_s": 1e-3})
+    assert memory.sizes == [8, 8]
+    found = kinds(tmp_path / "events.jsonl", "fault", "retried")
+    assert [each.get("answer") for each in found] == ["retry", "retry", None]
+
+
 # -- what is not healed goes on as it was ---------------------------------------------------------
 
 

@@ -6,8 +6,9 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
+from functools import partial
 from random import SystemRandom
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from healcore import console
 from healcore.core.verdict import Cause
@@ -72,7 +73,7 @@ def retrying(call: Callable[P, T], policy: PolicyLike = "default") -> Callable[P
     """
     host = HostPolicy.of(policy)
     retry = host.retry if "retry" in host.answers(Cause.NETWORK) else None
-    return repeated(call, retry, report=_log, sleep=time.sleep)
+    return repeated(call, partial(Retries, rules=retry, report=_log, sleep=time.sleep))
 
 
 def _log(attempt: Attempt) -> None:
@@ -94,8 +95,8 @@ class Retries:
     def __init__(
         self,
         name: str,
-        rules: Retry | None,
         *,
+        rules: Retry | None,
         report: Callable[[Attempt], object],
         sleep: Callable[[float], None],
     ) -> None:
@@ -137,10 +138,8 @@ class Retries:
         return min(delay, rules.max_delay_s)
 
 
-def repeated(
-    call: Callable[P, T], rules: Retry | None, *, report: Any, sleep: Callable[[float], None]
-) -> Callable[P, T]:
-    """`retrying` with the arguments of `Retries`."""
+def repeated(call: Callable[P, T], retries: Callable[[str], Retries]) -> Callable[P, T]:
+    """`retrying` with the `Retries` that `retries` makes for a name."""
     name = getattr(call, "__qualname__", None) or repr(call)[:80]
     if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):
         raise TypeError(
@@ -150,15 +149,15 @@ def repeated(
 
     @functools.wraps(call)
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
-        retries = Retries(name, rules, report=report, sleep=sleep)
+        attempts = retries(name)
         while True:
             try:
                 result = call(*args, **kwargs)
             except Exception as error:
-                if not retries.wait_after(error):
+                if not attempts.wait_after(error):
                     raise
             else:
-                retries.succeeded()
+                attempts.succeeded()
                 return result
 
     return again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 
 import httpx
 import huggingface_hub
@@ -16,7 +17,7 @@ import healcore
 from healcore.policy import load
 from healcore.policy.recovery import Retry
 from healcore.runtime.faults import retry
-from healcore.runtime.faults.retry import Attempt, repeated
+from healcore.runtime.faults.retry import Attempt, Retries, repeated
 from tests.runtime.faults.local_server import serving
 
 RETRY = Retry(base_delay_s=1.0, factor=2.0, max_delay_s=5.0, jitter=0.0, attempts=5)
@@ -30,7 +31,10 @@ class Record:
         self.attempts: list[Attempt] = []
 
     def around(self, call):
-        return repeated(call, RETRY, report=self.attempts.append, sleep=self.waits.append)
+        retries = partial(
+            Retries, rules=RETRY, report=self.attempts.append, sleep=self.waits.append
+        )
+        return repeated(call, retries)
 
 
 @pytest.fixture
@@ -114,7 +118,7 @@ def test_waits_grow_by_the_factor_up_to_the_limit(base, more, factor):
         raise ConnectionResetError
 
     with pytest.raises(ConnectionResetError):
-        repeated(fail, rules, report=lambda attempt: None, sleep=waits.append)()
+        repeated(fail, partial(Retries, rules=rules, report=str, sleep=waits.append))()
     assert waits == pytest.approx([min(base * factor**n, base * more) for n in range(5)])
 
 

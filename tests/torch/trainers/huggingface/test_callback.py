@@ -133,8 +133,10 @@ def test_the_end_by_an_exception_is_reported_and_nothing_stays(tmp_path: Path, l
     run = trainer(tmp_path, scaled={4: math.nan}, callbacks=[] if late else own)
     for each in own if late else []:
         run.add_callback(each)
+    run.log = set_by_user = run.log
     with pytest.raises(ZeroDivisionError):
         run.train()
+    assert run.log is set_by_user
     report = callback.report()
     assert (report.ending, report.steps, report.counts["skips"]) == ("exception", 9, 1)
     assert not report.converged
@@ -145,7 +147,7 @@ def test_the_end_by_an_exception_is_reported_and_nothing_stays(tmp_path: Path, l
     optimizer = run.optimizer.optimizer
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
-    assert not {"training_step", "log", "_run_epoch", "_mixed_mesh_grad_norm"} & set(vars(run))
+    assert not {"training_step", "_run_epoch", "_mixed_mesh_grad_norm"} & set(vars(run))
     assert "clip_grad_norm_" not in vars(run.accelerator)
 
 

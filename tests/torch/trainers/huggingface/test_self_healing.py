@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from healcore import Checkpoints
-from healcore.torch import AttachError, HealingCallback, heal_trainer
+from healcore.torch import AttachError, heal_trainer
 from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS
 from tests.healer.run_options import grouped
@@ -134,63 +134,6 @@ def test_epochs_workers_and_evaluation(tmp_path: Path):
         f"checkpoint-{step}" for step in evaluated
     }
     assert 3.0 < trainer.state.epoch < 4.0
-
-
-def test_batches_left_out_are_made_up_for(tmp_path: Path):
-    """A hook sends the run back once, past batches of NaN: max_steps is reached all the same."""
-    trainer = tiny.plain(tmp_path, max_steps=-1, num_train_epochs=2, cls=NaNBatches)
-    steps = tiny.Steps()
-    trainer.add_callback(steps)
-    rules = [{"to": ["nonfinite"], "do": ["skip"]}]
-    rules += [{"to": ["nonfinite"], "when": {"consecutive": 3}, "do": ["rollback"]}]
-    healed: Any = heal_trainer(
-        trainer, store=tmp_path / "store", respond=rules, checkpoints=Checkpoints(every=5),
-        rollback={"probation": 5, "confirm": False},
-    )  # fmt: skip
-    healed.train()
-    assert healed.healer.rollbacks == 1
-    assert len(healed.healer.skipped_batch_ids) == 3
-    assert trainer.state.global_step == trainer.state.max_steps == 32
-    assert 2.0 < trainer.state.epoch < 2.5
-    assert all(math.isfinite(each) for each in tiny.weights(trainer).tolist())
-
-
-class NaNBatches(Trainer):
-    """The loss of three batches in the first epoch is NaN, whenever they come."""
-
-    def get_train_dataloader(self) -> Any:
-        loader = super().get_train_dataloader()
-        order = [batch["input_ids"] for batch in loader]
-        self.bad = [each[:, :3].tolist() for each in order[9:12]]
-        return loader
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
-        bad = inputs["input_ids"][:, :3].tolist() in self.bad
-        return loss * float("nan") if bad else loss
-
-
-def test_the_trainer_is_as_before(tmp_path: Path):
-    """Also after an exception, and with methods that the user has set on the object."""
-    trainer = tiny.plain(tmp_path, max_steps=5, cls=Failing)
-    trainer.training_step = own = trainer.training_step
-    before = dict(vars(trainer))
-    callbacks = list(trainer.callback_handler.callbacks)
-    with pytest.raises(KeyError, match="the user's"):
-        heal_trainer(trainer, store=tmp_path / "store").train()
-    trainer.remove_callback(HealingCallback)
-    assert trainer.training_step is own
-    assert trainer.args.max_grad_norm == 1.0
-    assert trainer.callback_handler.callbacks == callbacks
-    assert {"_run_epoch", "_push_from_checkpoint", "log"}.isdisjoint(vars(trainer))
-    assert set(vars(trainer)) >= set(before)
-
-
-class Failing(Trainer):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 3:
-            raise KeyError("the user's")
-        return super().compute_loss(*args, **kwargs)
 
 
 SCRIPT = """
