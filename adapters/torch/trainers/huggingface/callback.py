@@ -257,7 +257,6 @@ class HealingCallback(TrainerCallback, ExportableState):
         for name, replacement in (
             ("training_step", split.training_step),
             ("_run_epoch", self._run_epoch),
-            ("_push_from_checkpoint", self._push),
         ):
             call = functools.partial(replacement, getattr(trainer, name))
             stack.enter_context(replaced(trainer, name, call))
@@ -307,11 +306,6 @@ class HealingCallback(TrainerCallback, ExportableState):
         except BaseException as error:
             self.close(error)
             raise
-
-    def _push(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Pushes a checkpoint to the Hub; retries after a network failure."""
-        assert self._running is not None
-        return self._running.retrying(original)(*args, **kwargs)
 
     def _check(self, trainer: Any, state: State) -> None:
         """Raises AttachError for a Trainer that cannot be healed."""
