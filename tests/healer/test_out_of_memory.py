@@ -187,3 +187,12 @@ def test_gradients_from_elsewhere_are_not_lost(out_of_memory):
                 memory.use(len(part.batch))
         healer.after_step()
     assert memory.sizes == [4, 4]
+    with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
+        healer.run.saver.restorer.record.part_limit = 4
+        model.weight.square().sum().backward()
+        for part in healer.microbatches(torch.ones(8, 2)):  # a known size needs no second attempt
+            with part:
+                memory.use(len(part.batch))
+        optimizer.step()
+        healer.after_step()
+    assert memory.sizes == [4] * 4

@@ -79,6 +79,8 @@ class OutOfMemory:
         self._last_resort: Callable[[], str] | None = None
         self._batches: list[tuple[Any, Count]] = []
         """The batches since the last step, with their arguments `count`."""
+        self._whole = ""
+        """Reason why the run's batches cannot be split, or an empty string."""
         self._why_not = ""
         """Reason why the window cannot be repeated in smaller parts, or an empty string."""
         self._redoable = True
@@ -143,7 +145,7 @@ class OutOfMemory:
         self._batches.clear()
         self._gradients.begin_window()
         self._redoable = not accumulating
-        self._why_not = whole or self._policy_obstacle()
+        self._whole, self._why_not = whole, whole or self._policy_obstacle()
         if self._why_not:
             return
         if self._synchronization is None and self._ranks.world > 1:
@@ -192,7 +194,7 @@ class OutOfMemory:
 
     def _number_of_parts(self, batch: Any) -> int:
         limit = self._record.part_limit
-        if limit is None or self._why_not:
+        if limit is None or self._whole:
             return 1
         try:
             samples = count_samples(batch)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.healer.run_directory import new_process
 from tests.torch.trainers.deepspeed_engines import prepare
 from tests.torch.two_ranks import free_port, run_two_ranks
 
@@ -95,6 +96,7 @@ def test_a_resume_replays_no_batch_and_loses_none(stop: int, kinds: Any, tmp_pat
     assert first.read + second.read == TWO_EPOCHS
     assert second.global_step == 9
     assert all(map(torch.equal, second.weights, whole.weights))
+    new_process()
     third = kinds.TinyTrainer(tmp_path / "parts")
     third.train()
     assert (third.read, third.global_step) == ([], 9)
