@@ -24,7 +24,6 @@ from healcore.runtime.loop.termination import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.microbatches.splitting import UnsplittableBatch
 from healcore.runtime.microbatches.window import MicrobatchError
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -67,7 +66,6 @@ __all__ = [
     "Terminated",
     "UnknownState",
     "UnsavableState",
-    "UnsplittableBatch",
     "Untrusted",
     "UnusableLoader",
 ]

@@ -285,7 +285,6 @@ class Healer(Generic[State]):
         batch: Batch,
         *,
         count: Callable[[Batch], SupportsFloat] | str | None = None,
-        most: int | None = None,
     ) -> Iterator[Microbatch[Batch]]:
         """Yields the batch in parts that fit into memory; usually in one part.
 
@@ -299,20 +298,21 @@ class Healer(Generic[State]):
         optimizer step. Then it yields all batches since this step again, in parts of half the size.
         The sum of the parts' gradients is the gradient of the whole batch.
 
+        After a transient failure in the network, a run of one rank waits as `retrying` does, and
+        repeats the step unchanged.
+
         Args:
             batch: an array or a structure of arrays, split along their first axis, or a list of
                 samples; see `healcore.runtime.microbatches.splitting`.
             count: what the loss averages over, which weights the parts: the key of an entry whose
                 elements count unless they are -100, a function that returns the count of a part,
                 or None for samples. Used only if a batch is split.
-            most: max samples in a part, or None for no limit.
 
         Raises:
             RunStopped: a single sample does not fit, or `budget.shrinks` is exhausted.
-            UnsplittableBatch: `most` is given, and the batch has no common number of samples.
             MicrobatchError: the loop does not enter each part with `with part:`.
         """
-        return self._live.memory.parts(batch, count=count, most=most)
+        return self._live.memory.parts(batch, count=count)
 
     def after_step(self, *, last: bool = False) -> bool:
         """Does the work between two steps in a loop without `batches`.

@@ -80,7 +80,7 @@ class HealingReport:
                 "undone_skips": end.counts.undone_skips,
                 "clips": sum(int(tally["clips"]) for tally in tallies),
                 "lr_cuts": sum(int(tally["lr_cuts"]) for tally in tallies),
-                "shrinks": loop.memory.sizes.used,
+                "shrinks": loop.saver.restorer.record.shrinks,
             },
             lr_scale=end.lr_scale,
             last_good=end.last_good,

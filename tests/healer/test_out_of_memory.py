@@ -117,6 +117,23 @@ def test_the_budget_of_shrinks(tmp_path):
     assert memory.failures == 3
 
 
+def test_a_step_that_fails_in_the_network_is_repeated_unchanged(tmp_path, monkeypatch):
+    memory, calls = Memory(fits=8), []
+    use = memory.use
+
+    def failing(samples: int) -> None:
+        calls.append(samples)
+        if len(calls) in (2, 3):
+            raise ConnectionResetError
+        use(samples)
+
+    monkeypatch.setattr(memory, "use", failing)
+    train(batches(2), memory, events=tmp_path / "events.jsonl", retry={"base_delay_s": 1e-3})
+    assert memory.sizes == [8, 8]
+    found = kinds(tmp_path / "events.jsonl", "fault", "retried")
+    assert [each.get("answer") for each in found] == ["retry", "retry", None]
+
+
 # -- what is not healed goes on as it was ---------------------------------------------------------
 
 
@@ -170,3 +187,12 @@ def test_gradients_from_elsewhere_are_not_lost(out_of_memory):
                 memory.use(len(part.batch))
         healer.after_step()
     assert memory.sizes == [4, 4]
+    with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
+        healer.run.saver.restorer.record.part_limit = 4
+        model.weight.square().sum().backward()
+        for part in healer.microbatches(torch.ones(8, 2)):  # a known size needs no second attempt
+            with part:
+                memory.use(len(part.batch))
+        optimizer.step()
+        healer.after_step()
+    assert memory.sizes == [4] * 4

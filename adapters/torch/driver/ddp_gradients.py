@@ -46,17 +46,19 @@ def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: 
             return _WAITING + f"{kind} communicates in forward and backward passes"
         if not isinstance(each, DistributedDataParallel):
             continue
-        unlike = {
-            "static_graph=True": each.static_graph,
-            "mixed_precision": each.mixed_precision is not None,
-            "delay_all_reduce_named_params": bool(each._delay_all_reduce_params),
-            "torch.compile's python_reducer": each._use_python_reducer,
-            "join()": each._join_config.enable,
-            "a communication hook": bool(each._comm_hooks) or hasattr(each, "buffer_hook"),
-        }
-        for name, used in unlike.items():
-            if used:
-                return _WAITING + f"DistributedDataParallel with {name} cannot be delayed"
+        if (
+            each.static_graph
+            or each.mixed_precision is not None
+            or each._delay_all_reduce_params
+            or each._use_python_reducer
+            or each._join_config.enable
+            or each._comm_hooks
+            or hasattr(each, "buffer_hook")
+        ):
+            return (
+                _WAITING + "DistributedDataParallel cannot be delayed with static_graph=True, "
+                "mixed_precision, join(), a communication hook or another reducer"
+            )
         if not set(dist.get_process_group_ranks(each.process_group)) <= set(members):
             return (
                 _WAITING + "DistributedDataParallel has ranks that this Healer does not have: "
@@ -102,8 +104,6 @@ class DDPGradients:
         """Whether the loop wants each module's gradients reduced after this batch."""
         self._broadcasts = [True] * len(modules)
         """Whether each module was to broadcast its buffers at the start of the window."""
-        self._used: list[bool] = []
-        """Whether any rank has a gradient of each parameter."""
         self._within_batch = False
         check: Any = torch.compiler.disable(self._check_step)
         self._handles = [each.register_step_pre_hook(check) for each in optimizers]
@@ -121,26 +121,25 @@ class DDPGradients:
                 each._sync_buffers()
             each.require_forward_param_sync = each.require_backward_grad_sync = False
 
-    def any_failed(self, failed: bool) -> bool:
-        """One `all_reduce` on the host, of a byte and of a byte for each parameter of DDP."""
-        used = [p.grad is not None for params in self._params for p in params]
-        votes = self._ranks.largest([failed, *used])
-        self._used = [bool(each) for each in votes[1:]]
-        # A repeated window broadcasts buffers as the failed window has.
-        self._end_batch(self._broadcasts if votes[0] else self._syncs)
-        return bool(votes[0])
-
     @torch.no_grad()
-    def reduce(self) -> None:
+    def end_batch(self, failed: bool) -> bool:
         """Averages the gradients over each module's ranks, unless the loop uses `no_sync`.
 
-        A gradient that is missing on this rank only counts as 0.
+        One `all_reduce` on the host of a byte, and of a byte for each parameter of DDP. A gradient
+        that is missing on this rank only counts as 0.
         """
-        used, sums = iter(self._used), list[Any]()
-        for each, params, syncs in zip(self._modules, self._params, self._syncs, strict=True):
+        has_gradient = [p.grad is not None for params in self._params for p in params]
+        votes = self._ranks.largest([failed, *has_gradient])
+        syncs, used = self._syncs, iter(votes[1:])
+        # A repeated window broadcasts buffers as the failed window has.
+        self._end_batch(self._broadcasts if votes[0] else syncs)
+        if votes[0]:
+            return True
+        sums: list[Any] = []
+        for each, params, reduces in zip(self._modules, self._params, syncs, strict=True):
             group = each.process_group
             for p in params:
-                if not next(used) or not syncs:
+                if not next(used) or not reduces:
                     continue
                 grad = torch.zeros_like(p) if p.grad is None else p.grad
                 total = grad.contiguous().div_(dist.get_world_size(group))
@@ -148,6 +147,7 @@ class DDPGradients:
         for p, grad, total, work in sums:
             work.wait()
             p.grad = grad if grad is total else grad.copy_(total)
+        return False
 
     def close(self) -> None:
         """Restores the modules."""

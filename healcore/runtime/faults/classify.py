@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import re
 import traceback
-from typing import Any, NamedTuple
+from typing import Any
 
 from healcore.core.verdict import Cause
 from healcore.runtime.faults.failures import Fault
@@ -21,16 +21,11 @@ _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, Asserti
 """Bugs in an error handler. The error that was being handled is not their cause."""
 
 
-class _Kind(NamedTuple):
-    cause: Cause
-    transient: bool = False
+_OOM, _DATA, _HANG = Fault(Cause.OOM, ""), Fault(Cause.DATA, ""), Fault(Cause.HANG, "")
+_WORKER = Fault(Cause.WORKER, "")
+_TRANSIENT, _PERMANENT = Fault(Cause.NETWORK, "", transient=True), Fault(Cause.NETWORK, "")
 
-
-_OOM, _DATA, _HANG = _Kind(Cause.OOM), _Kind(Cause.DATA), _Kind(Cause.HANG)
-_WORKER = _Kind(Cause.WORKER)
-_TRANSIENT, _PERMANENT = _Kind(Cause.NETWORK, transient=True), _Kind(Cause.NETWORK)
-
-_TYPES: dict[str, _Kind] = {
+_TYPES: dict[str, Fault] = {
     name: kind
     for kind, names in (
         # NumPy's error derives from MemoryError.
@@ -61,7 +56,7 @@ _TYPES: dict[str, _Kind] = {
     )
     for name in names.split()
 }
-_ERRNO: dict[int, _Kind] = {
+_ERRNO: dict[int, Fault] = {
     getattr(errno, name): kind
     for kind, names in (
         (_OOM, "ENOMEM"),
@@ -89,6 +84,7 @@ _XLA = (
 _TORCH = (
     (r"\[enforce fail at \S*alloc_cpu\.cpp:\d+\].*\bError code 12\b", "ENOMEM", _OOM),
     (r"(CUDA|HIP) error: out of memory", "cudaErrorMemoryAllocation", _OOM),
+    (r"Triton Error \[(CUDA|HIP)\]: out of memory", "Triton out of memory", _OOM),
     (r"(CUDA|HIP) error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED", "ALLOC_FAILED", _OOM),
     (r"cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", _OOM),
     (r"MPS backend out of memory", "MPS backend out of memory", _OOM),
@@ -106,7 +102,7 @@ _NCCL = (
 )
 """NCCL's names of an error, with which a line of the message begins."""
 
-_MESSAGES: dict[str, tuple[tuple[str, str, _Kind], ...]] = {
+_MESSAGES: dict[str, tuple[tuple[str, str, Fault], ...]] = {
     "jax.errors.JaxRuntimeError": _XLA,
     "jaxlib._jax.XlaRuntimeError": _XLA,
     "torch.distributed.DistBackendError": _NCCL,
@@ -202,12 +198,12 @@ def _known_fault(error: BaseException) -> Fault | None:
     for cls in type(error).__mro__:
         name = _name(cls)
         if (kind := _TYPES.get(name)) is not None:
-            return _fault(kind, name.removeprefix("builtins."))
+            return kind._replace(sign=name.removeprefix("builtins."))
         if cls is OSError and (kind := _ERRNO.get(error.errno)) is not None:  # type: ignore[attr-defined]
-            return _fault(kind, f"errno {errno.errorcode[error.errno]}")  # type: ignore[attr-defined]
+            return kind._replace(sign=f"errno {errno.errorcode[error.errno]}")  # type: ignore[attr-defined]
         for pattern, sign, kind in _MESSAGES.get(name, ()):
             if re.match(pattern, str(error)[:2000]):
-                return _fault(kind, sign)
+                return kind._replace(sign=sign)
     return None
 
 
@@ -221,7 +217,3 @@ def is_broken_connection(error: BaseException | None) -> bool:
 def _name(cls: type) -> str:
     """Name of a class with its module, as in the tables."""
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _fault(kind: _Kind, sign: str) -> Fault:
-    return Fault(kind.cause, sign, kind.transient)

@@ -6,10 +6,9 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
+from functools import partial
 from random import SystemRandom
-from typing import Any, NamedTuple, ParamSpec, TypeVar
-
-import tenacity
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from healcore import console
 from healcore.core.verdict import Cause
@@ -74,7 +73,7 @@ def retrying(call: Callable[P, T], policy: PolicyLike = "default") -> Callable[P
     """
     host = HostPolicy.of(policy)
     retry = host.retry if "retry" in host.answers(Cause.NETWORK) else None
-    return repeated(call, retry, report=_log, sleep=time.sleep)
+    return repeated(call, partial(Retries, rules=retry, report=_log, sleep=time.sleep))
 
 
 def _log(attempt: Attempt) -> None:
@@ -82,75 +81,83 @@ def _log(attempt: Attempt) -> None:
     write(str(attempt))
 
 
-def repeated(
-    call: Callable[P, T],
-    retry: Retry | None,
-    *,
-    report: Callable[[Attempt], object],
-    sleep: Callable[[float], None],
-) -> Callable[P, T]:
-    """`retrying` with the `[retry]` table of a policy, and with a report of the attempts.
+class Retries:
+    """The attempts at one call, which is repeated after a transient failure in the network.
 
     Args:
-        call: as for `retrying`.
-        retry: when to repeat the call, or None for never.
+        name: name of the call, for the log.
+        rules: the `[retry]` table of a policy, or None for one attempt.
         report: receives each attempt that fails in the network, and the attempt that succeeds after
             a failure.
         sleep: waits a number of seconds; its exceptions end the call.
     """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        rules: Retry | None,
+        report: Callable[[Attempt], object],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._name = name
+        self._rules = Retry(attempts=1) if rules is None else rules
+        self._report = report
+        self._sleep = sleep
+        self._failed = 0
+        """Number of failures since the last success."""
+
+    def wait_after(self, error: BaseException) -> bool:
+        """Reports a failed attempt, and waits. Returns whether to call again."""
+        fault = classify(error)
+        if fault.cause is not Cause.NETWORK:
+            return False
+        self._failed += 1
+        asked = fault.retry_after_s or 0.0
+        again = fault.transient and asked <= _MAX_SERVER_WAIT_S
+        again = again and self._failed < self._rules.attempts
+        # A longer wait that the server asks for has priority, even beyond `max_delay_s`.
+        wait_s = max(self._delay() * (1 - self._rules.jitter * _random()), asked) if again else None
+        self._report(Attempt(self._name, self._failed, error, fault, wait_s))
+        if wait_s is not None:
+            self._sleep(wait_s)
+        return again
+
+    def succeeded(self) -> None:
+        """Reports a success after failures."""
+        if self._failed:
+            self._report(Attempt(self._name, self._failed + 1))
+        self._failed = 0
+
+    def _delay(self) -> float:
+        rules = self._rules
+        try:
+            delay = rules.base_delay_s * rules.factor ** (self._failed - 1)
+        except OverflowError:
+            return rules.max_delay_s
+        return min(delay, rules.max_delay_s)
+
+
+def repeated(call: Callable[P, T], retries: Callable[[str], Retries]) -> Callable[P, T]:
+    """`retrying` with the `Retries` that `retries` makes for a name."""
     name = getattr(call, "__qualname__", None) or repr(call)[:80]
     if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):
         raise TypeError(
             f"{name} is a coroutine or a generator function, which fails only when it is "
             "awaited or iterated over: pass an ordinary function that does that"
         )
-    rules = Retry(attempts=1) if retry is None else retry
-
-    def wait(state: Any) -> float:
-        fault = classify(state.outcome.exception())
-        return delay(rules, state.attempt_number, fault, _random())
-
-    def before_sleep(state: Any) -> None:
-        error = state.outcome.exception()
-        wait_s = state.upcoming_sleep
-        report(Attempt(name, state.attempt_number, error, classify(error), wait_s))
 
     @functools.wraps(call)
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
-        loop = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(lambda error: is_retried(classify(error))),
-            stop=tenacity.stop_after_attempt(rules.attempts),
-            wait=wait,
-            sleep=sleep,
-            before_sleep=before_sleep,
-            reraise=True,
-        )
-        try:
-            result = loop(functools.partial(call, *args, **kwargs))
-        except Exception as error:
-            if (fault := classify(error)).cause is Cause.NETWORK:
-                report(Attempt(name, loop.statistics["attempt_number"], error, fault))
-            raise
-        if loop.statistics["attempt_number"] > 1:
-            report(Attempt(name, loop.statistics["attempt_number"]))
-        return result
+        attempts = retries(name)
+        while True:
+            try:
+                result = call(*args, **kwargs)
+            except Exception as error:
+                if not attempts.wait_after(error):
+                    raise
+            else:
+                attempts.succeeded()
+                return result
 
     return again
-
-
-def delay(retry: Retry, attempt: int, fault: Fault, random: float) -> float:
-    """Seconds to wait after an attempt; attempts count from 1.
-
-    The wait grows exponentially up to `max_delay_s`, less a random part. A longer wait that the
-    server asks for has priority, even beyond `max_delay_s`.
-    """
-    try:
-        wait = min(retry.base_delay_s * retry.factor ** (attempt - 1), retry.max_delay_s)
-    except OverflowError:
-        wait = retry.max_delay_s
-    return max(wait * (1 - retry.jitter * random), fault.retry_after_s or 0.0)
-
-
-def is_retried(fault: Fault) -> bool:
-    """Whether a call that failed with this fault is repeated."""
-    return fault.transient and (fault.retry_after_s or 0.0) <= _MAX_SERVER_WAIT_S

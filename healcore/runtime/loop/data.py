@@ -17,7 +17,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.dominance.anchor import ObservedBatch
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults import Fault, classify
-from healcore.runtime.faults.retry import Attempt, repeated
+from healcore.runtime.faults.retry import Attempt, Retries, repeated
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.loop.run_settings import change_of_batch_size
@@ -65,6 +65,8 @@ class Data:
         self._termination = termination
         self._log = log
         self._record = record
+        retries = "retry" in policy.answers(Cause.NETWORK)
+        self._retry: Retry | None = policy.retry if retries else None
         self._reader = _Reader(self, policy, ranks, termination, log)
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since the last step."""
@@ -188,7 +190,26 @@ class Data:
 
     def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
         """See `Healer.retrying`."""
-        return self._reader.retrying(call)
+        return repeated(call, self.retries)
+
+    def retries(self, name: str) -> Retries:
+        """The retries of a call under the run's policy."""
+        report, sleep = self._report_attempt, self._termination.sleep
+        return Retries(name, rules=self._retry, report=report, sleep=sleep)
+
+    def _report_attempt(self, attempt: Attempt) -> None:
+        if attempt.error is None or attempt.fault is None:
+            self._log.event("retried", step=self.step, attempt=attempt.number, why=str(attempt))
+            self._log.info(str(attempt))
+            return
+        self._log.fault(
+            self.step,
+            attempt.fault,
+            str(attempt),
+            answer=None if attempt.wait_s is None else "retry",
+            attempt=attempt.number,
+            wait_s=attempt.wait_s,
+        )
 
     def _restore_generators(self) -> None:
         """Restores random states after a restart, because rewinding a loader draws from them.
@@ -292,8 +313,6 @@ class _Reader:
         self._loaders = data.loaders
         self._limits = policy.skip_batch
         self._skips = "skip_batch" in policy.answers(Cause.DATA)
-        retries = "retry" in policy.answers(Cause.NETWORK)
-        self._retry: Retry | None = policy.retry if retries else None
         self._single_rank = ranks.world == 1
         self._termination = termination
         self._log = log
@@ -305,25 +324,6 @@ class _Reader:
         """Number of a loader -> its last batch, with several ranks."""
         self._replaced_errors: dict[int, Exception] = {}
         """Number of a loader -> exception of the last replaced batch."""
-
-    def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
-        sleep = self._termination.sleep
-        return repeated(call, self._retry, report=self._report_attempt, sleep=sleep)
-
-    def _report_attempt(self, attempt: Attempt) -> None:
-        step = self._data.step
-        if attempt.error is None or attempt.fault is None:
-            self._log.event("retried", step=step, attempt=attempt.number, why=str(attempt))
-            self._log.info(str(attempt))
-            return
-        self._log.fault(
-            step,
-            attempt.fault,
-            str(attempt),
-            answer=None if attempt.wait_s is None else "retry",
-            attempt=attempt.number,
-            wait_s=attempt.wait_s,
-        )
 
     def next(self, number: int) -> tuple[Any, BatchId]:
         """Returns the next readable batch and its id. Raises StopIteration after the last batch."""

@@ -1,4 +1,7 @@
-"""`OutOfMemory`: repeats a step in smaller parts, or stops with a diagnosis, if memory runs out."""
+"""`OutOfMemory`: repeats a step in smaller parts, or stops with a diagnosis, if memory runs out.
+
+A step of one rank is also repeated, unchanged, after a transient failure in the network.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from healcore.runtime.faults import Fault, classify
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes
 from healcore.runtime.microbatches.splitting import UnsplittableBatch, count_samples, split
 from healcore.runtime.microbatches.window import (
     Count,
@@ -26,15 +28,6 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import RankFailed, Ranks
 
 _NOT_TRIED = "healcore has not tried smaller parts of the batch"
-
-
-class _Entry(NamedTuple):
-    """A batch since the last step, with the arguments of `OutOfMemory.parts`."""
-
-    batch: Any
-    count: Count
-    most: int | None
-    whole: str
 
 
 class _Overrun(NamedTuple):
@@ -55,11 +48,11 @@ class _Overrun(NamedTuple):
 class OutOfMemory:
     """Handles parts that run out of memory, by the policy. See `Healer.microbatches`.
 
-    Every rank changes the sizes by the reports of all ranks, so that the sizes are equal on all
-    ranks.
+    The parts of a batch are halved, and never grow again. Their number is a power of two, so that a
+    compiled step sees few shapes. Every rank changes the size by the reports of all ranks, so that
+    the size is equal on all ranks. The run's `Record` has it for the next process.
 
     Attributes:
-        sizes: sizes of the parts that fit into memory, as far as known.
         part: the current part, or None.
     """
 
@@ -79,12 +72,17 @@ class OutOfMemory:
         self._ranks = ranks
         self._log = log
         self._answers = policy.answers(Cause.OOM)
-        self.sizes = MicrobatchSizes(shrinks=policy.shrinks)
+        self._record = recovery.restorer.record
+        self._retries = data.retries("a part of healer.microbatches")
         self.part: Microbatch[Any] | None = None
         self._gradients = driver.gradient_window()
         self._last_resort: Callable[[], str] | None = None
-        self._entries: list[_Entry] = []
-        """The batches since the last step."""
+        self._batches: list[tuple[Any, Count]] = []
+        """The batches since the last step, with their arguments `count`."""
+        self._whole = ""
+        """Reason why the run's batches cannot be split, or an empty string."""
+        self._why_not = ""
+        """Reason why the window cannot be repeated in smaller parts, or an empty string."""
         self._redoable = True
         """Whether all gradients come from the parts of this window."""
         self._held: list[Any] = []
@@ -92,18 +90,11 @@ class OutOfMemory:
         self._synchronization: Synchronization | str | None = None
         """How the ranks repeat a window, or why they cannot; None if each rank decides alone."""
 
-    def resume(self) -> None:
-        """Loads the sizes that an earlier process has saved."""
-        saved = self._recovery.restorer.record.microbatches
-        if saved is not None:
-            self.sizes.load(saved)
-
     def parts(
         self,
         batch: Any,
         *,
         count: Count = None,
-        most: int | None = None,
         whole: str = "",
         last_resort: Callable[[], str] | None = None,
     ) -> Iterator[Microbatch[Any]]:
@@ -113,20 +104,19 @@ class OutOfMemory:
         not see. The generator then begins again with the first batch since the last step.
 
         Args:
-            batch: as for `Healer.microbatches`, like `count` and `most`.
-            count: see `batch`.
-            most: see `batch`.
-            whole: reason why this batch cannot be split, or an empty string.
+            batch: as for `Healer.microbatches`.
+            count: as for `Healer.microbatches`.
+            whole: reason why the run's batches cannot be split, or an empty string.
             last_resort: called if no smaller part is left. Reduces a step's memory and describes
                 the change: the parts then come again. Returns "" without a change.
         """
         self._last_resort = last_resort
         self._begin(whole)
-        self._entries.append(_Entry(batch, count, most, whole))
-        done = len(self._entries) - 1  # number of earlier batches of this window
+        self._batches.append((batch, count))
+        done = len(self._batches) - 1  # number of earlier batches of this window
         try:
             while True:
-                for part in self._split(self._entries[done:], first=not done):
+                for part in self._split(self._batches[done:], first=not done):
                     self.part = part
                     yield part
                     if not part.entered:
@@ -137,6 +127,7 @@ class OutOfMemory:
                     if part.failed:
                         break
                 else:
+                    self._retries.succeeded()
                     return
                 self.part = None
                 self._undo()
@@ -144,25 +135,40 @@ class OutOfMemory:
         finally:
             self.part = None
 
-    def drop_window(self) -> None:
-        """Undoes the parts since the last step, whose batches the loop trains on again."""
-        self._undo()
-        self._entries.clear()
-
     # -- the window -----------------------------------------------------------------------------
 
     def _begin(self, whole: str) -> None:
         """Begins a new window, unless the current window still waits for its optimizer step."""
         accumulating = self._gradients.accumulating()
-        if accumulating and self._entries and not self._gradients.has_stepped():
+        if accumulating and self._batches and not self._gradients.has_stepped():
             return
-        self._entries.clear()
-        # Gradients from elsewhere cannot be computed again.
-        self._redoable = not accumulating
+        self._batches.clear()
         self._gradients.begin_window()
-        alone = self._ranks.world == 1 or whole or self._policy_obstacle()
-        if self._synchronization is None and not alone:
+        self._redoable = not accumulating
+        self._whole, self._why_not = whole, whole or self._policy_obstacle()
+        if self._why_not:
+            return
+        if self._synchronization is None and self._ranks.world > 1:
             self._synchronization = self._gradients.between_ranks(self._ranks)
+        if isinstance(self._synchronization, str):
+            advice = "use smaller batches, and accumulate the gradients of more batches"
+            self._why_not = f"{self._synchronization}; {advice}"
+        elif not self._redoable:
+            self._why_not = (
+                "gradients existed before the first part of the batch, and a repeated step would "
+                "discard them: compute these gradients within a part too, or call "
+                "zero_grad(set_to_none=True) before the first part"
+            )
+
+    def _policy_obstacle(self) -> str:
+        if self._policy.observes:
+            return "the policy only observes"
+        if "shrink_microbatch" not in self._answers:
+            return (
+                f'policy {self._policy.name} has no rule for out of memory: add to = ["oom"], '
+                'do = ["shrink_microbatch", "clear_cache"]'
+            )
+        return ""
 
     def _undo(self) -> None:
         clear_cache = "clear_cache" in self._answers
@@ -170,32 +176,34 @@ class OutOfMemory:
         self._held.clear()
         self._data.forget_parts()
 
-    def _split(self, entries: list[_Entry], *, first: bool) -> Iterator[Microbatch[Any]]:
-        for entry in entries:
-            number = self._number_of_parts(entry)
-            pieces = split(entry.batch, number)
-            weights = part_weights(pieces, entry.count)
+    def _split(self, batches: list[tuple[Any, Count]], *, first: bool) -> Iterator[Microbatch[Any]]:
+        for number, (batch, count) in enumerate(batches, 1):
+            parts = self._number_of_parts(batch)
+            pieces = split(batch, parts)
             # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
+            weights = part_weights(pieces, count)
             pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
             if self._joint is not None:
                 self._joint.begin_batch(first=first)
             for i, (piece, weight) in enumerate(pairs, 1):
                 ends = i == len(pairs)
-                last = ends and entry is entries[-1]
-                on_exit = partial(self._leave, entry, number, ends)
+                last = ends and number == len(batches)
+                on_exit = partial(self._leave, batch, parts, ends)
                 yield Microbatch(piece, weight, first=first, last=last, on_exit=on_exit)
                 first = False
 
-    def _number_of_parts(self, entry: _Entry) -> int:
-        if entry.whole or (self.sizes.limit is None and entry.most is None):
+    def _number_of_parts(self, batch: Any) -> int:
+        limit = self._record.part_limit
+        if limit is None or self._whole:
             return 1
         try:
-            samples = count_samples(entry.batch)
+            samples = count_samples(batch)
         except UnsplittableBatch:
-            if entry.most is not None:
-                raise
             return 1  # the whole batch may fit
-        return self.sizes.parts(samples, entry.most)
+        parts = 1
+        while -(-samples // parts) > limit:
+            parts = min(2 * parts, samples)
+        return parts
 
     @property
     def _joint(self) -> Synchronization | None:
@@ -204,7 +212,7 @@ class OutOfMemory:
 
     # -- out of memory --------------------------------------------------------------------------
 
-    def _leave(self, entry: _Entry, parts: int, ends: bool, error: BaseException | None) -> bool:
+    def _leave(self, batch: Any, parts: int, ends: bool, error: BaseException | None) -> bool:
         """Ends one of the `parts` of a batch. Returns whether to repeat the window.
 
         Raises RunStopped on every rank if there is no smaller part, and RankFailed if another
@@ -212,17 +220,16 @@ class OutOfMemory:
         """
         joint, overrun = self._joint, None
         if error is not None:
-            overrun = self._overrun(entry, parts, error)
+            overrun = self._overrun(batch, parts, error)
             if overrun is None:
-                return False  # another kind of exception
+                return self._waits_for_network(error)
         elif joint is None or not ends:
             return False
         overruns = [overrun]
         if joint is not None:
             if error is not None:
                 released(error)  # the exchange needs a little memory
-            if not joint.any_failed(overrun is not None):
-                joint.reduce()
+            if not joint.end_batch(overrun is not None):
                 return False
             overruns = self._ranks.gather(overrun)
         if overrun is not None and error is not None and overrun.why_not:
@@ -240,68 +247,53 @@ class OutOfMemory:
             self._held = released(error)
         return True
 
-    def _overrun(self, entry: _Entry, parts: int, error: BaseException) -> _Overrun | None:
+    def _waits_for_network(self, error: BaseException) -> bool:
+        """Waits after a transient failure in the network. Returns whether to repeat the window."""
+        if self._ranks.world > 1 or not self._redoable or not self._retries.wait_after(error):
+            return False  # with several ranks, the other ranks would wait
+        self._held = released(error)
+        return True
+
+    def _overrun(self, batch: Any, parts: int, error: BaseException) -> _Overrun | None:
         """The part that did not fit into memory, or None if it failed for another reason."""
         fault = classify(error)
-        if fault.cause is not Cause.OOM or not isinstance(error, Exception):
+        if fault.cause is not Cause.OOM:
             return None
-        samples, why_not = 0, entry.whole or self._obstacle()
+        samples, why_not = 0, self._why_not
         if not why_not:
             try:
-                samples = count_samples(entry.batch)
+                samples = count_samples(batch)
             except UnsplittableBatch as reason:
                 why_not = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return _Overrun(samples, parts, fault.sign, line, why_not)
 
-    def _obstacle(self) -> str:
-        """Reason why the policy or the loop does not permit a redo, or an empty string."""
-        if self._policy_obstacle():
-            return self._policy_obstacle()
-        if isinstance(self._synchronization, str):
-            return (
-                f"{self._synchronization}; pass the size that fits, "
-                "healer.microbatches(batch, most=...), on every rank"
-            )
-        if not self._redoable:
-            return (
-                "gradients existed before the first part of the batch, and a repeated step would "
-                "discard them: compute these gradients within a part too, or call "
-                "zero_grad(set_to_none=True) before the first part"
-            )
-        return ""
-
-    def _policy_obstacle(self) -> str:
-        if self._policy.observes:
-            return "the policy only observes"
-        if "shrink_microbatch" not in self._answers:
-            return (
-                f'policy {self._policy.name} has no rule for out of memory: add to = ["oom"], '
-                'do = ["shrink_microbatch", "clear_cache"]'
-            )
-        return ""
-
     def _shrink(self, overrun: _Overrun, error: BaseException, rank: str) -> None:
         """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
         step, fault, samples = self._data.step, Fault(Cause.OOM, overrun.sign), overrun.samples
-        before = -(-samples // overrun.parts)
-        try:
-            size = self.sizes.shrink(samples, overrun.parts)
-        except CannotShrink as reason:
+        before, record, why = -(-samples // overrun.parts), self._record, ""
+        if before == 1:
+            why = "a single sample does not fit into memory"
+        elif record.shrinks >= self._policy.shrinks:
+            why = (
+                f"{before} samples do not fit into memory, and the batch is not halved again: the "
+                f"policy permits it {self._policy.shrinks} times ([budget] shrinks)"
+            )
+        if why:
             changed = "" if self._last_resort is None else self._last_resort()
-            why = f"{rank}{reason}"
             if not changed:
-                self._recovery.stop(why, error, Cause.OOM, cause=names(Cause.OOM))
-            self._log.fault(step, fault, f"{why}: {changed}", answer="clear_cache")
+                self._recovery.stop(rank + why, error, Cause.OOM, cause=names(Cause.OOM))
+            self._log.fault(step, fault, f"{rank}{why}: {changed}", answer="clear_cache")
             return
+        record.shrinks += 1
+        record.part_limit = -(-samples // min(2 * overrun.parts, samples))
         self._log.fault(
             step,
             fault,
             f"{rank}{before} of {samples} samples do not fit into memory, the step is repeated "
-            f"with {size} at a time: {overrun.line}",
+            f"with {record.part_limit} at a time: {overrun.line}",
             answer="shrink_microbatch",
             samples=samples,
             size_before=before,
-            size=size,
+            size=record.part_limit,
         )
-        self._recovery.restorer.record.microbatches = self.sizes.to_dict()  # for the next process

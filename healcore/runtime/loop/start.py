@@ -89,7 +89,6 @@ def begin(
         checkpoints.begin_attempt(data.step)
     record = restorer.record
     record.settings = record.settings or dict(settings)
-    loop.memory.resume()
     recovery.read_engines()
     recovery.dominance.silent_until = recovery.ledger.accepted_until
     completed_at = newest.step if newest is not None and newest.completed else None

@@ -107,12 +107,11 @@ class Synchronization(Protocol):
         """
         ...
 
-    def any_failed(self, failed: bool) -> bool:
-        """Whether any rank has failed. Every rank calls it once per batch."""
-        ...
+    def end_batch(self, failed: bool) -> bool:
+        """Reduces the batch's gradients over the ranks, unless any rank has failed.
 
-    def reduce(self) -> None:
-        """Reduces the batch's gradients over the ranks. Called unless a rank has failed."""
+        Every rank calls it once per batch. Returns whether any rank has failed.
+        """
         ...
 
 

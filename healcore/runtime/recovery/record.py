@@ -11,22 +11,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from healcore.runtime.dominance.saved import SavedComparisons
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.microbatches.sizes import MicrobatchSizes
 from healcore.runtime.store import Course, StoreError
 
 SCHEMA = 3
 _Step = Annotated[int, Field(ge=0)]
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 _BatchId = Annotated[list[_Step], Field(min_length=2, max_length=2)]
-
-
-def _checked_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
-    MicrobatchSizes(shrinks=0).load(sizes)
-    return sizes
 
 
 @dataclass(kw_only=True)
@@ -49,8 +43,10 @@ class Record:
     """Learning rate, batch size, policy and other settings of the start, see `run_settings`."""
     nonfinite_ok: list[str] = field(default_factory=list)
     """Names of arrays that were not finite in the first snapshot."""
-    microbatches: Annotated[dict[str, Any], AfterValidator(_checked_sizes)] | None = None
-    """`MicrobatchSizes.to_dict`, or None while all batches have fitted into memory."""
+    part_limit: Annotated[int, Field(ge=1)] | None = None
+    """Largest number of samples of a micro-batch, or None while all batches have fitted."""
+    shrinks: _Step = 0
+    """How often the micro-batches were halved after running out of memory."""
     passes: _Step = 0
     """Most calls of `batches` in a process of the run."""
 

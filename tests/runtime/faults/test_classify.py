@@ -177,6 +177,7 @@ def test_memory_runs_out(allocate):
         torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("MPS backend out of memory (MPS allocated: 1.0 GB)"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )

@@ -88,7 +88,9 @@ def loop(
     sizes: list[list[int]] = [[] for _ in range(len(batches) // ACCUMULATED)]
     for number, batch in enumerate(healer.batches(batches)):
         done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
-        for part in healer.microbatches(batch, most=most(healer.step)):
+        if (limit := most(healer.step)) is not None:
+            healer.run.saver.restorer.record.part_limit = limit
+        for part in healer.microbatches(batch):
             with part, fail, around(last and part.last):
                 x, y = part.batch
                 loss = (model(x) - y).square().mean()

@@ -92,7 +92,8 @@ def test_mean_losses(run, loss_fn, options, batch, most):
     loss = loss_fn(model, batch)
     loss.backward()
     expected = gradients(model)
-    for part in healer.microbatches(batch, most=most, **options):
+    healer.run.saver.restorer.record.part_limit = most
+    for part in healer.microbatches(batch, **options):
         with part:
             loss_of_part = loss_fn(model, part.batch)
             healer.observe(loss_of_part)
@@ -109,7 +110,8 @@ def test_a_part_without_a_token_that_counts_is_left_out(run):
     batch = tokens(0, 4, 3, 0.0)
     batch["labels"][2:] = IGNORED
     parts: list[Any] = []
-    for part in healer.microbatches(batch, most=2, count="labels"):
+    healer.run.saver.restorer.record.part_limit = 2
+    for part in healer.microbatches(batch, count="labels"):
         with part:
             parts.append((part.weight, part.first, part.last))
     assert parts == [(1.0, True, True)]

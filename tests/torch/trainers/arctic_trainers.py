@@ -12,6 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from arctic_training.checkpoint.ds_engine import (  # pyright: ignore[reportMissingImports]
+    DSCheckpointEngine,
+)
 from arctic_training.config.checkpoint import (  # pyright: ignore[reportMissingImports]
     CheckpointConfig,
 )
@@ -19,8 +22,8 @@ from arctic_training.metrics import Metrics  # pyright: ignore[reportMissingImpo
 from arctic_training.trainer.sft_trainer import SFTTrainer  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 
+from healcore import Checkpoints
 from healcore.torch import arctic_callbacks
-from healcore.torch.trainers.arctic.checkpoint_engine import ArcticCheckpointEngine
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN
 
@@ -42,15 +45,14 @@ class Unhealed(SFTTrainer):
 
     Args:
         folder: of the checkpoints.
-        bad: batch of the first epoch whose loss is NaN.
-        save_every: steps between two checkpoints.
+        bad: batch of the first epoch whose loss is NaN when it is first read.
+        save_every: steps between two of ArcticTraining's own checkpoints, or 0.
         **config: values of TrainerConfig.
     """
 
     name = "unhealed"
-    checkpoint_engine: ArcticCheckpointEngine  # pyright: ignore
 
-    def __init__(self, folder: Path, bad: int = -1, save_every: int = 1, **config: Any) -> None:
+    def __init__(self, folder: Path, bad: int = -1, save_every: int = 0, **config: Any) -> None:
         import deepspeed  # pyright: ignore[reportMissingImports]
 
         values = {
@@ -94,11 +96,10 @@ class Unhealed(SFTTrainer):
             },
         )
         checkpoint = CheckpointConfig(
-            type="healcore", output_dir=folder, auto_resume=True, save_every_n_steps=save_every
+            type="deepspeed", output_dir=folder, save_every_n_steps=save_every
         )
-        self.checkpoint_engines = [ArcticCheckpointEngine(self, checkpoint)]
-        for engine in self.checkpoint_engines:
-            engine.load(self.model)
+        self.config.checkpoint = [checkpoint]
+        self.checkpoint_engines = [DSCheckpointEngine(self, checkpoint)]
         self.ds_wall_clock_available = False
         self.metrics = Metrics(self)
 
@@ -107,7 +108,8 @@ class Unhealed(SFTTrainer):
         i = int(batch["input_ids"])
         self.read.append(i)
         x = 1 + 0.1 * torch.rand(4, 3, generator=torch.Generator().manual_seed(i))
-        factor = NAN if i == self.bad and self.epoch_idx == 0 else 1.0
+        bad = i == self.bad and self.read.count(i) == 1
+        factor = NAN if bad else 1.0
         return (self.model(x) - x.sum(1, keepdim=True)).square().mean() * factor
 
     def checkpoint(self) -> None:
@@ -127,8 +129,10 @@ class TinyTrainer(Unhealed):
     callbacks = arctic_callbacks(policies.SKIPS)  # pyright: ignore
 
 
-class Observing(Unhealed):
-    """Judges and changes nothing, so that a NaN reaches the weights."""
+class RollingBack(Unhealed):
+    """Rolls back after a NaN."""
 
-    name = "observing"
-    callbacks = arctic_callbacks(policies.OBSERVES)  # pyright: ignore
+    name = "rolling-back"
+    callbacks = arctic_callbacks(  # pyright: ignore
+        policies.ROLLS_BACK, checkpoints=Checkpoints(every=2)
+    )

@@ -19,7 +19,6 @@ from tests.healer.run_options import grouped
 from tests.healer.training_loops import rules, skip_no_batches
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN
-from tests.torch.sync_counter import CountSyncs
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -103,21 +102,6 @@ def test_a_nan_batch_costs_its_step_and_nothing_else(accumulate: int):
         assert all(map(torch.equal, before, loop.weights)) == (not stepped)
     assert int(heal.metrics()["heal/skips"]) == 1
     assert all(bool(p.isfinite().all()) for p in loop.model.parameters())
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_healthy_run_is_the_same_to_the_bit_and_waits_for_nothing_more(accumulate: int):
-    found, syncs = [], []
-    for policy in (None, policies.SKIPS):
-        loop = Loop(accumulate)
-        heal = None if policy is None else attach(loop.optimizer, policy)
-        with CountSyncs() as counter:
-            for batch in loop.loader:
-                loop.step(batch, None if heal is None else heal.observe)
-        found.append(loop.weights)
-        syncs.append(counter.count)
-    assert all(map(torch.equal, *found))
-    assert syncs[0] == syncs[1]
 
 
 def test_a_wrapper_with_a_scaler_is_healed_and_released():

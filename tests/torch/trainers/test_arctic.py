@@ -1,4 +1,4 @@
-"""ArcticTraining's own loop on one process: labels, positions, health of checkpoints, stops."""
+"""ArcticTraining's own loop on one process: skips, rollbacks, labels, positions, stops."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.healer.run_directory import new_process
 from tests.torch.trainers.deepspeed_engines import prepare
 from tests.torch.two_ranks import free_port, run_two_ranks
 
@@ -28,39 +29,57 @@ def kinds() -> Any:
     return arctic_trainers
 
 
-def saved(folder: Path) -> dict[int, Any]:
-    """The checkpoints by the step of their label."""
-    found = {}
-    for path in folder.glob("epoch_*"):
-        content = torch.load(path / "mp_rank_00_model_states.pt", weights_only=False)
-        found[int(path.name.rsplit("_", 1)[1])] = content
-    return found
-
-
-def test_one_nan_batch_is_noticed_and_changes_nothing(kinds: Any, tmp_path: Path):
+def test_one_nan_batch_is_skipped_exactly(kinds: Any, tmp_path: Path):
     trainer = kinds.TinyTrainer(tmp_path, bad=5)
     trainer.train()
     assert trainer.global_step == 9
-    skips = int(trainer.healcore.heal.metrics()["heal/skips"])
-    assert skips == 1
+    assert trainer.healcore.report().counts["skips"] == 1
     assert all(map(torch.equal, trainer.after[2], trainer.after[3]))
     assert not any(map(torch.equal, trainer.after[3], trainer.after[4]))
     assert all(bool(p.isfinite().all()) for p in trainer.weights)
 
 
-def test_a_checkpoint_is_labelled_with_the_step_of_its_weights(kinds: Any, tmp_path: Path):
-    """And holds the position after that step, in the same file; none is within an accumulation."""
-    trainer = kinds.TinyTrainer(tmp_path)
+def test_a_checkpoint_of_arctic_training_has_the_step_of_its_weights(kinds: Any, tmp_path: Path):
+    trainer = kinds.TinyTrainer(tmp_path, save_every=3)
     trainer.train()
-    found = saved(tmp_path)
-    assert sorted(found) == [*range(1, 10)]
+    found = {}
+    for path in tmp_path.glob("epoch_*"):
+        content = torch.load(path / "mp_rank_00_model_states.pt", weights_only=False)
+        found[int(path.name.rsplit("_", 1)[1])] = content
+    assert sorted(found) == [3, 6]  # ArcticTraining saves with the first batch after the step
     for step, content in found.items():
-        weights = list(content["module"].values())
-        assert all(map(torch.equal, weights, trainer.after[step]))
+        assert all(map(torch.equal, content["module"].values(), trainer.after[step]))
         assert content["global_step"] == content["global_steps"] == step
-        cursor = content["healcore"]["cursor"]
-        assert cursor["micro_steps"] == 2 * step
-        assert cursor["epoch"] * 9 + cursor["batches"] == 2 * step
+
+
+def test_a_rollback_within_the_run(kinds: Any, tmp_path: Path):
+    """From the second epoch to a checkpoint of the first; the run leaves events and a report."""
+    trainer = kinds.RollingBack(tmp_path, bad=8)
+    trainer.train()
+    report = trainer.healcore.report()
+    assert len(report.rollbacks) == 1
+    assert all(bool(p.isfinite().all()) for p in trainer.weights)
+    assert trainer.train_batch_idx == trainer.model.micro_steps
+    events = tmp_path / "_healcore" / "healcore.events.jsonl"
+    kinds_of = [json.loads(line)["kind"] for line in events.read_text().splitlines()]
+    assert kinds_of.count("rollback") == 1
+    assert kinds_of[-1] == "end"
+
+
+def test_an_exception_ends_the_run_with_a_postmortem(kinds: Any, tmp_path: Path):
+    trainer = kinds.TinyTrainer(tmp_path)
+    original = trainer.loss
+
+    def loss(batch: Any) -> Any:
+        if len(trainer.read) == 5:
+            raise ValueError("broken")
+        return original(batch)
+
+    trainer.loss = loss
+    with pytest.raises(ValueError, match="broken"):
+        trainer.train()
+    assert trainer.healcore.report().ending == "exception"
+    assert list((tmp_path / "_healcore").glob("*postmortem*"))
 
 
 @pytest.mark.parametrize("stop", [1, 4, 5, 8])
@@ -73,20 +92,14 @@ def test_a_resume_replays_no_batch_and_loses_none(stop: int, kinds: Any, tmp_pat
     first.train()
     assert "exit_iteration" in first.early_stop_reason
     second = kinds.TinyTrainer(tmp_path / "parts")
-    assert second.global_step == stop
     second.train()
     assert first.read + second.read == TWO_EPOCHS
     assert second.global_step == 9
     assert all(map(torch.equal, second.weights, whole.weights))
-    assert second.healcore.heal.state_dict() == whole.healcore.heal.state_dict()
-
-
-def test_weights_that_are_not_finite_are_not_saved(kinds: Any, tmp_path: Path):
-    trainer = kinds.Observing(tmp_path, bad=5)
-    trainer.train()
-    assert not all(bool(p.isfinite().all()) for p in trainer.weights)
-    assert sorted(saved(tmp_path)) == [1, 2]
-    assert (tmp_path / "latest").read_text() == "epoch_0_global_step_2"
+    new_process()
+    third = kinds.TinyTrainer(tmp_path / "parts")
+    third.train()
+    assert (third.read, third.global_step) == ([], 9)
 
 
 def test_the_kill_switch_stops_between_two_steps(kinds: Any, tmp_path: Path):

@@ -27,37 +27,22 @@ def one_process() -> None:
 
 
 @every_kind
-def test_one_nan_batch_is_noticed_and_changes_nothing(kind: str):
+@pytest.mark.parametrize("factor", [NAN, 20.0])
+def test_a_bad_step_is_skipped_in_every_group_and_changes_nothing(kind: str, factor: float):
+    """DeepSpeed takes a finite spike; with ZeRO it steps each parameter group on its own."""
     loop = Loop(KINDS[kind])
     heal = heal_engine(loop.engine, policies.SKIPS)
     for i in range(8):
         before, moments = loop.weights, loop.moments
-        loop.step(i, NAN if i == 5 else 1.0)
+        loop.step(i, factor if i == 5 else 1.0)
         assert all(map(torch.equal, before, loop.weights)) == (i == 5)
         if i == 5:
             assert all(map(torch.equal, moments, loop.moments))
     heal.judge_dropped()
     assert not heal.has_loss
-    assert all(bool(p.isfinite().all()) for p in loop.weights)
     assert int(heal.metrics()["heal/skips"]) == 1, "a loss that is NaN is no overflow"
-    if kind == SCALED:
-        assert loop.engine.skipped_steps == 1
-
-
-@every_kind
-def test_a_finite_spike_is_skipped_in_every_group(kind: str):
-    """DeepSpeed takes such a step; with ZeRO it steps each parameter group on its own."""
-    loop = Loop(KINDS[kind])
-    heal = heal_engine(loop.engine, policies.SKIPS)
-    for i in range(8):
-        before, moments = loop.weights, loop.moments
-        loop.step(i, 20.0 if i == 5 else 1.0)
-        unchanged = [*map(torch.equal, before, loop.weights)]
-        assert all(unchanged) if i == 5 else not any(unchanged)
-        if i == 5:
-            assert all(map(torch.equal, moments, loop.moments))
-    assert int(heal.metrics()["heal/skips"]) == 1
-    assert loop.engine.skipped_steps == 0
+    if factor == 20.0 or kind == SCALED:
+        assert loop.engine.skipped_steps == (factor != 20.0)
 
 
 @every_kind

@@ -85,15 +85,3 @@ def test_a_reward_function(tmp_path: Path):
         found.append((rows, tiny.weights(trainer)))
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
-
-
-def test_an_error_that_does_not_pass_ends_the_run_with_its_state_saved(tmp_path: Path):
-    trainer = small_runs.trainer(tmp_path, steps=8, cls=Dropped)
-    vars(trainer)["judge"] = Failing(tuple(range(5, 100)))
-    with pytest.raises(ConnectionResetError):
-        heal_trainer(trainer, store=tmp_path / "store", retry={**QUICK, "attempts": 3}).train()
-    assert answers(tmp_path / "store") == ["retry", "retry", None, "save"]
-    again = small_runs.trainer(tmp_path, steps=8, cls=Dropped)
-    vars(again)["judge"] = Failing(())
-    heal_trainer(again, store=tmp_path / "store").train()
-    assert vars(again)["judge"].calls == 3, "it goes on after step 5"

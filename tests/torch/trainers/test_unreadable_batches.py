@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints
-from healcore.runtime.healer import Healer
 from healcore.torch import LightningHealingCallback, heal_trainer
 from tests.healer.run_directory import events
 from tests.torch.trainers.huggingface import small_runs
@@ -132,37 +131,3 @@ def test_lightning(loader: Any, bad: tuple[int, ...], tmp_path: Path):
 
 
 # -- Accelerate -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_accelerate(stateful: bool, workers: int, tmp_path: Path):
-    import accelerate
-    from accelerate.utils import DataLoaderConfiguration
-
-    config = DataLoaderConfiguration(
-        use_stateful_dataloader=stateful, use_seedable_sampler=stateful
-    )
-    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
-    model = torch.nn.Linear(1, 1)
-    rows = corrupt([(row, torch.rand(1)) for row in range(24)], (7, 13))
-    model, optimizer, loader = accelerator.prepare(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        DataLoader(rows, batch_size=2, num_workers=workers),
-    )
-    seen: list[int] = []
-    state = {"model": model, "optimizer": optimizer}
-    with Healer("default", state=state, store=tmp_path) as healer:
-        for batch in healer.batches(loader, epochs=2):
-            seen.append(int(batch[0][0]) // 2)
-            loss = model(batch[1]).square().mean()
-            healer.observe(loss)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert seen == [each for each in range(12) if each not in (3, 6)] * 2
-    assert skipped(tmp_path) == [[0, 3], [0, 6], [1, 3], [1, 6]]
-    assert all("row" in each["problem"] for each in events(tmp_path, "fault"))
-    with pytest.raises(OSError, match="row 7"):  # outside of the Healer the loader is as before
-        list(loader)

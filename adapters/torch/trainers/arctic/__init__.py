@@ -6,167 +6,198 @@ It requires that the first argument of a callback is called `self`.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Unpack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 
-from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Action
-from healcore.torch.healing import Healing
-from healcore.torch.trainers.deepspeed.attachment import heal_engine
+from healcore.runtime.healer import Healer
+from healcore.runtime.loop.termination import EndRequested
+from healcore.runtime.store import CheckpointStore
+from healcore.torch.errors import AttachError
+from healcore.torch.trainers import driven
+from healcore.torch.trainers.deepspeed.state import engine_state
 
 if TYPE_CHECKING:
-    from healcore.policy import Overrides, PolicyLike
+    from healcore.policy import PolicyLike
+
+_END = object()
 
 
 def arctic_callbacks(
-    policy: PolicyLike = "default", **overrides: Unpack[Overrides]
+    policy: PolicyLike = "default",
+    *,
+    store: str | os.PathLike[str] | CheckpointStore | Literal["auto"] | None = "auto",
+    **options: Unpack[driven.TrainerOptions],
 ) -> list[tuple[str, Callable[..., None]]]:
-    """Callbacks that heal an ArcticTraining trainer: the policy clips or skips each step.
+    """Callbacks that heal an ArcticTraining trainer: clip and skip steps, roll back, resume.
 
         class MyTrainer(SFTTrainer):
             name = "mine"
             callbacks = arctic_callbacks("default")
 
-    Between two optimizer steps, the ranks agree on every reason to stop (iteration limits, the kill
-    switch, the policy's stop). If the policy orders a rollback, the order is only logged, because
-    ArcticTraining's loop cannot roll back. Restart the same command to resume.
+    While the trainer trains, `trainer.healcore` is its `healcore.Healer`. Between two optimizer
+    steps, the ranks agree on ArcticTraining's reasons to stop (iteration limits, the kill switch).
+    The same command resumes the run from the store.
 
     Args:
-        policy: as for `attach`.
-        **overrides: as for `attach`.
+        policy: as for `healcore.Healer`.
+        store: a directory for checkpoints, a store, "auto" for `_healcore` in the `output_dir` of
+            the recipe's first checkpoint, or None for host memory, which is lost with the process.
+        **options: further arguments of `healcore.Healer` and values to replace in the policy.
 
     Returns:
         (event, function) pairs, for the class attribute `callbacks`.
+
+    Raises:
+        healcore.policy.PolicyError: the policy does not exist or is invalid.
+        ValueError, TypeError: an option is out of range or unknown.
     """
+    resolved, healer_options = driven.resolve_options(policy, options)
 
     def heal_before_training(self: Any) -> None:
-        run = HealedRun(self, heal_engine(self.model, policy, **overrides))
-        self.healcore = run
-        for engine in self.checkpoint_engines:
-            run.resume(getattr(engine, "resumed", None))
+        if self.global_step:
+            raise AttachError(
+                "auto_resume of the recipe's checkpoint conflicts with arctic_callbacks, which "
+                "continues the run from its own store: set auto_resume to false"
+            )
+        folders = [Path(each.output_dir) for each in self.config.checkpoint]
+        where: Any = store
+        if store == "auto":
+            where = folders[0] / "_healcore" if folders else None
+        epochs = HealedEpochs(self)
+        state = {**engine_state(self.model), "epochs": epochs}
+        self.healcore = Healer(resolved, state=state, store=where, **healer_options).__enter__()
+        epochs.insert(self.healcore)
 
-    def position_before_epoch(self: Any) -> None:
-        self.healcore.begin_epoch()
+    def end_before_last_checkpoint(self: Any) -> None:
+        # ArcticTraining sets its own count after the save, which is labelled with the count.
+        self.train_dataloader.set_counts()
+        if self.training_finished:
+            self.train_dataloader.close(None)
 
-    def label_before_checkpoint(self: Any) -> None:
-        self.healcore.note_step()
-
-    return [
-        ("pre-train", heal_before_training),
-        ("pre-epoch", position_before_epoch),
-        ("pre-checkpoint", label_before_checkpoint),
-    ]
+    return [("pre-train", heal_before_training), ("pre-checkpoint", end_before_last_checkpoint)]
 
 
-class HealedRun:
-    """The state of healcore in one run of a trainer, available as `trainer.healcore`.
+class HealedEpochs:
+    """Replaces `trainer.train_dataloader`: passes the Healer's batches, epoch by epoch.
 
-    Attributes:
-        heal: the handle of the engine's optimizer.
-        cursor: epoch, batches of that epoch and micro-steps of the run after the last optimizer
-            step; saved with the weights.
+    Also a part of the Healer's state, with the trainer's settings. The counts of the trainer follow
+    from the DeepSpeed engine, which is another part.
     """
 
-    def __init__(self, trainer: Any, heal: Healing) -> None:
-        self.heal = heal
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._epoch_start = 0
-        self._skip = 0
-        self.cursor = {"epoch": trainer.epoch_idx, "batches": 0, "micro_steps": 0}
-        self._stops = False
-        """Whether the policy has ordered a stop."""
-        heal.hooks.incident_log.take = self._take
+        self._loader = trainer.train_dataloader
         self._own_early_exit: Callable[[], bool] = trainer.need_early_exit
-        trainer.need_early_exit = self._need_early_exit
+        self._own_epoch: Callable[[], None] = trainer.epoch
+        self._healer: Healer[Any] | None = None
+        """The open Healer, or None before and after the training."""
+        self._batches: Iterator[Any] = iter(())
+        self._pending: list[Any] = []
+        """The first batch of the next epoch, if it was read."""
+        self._request: EndRequested | None = None
+        """Reason to stop before the end of the training, or None."""
 
-    @property
-    def between_steps(self) -> bool:
-        """Whether no micro-batch has been accumulated since the last optimizer step."""
-        model = self._trainer.model
-        return model.micro_steps % model.gradient_accumulation_steps() == 0
+    def insert(self, healer: Healer[Any]) -> None:
+        """Passes the batches of the open Healer to the trainer."""
+        trainer, config = self._trainer, self._trainer.config
+        self._healer, epochs = healer, config.epochs
+        if config.train_iters:
+            per_step = self._trainer.model.gradient_accumulation_steps()
+            epochs = math.ceil(config.train_iters * per_step / len(self._loader))
+        self._batches = healer.batches(self._loader, epochs=epochs)
+        trainer.train_dataloader, trainer.epoch = self, self._epoch
+        trainer.need_early_exit = lambda: False  # asked between two steps, see `_must_end`
+        self.set_counts()
 
-    def resume(self, record: dict[str, Any] | None) -> None:
-        """Loads the `record` of a checkpoint, unless it is None."""
-        if record is None:
-            return
-        self.cursor = dict(record["cursor"])
-        self._skip = self.cursor["batches"]
-        self._trainer.model.micro_steps = self.cursor["micro_steps"]
-        self.heal.load_state_dict(record["policy"])
+    def close(self, error: BaseException | None) -> None:
+        """Ends the Healer with the exception that ends the training, or None."""
+        healer, self._healer, error = self._healer, None, error or self._request
+        if healer is not None:
+            healer.__exit__(type(error) if error else None, error, None)
 
-    def record(self) -> dict[str, Any]:
-        """Returns the state to save with the weights, in the same file."""
-        return {"cursor": dict(self.cursor), "policy": self.heal.state_dict()}
-
-    def begin_epoch(self) -> None:
-        """Skips the batches that were used before a resume."""
-        trainer, skip, self._skip = self._trainer, self._skip, 0
-        if skip:
-            trainer.train_dataloader = SkipFirstBatches(trainer.train_dataloader, skip)
-            trainer.train_batch_idx = self.cursor["micro_steps"]
-        self._epoch_start = trainer.train_batch_idx - skip
-
-    def note_step(self) -> None:
-        """Sets the trainer's counts and the cursor to the step of the weights, before a save."""
-        trainer = self._trainer
-        step, micro_steps = trainer.model.global_steps, trainer.model.micro_steps
-        trainer.global_step = step
+    def set_counts(self) -> None:
+        """Sets the trainer's counts to the engine's, which a rollback changes."""
+        trainer, step = self._trainer, self._trainer.model.global_steps
+        trainer.global_step, trainer.train_batch_idx = step, trainer.model.micro_steps
         trainer.global_step_this_run = step - trainer.global_step_at_start_this_run
-        if self.between_steps and micro_steps != self.cursor["micro_steps"]:
-            batches, epoch = trainer.train_batch_idx - self._epoch_start, trainer.epoch_idx
-            self.cursor = {"epoch": epoch, "batches": batches, "micro_steps": micro_steps}
-
-    def is_healthy(self) -> bool:
-        """Whether all weights are finite and no incident is open, on every rank. One sync."""
-        self.heal.judge_dropped()
-        params = self._trainer.model.module.parameters()
-        finite = all(bool(p.isfinite().all()) for p in params)
-        incident = self.heal.live_engine.pending_record()().incident_open
-        return not self._any_rank(not finite or incident)
-
-    def _need_early_exit(self) -> bool:
-        """Whether the trainer or the policy of any rank has a reason to stop."""
-        trainer = self._trainer
-        if not self.between_steps:
-            return False  # the micro-batches of this step would be lost
-        stop = self._own_early_exit()
-        if self._stops and not stop:
-            trainer.early_stop_reason, stop = "stopped by healcore's policy", True
-        agreed = self._any_rank(stop)
-        if agreed and not stop:
-            trainer.early_stop_reason = "another rank has a reason to stop"
-        return agreed
-
-    def _take(self, record: StepRecord, action: Action) -> Action:
-        """Keeps an order to stop. Returns the orders that are not carried out."""
-        self._stops |= bool(action & Action.STOP)
-        return action & ~Action.STOP
-
-    def _any_rank(self, flag: bool) -> bool:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return flag
-        flags = torch.tensor(float(flag), device=self._trainer.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags)
-
-
-class SkipFirstBatches:
-    """A loader whose first pass skips its first `skip` batches. Later passes are complete."""
-
-    def __init__(self, loader: Any, skip: int) -> None:
-        self._loader = loader
-        self._skip = skip
 
     def __len__(self) -> int:
+        """Number of batches of an epoch."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        return islice(iter(self._loader), skip, None)
+        """Yields the rest of the trainer's epoch, also from an earlier epoch after a rollback."""
+        trainer, last = self._trainer, self._trainer.epoch_idx
+        while not self._must_end():
+            if not self._pending:
+                self._pending = [next(self._batches, _END)]
+            assert self._healer is not None
+            batch = self._pending[0]
+            if batch is _END or (epoch := self._healer.run.data.unused[-1].epoch) > last:
+                break
+            self.set_counts()
+            trainer.epoch_idx = epoch
+            self._pending.clear()
+            yield batch
+        trainer.epoch_idx = last
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+    def _must_end(self) -> bool:
+        """Whether the training ends here: the trainer of any rank has a reason, between steps."""
+        trainer, engine = self._trainer, self._trainer.model
+        if engine.micro_steps % engine.gradient_accumulation_steps():
+            return False
+        stop = self._own_early_exit()
+        if not _any_rank(stop, trainer.device):
+            return False
+        assert self._healer is not None
+        if trainer.global_step >= trainer.training_horizon:
+            if self._healer.after_step(last=True):
+                return False  # the last steps have rolled the run back
+        else:
+            if not stop:
+                trainer.early_stop_reason = "another rank has a reason to stop"
+            self._request = EndRequested(trainer.early_stop_reason)
+        trainer.early_stop = True
+        return True
+
+    def _epoch(self) -> None:
+        try:
+            self._own_epoch()
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    # -- a part of the state --------------------------------------------------------------------
+
+    @property
+    def run_settings(self) -> dict[str, Any]:
+        """The settings that determine the result, except DeepSpeed's."""
+        config, engine = self._trainer.config, self._trainer.model
+        return {
+            "epochs": config.epochs,
+            "train_iters": config.train_iters,
+            "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns an empty dictionary."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Does nothing."""
+
+
+def _any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is True on any rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return flag
+    flags = torch.tensor(float(flag), device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags)

@@ -257,7 +257,6 @@ class HealingCallback(TrainerCallback, ExportableState):
         for name, replacement in (
             ("training_step", split.training_step),
             ("_run_epoch", self._run_epoch),
-            ("_push_from_checkpoint", self._push),
         ):
             call = functools.partial(replacement, getattr(trainer, name))
             stack.enter_context(replaced(trainer, name, call))
@@ -308,11 +307,6 @@ class HealingCallback(TrainerCallback, ExportableState):
             self.close(error)
             raise
 
-    def _push(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Pushes a checkpoint to the Hub; retries after a network failure."""
-        assert self._running is not None
-        return self._running.retrying(original)(*args, **kwargs)
-
     def _check(self, trainer: Any, state: State) -> None:
         """Raises AttachError for a Trainer that cannot be healed."""
         distributed = str(getattr(trainer.accelerator.distributed_type, "value", ""))
@@ -338,11 +332,6 @@ class HealingCallback(TrainerCallback, ExportableState):
             raise AttachError(
                 "hyperparameter_search is not supported with a store, which the trials would "
                 "share: use HealingCallback without a store"
-            )
-        if trainer.args.auto_find_batch_size:
-            raise AttachError(
-                "auto_find_batch_size=True restarts the training with another batch size when "
-                "memory runs out: set it to False; healcore splits the batch and keeps its size"
             )
 
 

@@ -68,9 +68,15 @@ def trainer_copy(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
 
 def add_hint(error: Exception) -> None:
     """Adds a diagnosis to the error of a dry run, if the error is of a known kind."""
-    fault = classify(error)
+    fault, hint = classify(error), ""
     if fault.cause is not Cause.UNKNOWN:
-        error.add_note(f"healcore: {fault.failure.diagnosis}")
+        hint = fault.failure.diagnosis
+    elif isinstance(error, IndexError):
+        hint = "An index is too large for its table: compare token ids with the vocabulary's size."
+    elif isinstance(error, KeyError):
+        hint = "The batch lacks this key: compare the dataset's columns with the model's arguments."
+    if hint:
+        error.add_note(f"healcore: {hint}")
 
 
 def read_metrics(metrics: Path) -> DryRun:

@@ -79,7 +79,7 @@ def clipped_after(trainer: Any, optimizer: Optimizer, limit: float) -> Iterator[
 
 @contextmanager
 def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Iterator[None]:
-    """Adds the entries of `metrics()` that have changed to each training row of the log.
+    """Adds the entries of `metrics()` that have changed to each training row and the last row.
 
     A callback could not do this, because the callbacks of trackers run before the user's callbacks.
     """
@@ -87,7 +87,8 @@ def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Itera
 
     @functools.wraps(original)
     def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        original({**logs, **changed()} if "loss" in logs else logs, *args, **kwargs)
+        of_training = "loss" in logs or "train_loss" in logs
+        original({**logs, **changed()} if of_training else logs, *args, **kwargs)
 
     with replaced(trainer, "log", log):
         yield

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from healcore.runtime.faults import classify
 from healcore.runtime.healer import Healer
 from healcore.runtime.microbatches.splitting import count_samples
 from healcore.torch.trainers.huggingface.counters import Counters, WindowCounts
@@ -45,28 +44,12 @@ class SplitSteps:
         self._healer = healer
         self._counters = counters
         self._stack = stack
-        self._window: list[Any] = []
-        """Inputs of the micro-batches since the last step."""
-        self._pending: list[Any] = []
-        """Inputs of the micro-batches that the next attempt trains on."""
+        self._begins = True
+        """Whether the next micro-batch is the first of a step."""
         self._accumulated = False
         """Whether a part of the window was trained on."""
         self._tokens = 0
         """Number of tokens that `training_step` has counted itself in this window."""
-
-        def attempt(*args: Any) -> Tensor:
-            try:
-                return self._run(*args)
-            except Exception as error:
-                if classify(error).transient:
-                    healer.run.memory.drop_window()
-                    self._restore_counts()
-                    self._pending = list(self._window)
-                raise
-
-        attempt.__qualname__ = f"{type(trainer).__name__}.training_step"
-        single = trainer.accelerator.num_processes == 1  # else other ranks would wait
-        self._attempt = healer.retrying(attempt) if single else attempt
 
     def training_step(
         self, original: Callable[..., Tensor], model: Any, inputs: Any, items: Any = None
@@ -80,39 +63,28 @@ class SplitSteps:
             Exception: an out-of-memory error, if the policy has no rule for it or the batch
                 cannot be split; a network failure, after the retries of `[retry]`; any other error.
         """
-        if not self._window:
+        if self._begins:
             self._counters.before = WindowCounts(self._trainer)
             self._accumulated, self._tokens = False, 0
-        self._window.append(inputs)
-        self._pending = [inputs]
-        loss = self._attempt(original, model, items)
-        if self._trainer.accelerator.gradient_state.sync_gradients:
-            self._window.clear()
-        return loss
-
-    def _run(self, original: Callable[..., Tensor], model: Any, items: Any) -> Tensor:
-        """Trains on the pending micro-batches; returns the loss of the last micro-batch."""
         losses: list[Tensor] = []
-        count = None if self._is_sum(items) else self._loss_items
-        for inputs in self._pending:
-            losses.clear()
-            batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
-            for part in self._healer.run.memory.parts(
-                batch,
-                count=count,
-                whole=self._obstacle(),
-                last_resort=lambda: self._checkpoint_activations(model),
-            ):
-                if part.first and self._accumulated:
-                    losses.clear()
-                    self._restore_counts()
-                with part:
-                    self._accumulated = True
-                    rows = self._pair_rows(part.batch["inputs"], join=False)
-                    loss = self._train(original, model, rows, items, part.weight)
-                    # A repeated window begins with parts of the earlier micro-batches.
-                    if part.batch["micro_batch"] == id(inputs):
-                        losses.append(loss)
+        batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
+        for part in self._healer.run.memory.parts(
+            batch,
+            count=None if self._is_sum(items) else self._loss_items,
+            whole=self._obstacle(),
+            last_resort=lambda: self._checkpoint_activations(model),
+        ):
+            if part.first and self._accumulated:
+                losses.clear()
+                self._restore_counts()
+            with part:
+                self._accumulated = True
+                rows = self._pair_rows(part.batch["inputs"], join=False)
+                loss = self._train(original, model, rows, items, part.weight)
+                # A repeated window begins with parts of the earlier micro-batches.
+                if part.batch["micro_batch"] == id(inputs):
+                    losses.append(loss)
+        self._begins = self._trainer.accelerator.gradient_state.sync_gradients
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _train(

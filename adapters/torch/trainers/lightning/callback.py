@@ -17,7 +17,6 @@ from healcore.policy import Policy, PolicyLike
 from healcore.policy.trainer_limit import with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
-from healcore.runtime.loop.setup import StoreNotEmpty
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
@@ -55,7 +54,7 @@ class LightningHealingCallback(Callback):
     Args:
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.
         store: a directory for checkpoints, a store, or None for host memory, which is lost with the
-            process. `ModelCheckpoint` works as usual.
+            process. `ModelCheckpoint` works as usual. `ckpt_path` needs `store=None`.
         loss_fn: function that returns the loss of one batch on the module's device, to compare the
             current weights with earlier weights; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
@@ -123,6 +122,12 @@ class LightningHealingCallback(Callback):
         """Inserts the Healer between Lightning and its dataloaders. Not with `fast_dev_run`."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        if trainer.ckpt_path is not None and self._options["store"] is not None:
+            raise AttachError(
+                "ckpt_path conflicts with the store, which continues the run by itself: omit "
+                "ckpt_path; to start a new run from those weights, load the module from that file "
+                "and pass an empty store"
+            )
         self.healer = None
         self._progress = Progress(trainer)
         self._replace_hooks(trainer.fit_loop)
@@ -249,26 +254,15 @@ class LightningHealingCallback(Callback):
         """
         assert self._progress is not None
         if self.healer is None:
-            ckpt_path, options = trainer.ckpt_path, dict(self._options)
-            if ckpt_path is not None:
-                options["resume"] = False
+            options = dict(self._options)
             if (loss_fn := options["loss_fn"]) is not None:
                 to_device = trainer.strategy.batch_to_device
                 options["loss_fn"] = lambda batch: loss_fn(to_device(batch.fetched[0]))
             healer = Healer(self._fit_policy, state=_state(trainer, self._progress), **options)
-            try:
-                self.healer = healer.__enter__()
-            except StoreNotEmpty as error:
-                if ckpt_path is None:
-                    raise
-                raise AttachError(
-                    f"ckpt_path={str(ckpt_path)!r} and the callback's store both have a run to "
-                    "resume: omit ckpt_path to continue from the store, or "
-                    "pass an empty store to start from ckpt_path"
-                ) from error
+            self.healer = healer.__enter__()
             self._metrics = ChangedMetrics(healer.metrics)
             self._progress.within_step = lambda: bool(healer.run.data.unused)
-            if ckpt_path is not None:
+            if trainer.ckpt_path is not None:
                 driven.load_engines(healer, self._engines)
         self._progress.rewinds_data = rewinds_data
         return self.healer

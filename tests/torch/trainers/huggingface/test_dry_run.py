@@ -67,9 +67,17 @@ def test_it_says_what_the_policy_would_do(tmp_path: Path):
     assert all("NONFINITE_LOSS" in each for each in found.would)
 
 
-def test_an_error_in_it_has_a_note_about_what_to_look_at(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("raises", "note"),
+    [
+        (lambda *_: torch.empty(1 << 50), "Memory ran out: "),
+        (lambda *_: [].pop(), "token ids"),
+        (lambda *_: {}["labels"], "columns"),
+    ],
+)
+def test_an_error_in_it_has_a_note_about_what_to_look_at(raises: Any, note: str, tmp_path: Path):
     trainer = tiny.plain(tmp_path, max_steps=3)
-    trainer.model.lm_head.register_forward_hook(lambda *_: torch.empty(1 << 50))
-    with pytest.raises(RuntimeError, match="alloc") as raised:
+    trainer.model.lm_head.register_forward_hook(raises)
+    with pytest.raises((RuntimeError, IndexError, KeyError)) as raised:
         heal_trainer(trainer).dry_run(steps=1)
-    assert "Memory ran out: " in raised.value.__notes__[-1]
+    assert note in raised.value.__notes__[-1]

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer
 
 from healcore.torch import HealingCallback
 from tests.healer.run_options import grouped
-from tests.torch.trainers.huggingface.small_runs import (
-    BATCH,
-    Net,
-    Rows,
-    calling,
-    raising,
-    weights,
-)
+from tests.torch.trainers.huggingface import small_runs
+from tests.torch.trainers.huggingface.small_runs import BATCH, Rows, calling, raising, weights
 
 POLICY = {
     "save_every": 5,
@@ -62,32 +56,17 @@ class Seen(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
 
-def run(
-    folder: Path,
-    *,
-    once: bool,
-    bad: int | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
-) -> Any:
-    torch.manual_seed(0)
-    args = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=BATCH,
+def run(folder: Path, *, once: bool, bad: int | None = None, callbacks: Any = ()) -> Any:
+    trainer = small_runs.trainer(
+        folder,
+        cls=Seen,
+        callbacks=[HealingCallback(store=folder / "store", **grouped(POLICY)), *callbacks],
         max_steps=30,
-        learning_rate=1e-2,
-        log_level="error",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
         max_grad_norm=0.0,
         # Where one process reads for all, accelerate itself raises at the end of the data.
         accelerator_config={"dispatch_batches": False},
-        dataloader_pin_memory=False,
     )
-    own = [HealingCallback(store=folder / "store", **grouped(POLICY))]
-    data = Stream(20, bad, once=once)
-    trainer = Seen(Net(), args, train_dataset=data, callbacks=[*own, *callbacks])
+    trainer.train_dataset = Stream(20, bad, once=once)
     trainer.train()
     return trainer
 

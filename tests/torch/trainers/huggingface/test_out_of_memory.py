@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers import TrainerCallback
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import heal_trainer
 from tests.healer.run_directory import events
-from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 
@@ -28,14 +26,8 @@ class Gradients(TrainerCallback):
         self.seen.append(torch.cat(grads))
 
 
-def out_of_memory() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-def limit(
-    trainer: Any, rows: int, *, until: int = 10**9, fail: Callable[[], object] = out_of_memory
-) -> list[int]:
-    """The model calls `fail` for more than `rows` rows; returns what it saw."""
+def limit(trainer: Any, rows: int) -> list[int]:
+    """The model runs out of memory for more than `rows` rows; returns what it saw."""
     seen: list[int] = []
 
     def forward(module: Any, args: Any, kwargs: Any) -> None:
@@ -43,8 +35,8 @@ def limit(
         if module.training:
             seen.append(count)
             # Within the forward pass, after micro-batches of the window that did fit.
-            if count > rows and len(seen) > 1 and len(seen) < until:
-                fail()
+            if count > rows and len(seen) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     trainer.model.register_forward_pre_hook(forward, with_kwargs=True)
     return seen
@@ -58,51 +50,42 @@ def uneven() -> Any:
     return Dataset.from_dict({"input_ids": rows})
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-@pytest.mark.parametrize("accumulated", [1, 3])
-def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp_path: Path):
+MEAN: dict[str, Any] = {"model_accepts_loss_kwargs": False}
+"""Attributes of a trainer whose model takes no num_items_in_batch: each part has its share."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulated", "attributes"),
+    [("sft", 1, {}), ("sft", 3, {}), ("dpo", 3, {}), ("plain", 1, MEAN)],
+)
+def test_the_gradient_is_that_of_the_full_batch(
+    kind: str, accumulated: int, attributes: dict[str, Any], tmp_path: Path
+):
     arguments: dict[str, Any] = {
         "gradient_accumulation_steps": accumulated,
         "max_steps": 3,
         "optim": "sgd",
         "max_grad_norm": 0.0,
     }
-    if kind == "sft":
-        arguments["data"] = uneven()
+    if kind != "dpo":
+        arguments["data"] = labelled() if attributes else uneven()
+    fits = {"dpo": 4, "sft": 2, "plain": 1}[kind]
     expected, found = Gradients(), Gradients()
     for callback, healed in ((expected, False), (found, True)):
         trainer = getattr(tiny, kind)(tmp_path / str(healed), **arguments)
+        vars(trainer).update(attributes)
         trainer.add_callback(callback)
         if not healed:
             trainer.train()
             continue
-        per_sample = 2 if kind == "dpo" else 1
-        seen = limit(trainer, 2 * per_sample)
+        seen = limit(trainer, fits)
         own: Any = heal_trainer(trainer, store=tmp_path / "store", clip=None)
         own.train()
-        assert max(seen[-2 * accumulated :]) <= 2 * per_sample, "the size is remembered"
-        assert own.report().counts["shrinks"] == 1
+        assert max(seen[-2 * accumulated :]) <= fits, "the size is remembered"
+        assert own.report().counts["shrinks"] == (2 if kind == "plain" else 1)
         assert trainer.args.per_device_train_batch_size == 4
         assert trainer.args.gradient_accumulation_steps == accumulated
         assert trainer.state.global_step == 3
-    for a, b in zip(found.seen, expected.seen, strict=True):
-        assert float((a - b).norm() / b.norm()) < 1e-6
-
-
-def test_a_mean_loss_is_weighted_by_tokens(tmp_path: Path):
-    """A model that takes no num_items_in_batch: each part has its share of the labels."""
-    expected, found = Gradients(), Gradients()
-    for callback, healed in ((expected, False), (found, True)):
-        trainer = tiny.plain(
-            tmp_path / str(healed), max_steps=3, max_grad_norm=0.0, optim="sgd", data=labelled()
-        )
-        trainer.model_accepts_loss_kwargs = False
-        trainer.add_callback(callback)
-        if healed:
-            limit(trainer, 1)
-            heal_trainer(trainer, store=tmp_path / "store", clip=None).train()
-        else:
-            trainer.train()
     for a, b in zip(found.seen, expected.seen, strict=True):
         assert float((a - b).norm() / b.norm()) < 1e-6
 
@@ -115,33 +98,12 @@ def labelled() -> Any:
     return Dataset.from_dict({"input_ids": rows, "labels": labels})
 
 
-def test_out_of_memory_before_the_first_save(tmp_path: Path):
-    """A known system crashes here; and a run without healing does."""
-    trainer = tiny.sft(tmp_path, max_steps=3, save_strategy="no")
-    seen = limit(trainer, 2)
-    seen.append(0)  # from the very first forward pass on
+def test_the_batch_is_split_before_the_trainer_finds_a_smaller_one(tmp_path: Path):
+    trainer = tiny.sft(tmp_path, max_steps=3, auto_find_batch_size=True)
+    limit(trainer, 2)
     heal_trainer(trainer, store=tmp_path / "store").train()
     assert trainer.state.global_step == 3
-    alone = tiny.sft(tmp_path, max_steps=3)
-    limit(alone, 2)
-    with pytest.raises(torch.OutOfMemoryError):
-        alone.train()
-
-
-@pytest.mark.parametrize(
-    "fail",
-    [
-        lambda: torch.empty(2**58),  # the allocator of the CPU
-        small_runs.raising(
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
-        ),
-    ],
-)
-def test_every_kind_of_out_of_memory_gets_the_same_answer(fail: Any, tmp_path: Path):
-    trainer = tiny.sft(tmp_path, max_steps=3)
-    limit(trainer, 2, fail=fail)
-    heal_trainer(trainer, store=tmp_path / "store").train()
-    assert trainer.state.global_step == 3
+    assert trainer._train_batch_size == 4
     (found,) = events(tmp_path / "store", "fault")
     assert (found["cause"], found["answer"]) == (["OOM"], "shrink_microbatch")
 

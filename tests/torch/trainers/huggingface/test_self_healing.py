@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from healcore import Checkpoints
-from healcore.runtime.loop.termination import RunStopped
-from healcore.torch import AttachError, HealingCallback, heal_trainer
+from healcore.torch import AttachError, heal_trainer
 from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS
 from tests.healer.run_options import grouped
@@ -103,16 +102,6 @@ def test_a_healthy_run_is_bit_identical(kind: str, tmp_path: Path):
     assert histories[0] == histories[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_healthy_run_keeps_the_trainers_clip(kind: str, tmp_path: Path):
-    """Under "default" Trainer's own limit clips alone; only the norm is summed in another order."""
-    alone = getattr(tiny, kind)(tmp_path)
-    alone.train()
-    trainer = getattr(tiny, kind)(tmp_path)
-    heal_trainer(trainer, store=tmp_path / "store").train()
-    assert torch.allclose(tiny.weights(trainer), tiny.weights(alone), atol=1e-5)
-
-
 def test_epochs_workers_and_evaluation(tmp_path: Path):
     """A rollback over the end of an epoch, into one that an evaluation has closed."""
     arguments = {
@@ -145,77 +134,6 @@ def test_epochs_workers_and_evaluation(tmp_path: Path):
         f"checkpoint-{step}" for step in evaluated
     }
     assert 3.0 < trainer.state.epoch < 4.0
-
-
-def test_batches_left_out_are_made_up_for(tmp_path: Path):
-    """A hook sends the run back once, past batches of NaN: max_steps is reached all the same."""
-    trainer = tiny.plain(tmp_path, max_steps=-1, num_train_epochs=2, cls=NaNBatches)
-    steps = tiny.Steps()
-    trainer.add_callback(steps)
-    rules = [{"to": ["nonfinite"], "do": ["skip"]}]
-    rules += [{"to": ["nonfinite"], "when": {"consecutive": 3}, "do": ["rollback"]}]
-    healed: Any = heal_trainer(
-        trainer, store=tmp_path / "store", respond=rules, checkpoints=Checkpoints(every=5),
-        rollback={"probation": 5, "confirm": False},
-    )  # fmt: skip
-    healed.train()
-    assert healed.healer.rollbacks == 1
-    assert len(healed.healer.skipped_batch_ids) == 3
-    assert trainer.state.global_step == trainer.state.max_steps == 32
-    assert 2.0 < trainer.state.epoch < 2.5
-    assert all(math.isfinite(each) for each in tiny.weights(trainer).tolist())
-
-
-class NaNBatches(Trainer):
-    """The loss of three batches in the first epoch is NaN, whenever they come."""
-
-    def get_train_dataloader(self) -> Any:
-        loader = super().get_train_dataloader()
-        order = [batch["input_ids"] for batch in loader]
-        self.bad = [each[:, :3].tolist() for each in order[9:12]]
-        return loader
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
-        bad = inputs["input_ids"][:, :3].tolist() in self.bad
-        return loss * float("nan") if bad else loss
-
-
-def test_with_budgets_spent_it_stops_with_a_diagnosis(tmp_path: Path):
-    arguments = {**DIVERGES, "learning_rate": 1e8, "max_steps": 80}  # diverges again on any CPU
-    trainer = tiny.sft(tmp_path, **arguments)
-    rules = [{"to": ["instability", "nonfinite", "loss_spike"], "do": ["rollback"]}]
-    healed: Any = heal_trainer(
-        trainer, "pretraining", store=tmp_path / "store", respond=rules, budget={"recoveries": 1},
-    )  # fmt: skip
-    with pytest.raises(RunStopped, match="the budget of recoveries is exhausted") as stopped:
-        healed.train()
-    assert isinstance(stopped.value, SystemExit)
-    assert stopped.value.code not in (0, None)
-    assert list((tmp_path / "store").glob("*.postmortem.*.json"))
-
-
-def test_the_trainer_is_as_before(tmp_path: Path):
-    """Also after an exception, and with methods that the user has set on the object."""
-    trainer = tiny.plain(tmp_path, max_steps=5, cls=Failing)
-    trainer.training_step = own = trainer.training_step
-    before = dict(vars(trainer))
-    callbacks = list(trainer.callback_handler.callbacks)
-    with pytest.raises(KeyError, match="the user's"):
-        heal_trainer(trainer, store=tmp_path / "store").train()
-    trainer.remove_callback(HealingCallback)
-    assert trainer.training_step is own
-    assert trainer.args.max_grad_norm == 1.0
-    assert trainer.callback_handler.callbacks == callbacks
-    assert {"_run_epoch", "_push_from_checkpoint", "log"}.isdisjoint(vars(trainer))
-    assert set(vars(trainer)) >= set(before)
-
-
-class Failing(Trainer):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 3:
-            raise KeyError("the user's")
-        return super().compute_loss(*args, **kwargs)
 
 
 SCRIPT = """
@@ -268,22 +186,9 @@ def test_killed_and_started_again(kind: str, tmp_path: Path):
     assert torch.equal(again[0], weights)
 
 
-def test_the_trainer_itself_is_healed(tmp_path: Path):
-    """`heal(trainer)` without a use of what it returns; the policy that was given last holds."""
-    trainer = tiny.plain(tmp_path, max_steps=3)
-    heal_trainer(trainer, "zclip")
-    healed = heal_trainer(trainer, "default")
-    trainer.train()
-    assert healed.healer is not None
-    assert healed.healer.step == 3
-    assert healed.report().policy == "default"
-
-
 def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
     with pytest.raises(AttachError, match=r"takes a transformers\.Trainer"):
         heal_trainer(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-    with pytest.raises(AttachError, match="auto_find_batch_size"):
-        heal_trainer(tiny.plain(tmp_path, auto_find_batch_size=True)).train()
     with pytest.raises(AttachError, match="hyperparameter_search"):
         heal_trainer(tiny.plain(tmp_path)).train(trial={"learning_rate": 0.1})
     tiny.plain(tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
