@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from healcore import console, regular_file
 from healcore.events import json_lines
-from healcore.events.json_lines import MAX_LINE_BYTES, LineAppender
+from healcore.events.json_lines import MAX_LINE_BYTES
 from healcore.events.process import current_process, environment
 
 SCHEMA = 2
@@ -45,12 +45,11 @@ class Log:
     Args:
         path: events file, or None to write nothing.
         run: id of this process, or None for a new id.
-        follow_links: as in `LineAppender`.
+        follow_links: as in `json_lines.append`.
 
     Attributes:
         seq: number of the next event, from 0.
         lost: number of lost events.
-        error: error of the last `write`, or None.
     """
 
     def __init__(
@@ -65,11 +64,7 @@ class Log:
         self.follow_links = follow_links
         self.seq = 0
         self.lost = 0
-        self.error: str | None = None
         self._reported = 0
-        self._out = (
-            None if self.path is None else LineAppender(self.path, follow_links=follow_links)
-        )
         # Re-entrant, because a signal handler may write while it interrupts a `write`.
         self._lock = threading.RLock()
 
@@ -83,19 +78,14 @@ class Log:
             seq = self.seq
             self.seq += 1  # before writing: a signal handler may interrupt and needs its own number
             line, lost = self._line(seq, kind, step, fields), self.lost
-            if self._out is not None:
+            if self.path is not None:
+                durable, links = kind in _DURABLE, self.follow_links
                 try:
-                    self._out.append(line, durable=kind in _DURABLE)
-                    self._reported, self.error = lost, None
+                    json_lines.append(self.path, line, durable=durable, follow_links=links)
+                    self._reported = lost
                 except Exception as error:
                     self._count_lost(error)
             return json.loads(line)
-
-    def close(self) -> None:
-        """Closes the file. A later `write` opens it again."""
-        with self._lock:
-            if self._out is not None:
-                self._out.close()
 
     def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
         present = {name: value for name, value in fields.items() if value is not None}
@@ -118,12 +108,10 @@ class Log:
 
     def _count_lost(self, error: Exception) -> None:
         self.lost += 1
-        self.error = f"{type(error).__name__}: {error}"
         if self.lost == 1:
+            why = f"{self.path} ({type(error).__name__}: {error})"
             with contextlib.suppress(Exception):  # from the user's logging handlers
-                console.warning(
-                    f"events are being lost, training continues: {self.path} ({self.error})"
-                )
+                console.warning(f"events are being lost, training continues: {why}")
 
 
 def _new_run_id() -> str:

@@ -140,30 +140,23 @@ def _maybe(about: str) -> Any:
     return Field(default=None, description=about)
 
 
-def _required(about: str) -> Any:
-    return Field(description=about)
+class EventRecord(_EventsModel):
+    """An event from a file, without values of the wrong type.
 
-
-class EventHead(_EventsModel):
-    """Fields of every event."""
-
-    schema_: PositiveInt = Field(alias="schema", description="Version of the format: 2.")
-    seq: NonNegativeInt = _required(
-        "Number of the event in its process, from 0, counting lost events."
-    )
-    run: Text = _required("Id of the process that writes the events.")
-    time: Time = _required("Wall time, ISO 8601, UTC.")
-    mono: Seconds = _required("Monotonic clock, for durations within one run.")
-    kind: Text = _required("Kind of the event, see below.")
-    step: NullableInt = _required("Index of the optimizer step, from 0.")
-
-
-class EventFields(_EventsModel):
-    """Fields that any event may have, with the same meaning and type in every kind.
-
-    `schema.KINDS` lists the required fields of each kind.
+    A field has the same meaning and type in every kind; `schema.KINDS` lists the required fields of
+    each kind. `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None, because
+    the file may be damaged, edited, or written by a newer healcore.
     """
 
+    schema_: PositiveInt = Field(default=2, alias="schema", description="Version of the format: 2.")
+    seq: NonNegativeInt = Field(
+        default=0, description="Number of the event in its process, from 0, counting lost events."
+    )
+    run: Text = Field(default="", description="Id of the process that writes the events.")
+    time: Time = _maybe("Wall time, ISO 8601, UTC.")
+    mono: Seconds = _maybe("Monotonic clock, for durations within one run.")
+    kind: Text = Field(default="", description="Kind of the event, see below.")
+    step: NullableInt = _maybe("Index of the optimizer step, from 0.")
     lost: PositiveInt = _maybe("Number of events before this event that could not be written.")
     # Observations.
     incident: NonNegativeInt = _maybe("Number of the incident; 0 outside of incidents.")
@@ -249,25 +242,6 @@ class EventFields(_EventsModel):
     incidents: NonNegativeInt = _maybe("Incidents so far.")
     rollbacks: NonNegativeInt = _maybe("Rollbacks so far.")
     last_good: NonNegativeInt = _maybe("Step of the newest known-good checkpoint.")
-
-
-class EventModel(EventFields, EventHead):
-    """A valid event."""
-
-
-class EventRecord(EventFields):
-    """An event from a file, without values of the wrong type.
-
-    `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None, because the file
-    may be damaged, edited, or written by a newer healcore.
-    """
-
-    seq: NonNegativeInt = 0
-    run: Text = ""
-    kind: Text = ""
-    step: NullableInt = None
-    time: Time = _maybe("Wall time.")
-    mono: Seconds = _maybe("Monotonic clock.")
 
 
 _NAME_LISTS = frozenset({"cause", "action", "ordered"})

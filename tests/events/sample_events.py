@@ -12,7 +12,7 @@ from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Action, Cause
 from healcore.events import schema
-from healcore.events.models import EventModel
+from healcore.events.models import EventRecord
 
 READINGS = Readings(2.31, 14.2, 1.27, 55.0, math.inf)
 EVIDENCE = (Evidence("layers.3.weight", math.nan), Evidence("layers.1.weight", 12.5))
@@ -126,15 +126,16 @@ def problems(event: Mapping[str, Any]) -> list[str]:
     kind = schema.KINDS.get(event.get("kind", ""))
     if kind is None:
         return [f"kind {event.get('kind')!r} is none of {', '.join(schema.KINDS)}"]
-    known = {field.alias or name for name, field in EventModel.model_fields.items()}
-    found = [f"{event['kind']} has no {name}" for name in kind.required if name not in event]
+    known = {field.alias or name for name, field in EventRecord.model_fields.items()}
+    required = (*schema.ENVELOPE, *kind.required)
+    found = [f"{event['kind']} has no {name}" for name in required if name not in event]
     found += [
         f"{event['kind']} has a field {name!r} that no event has"
         for name in event
         if name not in known
     ]
     try:
-        EventModel.model_validate(event)
+        EventRecord.model_validate(event)
     except ValidationError as error:
         wrong = {str(each["loc"][0]): each["msg"] for each in error.errors(include_url=False)}
         found += [

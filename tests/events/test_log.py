@@ -49,7 +49,6 @@ def test_each_process_numbers_its_events(path):
         events = Log(path, run=run)
         for step in range(3):
             events.write("save", step=step)
-        events.close()
     assert [e["seq"] for e in read(path).events] == [0, 1, 2] * 3
     assert list(read(path).runs()) == ["a", "b", "c"]
 
@@ -60,7 +59,6 @@ def test_each_process_numbers_its_events(path):
 def test_a_torn_tail_gets_its_line_feed_first(path, tail):
     events = Log(path)
     events.write("save", step=1)
-    events.close()
     with path.open("ab") as file:
         file.write(tail)
     assert Log(path).write("save", step=2)

@@ -14,7 +14,7 @@ import pytest
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Action, Cause, Decision
 from healcore.events import Log, read, schema
-from healcore.events.models import EventFields
+from healcore.events.models import EventRecord
 from healcore.events.schema import ENVELOPE, KINDS
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
 from tests.events import page_tables
@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 PAGE = (DOCS / "events.md").read_text()
 EXPORTED = json.loads((DOCS / "events.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(EXPORTED)
-FIELDS = tuple(EventFields.model_fields)
+FIELDS = tuple(EventRecord.model_fields)[len(ENVELOPE) :]
 
 
 def written(tmp_path, kind: str) -> dict:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from healcore.core.step_record import Readings, StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
+from healcore.events.schema import flag_names, readings_text
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses this module without the rest of the runtime
     from healcore.core.engine import Engine
-    from healcore.events.models import ReadingsRecord
     from healcore.runtime.host_policy import HostPolicy
     from healcore.runtime.incidents.delayed_reader import StepResult
     from healcore.runtime.incidents.ledger import IncidentRecord
@@ -91,22 +91,8 @@ class StepLines:
 def incident_text(record: StepRecord, learning_rate: float | None) -> str:
     """Causes, loss, norm and rate of a step, as a clause; the rate is without the multiplier."""
     rate = "" if learning_rate is None else f"learning rate {learning_rate:.4g}"
-    text = readings_text(record.readings, record.cause)
-    numbers = filter(None, (text, rate))
-    cause = cause_text(record.cause)
-    return "; ".join(filter(None, (cause, ", ".join(numbers))))
-
-
-def readings_text(readings: Readings | ReadingsRecord, cause: Cause) -> str:
-    """Loss and gradient norm of a step as a clause, without values that were never measured."""
-    found = []
-    if readings.loss and not math.isnan(readings.loss):  # 0 if the loop passes no loss
-        last = "last finite " if cause & Cause.NONFINITE_LOSS else ""
-        found.append(f"{last}loss {readings.loss:.4g}")
-    if not math.isnan(readings.grad_norm):
-        last = "last finite " if cause & Cause.NONFINITE_GRAD else ""
-        found.append(f"{last}gradient norm {readings.grad_norm:.4g}")
-    return ", ".join(found)
+    numbers = filter(None, (readings_text(record.readings, names(record.cause)), rate))
+    return "; ".join(filter(None, (cause_text(record.cause), ", ".join(numbers))))
 
 
 def nonfinite_row_text(
@@ -145,7 +131,7 @@ def enforced_text(record: StepRecord, engine: Engine) -> str:
 
 def cause_text(cause: Cause) -> str:
     """Names of causes, as a clause."""
-    return " and ".join(names(cause)).lower().replace("_", " ")
+    return flag_names(names(cause))
 
 
 def is_logged(number: int) -> bool:

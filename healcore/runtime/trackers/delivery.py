@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import deque
@@ -11,8 +12,8 @@ from typing import Any
 from healcore.core.step_record import StepRecord
 from healcore.events.process import Process
 from healcore.events.schema import ENVELOPE
-from healcore.runtime.trackers.selection import Selection
-from healcore.runtime.trackers.tracker import TrackedRun, Tracker
+from healcore.runtime.trackers.clients import TrackedRun
+from healcore.runtime.trackers.tracker import Selection, Tracker
 
 MAX_WAIT = 10.0
 """Seconds for which the end of a run waits for its trackers."""
@@ -31,9 +32,6 @@ class Trackers:
         self._config: dict[str, Any] = {}
         self._deliveries = [_Delivery(selection) for selection in selected]
 
-    def __len__(self) -> int:
-        return len(self._deliveries)
-
     def start(self, run: str) -> None:
         """Starts to deliver, also earlier records. `run` is the run's id in all processes."""
         for delivery in self._deliveries:
@@ -46,16 +44,14 @@ class Trackers:
         values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
-        for delivery in self._deliveries:
-            delivery.queue.append(("metrics", step, dict(values)))
+        self._send("metrics", step, values)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Sends an event."""
         if event["kind"] == "start":
             omitted = (*ENVELOPE, *Process._fields)
             self._config = {name: event[name] for name in event if name not in omitted}
-        for delivery in self._deliveries:
-            delivery.queue.append(("event", dict(event)))
+        self._send("event", event)
 
     def problems(self) -> list[str]:
         """Returns the failures since the last call. A tracker reports only its first failure."""
@@ -70,15 +66,18 @@ class Trackers:
         """Delivers the pending records, for at most `MAX_WAIT` seconds. Returns the failures."""
         self.leave()
         deadline = time.monotonic() + MAX_WAIT
-        late = []
         for delivery in self._deliveries:
             if delivery.ident is not None:
                 delivery.join(max(0.0, deadline - time.monotonic()))
-            if delivery.is_alive():
-                late.append(f"{delivery.name} has not finished within {MAX_WAIT:g} s")
-        problems = [*self.problems(), *(f"{each}: it loses records" for each in late)]
+        late = [each.name for each in self._deliveries if each.is_alive()]
+        text = f"has not finished within {MAX_WAIT:g} s: it loses records"
+        problems = [*self.problems(), *(f"{name} {text}" for name in late)]
         self._deliveries = []
         return problems
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        for delivery in self._deliveries:
+            delivery.queue.append((method, *map(copy.copy, arguments)))
 
 
 class _Delivery(threading.Thread):

@@ -1,24 +1,13 @@
-"""Defines the protocol `Tracker`, and how trackers show events as text and as alerts."""
+"""Defines the protocol `Tracker`, and selects the trackers of `Healer(trackers=...)`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from healcore.events.models import validate
-from healcore.events.schema import SEVERE, flag_names, sentence
-
-_MAX_CHARACTERS = 1000
-"""Limit of the text of an event, because trackers have limits (mlflow: 5,000 in a tag)."""
-
-
-class TrackedRun(NamedTuple):
-    """The identity and the configuration of a run, for its trackers."""
-
-    id: str
-    """Id of the run, the same in all processes and after a resume."""
-    config: dict[str, Any]
-    """Fields of the event `start`, such as policy, mode and framework."""
+from healcore.extras import MissingExtraError
+from healcore.runtime.trackers.clients import CLIENTS
 
 
 @runtime_checkable
@@ -45,19 +34,36 @@ class Tracker(Protocol):
         ...
 
 
-def event_text(event: Mapping[str, Any]) -> str:
-    """Returns one line about an event."""
-    step = event.get("step")
-    head = event["kind"] if step is None else f"{event['kind']} at step {step}"
-    text = sentence(validate(event)[0])
-    return f"{head}: {text}"[:_MAX_CHARACTERS] if text else head
+class Selection(NamedTuple):
+    """One requested tracker."""
+
+    name: str
+    open: Callable[[], Tracker]
+    """Imports the tracker's library and creates the tracker, in the thread of the training loop:
+    active runs of mlflow and trackio belong to a thread."""
 
 
-def alert_of(event: Mapping[str, Any]) -> tuple[str, str, bool] | None:
-    """Returns title, text, and whether it is an error, of a severe event; else None."""
-    kind = event["kind"]
-    if kind not in SEVERE:
-        return None
-    causes = flag_names(event.get("cause", ()))
-    is_error = kind == "stop" or event.get("severity") == "error"
-    return f"healcore: {kind}{f': {causes}' if causes else ''}", event_text(event), is_error
+def select(trackers: Any) -> tuple[Selection, ...]:
+    """Checks the argument `trackers`, without importing a library.
+
+    Raises:
+        ValueError: not a name, "name:place" or `Tracker`.
+        MissingExtraError: the library of a name is not installed.
+    """
+    several = trackers if isinstance(trackers, list | tuple) else (trackers,)
+    return () if trackers is None else tuple(map(_select_one, several))
+
+
+def _select_one(tracker: Any) -> Selection:
+    if isinstance(tracker, Tracker) and not isinstance(tracker, type):
+        return Selection(type(tracker).__name__, lambda: tracker)
+    name, colon, place = tracker.partition(":") if isinstance(tracker, str) else ("", "", "")
+    if name not in CLIENTS or (colon and not place):
+        raise ValueError(
+            f'trackers must be {", ".join(CLIENTS)}, a name with a project ("wandb:PROJECT"), or '
+            f"objects with the methods metrics(step, values) and event(event), got {tracker!r}"
+        )
+    if importlib.util.find_spec(name) is None:
+        message = f'trackers="{name}" needs {name}, not installed in this environment. '
+        raise MissingExtraError(f"{message}Write: pip install {name}", name=name)
+    return Selection(name, lambda: CLIENTS[name](place or None))

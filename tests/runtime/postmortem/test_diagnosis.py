@@ -62,7 +62,7 @@ def test_the_whole_of_it():
     for part in (
         "skipped 1 step",
         "a flipped bit",
-        "step 4011 to 3900",
+        "step 4011 back to the checkpoint of step 3900",
         "learning rate at most 0.0005",
         "3950",
     ):

@@ -132,7 +132,6 @@ def test_the_next_start_closes_the_case(killed):
     log.write("start", step=350, policy="default")
     assert of_killed(killed) is None, "this one is alive"
     log.write("end", step=360, ending="completed")
-    log.close()
     assert of_killed(killed) is None
     assert [p for p in killed.parent.iterdir() if "postmortem" in p.name] == [
         path_for(killed, read(killed).events[0]["run"])
