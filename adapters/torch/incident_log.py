@@ -81,6 +81,8 @@ class IncidentLog:
             self._log_ignored_orders()
             # A step that a GradScaler skips has the record of the step before.
             if record.step != self._last_step:
+                if self._last_step < 0 and record.onset < record.step - 1:
+                    self._incident = record.incident  # it began before the state was loaded
                 self._last_step = record.step
                 self._log(record)
 

@@ -123,6 +123,17 @@ def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: boo
 # -- reading --------------------------------------------------------------------------------------
 
 
+def parse(line: bytes) -> dict[str, Any] | str:
+    """Returns the JSON object in a line, or the reason why the line has none."""
+    if len(line) > MAX_LINE_BYTES:
+        return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
+    try:
+        parsed = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({type(error).__name__}), {len(line)} bytes"
+    return parsed if isinstance(parsed, dict) else f"not a JSON object but {type(parsed).__name__}"
+
+
 def iter_lines(file: BinaryIO) -> Iterator[bytes]:
     """Iterates over the lines of a file, each cut to `MAX_LINE_BYTES` + 1 bytes."""
     while line := file.readline(MAX_LINE_BYTES + 1):

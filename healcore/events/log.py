@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from healcore import console, regular_file
 from healcore.events import json_lines
-from healcore.events.json_lines import MAX_LINE_BYTES
 from healcore.events.process import current_process, environment
 
 SCHEMA = 2
@@ -173,14 +172,9 @@ def read(path: str | os.PathLike[str]) -> History:
 
 def parse(line: bytes) -> Event | str:
     """Returns the event in a line, or the reason why the line is not an event."""
-    if len(line) > MAX_LINE_BYTES:
-        return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
-    try:
-        event = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({type(error).__name__}), {len(line)} bytes"
-    if not isinstance(event, dict):
-        return f"not a JSON object but {type(event).__name__}"
+    event = json_lines.parse(line)
+    if isinstance(event, str):
+        return event
     for name in ("schema", "seq"):
         if type(event.get(name)) is not int or not 0 <= event[name] < 1 << 53:
             return f"{name} is not a whole number from 0 to 2^53: {event.get(name)!r:.80}"

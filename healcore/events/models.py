@@ -108,31 +108,15 @@ class EvidenceRecord(_EventsModel):
     grad_norm: Number
 
 
-class StacksRecord(_EventsModel):
-    """JSON form of `healcore.runtime.postmortem.postmortem.RankStacks`."""
-
-    ranks: Annotated[list[NonNegativeInt], Field(min_length=1)]
-    stacks: Text
-
-
-class RankRecord(_EventsModel):
-    """Observations or the proposal of one rank."""
-
-    rank: NonNegativeInt
-    outcome: Text | None = None
-    why: Text | None = None
-    loss: Number | None = None
-    grad_norm: Number | None = None
-
-
 ReadingsField = Annotated[
     ReadingsRecord, Field(title="`{loss, grad_norm, threshold, z, z_loss}`, numbers")
 ]
 OfRanks = Annotated[
-    list[RankRecord], Field(title="array of `{rank, outcome, why}` or `{rank, loss, grad_norm}`")
+    list[dict[str, Any]],
+    Field(title="array of `{rank, outcome, why}` or `{rank, loss, grad_norm}`"),
 ]
 EvidenceList = Annotated[list[EvidenceRecord], Field(title="array of `{name, grad_norm}`")]
-StacksList = Annotated[list[StacksRecord], Field(title="array of `{ranks, stacks}`")]
+StacksList = Annotated[list[dict[str, Any]], Field(title="array of `{ranks, stacks}`")]
 EndingName = Annotated[Ending, Field(strict=False)]  # accepts the string of the enum
 
 
@@ -161,6 +145,7 @@ class EventRecord(_EventsModel):
     # Observations.
     incident: NonNegativeInt = _maybe("Number of the incident; 0 outside of incidents.")
     onset: NonNegativeInt = _maybe("Step of the first alarm.")
+    last: NonNegativeInt = _maybe("Step of the last alarm.")
     engine: Text = _maybe("Name of the optimizer in the state, if there are several optimizers.")
     cause: Causes = _maybe("Causes of the alarm.")
     readings: ReadingsField = _maybe("The judged numbers, with the last finite loss and norm.")

@@ -63,6 +63,13 @@ def _alarm(event: EventRecord) -> str:
     return "; ".join(filter(None, (flag_names(causes), seen, "skipped" if event.skip else "")))
 
 
+def _over(event: EventRecord) -> str:
+    numbers = event.readings and readings_text(event.readings, ())
+    steps = f"from step {event.onset} to {event.last}"
+    cause = flag_names(event.cause or ())
+    return f"incident {event.incident} is over: {cause} {steps}; {numbers or 'no loss'} now"
+
+
 def _order(event: EventRecord) -> str:
     would = "would order" if event.observed else "ordered"
     actions = ", ".join(flag_names([action]) for action in event.action or ())
@@ -173,6 +180,11 @@ KINDS: dict[str, EventKind] = {
         ("incident", "onset", "cause"),
         "incident {incident}: {cause}",
     ),
+    "over": EventKind(
+        "An incident is over: `incident.quiet_steps` steps had no alarm. `step` is the last one.",
+        ("incident", "onset", "last", "cause", "readings"),
+        _over,
+    ),
     "alert": EventKind(
         "A rule alerts on a cause: at the first step of the cause in an incident; outside of "
         "incidents at its 1st, 10th, 100th, ... step. `step` is the step that was judged.",
@@ -249,7 +261,9 @@ def sentence(event: EventRecord) -> str:
     return write.format_map(_Words(event)) if isinstance(write, str) else write(event)
 
 
-SEVERE = frozenset({"alert", "rollback", "stop", "problem", "save_failed", "damaged", "fault"})
+SEVERE = frozenset(
+    {"alert", "over", "rollback", "stop", "problem", "save_failed", "damaged", "fault"}
+)
 """Kinds that trackers alert on."""
 
 

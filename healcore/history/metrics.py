@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from healcore import regular_file
-from healcore.events.json_lines import MAX_LINE_BYTES, iter_lines
+from healcore.events import json_lines
 from healcore.events.models import NONFINITE
 from healcore.history.curves import Curves
 
@@ -31,7 +30,7 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
     rows, damage = array("d"), list[str]()
     engine, last, attempt = None, ("", 0), -1
     with open(path, "rb", opener=regular_file.opener) as file:
-        for number, text in enumerate(iter_lines(file), start=1):
+        for number, text in enumerate(json_lines.iter_lines(file), start=1):
             if not text.strip():
                 continue
             line = parse_metrics(text)
@@ -53,13 +52,10 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
 
 def parse_metrics(line: bytes) -> dict[str, Any] | str:
     """Returns the object in a metrics line, or the reason why the line is not a metrics line."""
-    if len(line) > MAX_LINE_BYTES:
-        return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
-    try:
-        parsed = json.loads(line)
-    except (ValueError, RecursionError):
-        return f"not JSON, {len(line)} bytes"
-    if not isinstance(parsed, dict) or parsed.get("kind") != "step":
+    parsed = json_lines.parse(line)
+    if isinstance(parsed, str):
+        return parsed
+    if parsed.get("kind") != "step":
         return 'not a metrics line, which has "kind": "step"'
     step = parsed.get("step")
     if type(step) is not int or not 0 <= step < 1 << 53:

@@ -16,7 +16,7 @@ from healcore.history.process import RunProcess, RunState
 _CHECKPOINT_KINDS = frozenset({"good", "damaged", "save_failed"})
 """Kinds whose `step` is the step of an older checkpoint."""
 _PROBLEM_KINDS = frozenset({"problem", "save_failed", "damaged"})
-_STEP_KINDS = frozenset({"alarm", "incident", "order", "assessment", "hook", "lr"})
+_STEP_KINDS = frozenset({"alarm", "incident", "over", "order", "assessment", "hook", "lr"})
 """Kinds whose `step` is the index of a finished step, not the number of finished steps."""
 
 _MAX_EVENTS = 1000
@@ -220,6 +220,10 @@ class Run:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)
         self._open(event, step if event.onset is None else float(event.onset))
         self.last_incident = self.incidents[-1]
+
+    def _on_over(self, event: EventRecord, step: float) -> None:
+        for incident in self.incidents:
+            incident.over |= incident.number == event.incident
 
     def _on_alarm(self, event: EventRecord, step: float) -> None:
         self.alarms += 1

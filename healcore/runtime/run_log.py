@@ -78,7 +78,7 @@ class RunLog:
     def fault(
         self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: Any
     ) -> None:
-        """Writes the event of a fault, and logs a warning.
+        """Writes the event of a fault, and logs a warning, or an error without an answer.
 
         Args:
             step: current step of the run.
@@ -99,7 +99,11 @@ class RunLog:
             answer=answer,
             **fields,
         )
-        self.warning(f"step {step}: {problem}")
+        if answer:
+            self.warning(f"step {step}: {problem}")
+        elif not self._silent:
+            diagnosis = fault.failure.diagnosis
+            console.error(f"step {step}: {problem}. {diagnosis}", self._console)
 
     def records(self, index: int, records: list[StepRecord]) -> None:
         """Writes the metrics of one step."""

@@ -43,6 +43,13 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "batches": [(0, 7)],
     },
     "incident": {"incident": 1, "onset": 4, "cause": Cause.LOSS_SPIKE, "batches": [(0, 7)]},
+    "over": {
+        "incident": 1,
+        "onset": 4,
+        "last": 6,
+        "cause": Cause.LOSS_SPIKE,
+        "readings": READINGS,
+    },
     "alert": {
         "incident": 1,
         "cause": Cause.LOSS_SPIKE,

@@ -127,7 +127,7 @@ def _seen(end: RunEnd) -> Iterator[str]:
         if end.counts.incidents:
             yield f"{total}, all resolved."
         return
-    resolved = ", resolved by the end" if end.open is False else ""
+    resolved = ", resolved by the end" if last.over or end.open is False else ""
     yield f"{', '.join(last.cause).lower()} from step {last.onset_step:.0f} on{resolved}."
     if last.readings is not None and (text := readings_text(last.readings, last.cause)):
         threshold = last.readings.threshold

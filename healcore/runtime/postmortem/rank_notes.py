@@ -75,13 +75,13 @@ class RankNotes(NamedTuple):
 
     def found(self, *, hangs: bool = False) -> list[RankNote]:
         """Reads the notes of the other ranks. Ranks that failed by themselves come first."""
-        paths = [] if self.events is None else _paths(self.events, _KINDS[hangs], self.run)
+        paths = _paths(self.events, _KINDS[hangs], _safe(self.run))
         notes = [note for path in paths if (note := _read(path)) is not None]
         return sorted(notes, key=lambda note: (note.follows, note.time))
 
     def remove(self) -> None:
         """Removes the notes of this run and of earlier runs."""
-        for kind in _KINDS.values() if self.events is not None else ():
+        for kind in _KINDS.values():
             for path in _paths(self.events, kind, "*"):
                 with suppress(OSError):
                     path.unlink()
@@ -96,9 +96,10 @@ def _safe(run: str) -> str:
     return re.sub(r"[^\w.-]", "_", run)
 
 
-def _paths(events: Path, kind: str, run: str) -> list[Path]:
-    name = glob.escape(f"{stem(events)}.{kind}") + f"*.{'*' if run == '*' else _safe(run)}.json"
-    return sorted(events.parent.glob(name))
+def _paths(events: Path | None, kind: str, run: str) -> list[Path]:
+    if events is None:
+        return []
+    return sorted(events.parent.glob(f"{glob.escape(f'{stem(events)}.{kind}')}*.{run}.json"))
 
 
 def traces(notes: Iterable[RankNote]) -> str:

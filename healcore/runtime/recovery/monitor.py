@@ -10,6 +10,7 @@ from typing import Any
 from healcore.core.engine.incident import causes as incident_causes
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
+from healcore.events.schema import sentence
 from healcore.history.incident import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import failures_of
@@ -19,7 +20,7 @@ from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
 from healcore.runtime.incidents.ledger import IncidentRecord, Ledger
 from healcore.runtime.incidents.rollback import Order
 from healcore.runtime.incidents.run_metrics import RunMetrics
-from healcore.runtime.incidents.step_lines import StepLines, passes_power_of_ten
+from healcore.runtime.incidents.step_lines import StepLines, is_logged, passes_power_of_ten
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
@@ -60,6 +61,8 @@ class IncidentMonitor:
         self._lr_scale_before: dict[str, float] = {}
         self._alarms_outside = 0
         self._last_incident = 0
+        self._begun: list[IncidentRecord] = []
+        """Incidents of this process without an event `over`."""
         self.nonfinite_row = -1
         """Number of consecutive steps up to the newest without a finite step; -1: no step read."""
         self.nonfinite_record: StepRecord | None = None
@@ -90,6 +93,7 @@ class IncidentMonitor:
         if incident is not None and is_new:
             self._begin(incident, step)
         self.metrics.add(step.records)
+        self._report_over(step)
         skips = self.metrics.total("skips")
         self._lines.add(step, incident, is_new=is_new, skips=skips)
         order = None
@@ -116,7 +120,8 @@ class IncidentMonitor:
     def is_unhealthy(self) -> bool:
         """Whether an incident is open, or the last step was unhealthy."""
         ledger = self.ledger
-        return ledger.open or ledger.next_step - 1 in ledger.unhealthy[-1:]
+        lasts = any(each.watched and not (each.over or each.undone) for each in ledger.incidents)
+        return lasts or ledger.open or ledger.next_step - 1 in ledger.unhealthy[-1:]
 
     @staticmethod
     def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
@@ -179,6 +184,7 @@ class IncidentMonitor:
 
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         self._last_incident = incident.number
+        self._begun.append(incident)
         first = max(step.records, key=lambda each: each.cause != 0)
         self.log.event(
             "incident",
@@ -189,6 +195,26 @@ class IncidentMonitor:
             batches=[list(each) for each in step.batches],
             of_ranks=self._values_of_ranks(first),
         )
+
+    def _report_over(self, step: StepResult) -> None:
+        """Writes an event for each incident after which the run was quiet for long enough."""
+        newest = step.index - int(self.policy.engine.config.incident.quiet_steps)
+        over = [each for each in self._begun if each.over and each.last <= newest]
+        if any(each not in over for each in self._begun if not each.watched):
+            return  # the trouble has come back as another incident
+        for each in over:
+            self._begun.remove(each)
+            event = self.log.event(
+                "over",
+                step=step.index,
+                incident=each.number,
+                onset=each.onset,
+                last=each.last,
+                cause=names(Cause(each.cause)),
+                readings=step.records[0].readings._asdict(),
+            )
+            if is_logged(each.number):
+                self.log.info(f"step {step.index}: {sentence(event)}")
 
     def _values_of_ranks(self, record: StepRecord) -> list[dict[str, Any]] | None:
         """Loss and norm of each rank, or None with one rank. Collective, once per incident."""

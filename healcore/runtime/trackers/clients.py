@@ -109,9 +109,10 @@ class _MLflow:
 
     def __init__(self, experiment: str | None) -> None:
         import mlflow
+        from mlflow.entities import Metric
 
         active = None if experiment else mlflow.active_run()
-        self._metric: Any = mlflow.entities.Metric
+        self._metric: Any = Metric
         self._client = mlflow.MlflowClient()
         self._id: str = active.info.run_id if active else ""
         self._is_new = active is None

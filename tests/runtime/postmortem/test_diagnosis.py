@@ -119,3 +119,8 @@ def test_an_exception_adds_what_it_means():
     end = end_of("exception", 7, exception="OSError: [Errno 5] input/output error")
     assert "Look at" not in explain(end)
     assert "The data could not be read" in explain(end._replace(fault=Cause.DATA))
+
+
+def test_a_loss_that_never_moved_may_have_other_reasons_than_its_end():
+    (hint,) = advice(Cause.PLATEAU)
+    assert all(word in hint for word in ("initialisation", "data", "learning rate", "beta"))
