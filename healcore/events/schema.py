@@ -65,9 +65,9 @@ def _alarm(event: EventRecord) -> str:
 
 def _over(event: EventRecord) -> str:
     numbers = event.readings and readings_text(event.readings, ())
-    steps = f"from step {event.onset} to {event.last}"
-    cause = flag_names(event.cause or ())
-    return f"incident {event.incident} is over: {cause} {steps}; {numbers or 'no loss'} now"
+    cause, first, last = flag_names(event.cause or ()), event.onset, event.last
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    return f"incident {event.incident} is over: {cause}, {steps}; {numbers or 'no loss'} now"
 
 
 def _order(event: EventRecord) -> str:

@@ -181,7 +181,7 @@ def any_form(request, tmp_path):
 
 
 @pytest.mark.parametrize("take", TAKERS)
-def test_overrides_are_taken_with_a_document_and_refused_with_an_engine(take, any_form):
+def test_every_form_is_the_same_policy(take, any_form):
     if take not in (by_hand, by_healer) and not isinstance(any_form, str | Engine):
         return  # one function resolves the forms
     assert take(any_form) == FINGERPRINT

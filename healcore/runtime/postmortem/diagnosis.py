@@ -168,23 +168,25 @@ def _tried(end: RunEnd) -> Iterator[str]:
 def interventions(end: RunEnd) -> list[str]:
     """A phrase for each kind of intervention, except rollbacks."""
     counts, answers = end.counts, end.run.answers
+    clips, lowered = counts.clips or 0, end.lr_scale < 1 and not end.run.observes
     skips = with_undone(counted(counts.skips, "step"), counts.undone_skips)
-    phrases = {
-        f"skipped {skips}": counts.skips,
-        f"clipped {counted(counts.clips or 0, 'step')}": counts.clips,
-        f"cut the learning rate {counted(counts.lr_cuts, 'time')}": counts.lr_cuts,
-    }
-    for answer, phrase in _ANSWERS.items():
-        phrases[phrase.format(counted(answers[answer], "time"))] = answers[answer]
-    phrases[f"declined {counted(end.run.declined, 'order')} of the policy"] = end.run.declined
-    scale = f"learning rate × {end.lr_scale:.3g} at the end"
-    phrases[scale] = end.lr_scale < 1 and not end.run.observes
-    return [phrase for phrase, number in phrases.items() if number]
+    phrases = [
+        (counts.skips, f"skipped {skips}"),
+        (clips, f"clipped {counted(clips, 'step')}"),
+        (counts.lr_cuts, f"cut the learning rate {counted(counts.lr_cuts, 'time')}"),
+        *(
+            (answers[answer], phrase.format(counted(answers[answer], "time")))
+            for answer, phrase in _ANSWERS.items()
+        ),
+        (end.run.declined, f"declined {counted(end.run.declined, 'order')} of the policy"),
+        (lowered, f"learning rate × {end.lr_scale:.3g} at the end"),
+    ]
+    return [phrase for number, phrase in phrases if number]
 
 
 _ANSWERS = {
     "shrink_microbatch": "split the batch {} when memory ran out",
-    "skip_batch": "skipped unreadable batches {}",
+    "skip_batch": "skipped an unreadable batch {}",
     "retry": "repeated a network call {}",
 }
 """Response to a fault -> phrase with a count."""

@@ -90,7 +90,7 @@ def test_an_incident_that_is_over_has_one_event_and_one_line(run: Run):
     run.steps(3, incident=1, incident_open=True, **NAN)
     assert run.steps(9) == []
     (line,) = run.steps(30, loss=0.5)
-    assert "step 17: incident 1 is over: nonfinite loss from step 5 to 7; loss 0.5" in line
+    assert "step 17: incident 1 is over: nonfinite loss, steps 5 to 7; loss 0.5" in line
     (incident,) = run.log.run.incidents
     assert incident.over
     assert not run.monitor.is_unhealthy
