@@ -131,11 +131,8 @@ class IncidentLog:
                 )
 
     def _incident_line(self, record: StepRecord) -> str:
-        enforced = ""
-        if self._engine.mode == "observe":
-            enforced = "; nothing is changed, the policy observes"
-        elif record.onset == record.step - 1:
-            enforced = enforced_text(record, self._engine)
+        is_first = record.onset == record.step - 1
+        enforced = enforced_text(record, self._engine) if is_first else ""
         text = incident_text(record, self._learning_rate())
         return f"step {record.onset}: incident {record.incident}: {text}{enforced}"
 

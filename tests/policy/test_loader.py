@@ -96,12 +96,6 @@ def test_an_invalid_override_names_key_value_and_rule(document, overrides, key, 
     assert f"with {next(iter(overrides))} given as keywords" in str(caught.value)
 
 
-def test_an_engine_has_no_values_to_replace():
-    for engine in (EngineConfig(), Engine(EngineConfig())):
-        with pytest.raises(PolicyError, match="keyword"):
-            HostPolicy.of(engine, {"clip": {"max_norm": 1.0}})
-
-
 def test_the_keywords_are_the_keys_of_a_file():
     assert set(get_type_hints(Overrides)) == keys_of(Policy).keys() - {"schema"}
 

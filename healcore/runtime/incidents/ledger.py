@@ -21,7 +21,7 @@ from healcore.runtime.incidents.rollback import Rollback
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""
 
-LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
+LASTING = Cause.PLATEAU | Cause.OVERFIT
 """Causes with an alarm at every step until they end. Alerts on them form separate incidents."""
 
 

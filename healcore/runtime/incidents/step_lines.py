@@ -73,18 +73,13 @@ class StepLines:
             return None
 
     def _outcome_text(self, record: StepRecord, skips: int) -> str:
-        if self._policy.observes:
-            orders = names(record.action & _ORDERS)
-            ordered = f"; {' and '.join(orders)} ordered" if orders else ""
-            return f"{ordered}; nothing is changed, the policy observes"
         done = enforced_text(record, self._policy.engine)
+        if self._policy.observes:
+            return done
         if record.skip and skips > 1:
             done += f", {skips} of the run"
         if record.action & Action.CUT_LR:
             done += f"; learning rate × {record.lr_scale:g}"
-            # The policy rolls back for this cause, so only an exhausted budget prevents it.
-            if not record.action & Action.ROLLBACK and self._policy.goes_back_for(record.cause):
-                done += "; no rollback is left in the budget, and the run continues"
         return done
 
 
@@ -121,6 +116,10 @@ def nonfinite_row_text(
 
 def enforced_text(record: StepRecord, engine: Engine) -> str:
     """Intervention within the step, as a clause, or an empty string for an order to the loop."""
+    if engine.mode == "observe":
+        orders = " and ".join(names(record.action & _ORDERS))
+        ordered = f"; {orders} ordered" if orders else ""
+        return f"{ordered}; nothing is changed, the policy observes"
     if record.skip:
         return "; skipped"
     if record.grad_scale < 1:

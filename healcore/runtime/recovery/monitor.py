@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from healcore.core.engine.incident import causes as incident_causes
@@ -27,6 +29,8 @@ from healcore.runtime.store.ranks import Ranks
 _HOST_ACTIONS = (Action.STOP, Action.ROLLBACK, Action.SAVE)
 _NO_ORDER_ACTIONS = Action.ALERT | Action.CUT_LR
 """Actions that the engine carries out itself, or that only need an event."""
+_LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
+"""Causes with an alarm at every step until they end, also if the policy only alerts."""
 MIN_STEPS_REMEMBERED = 1000
 """Min number of steps whose batch ids are kept; more if the policy's region is longer."""
 MIN_INTERVALS_REMEMBERED = 5
@@ -63,6 +67,8 @@ class IncidentMonitor:
         self._last_incident = 0
         self._begun: list[IncidentRecord] = []
         """Incidents of this process without an event `over`."""
+        self._newest_causes = 0
+        """`Cause` flags of the newest step."""
         self.nonfinite_row = -1
         """Number of consecutive steps up to the newest without a finite step; -1: no step read."""
         self.nonfinite_record: StepRecord | None = None
@@ -94,6 +100,7 @@ class IncidentMonitor:
             self._begin(incident, step)
         self.metrics.add(step.records)
         self._report_over(step)
+        self._newest_causes = reduce(or_, (int(each.cause) for each in step.records), 0)
         skips = self.metrics.total("skips")
         self._lines.add(step, incident, is_new=is_new, skips=skips)
         order = None
@@ -118,10 +125,10 @@ class IncidentMonitor:
 
     @property
     def is_unhealthy(self) -> bool:
-        """Whether an incident is open, or the last step was unhealthy."""
+        """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy."""
         ledger = self.ledger
-        lasts = any(each.watched and not (each.over or each.undone) for each in ledger.incidents)
-        return lasts or ledger.open or ledger.next_step - 1 in ledger.unhealthy[-1:]
+        last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
+        return ledger.open or last_unhealthy or bool(self._newest_causes & _LASTING)
 
     @staticmethod
     def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
@@ -199,11 +206,10 @@ class IncidentMonitor:
     def _report_over(self, step: StepResult) -> None:
         """Writes an event for each incident after which the run was quiet for long enough."""
         newest = step.index - int(self.policy.engine.config.incident.quiet_steps)
-        over = [each for each in self._begun if each.over and each.last <= newest]
-        if any(each not in over for each in self._begun if not each.watched):
-            return  # the trouble has come back as another incident
-        for each in over:
-            self._begun.remove(each)
+        if not all(each.over and each.last <= newest for each in self._begun):
+            return
+        begun, self._begun = self._begun, []
+        for each in begun:
             event = self.log.event(
                 "over",
                 step=step.index,

@@ -5,7 +5,6 @@ docs/reports.md describes them.
 
 from __future__ import annotations
 
-from healcore.runtime.trackers.delivery import Trackers
-from healcore.runtime.trackers.tracker import Selection, Tracker, select
+from healcore.runtime.trackers.trackers import Selection, Tracker, Trackers, select
 
 __all__ = ["Selection", "Tracker", "Trackers", "select"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.trackers import delivery
+from healcore.runtime.trackers import trackers
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
 from tests.runtime.trackers.read_back import NAMES
 
@@ -78,7 +78,7 @@ def test_it_fails_later(fault, text, folder, undisturbed, capsys):
 
 def test_it_blocks(folder, undisturbed, monkeypatch, capsys):
     """The run does not wait for it, and its end waits for a bounded time."""
-    monkeypatch.setattr(delivery, "MAX_WAIT", 0.2)
+    monkeypatch.setattr(trackers, "MAX_WAIT", 0.2)
     released = threading.Event()
     assert same(run(folder, trackers=Broken(released.wait)), undisturbed)
     assert "tracker Broken has not finished within 0.2 s" in capsys.readouterr().err
