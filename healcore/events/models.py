@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -45,17 +44,10 @@ class Ending(enum.StrEnum):
 # -- types: docs/events.md has the title as the name of the type ----------------------------------
 
 
-def _names(flags: type[Cause] | type[Action]) -> Any:
-    known = [str(flag.name) for flag in flags]
-
-    def check(names: list[str]) -> list[str]:
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ValueError(f"a name must be one of {', '.join(known)}, got {unknown[0]!r}")
-        return names
-
-    items = {"type": "string", "enum": known}
-    return AfterValidator(check), WithJsonSchema({"type": "array", "items": items})
+def _names(flags: type[Cause] | type[Action]) -> WithJsonSchema:
+    """The names that this version writes. A newer healcore may write others, which are read too."""
+    items = {"type": "string", "enum": [str(flag.name) for flag in flags]}
+    return WithJsonSchema({"type": "array", "items": items})
 
 
 def _parse_nonfinite(value: Any) -> Any:
@@ -80,8 +72,8 @@ Time = Annotated[
 ]
 Texts = Annotated[list[str], Field(title="array of texts")]
 Versions = Annotated[dict[str, str], Field(title="object of texts")]
-Causes = Annotated[list[str], *_names(Cause), Field(title="array of causes")]
-Actions = Annotated[list[str], *_names(Action), Field(title="array of actions")]
+Causes = Annotated[list[str], _names(Cause), Field(title="array of causes")]
+Actions = Annotated[list[str], _names(Action), Field(title="array of actions")]
 BatchPair = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 BatchList = Annotated[list[BatchPair], Field(title="array of `[epoch, index]`")]
 
@@ -229,26 +221,15 @@ class EventRecord(_EventsModel):
     last_good: NonNegativeInt = _maybe("Step of the newest known-good checkpoint.")
 
 
-_NAME_LISTS = frozenset({"cause", "action", "ordered"})
-"""Fields with lists of names, which may contain names of a newer healcore."""
-
-
 def validate(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
     """Validates an event from `log.parse`.
 
     Returns:
-        The event without its invalid fields, and the names of these fields. Lists with unknown
-        names are valid, because a newer healcore may have more names.
+        The event without its invalid fields, and the names of these fields.
     """
     try:
         return EventRecord.model_validate(event), []
     except ValidationError as error:
         invalid = {str(detail["loc"][0]) for detail in error.errors(include_url=False)}
-    names = {
-        name: event[name]
-        for name in invalid & _NAME_LISTS
-        if isinstance(event[name], list) and all(isinstance(item, str) for item in event[name])
-    }
     rest = {name: value for name, value in event.items() if name not in invalid}
-    record = EventRecord.model_validate(rest).model_copy(update=names)
-    return record, [name for name in event if name in invalid - names.keys()]
+    return EventRecord.model_validate(rest), [name for name in event if name in invalid]

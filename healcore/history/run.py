@@ -71,7 +71,6 @@ class Run:
     problems: list[EventRecord] = field(default_factory=list)  # events that report a problem
     faults: list[EventRecord] = field(default_factory=list)  # classified exceptions
     step: int | None = None  # steps done
-    last_step: int | None = None  # steps done at the last event, including undone steps
     lr_scale: float | None = None  # current multiplier of the learning rate
     incidents: list[Incident] = field(default_factory=list)
     last_incident: Incident | None = None  # last incident that has an event or an alarm
@@ -128,7 +127,7 @@ class Run:
         self.processes[-1].add(record)
         self._track_good(record)
         if record.step is not None and record.kind not in _CHECKPOINT_KINDS:
-            self.step = self.last_step = record.step + (record.kind in _STEP_KINDS)
+            self.step = record.step + (record.kind in _STEP_KINDS)
         if record.lr_scale is not None:
             self.lr_scale = record.lr_scale
         reports = record.problem is not None and record.kind in _PROBLEM_KINDS
@@ -179,7 +178,7 @@ class Run:
         origin = AttemptOrigin.PROCESS if self.attempts else AttemptOrigin.START
         self._begin_attempt(float(event.step or 0), origin)
         self.processes.append(RunProcess(event.run))
-        self.step = self.last_step = self.lr_scale = None
+        self.step = self.lr_scale = None
 
     def _begin_attempt(self, first: float, origin: AttemptOrigin) -> None:
         self.attempts.append(RunAttempt(len(self.attempts), first, origin))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import tomli_w
 
-from healcore.core import detectors
 from healcore.core.clipping import AdaGCConfig, AutoClipConfig, FixedConfig, ZClipConfig
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import (
@@ -39,25 +39,9 @@ class NoClip(NamedTuple):
     kind = "none"
 
 
-class Detect(NamedTuple):
-    """All detectors, by their names in `healcore.core.detectors.DETECTORS`, or None if off."""
-
-    nonfinite: detectors.NonFiniteConfig | None = None
-    loss_spike: detectors.LossSpikeConfig | None = None
-    grad_spike: detectors.GradSpikeConfig | None = None
-    divergence: detectors.DivergenceConfig | None = None
-    instability: detectors.InstabilityConfig | None = None
-    records: detectors.RecordsConfig | None = None
-    vanishing: detectors.VanishingConfig | None = None
-    plateau: detectors.PlateauConfig | None = None
-    overfit: detectors.OverfitConfig | None = None
-    update_spike: detectors.UpdateSpikeConfig | None = None
-    loss_ratio: detectors.LossRatioConfig | None = None
-    loss_ceiling: detectors.LossCeilingConfig | None = None
-    loss_window: detectors.LossWindowConfig | None = None
-    grad_window: detectors.GradWindowConfig | None = None
-    grad_ema: detectors.GradEmaConfig | None = None
-    grad_ceiling: detectors.GradCeilingConfig | None = None
+Detect = namedtuple("Detect", DETECTORS, defaults=[None] * len(DETECTORS))
+"""All detectors, or None for those that are off."""
+Detect.__annotations__ = {name: table | None for name, table in DETECTORS.items()}
 
 
 @dataclass(frozen=True)

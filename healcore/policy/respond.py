@@ -100,12 +100,4 @@ class Respond:
             causes |= int(CAUSES[name])
         for name in self.do:
             action |= 0 if name == SKIP else int(ACTIONS[name])
-        return RuleConfig(
-            causes=causes,
-            skip=SKIP in self.do,
-            action=action,
-            sustained=self.when.sustained,
-            consecutive=self.when.consecutive,
-            count=self.when.count,
-            within=self.when.within,
-        )
+        return RuleConfig(causes, SKIP in self.do, action, **self.when._asdict())

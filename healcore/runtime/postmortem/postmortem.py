@@ -147,7 +147,7 @@ def of_killed(events: Path, run: Run) -> bool:
     end = RunEnd(
         run,
         Ending.KILLED,
-        run.last_step or 0,
+        run.step or 0,
         run.counts(),
         why="" if gone else f"it ran on {process.host}, which cannot be seen from here",
         exception=exception if raised and not raised[0].follows else None,
