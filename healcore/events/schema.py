@@ -57,10 +57,26 @@ def _start(event: EventRecord) -> str:
     return f"run {event.run} begins: {framework}, policy {event.policy}{observed}"
 
 
-def _alarm(event: EventRecord) -> str:
-    causes = event.cause or ()
-    seen = event.readings and readings_text(event.readings, causes)
-    return "; ".join(filter(None, (flag_names(causes), seen, "skipped" if event.skip else "")))
+def alarm_text(alarm: Any) -> str:
+    """The sentence of an alarm: an event, or an object with its fields."""
+    causes, actions = alarm.cause or (), alarm.action or ()
+    rate = "" if alarm.lr is None else f"learning rate {alarm.lr:.4g}"
+    seen = alarm.readings and readings_text(alarm.readings, causes)
+    orders = [name for name in ("ROLLBACK", "STOP", "CUT_LR") if name in actions]
+    done = []
+    if alarm.observed:
+        done = [f"{' and '.join(orders)} ordered"] if orders else []
+        done.append("nothing is changed, the policy observes")
+    elif alarm.skip:
+        done = [f"skipped, {alarm.skips} of the run" if (alarm.skips or 0) > 1 else "skipped"]
+    elif alarm.grad_scale is not None and alarm.grad_scale < 1:
+        done = [f"gradients × {alarm.grad_scale:.3g}"]
+    elif alarm.grad_scale is not None and not orders:
+        done = ["nothing is changed"]
+    if "CUT_LR" in orders and not alarm.observed:
+        done.append(f"learning rate × {alarm.lr_scale:g}")
+    numbers = ", ".join(filter(None, (seen, rate)))
+    return "; ".join(filter(None, (flag_names(causes), numbers, *done)))
 
 
 def _over(event: EventRecord) -> str:
@@ -174,7 +190,9 @@ KINDS: dict[str, EventKind] = {
         ("checkpoint",),
         "resumed from the checkpoint of step {checkpoint}",
     ),
-    "alarm": EventKind("A step with a cause. `step` is that step.", ("cause", "readings"), _alarm),
+    "alarm": EventKind(
+        "A step with a cause. `step` is that step.", ("cause", "readings"), alarm_text
+    ),
     "incident": EventKind(
         "An incident begins. `step` is the step that was judged.",
         ("incident", "onset", "cause"),

@@ -37,6 +37,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "incident": 1,
         "cause": Cause.LOSS_SPIKE,
         "skip": True,
+        "skips": 3,
+        "lr": 0.01,
         "grad_scale": 1.0,
         "lr_scale": 1.0,
         "action": Action.ALERT,
