@@ -73,7 +73,7 @@ def alarm_text(alarm: Any) -> str:
         done = [f"gradients × {alarm.grad_scale:.3g}"]
     elif alarm.grad_scale is not None and not orders:
         done = ["nothing is changed"]
-    if "CUT_LR" in orders and not alarm.observed:
+    if "CUT_LR" in orders and alarm.lr_scale is not None and not alarm.observed:
         done.append(f"learning rate × {alarm.lr_scale:g}")
     numbers = ", ".join(filter(None, (seen, rate)))
     return "; ".join(filter(None, (flag_names(causes), numbers, *done)))

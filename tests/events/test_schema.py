@@ -14,8 +14,9 @@ import pytest
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Action, Cause, Decision
 from healcore.events import Log, read
+from healcore.events.json_lines import to_json
 from healcore.events.models import EventRecord, validate
-from healcore.events.schema import ENVELOPE, KINDS
+from healcore.events.schema import ENVELOPE, KINDS, sentence
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
 from tests.events import page_tables
 from tests.events.sample_events import EXPORTED, SAMPLES, VALIDATOR, problems
@@ -46,6 +47,13 @@ def test_required_fields_of_a_kind(tmp_path, kind):
     for name in (*ENVELOPE, *KINDS[kind].required):
         less = {key: value for key, value in event.items() if key != name}
         assert problems(less), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_event_without_its_fields_has_a_sentence_too(kind):
+    actions = {"action": ["CUT_LR"], "cause": ["OF_A_NEWER_ONE"], "skip": False}
+    for fields in ({}, actions, {**actions, "observed": True}, {**SAMPLES[kind], "lr_scale": "?"}):
+        sentence(validate({"run": "a", "seq": 0, "kind": kind, **to_json(fields)})[0])
 
 
 def test_the_two_checks_agree_on_every_field(tmp_path):
