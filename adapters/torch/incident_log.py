@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 from healcore import console
 from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, names
+from healcore.events.schema import alarm_text
 from healcore.runtime.incidents.step_lines import (
     FROM_START,
-    enforced_text,
-    incident_text,
     is_logged,
     nonfinite_row_text,
     passes_power_of_ten,
@@ -81,6 +81,8 @@ class IncidentLog:
             self._log_ignored_orders()
             # A step that a GradScaler skips has the record of the step before.
             if record.step != self._last_step:
+                if self._last_step < 0 and record.onset < record.step - 1:
+                    self._incident = record.incident  # it began before the state was loaded
                 self._last_step = record.step
                 self._log(record)
 
@@ -129,13 +131,19 @@ class IncidentLog:
                 )
 
     def _incident_line(self, record: StepRecord) -> str:
-        enforced = ""
-        if self._engine.mode == "observe":
-            enforced = "; nothing is changed, the policy observes"
-        elif record.onset == record.step - 1:
-            enforced = enforced_text(record, self._engine)
-        text = incident_text(record, self._learning_rate())
-        return f"step {record.onset}: incident {record.incident}: {text}{enforced}"
+        is_first = record.onset == record.step - 1  # not: what was done at the onset is unknown
+        alarm = SimpleNamespace(
+            cause=names(record.cause),
+            readings=record.readings,
+            lr=self._learning_rate(),
+            observed=self._engine.mode == "observe",
+            skip=record.skip and is_first,
+            skips=None,
+            grad_scale=record.grad_scale if is_first and not self._engine.per_tensor else None,
+            action=names(record.action) if is_first else (),
+            lr_scale=record.lr_scale,
+        )
+        return f"step {record.onset}: incident {record.incident}: {alarm_text(alarm)}"
 
     def _write_once(self, key: str, line: str) -> None:
         if key not in self._logged:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -82,12 +81,9 @@ def number(
             result = float(value)
         except OverflowError:
             result = math.inf
-        if not math.isfinite(result) or not inside(result):
-            raise RuleBroken(rule)
-        if abs(result) > _LARGEST or 0 < abs(result) < _SMALLEST:
-            raise RuleBroken(f"{rule}, in the range of float32 ({_SMALLEST:.3g} to {_LARGEST:.3g})")
-        if not inside(to_float32(result)):
-            raise RuleBroken(f"{rule}, also after rounding to float32, here {to_float32(result)}")
+        fits = result == 0 or _SMALLEST <= abs(result) <= _LARGEST
+        if not (fits and inside(result) and inside(to_float32(result))):
+            raise RuleBroken(f"{rule}, also as a float32")
         return result
 
     return Value(rule, check)
@@ -122,6 +118,44 @@ def one_of(*choices: str) -> Value:
     return Value(rule, check)
 
 
+def text(*, empty: bool = True) -> Value:
+    """A string."""
+    rule = "a string" if empty else "a non-empty string on one line"
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str):
+            raise RuleBroken(rule)
+        if not empty and (not value.strip() or len(value.splitlines()) != 1):
+            raise RuleBroken(rule)
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise RuleBroken(f"{rule}, that UTF-8 can encode") from error
+        return value
+
+    return Value(rule, check)
+
+
+def listed(kind: Value, *, empty: bool = False) -> Value:
+    """A list without duplicates; all entries are strings of one kind."""
+    rule = f"{'a list' if empty else 'a non-empty list'}, each entry {kind.rule}"
+
+    def check(value: Any) -> tuple[str, ...]:
+        if not isinstance(value, list | tuple) or not (value or empty):
+            raise RuleBroken(rule)
+        for i, entry in enumerate(value):
+            try:
+                kind.check(entry)
+            except RuleBroken as error:
+                raise RuleBroken(error.rule, error.choices, i) from error
+            if entry in value[:i]:
+                repeated = "in the list once; this is a repetition"
+                raise RuleBroken(repeated, tuple(value[:i]), i)
+        return tuple(value)
+
+    return Value(rule, check)
+
+
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise RuleBroken("true or false")
@@ -143,49 +177,3 @@ Norm = Annotated[Any, number(above=1e-12)]
 Steps = Annotated[Any, whole(1)]
 StepsOrZero = Annotated[Any, whole()]
 OnOff = Annotated[bool, Value("true or false", _flag)]
-
-
-class Conflict(NamedTuple):
-    """Values of one table that exclude each other."""
-
-    path: tuple[str | int, ...]
-    """Path from the table to the value that the message names."""
-    value: Any
-    rule: str
-    write: str
-
-
-class AtMost(NamedTuple):
-    """Rule of a table: the value of `key` is at most the value of `limit` (a dotted key)."""
-
-    key: str
-    limit: str
-    more: str
-    """Adjective for a limit that would allow the value: "longer", "larger"."""
-    why: str = ""
-
-    def conflict(self, table: Any) -> Conflict | None:
-        """Returns the conflict if the table violates the rule, else None."""
-        value, most = getattr(table, self.key), attrgetter(self.limit)(table)
-        if value <= most:
-            return None
-        rule = f"at most {self.limit}, which is {most}" + (f": {self.why}" if self.why else "")
-        write = f"{self.key} = {most}, or a {self.more} {self.limit}"
-        return Conflict((self.key,), value, rule, write)
-
-
-class NumberUnless(NamedTuple):
-    """Rule of a table: `key` must not be "none" if `other` is none or 0."""
-
-    key: str
-    other: str
-    absent: str
-    """The value of `other` that stands for no limit: "none" or "0"."""
-    write: str
-
-    def conflict(self, table: Any) -> Conflict | None:
-        """Returns the conflict if the table violates the rule, else None."""
-        if getattr(table, self.key) is not None or getattr(table, self.other):
-            return None
-        rule = f"a number if {self.other} is {self.absent}: otherwise nothing is compared"
-        return Conflict((self.key,), NONE, rule, self.write)

@@ -10,7 +10,6 @@ import enum
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -84,79 +83,55 @@ def to_json(value: Any) -> Any:
 # -- writing --------------------------------------------------------------------------------------
 
 
-class LineAppender:
-    """Appends lines to a file, which `append` creates at first and after a rotation.
+def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: bool = True) -> None:
+    """Appends whole lines in one call, so that O_APPEND keeps them together.
+
+    Opens the file for each call, so a rotated or forked file needs no care.
 
     Args:
-        path: the file. Its directory is created too.
+        path: the file. It is created with its directory.
+        lines: whole lines.
+        durable: whether to wait until the disk has the lines.
         follow_links: whether `path` may be a symbolic link. False for paths that healcore chose,
             because another user may have created the link.
+
+    Raises:
+        OSError: the lines could not be written, or only in part.
     """
-
-    def __init__(self, path: Path, *, follow_links: bool = True) -> None:
-        self.path = path
-        self._follow_links = follow_links
-        self._handle: int | None = None
-
-    def append(self, lines: bytes, *, durable: bool = False) -> None:
-        """Appends whole lines in one call, so that O_APPEND keeps them together.
-
-        With `durable`, waits until the disk has the lines. Raises OSError after a failed or partial
-        write; the next call opens the file again.
-        """
-        try:
-            handle, torn = self._open_current()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # O_RDWR and O_NONBLOCK: a pipe without a reader does not block.
+    names = ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK", *(() if follow_links else ("O_NOFOLLOW",)))
+    flags = os.O_APPEND | os.O_CREAT | os.O_RDWR
+    for name in names:
+        flags |= getattr(os, name, 0)
+    handle = os.open(path, flags, 0o666)
+    try:
+        if os.fstat(handle).st_size:  # 0 for a pipe too
+            os.lseek(handle, -1, os.SEEK_END)  # O_APPEND ignores the position
             # A newline ends a torn line. Truncating the file could remove another writer's lines.
-            # A partial write is not continued, because the disk is full.
-            data = b"\n" + lines if torn else lines
-            written = os.write(handle, data)
-            if written < len(data):
-                raise OSError(f"only {written} of {len(data)} bytes could be written")
-            if durable:
-                with contextlib.suppress(OSError):  # a pipe or a terminal cannot be synced
-                    os.fsync(handle)
-        except BaseException:
-            self.close()  # the handle of a failed network disk stays stale
-            raise
-
-    def close(self) -> None:
-        """Closes the file. A later `append` opens it again."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            with contextlib.suppress(OSError):
-                os.close(handle)
-
-    def _open_current(self) -> tuple[int, bool]:
-        """Opens the file if needed. Returns its descriptor, and whether its last line is torn."""
-        current = self._stat()
-        if self._handle is not None and (
-            current is None or not os.path.samestat(current, os.fstat(self._handle))
-        ):
-            self.close()
-        if self._handle is None:
-            self._handle = self._open(regular=current is None or stat.S_ISREG(current.st_mode))
-        if not os.fstat(self._handle).st_size:  # an empty file, or a pipe
-            return self._handle, False
-        os.lseek(self._handle, -1, os.SEEK_END)  # O_APPEND ignores the position
-        return self._handle, os.read(self._handle, 1) != b"\n"
-
-    def _open(self, *, regular: bool) -> int:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        # O_WRONLY: with O_RDWR, this process would become a reader of the pipe.
-        # O_NONBLOCK: a pipe without a reader must not block.
-        flags |= os.O_RDWR if regular else os.O_WRONLY | getattr(os, "O_NONBLOCK", 0)
-        flags |= 0 if self._follow_links else getattr(os, "O_NOFOLLOW", 0)
-        return os.open(self.path, flags, 0o666)
-
-    def _stat(self) -> os.stat_result | None:
-        try:
-            return self.path.stat(follow_symlinks=self._follow_links)
-        except OSError:
-            return None
+            lines = lines if os.read(handle, 1) == b"\n" else b"\n" + lines
+        written = os.write(handle, lines)
+        if written < len(lines):  # the disk is full
+            raise OSError(f"only {written} of {len(lines)} bytes could be written")
+        if durable:
+            with contextlib.suppress(OSError):  # a pipe or a terminal cannot be synced
+                os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 # -- reading --------------------------------------------------------------------------------------
+
+
+def parse(line: bytes) -> dict[str, Any] | str:
+    """Returns the JSON object in a line, or the reason why the line has none."""
+    if len(line) > MAX_LINE_BYTES:
+        return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
+    try:
+        parsed = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({type(error).__name__}), {len(line)} bytes"
+    return parsed if isinstance(parsed, dict) else f"not a JSON object but {type(parsed).__name__}"
 
 
 def iter_lines(file: BinaryIO) -> Iterator[bytes]:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from healcore import console, regular_file
 from healcore.events import json_lines
-from healcore.events.json_lines import MAX_LINE_BYTES, LineAppender
 from healcore.events.process import current_process, environment
 
 SCHEMA = 2
@@ -45,12 +44,11 @@ class Log:
     Args:
         path: events file, or None to write nothing.
         run: id of this process, or None for a new id.
-        follow_links: as in `LineAppender`.
+        follow_links: as in `json_lines.append`.
 
     Attributes:
         seq: number of the next event, from 0.
         lost: number of lost events.
-        error: error of the last `write`, or None.
     """
 
     def __init__(
@@ -65,11 +63,7 @@ class Log:
         self.follow_links = follow_links
         self.seq = 0
         self.lost = 0
-        self.error: str | None = None
         self._reported = 0
-        self._out = (
-            None if self.path is None else LineAppender(self.path, follow_links=follow_links)
-        )
         # Re-entrant, because a signal handler may write while it interrupts a `write`.
         self._lock = threading.RLock()
 
@@ -83,19 +77,14 @@ class Log:
             seq = self.seq
             self.seq += 1  # before writing: a signal handler may interrupt and needs its own number
             line, lost = self._line(seq, kind, step, fields), self.lost
-            if self._out is not None:
+            if self.path is not None:
+                durable, links = kind in _DURABLE, self.follow_links
                 try:
-                    self._out.append(line, durable=kind in _DURABLE)
-                    self._reported, self.error = lost, None
+                    json_lines.append(self.path, line, durable=durable, follow_links=links)
+                    self._reported = lost
                 except Exception as error:
                     self._count_lost(error)
             return json.loads(line)
-
-    def close(self) -> None:
-        """Closes the file. A later `write` opens it again."""
-        with self._lock:
-            if self._out is not None:
-                self._out.close()
 
     def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
         present = {name: value for name, value in fields.items() if value is not None}
@@ -118,12 +107,10 @@ class Log:
 
     def _count_lost(self, error: Exception) -> None:
         self.lost += 1
-        self.error = f"{type(error).__name__}: {error}"
         if self.lost == 1:
+            why = f"{self.path} ({type(error).__name__}: {error})"
             with contextlib.suppress(Exception):  # from the user's logging handlers
-                console.warning(
-                    f"events are being lost, training continues: {self.path} ({self.error})"
-                )
+                console.warning(f"events are being lost, training continues: {why}")
 
 
 def _new_run_id() -> str:
@@ -185,14 +172,9 @@ def read(path: str | os.PathLike[str]) -> History:
 
 def parse(line: bytes) -> Event | str:
     """Returns the event in a line, or the reason why the line is not an event."""
-    if len(line) > MAX_LINE_BYTES:
-        return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
-    try:
-        event = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({type(error).__name__}), {len(line)} bytes"
-    if not isinstance(event, dict):
-        return f"not a JSON object but {type(event).__name__}"
+    event = json_lines.parse(line)
+    if isinstance(event, str):
+        return event
     for name in ("schema", "seq"):
         if type(event.get(name)) is not int or not 0 <= event[name] < 1 << 53:
             return f"{name} is not a whole number from 0 to 2^53: {event.get(name)!r:.80}"

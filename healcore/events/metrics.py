@@ -17,7 +17,7 @@ from typing import Any
 from healcore import console
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
-from healcore.events.json_lines import LineAppender
+from healcore.events import json_lines
 
 SCHEMA = 1
 
@@ -27,8 +27,7 @@ _FLUSH_SECONDS = 0.5
 """Time for which lines are buffered, because a system call per step would be slow."""
 _MAX_BUFFERED = 1000
 _UNTHINNED = 50_000
-"""Number of lines after which a thinned file doubles the number of steps per line."""
-_LINE_BYTES = 300  # typical
+"""Steps after which a thinned file doubles the number of steps per line."""
 
 
 def stem(path: Path) -> str:
@@ -50,10 +49,10 @@ class Metrics:
     Args:
         path: the file, or None to write nothing.
         run: the run's id, as in its events.
-        thinned: after 50,000 lines write only every second step, after 100,000 lines every fourth,
-            and so on. Steps with an alarm are thinned separately. A line for several steps has the
-            field `every`. The file grows by 15 MB each time the run gets twice as long.
-        follow_links: as in `LineAppender`.
+        thinned: after 50,000 steps write only every second step, after 100,000 every fourth, and so
+            on, and all steps with an alarm. A line for several steps has the field `every`. The
+            file grows by about 8 MB each time the run gets twice as long.
+        follow_links: as in `json_lines.append`.
         tracked: `write` returns the fields of every step, for the run's trackers.
     """
 
@@ -68,10 +67,8 @@ class Metrics:
     ) -> None:
         self.run = run
         self.lost = 0
-        self._out = None if path is None else LineAppender(Path(path), follow_links=follow_links)
-        self._thinned, self._tracked = thinned, tracked
-        self._counts = [_estimate_lines(path) if path is not None and thinned else 0, 0]
-        """Number of lines without an alarm, and with an alarm."""
+        self._path = None if path is None else Path(path)
+        self._thinned, self._follow_links, self._tracked = thinned, follow_links, tracked
         self._lines: list[str] = []
         self._flushed = time.monotonic()
         self._last_steps: dict[str, int] = {}  # engine -> newest step
@@ -82,18 +79,18 @@ class Metrics:
 
         Returns the fields of the line. Returns None for a step without a line, except if `tracked`.
         """
-        if (self._out is None and not self._tracked) or not record.judged:
+        if not record.judged:
             return None
-        alarmed = record.cause != 0
-        every = 1 << (self._counts[alarmed] // _UNTHINNED) if self._thinned else 1
-        unwritten = self._out is None or step % every != 0
+        every = 1
+        if self._thinned and not record.cause:
+            every <<= (step // _UNTHINNED).bit_length()
+        unwritten = self._path is None or step % every != 0
         if unwritten and not self._tracked:
             return None
         try:
             fields = self._fields(record, several)
             if unwritten:
                 return fields
-            self._counts[alarmed] += 1
             self._lines.append(self._line(step, fields, every))
         except Exception:  # from converting a value of the driver; the training continues
             self.lost += 1
@@ -109,23 +106,18 @@ class Metrics:
     def flush(self) -> None:
         """Writes the buffered lines."""
         self._flushed = time.monotonic()
-        if self._out is None or not self._lines:
+        if self._path is None or not self._lines:
             return
         lines, self._lines = self._lines, []
+        data = "".join(lines).encode("ascii")
         try:
-            self._out.append("".join(lines).encode("ascii"))
+            json_lines.append(self._path, data, follow_links=self._follow_links)
         except Exception as error:
             if not self.lost:
+                why = f"{self._path} ({error})"
                 with contextlib.suppress(Exception):  # from the user's logging handlers
-                    path = self._out.path
-                    console.warning(f"metrics are being lost, training continues: {path} ({error})")
+                    console.warning(f"metrics are being lost, training continues: {why}")
             self.lost += len(lines)
-
-    def close(self) -> None:
-        """Writes the buffered lines and closes the file."""
-        self.flush()
-        if self._out is not None:
-            self._out.close()
 
     def _line(self, step: int, fields: dict[str, Any], every: int) -> str:
         head = {"schema": SCHEMA, "kind": "step", "run": self.run, "time": round(time.time(), 3)}
@@ -160,13 +152,6 @@ class Metrics:
             if name in logged:
                 signals[name] = "nan" if record.cause & nonfinite else _number(value)
         return signals
-
-
-def _estimate_lines(path: str | os.PathLike[str]) -> int:
-    try:
-        return os.stat(path).st_size // _LINE_BYTES
-    except OSError:
-        return 0
 
 
 def _number(value: Any) -> float | str:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -45,17 +44,10 @@ class Ending(enum.StrEnum):
 # -- types: docs/events.md has the title as the name of the type ----------------------------------
 
 
-def _names(flags: type[Cause] | type[Action]) -> Any:
-    known = [str(flag.name) for flag in flags]
-
-    def check(names: list[str]) -> list[str]:
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ValueError(f"a name must be one of {', '.join(known)}, got {unknown[0]!r}")
-        return names
-
-    items = {"type": "string", "enum": known}
-    return AfterValidator(check), WithJsonSchema({"type": "array", "items": items})
+def _names(flags: type[Cause] | type[Action]) -> WithJsonSchema:
+    """The names that this version writes. A newer healcore may write others, which are read too."""
+    items = {"type": "string", "enum": [str(flag.name) for flag in flags]}
+    return WithJsonSchema({"type": "array", "items": items})
 
 
 def _parse_nonfinite(value: Any) -> Any:
@@ -80,8 +72,8 @@ Time = Annotated[
 ]
 Texts = Annotated[list[str], Field(title="array of texts")]
 Versions = Annotated[dict[str, str], Field(title="object of texts")]
-Causes = Annotated[list[str], *_names(Cause), Field(title="array of causes")]
-Actions = Annotated[list[str], *_names(Action), Field(title="array of actions")]
+Causes = Annotated[list[str], _names(Cause), Field(title="array of causes")]
+Actions = Annotated[list[str], _names(Action), Field(title="array of actions")]
 BatchPair = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 BatchList = Annotated[list[BatchPair], Field(title="array of `[epoch, index]`")]
 
@@ -108,31 +100,15 @@ class EvidenceRecord(_EventsModel):
     grad_norm: Number
 
 
-class StacksRecord(_EventsModel):
-    """JSON form of `healcore.runtime.postmortem.postmortem.RankStacks`."""
-
-    ranks: Annotated[list[NonNegativeInt], Field(min_length=1)]
-    stacks: Text
-
-
-class RankRecord(_EventsModel):
-    """Observations or the proposal of one rank."""
-
-    rank: NonNegativeInt
-    outcome: Text | None = None
-    why: Text | None = None
-    loss: Number | None = None
-    grad_norm: Number | None = None
-
-
 ReadingsField = Annotated[
     ReadingsRecord, Field(title="`{loss, grad_norm, threshold, z, z_loss}`, numbers")
 ]
 OfRanks = Annotated[
-    list[RankRecord], Field(title="array of `{rank, outcome, why}` or `{rank, loss, grad_norm}`")
+    list[dict[str, Any]],
+    Field(title="array of `{rank, outcome, why}` or `{rank, loss, grad_norm}`"),
 ]
 EvidenceList = Annotated[list[EvidenceRecord], Field(title="array of `{name, grad_norm}`")]
-StacksList = Annotated[list[StacksRecord], Field(title="array of `{ranks, stacks}`")]
+StacksList = Annotated[list[dict[str, Any]], Field(title="array of `{ranks, stacks}`")]
 EndingName = Annotated[Ending, Field(strict=False)]  # accepts the string of the enum
 
 
@@ -140,34 +116,28 @@ def _maybe(about: str) -> Any:
     return Field(default=None, description=about)
 
 
-def _required(about: str) -> Any:
-    return Field(description=about)
+class EventRecord(_EventsModel):
+    """An event from a file, without values of the wrong type.
 
-
-class EventHead(_EventsModel):
-    """Fields of every event."""
-
-    schema_: PositiveInt = Field(alias="schema", description="Version of the format: 2.")
-    seq: NonNegativeInt = _required(
-        "Number of the event in its process, from 0, counting lost events."
-    )
-    run: Text = _required("Id of the process that writes the events.")
-    time: Time = _required("Wall time, ISO 8601, UTC.")
-    mono: Seconds = _required("Monotonic clock, for durations within one run.")
-    kind: Text = _required("Kind of the event, see below.")
-    step: NullableInt = _required("Index of the optimizer step, from 0.")
-
-
-class EventFields(_EventsModel):
-    """Fields that any event may have, with the same meaning and type in every kind.
-
-    `schema.KINDS` lists the required fields of each kind.
+    A field has the same meaning and type in every kind; `schema.KINDS` lists the required fields of
+    each kind. `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None, because
+    the file may be damaged, edited, or written by a newer healcore.
     """
 
+    schema_: PositiveInt = Field(default=2, alias="schema", description="Version of the format: 2.")
+    seq: NonNegativeInt = Field(
+        default=0, description="Number of the event in its process, from 0, counting lost events."
+    )
+    run: Text = Field(default="", description="Id of the process that writes the events.")
+    time: Time = _maybe("Wall time, ISO 8601, UTC.")
+    mono: Seconds = _maybe("Monotonic clock, for durations within one run.")
+    kind: Text = Field(default="", description="Kind of the event, see below.")
+    step: NullableInt = _maybe("Index of the optimizer step, from 0.")
     lost: PositiveInt = _maybe("Number of events before this event that could not be written.")
     # Observations.
     incident: NonNegativeInt = _maybe("Number of the incident; 0 outside of incidents.")
     onset: NonNegativeInt = _maybe("Step of the first alarm.")
+    last: NonNegativeInt = _maybe("Step of the last alarm.")
     engine: Text = _maybe("Name of the optimizer in the state, if there are several optimizers.")
     cause: Causes = _maybe("Causes of the alarm.")
     readings: ReadingsField = _maybe("The judged numbers, with the last finite loss and norm.")
@@ -178,7 +148,8 @@ class EventFields(_EventsModel):
     ordered: Actions = _maybe("Order of the policy that a hook has overridden.")
     observed: Boolean = _maybe("true: the policy only observes and does nothing.")
     skip: Boolean = _maybe("The update of the step was skipped.")
-    grad_scale: Number = _maybe("Factor on the step's gradients.")
+    skips: NonNegativeInt = _maybe("Skipped steps of the run up to this step.")
+    grad_scale: Number = _maybe("Factor on the step's gradients; absent for a limit per tensor.")
     lr_scale_before: Number = _maybe("Earlier learning-rate multiplier.")
     lr_scale: Number = _maybe("New learning-rate multiplier.")
     lr: Number = _maybe("The schedule's learning rate at `step`, without the multiplier.")
@@ -251,45 +222,15 @@ class EventFields(_EventsModel):
     last_good: NonNegativeInt = _maybe("Step of the newest known-good checkpoint.")
 
 
-class EventModel(EventFields, EventHead):
-    """A valid event."""
-
-
-class EventRecord(EventFields):
-    """An event from a file, without values of the wrong type.
-
-    `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None, because the file
-    may be damaged, edited, or written by a newer healcore.
-    """
-
-    seq: NonNegativeInt = 0
-    run: Text = ""
-    kind: Text = ""
-    step: NullableInt = None
-    time: Time = _maybe("Wall time.")
-    mono: Seconds = _maybe("Monotonic clock.")
-
-
-_NAME_LISTS = frozenset({"cause", "action", "ordered"})
-"""Fields with lists of names, which may contain names of a newer healcore."""
-
-
 def validate(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
     """Validates an event from `log.parse`.
 
     Returns:
-        The event without its invalid fields, and the names of these fields. Lists with unknown
-        names are valid, because a newer healcore may have more names.
+        The event without its invalid fields, and the names of these fields.
     """
     try:
         return EventRecord.model_validate(event), []
     except ValidationError as error:
         invalid = {str(detail["loc"][0]) for detail in error.errors(include_url=False)}
-    names = {
-        name: event[name]
-        for name in invalid & _NAME_LISTS
-        if isinstance(event[name], list) and all(isinstance(item, str) for item in event[name])
-    }
     rest = {name: value for name, value in event.items() if name not in invalid}
-    record = EventRecord.model_validate(rest).model_copy(update=names)
-    return record, [name for name in event if name in invalid - names.keys()]
+    return EventRecord.model_validate(rest), [name for name in event if name in invalid]

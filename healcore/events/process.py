@@ -63,16 +63,6 @@ def pid_gone(pid: int) -> bool | None:
 
 
 @functools.cache
-def machine() -> str:
-    """Returns the host name and the machine id, which persist across boots."""
-    try:
-        machine_id = Path("/etc/machine-id").read_text().strip()
-    except OSError:
-        machine_id = ""
-    return f"{socket.gethostname()}\n{machine_id}"
-
-
-@functools.cache
 def _boot_id() -> str | None:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -5,14 +5,18 @@ Also exports the format as JSON Schema.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import counted
 from healcore.events import log
-from healcore.events.models import EventHead, EventModel, EventRecord
 
-ENVELOPE = tuple(field.alias or name for name, field in EventHead.model_fields.items())
+if TYPE_CHECKING:  # `healcore.torch.attach` uses the sentences without pydantic
+    from healcore.core.step_record import Readings
+    from healcore.events.models import EventRecord, ReadingsRecord
+
+ENVELOPE = ("schema", "seq", "run", "time", "mono", "kind", "step")
 """Fields that every event has."""
 
 
@@ -22,6 +26,18 @@ ENVELOPE = tuple(field.alias or name for name, field in EventHead.model_fields.i
 def flag_names(flags: Sequence[str]) -> str:
     """Names of causes or actions as text: "grad spike and loss spike"."""
     return " and ".join(name.lower().replace("_", " ") for name in flags)
+
+
+def readings_text(readings: Readings | ReadingsRecord, causes: Sequence[str]) -> str:
+    """Loss and gradient norm of a step as a clause, without values that were never measured."""
+    found = []
+    if readings.loss and not math.isnan(readings.loss):  # 0 if the loop passes no loss
+        last = "last finite " if "NONFINITE_LOSS" in causes else ""
+        found.append(f"{last}loss {readings.loss:.4g}")
+    if not math.isnan(readings.grad_norm):
+        last = "last finite " if "NONFINITE_GRAD" in causes else ""
+        found.append(f"{last}gradient norm {readings.grad_norm:.4g}")
+    return ", ".join(found)
 
 
 class _Words:
@@ -41,12 +57,33 @@ def _start(event: EventRecord) -> str:
     return f"run {event.run} begins: {framework}, policy {event.policy}{observed}"
 
 
-def _alarm(event: EventRecord) -> str:
-    numbers = event.readings
-    seen = numbers and f"loss {numbers.loss:.4g}, gradient norm {numbers.grad_norm:.4g}"
-    return "; ".join(
-        filter(None, (flag_names(event.cause or ()), seen, "skipped" if event.skip else ""))
-    )
+def alarm_text(alarm: Any) -> str:
+    """The sentence of an alarm: an event, or an object with its fields."""
+    causes, actions = alarm.cause or (), alarm.action or ()
+    rate = "" if alarm.lr is None else f"learning rate {alarm.lr:.4g}"
+    seen = alarm.readings and readings_text(alarm.readings, causes)
+    orders = [name for name in ("ROLLBACK", "STOP", "CUT_LR") if name in actions]
+    done = []
+    if alarm.observed:
+        done = [f"{' and '.join(orders)} ordered"] if orders else []
+        done.append("nothing is changed, the policy observes")
+    elif alarm.skip:
+        done = [f"skipped, {alarm.skips} of the run" if (alarm.skips or 0) > 1 else "skipped"]
+    elif alarm.grad_scale is not None and alarm.grad_scale < 1:
+        done = [f"gradients × {alarm.grad_scale:.3g}"]
+    elif alarm.grad_scale is not None and not orders:
+        done = ["nothing is changed"]
+    if "CUT_LR" in orders and alarm.lr_scale is not None and not alarm.observed:
+        done.append(f"learning rate × {alarm.lr_scale:g}")
+    numbers = ", ".join(filter(None, (seen, rate)))
+    return "; ".join(filter(None, (flag_names(causes), numbers, *done)))
+
+
+def _over(event: EventRecord) -> str:
+    numbers = event.readings and readings_text(event.readings, ())
+    cause, first, last = flag_names(event.cause or ()), event.onset, event.last
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    return f"incident {event.incident} is over: {cause}, {steps}; {numbers or 'no loss'} now"
 
 
 def _order(event: EventRecord) -> str:
@@ -61,6 +98,7 @@ def _rollback(event: EventRecord) -> str:
         f"from step {event.step or 0} back to the checkpoint of step {event.checkpoint}",
         lr_text(event),
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
+        "moments reset" if event.moments_reset else "",
         (event.by == "earlier_weights" and event.why) or "",
         "the snapshot that the run started from" if event.initial else "",
         "the same checkpoint again, because none is older" if event.repeated else "",
@@ -68,11 +106,8 @@ def _rollback(event: EventRecord) -> str:
     return ", ".join(filter(None, parts))
 
 
-def lr_text(rollback: Any) -> str:
-    """The lowered learning rate of a rollback, as a clause, or an empty string.
-
-    `rollback` is an event, or has the fields `lr`, `lr_limit`, `lr_at_fault` and `lr_scale` of it.
-    """
+def lr_text(rollback: EventRecord) -> str:
+    """The lowered learning rate of a rollback, as a clause, or an empty string."""
     limit, at_fault, schedule = rollback.lr_limit, rollback.lr_at_fault, rollback.lr
     before = schedule if at_fault is None else at_fault
     scale = 1.0 if rollback.lr_scale is None else rollback.lr_scale
@@ -155,11 +190,18 @@ KINDS: dict[str, EventKind] = {
         ("checkpoint",),
         "resumed from the checkpoint of step {checkpoint}",
     ),
-    "alarm": EventKind("A step with a cause. `step` is that step.", ("cause", "readings"), _alarm),
+    "alarm": EventKind(
+        "A step with a cause. `step` is that step.", ("cause", "readings"), alarm_text
+    ),
     "incident": EventKind(
         "An incident begins. `step` is the step that was judged.",
         ("incident", "onset", "cause"),
         "incident {incident}: {cause}",
+    ),
+    "over": EventKind(
+        "An incident is over: `incident.quiet_steps` steps had no alarm. `step` is the last one.",
+        ("incident", "onset", "last", "cause", "readings"),
+        _over,
     ),
     "alert": EventKind(
         "A rule alerts on a cause: at the first step of the cause in an incident; outside of "
@@ -237,7 +279,9 @@ def sentence(event: EventRecord) -> str:
     return write.format_map(_Words(event)) if isinstance(write, str) else write(event)
 
 
-SEVERE = frozenset({"alert", "rollback", "stop", "problem", "save_failed", "damaged", "fault"})
+SEVERE = frozenset(
+    {"alert", "over", "rollback", "stop", "problem", "save_failed", "damaged", "fault"}
+)
 """Kinds that trackers alert on."""
 
 
@@ -246,14 +290,16 @@ def json_schema() -> dict[str, Any]:
 
     The schema accepts unknown kinds and fields, which a later version may add.
     """
-    exported = EventModel.model_json_schema()
+    from healcore.events.models import EventRecord
+
+    exported = EventRecord.model_json_schema()
     for field in exported["properties"].values():
-        if field.get("default", 0) is None:  # a field without a value is absent, never null
-            del field["default"]
+        field.pop("default", None)  # a field without a value is absent, never null
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"healcore events, schema {log.SCHEMA}",
-        **{name: exported[name] for name in ("type", "properties", "required", "$defs")},
+        **{name: exported[name] for name in ("type", "properties", "$defs")},
+        "required": list(ENVELOPE),
         "allOf": [
             {
                 "if": {"properties": {"kind": {"const": name}}, "required": ["kind"]},

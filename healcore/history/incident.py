@@ -61,6 +61,7 @@ class Incident:
     evidence: tuple[Evidence, ...] = ()  # tensors with unusual gradients, the worst first
     readings: ReadingsRecord | None = None  # readings of the first alarm
     last_step: float | None = None  # step of the last alarm, or None if equal to `step`
+    over: bool = False  # has an event `over`
     undone: bool = False  # the run rolled back to before the onset
 
     @property

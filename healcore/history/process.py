@@ -37,8 +37,7 @@ class RunProcess:
     end: EventRecord | None = None
     last: EventRecord | None = None
     diagnosis: str = ""  # newest diagnosis in the events
-    first_mono: float | None = None  # smallest monotonic clock of its events, in seconds
-    last_mono: float | None = None  # largest monotonic clock
+    began: float | None = None  # monotonic clock of its first event, in seconds
 
     def add(self, event: EventRecord) -> None:
         """Adds an event, in file order."""
@@ -49,17 +48,14 @@ class RunProcess:
             self.end = event
         if event.diagnosis is not None:
             self.diagnosis = event.diagnosis
-        if event.mono is not None:
-            first, last = self.first_mono, self.last_mono
-            self.first_mono = event.mono if first is None else min(first, event.mono)
-            self.last_mono = event.mono if last is None else max(last, event.mono)
+        if self.began is None:
+            self.began = event.mono
 
     @property
     def seconds(self) -> float | None:
         """Duration in seconds by the monotonic clock, or None if unknown."""
-        if self.first_mono is None or self.last_mono is None:
-            return None
-        return self.last_mono - self.first_mono
+        last = None if self.last is None else self.last.mono
+        return None if last is None or self.began is None else last - self.began
 
     def process(self) -> Process | None:
         """Identity of the process, or None if the event `start` is missing."""
@@ -73,7 +69,5 @@ class RunProcess:
         if self.end is not None:
             return RunState.ENDED if self.end.ending is None else RunState(self.end.ending)
         process = self.process()
-        gone = None if process is None else process.gone()
-        if gone is None:
-            return RunState.UNKNOWN
-        return RunState.GONE if gone else RunState.RUNNING
+        states = {True: RunState.GONE, False: RunState.RUNNING, None: RunState.UNKNOWN}
+        return states[None if process is None else process.gone()]

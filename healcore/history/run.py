@@ -16,7 +16,7 @@ from healcore.history.process import RunProcess, RunState
 _CHECKPOINT_KINDS = frozenset({"good", "damaged", "save_failed"})
 """Kinds whose `step` is the step of an older checkpoint."""
 _PROBLEM_KINDS = frozenset({"problem", "save_failed", "damaged"})
-_STEP_KINDS = frozenset({"alarm", "incident", "order", "assessment", "hook", "lr"})
+_STEP_KINDS = frozenset({"alarm", "incident", "over", "order", "assessment", "hook", "lr"})
 """Kinds whose `step` is the index of a finished step, not the number of finished steps."""
 
 _MAX_EVENTS = 1000
@@ -71,7 +71,6 @@ class Run:
     problems: list[EventRecord] = field(default_factory=list)  # events that report a problem
     faults: list[EventRecord] = field(default_factory=list)  # classified exceptions
     step: int | None = None  # steps done
-    last_step: int | None = None  # steps done at the last event, including undone steps
     lr_scale: float | None = None  # current multiplier of the learning rate
     incidents: list[Incident] = field(default_factory=list)
     last_incident: Incident | None = None  # last incident that has an event or an alarm
@@ -128,7 +127,7 @@ class Run:
         self.processes[-1].add(record)
         self._track_good(record)
         if record.step is not None and record.kind not in _CHECKPOINT_KINDS:
-            self.step = self.last_step = record.step + (record.kind in _STEP_KINDS)
+            self.step = record.step + (record.kind in _STEP_KINDS)
         if record.lr_scale is not None:
             self.lr_scale = record.lr_scale
         reports = record.problem is not None and record.kind in _PROBLEM_KINDS
@@ -179,7 +178,7 @@ class Run:
         origin = AttemptOrigin.PROCESS if self.attempts else AttemptOrigin.START
         self._begin_attempt(float(event.step or 0), origin)
         self.processes.append(RunProcess(event.run))
-        self.step = self.last_step = self.lr_scale = None
+        self.step = self.lr_scale = None
 
     def _begin_attempt(self, first: float, origin: AttemptOrigin) -> None:
         self.attempts.append(RunAttempt(len(self.attempts), first, origin))
@@ -220,6 +219,10 @@ class Run:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)
         self._open(event, step if event.onset is None else float(event.onset))
         self.last_incident = self.incidents[-1]
+
+    def _on_over(self, event: EventRecord, step: float) -> None:
+        for incident in self.incidents:
+            incident.over |= incident.number == event.incident
 
     def _on_alarm(self, event: EventRecord, step: float) -> None:
         self.alarms += 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import tomli_w
 
-from healcore.core import detectors
 from healcore.core.clipping import AdaGCConfig, AutoClipConfig, FixedConfig, ZClipConfig
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import (
@@ -20,19 +20,12 @@ from healcore.core.engine import (
     RollbackConfig,
     RuleConfig,
 )
-from healcore.core.ranges import Conflict, StepsOrZero, one_of, whole
+from healcore.core.ranges import StepsOrZero, listed, one_of, text, whole
 from healcore.core.verdict import NONFINITE, Action, Cause
-from healcore.policy.errors import dotted
-from healcore.policy.recovery import (
-    Budget,
-    Hang,
-    Retry,
-    Rollback,
-    SkipBatch,
-)
+from healcore.policy.errors import Conflict, dotted
+from healcore.policy.recovery import Budget, Hang, Retry, Rollback, SkipBatch
 from healcore.policy.respond import FAULTS, Respond
 from healcore.policy.tables import rounded, written
-from healcore.policy.texts import listed, text
 
 SCHEMA = 1
 """Version of the file format that this release reads and writes."""
@@ -46,25 +39,9 @@ class NoClip(NamedTuple):
     kind = "none"
 
 
-class Detect(NamedTuple):
-    """All detectors, by their names in `healcore.core.detectors.DETECTORS`, or None if off."""
-
-    nonfinite: detectors.NonFiniteConfig | None = None
-    loss_spike: detectors.LossSpikeConfig | None = None
-    grad_spike: detectors.GradSpikeConfig | None = None
-    divergence: detectors.DivergenceConfig | None = None
-    instability: detectors.InstabilityConfig | None = None
-    records: detectors.RecordsConfig | None = None
-    vanishing: detectors.VanishingConfig | None = None
-    plateau: detectors.PlateauConfig | None = None
-    overfit: detectors.OverfitConfig | None = None
-    update_spike: detectors.UpdateSpikeConfig | None = None
-    loss_ratio: detectors.LossRatioConfig | None = None
-    loss_ceiling: detectors.LossCeilingConfig | None = None
-    loss_window: detectors.LossWindowConfig | None = None
-    grad_window: detectors.GradWindowConfig | None = None
-    grad_ema: detectors.GradEmaConfig | None = None
-    grad_ceiling: detectors.GradCeilingConfig | None = None
+Detect = namedtuple("Detect", DETECTORS, defaults=[None] * len(DETECTORS))
+"""All detectors, or None for those that are off."""
+Detect.__annotations__ = {name: table | None for name, table in DETECTORS.items()}
 
 
 @dataclass(frozen=True)
@@ -106,38 +83,21 @@ class Policy:
         for i, rule in enumerate(self.respond):
             for j, cause in enumerate(rule.to if not rule.for_faults else ()):
                 detector = detector_of(cause)
+                path = ("respond", i, "to", j)
                 if getattr(self.detect, detector) is None:
-                    yield Conflict(
-                        ("respond", i, "to", j),
-                        cause,
-                        f"a cause whose detector is on; the policy lacks [detect.{detector}]",
-                        f"a table [detect.{detector}], or drop {cause!r} from the rule",
-                    )
-                for other in self._detectors_sharing_flags(cause, rule.to):
-                    yield Conflict(
-                        ("respond", i, "to", j),
-                        cause,
-                        f"the only cause with {CAUSES[cause].name}, but [detect.{other}] has it "
-                        "too, and rules match causes, not detectors",
-                        f'to = ["{cause}", "{other}"], or only one of the two tables',
-                    )
+                    condition = f"a cause whose detector is on; [detect.{detector}] is missing"
+                    write = f"a table [detect.{detector}], or drop {cause!r} from the rule"
+                    yield path, cause, condition, write
+                for other in DETECTORS.keys() - {detector, *rule.to}:
+                    if CAUSES[other] & CAUSES[cause] and getattr(self.detect, other) is not None:
+                        condition = f"named with [detect.{other}], whose alarms have its cause too"
+                        write = f'to = ["{cause}", "{other}"], or only one of the two tables'
+                        yield path, cause, condition, write
             for action, budget in _BUDGET_KEYS:
                 if action in rule.do and getattr(self.budget, budget) == 0:
-                    yield Conflict(
-                        ("respond", i, "do", rule.do.index(action)),
-                        action,
-                        f"an action with a budget above 0; budget.{budget} is 0",
-                        f"budget.{budget} = 3, or drop {action!r} from the rule",
-                    )
-
-    def _detectors_sharing_flags(self, cause: str, named: tuple[str, ...]) -> Iterator[str]:
-        """Yields active detectors that share a flag with `cause` and are not in the rule."""
-        flags = CAUSES[cause]
-        for other in DETECTORS:
-            if other in named or other == detector_of(cause) or not CAUSES[other] & flags:
-                continue
-            if getattr(self.detect, other) is not None:
-                yield other
+                    condition = f"an action with a budget above 0; budget.{budget} is 0"
+                    write = f"budget.{budget} = 3, or drop {action!r} from the rule"
+                    yield ("respond", i, "do", rule.do.index(action)), action, condition, write
 
     def config(self) -> EngineConfig:
         """The core's config. Floats are rounded to float32 once, for all backends."""

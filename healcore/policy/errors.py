@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from healcore.core.errors import HealcoreError
+
+Conflict = tuple[tuple[str | int, ...], Any, str, str]
+"""Values of a table that exclude each other: the path from the table to the named value, this
+value, the rule that it violates, and what to write instead."""
 
 _MAX_SHOWN = 60
 """Limit of the characters of a received value."""

@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from healcore import regular_file
@@ -30,7 +31,7 @@ PolicySource = str | os.PathLike[str] | Policy
 
 _MAX_FILE_BYTES = 1 << 20  # bytes; a policy has a few kB, so a larger file is no policy
 
-_MAX_KEY_PARTS = 32
+_MAX_KEY_PARTS = 32  # tomllib's memory grows with the square of the parts of a dotted key
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 _LONG_KEY = re.compile(rf"""(?<![\w.'"-])(?:{_PART}){{{_MAX_KEY_PARTS}}}""")
 
@@ -119,11 +120,7 @@ def loads(text: str, *, source: str = "<text>") -> Policy:
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
-    """Parses TOML without validation.
-
-    tomllib's memory grows with the square of the number of parts in a dotted key. The number of
-    parts is therefore limited.
-    """
+    """Parses TOML without validation."""
     long = (line for line in text.split("\n") if line.count(".") >= _MAX_KEY_PARTS)
     if any(map(_LONG_KEY.search, long)):
         rule = f"keys of at most {_MAX_KEY_PARTS} parts, as in clip.max_norm"
@@ -178,11 +175,7 @@ def _unknown_policy(name: str) -> PolicyError:
 def _read(path: str | os.PathLike[str]) -> str:
     """Reads the file's text; raises `PolicyError`."""
     try:
-        with open(path, "rb", opener=regular_file.opener) as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-        if len(content) > _MAX_FILE_BYTES:
-            raise ValueError(f"larger than {_MAX_FILE_BYTES} bytes, the limit of a policy")
-        return content.decode("utf-8")
+        return regular_file.read(Path(path), _MAX_FILE_BYTES).decode()
     except UnicodeDecodeError as error:
         reason, rule = f"not UTF-8 at byte {error.start}", "a text file in UTF-8"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path

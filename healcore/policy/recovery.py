@@ -10,7 +10,6 @@ from typing import Annotated, NamedTuple
 
 from healcore.core.engine import BudgetConfig, RollbackConfig
 from healcore.core.ranges import (
-    AtMost,
     OnOff,
     Positive,
     Ratio,
@@ -76,7 +75,7 @@ class Retry(NamedTuple):
     attempts: Annotated[int, whole(1, 1000)] = 8
     """Attempts in total; then the last error is raised."""
 
-    RULES = (AtMost("base_delay_s", "max_delay_s", "longer"),)
+    AT_MOST = (("base_delay_s", "max_delay_s"),)
 
 
 class Hang(NamedTuple):
@@ -104,4 +103,4 @@ class SkipBatch(NamedTuple):
     within: Steps = 1000
     """Length of the window for `count`, in batches."""
 
-    RULES = (AtMost("consecutive", "count", "larger"), AtMost("count", "within", "larger"))
+    AT_MOST = (("consecutive", "count"), ("count", "within"))

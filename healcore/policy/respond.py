@@ -12,9 +12,9 @@ from typing import Annotated, NamedTuple
 
 from healcore.core.detectors import CAUSES
 from healcore.core.engine import RuleConfig
-from healcore.core.ranges import Conflict, OnOff, one_of, whole
+from healcore.core.ranges import OnOff, listed, one_of, whole
 from healcore.core.verdict import Action, Cause
-from healcore.policy.texts import listed
+from healcore.policy.errors import Conflict
 
 FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
     "oom": (Cause.OOM, ("shrink_microbatch", "clear_cache", "save")),
@@ -46,23 +46,15 @@ class When(NamedTuple):
     within: Annotated[int, whole(0, 4096)] = 0
     """Length of the window for `count`, in steps. Set both or neither."""
 
+    AT_MOST = (("count", "within"),)
+
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields a conflict if `count` or `within` is set alone, or `count` exceeds `within`."""
+        """Yields a conflict if `count` or `within` is set alone."""
         if bool(self.count) != bool(self.within):
             present, absent = ("count", "within") if self.count else ("within", "count")
-            yield Conflict(
-                (present,),
-                getattr(self, present),
-                f"together with {absent}: a number of hits, and a window in steps",
-                "when = { count = 5, within = 100 }",
-            )
-        elif self.count > self.within:
-            yield Conflict(
-                ("count",),
-                self.count,
-                f"at most within, which is {self.within}: one step has one hit",
-                f"count = {self.within}, or a longer window",
-            )
+            rule = f"together with {absent}: a number of hits, and a window in steps"
+            example = "when = { count = 5, within = 100 }"
+            yield (present,), getattr(self, present), rule, example
 
 
 @dataclass(frozen=True)
@@ -86,13 +78,8 @@ class Respond:
             if (cause in FAULTS) is not self.for_faults:
                 kinds = ("a step", "an exception")
                 here, there = kinds if self.for_faults else kinds[::-1]
-                yield Conflict(
-                    ("to", j),
-                    cause,
-                    f"of the same kind as {self.to[0]!r}: one comes from {here}, the other from "
-                    f"{there}",
-                    f"a separate rule for {cause!r}",
-                )
+                rule = f"of the same kind as {self.to[0]!r}: one comes from {here}, the other from "
+                yield ("to", j), cause, rule + there, f"a separate rule for {cause!r}"
                 return
         for cause in self.to:
             allowed = FAULTS[cause][1] if self.for_faults else (SKIP, *ACTIONS)
@@ -100,15 +87,11 @@ class Respond:
                 if action not in allowed:
                     choices = ", ".join(f'"{each}"' for each in allowed)
                     rule = f"an action for {cause!r}: one of {choices}"
-                    yield Conflict(("do", j), action, rule, f"drop {action!r}")
+                    yield ("do", j), action, rule, f"drop {action!r}"
         if self.for_faults and self.when != When():
-            yield Conflict(
-                ("when",),
-                dict(set(self.when._asdict().items()) - set(When()._asdict().items())),
-                "in rules for detectors: the limits of faults are in [retry], [skip_batch], [hang] "
-                "and [budget]",
-                "drop when",
-            )
+            given = dict(set(self.when._asdict().items()) - set(When()._asdict().items()))
+            rule = "in rules for detectors; faults have [retry], [skip_batch], [hang] and [budget]"
+            yield ("when",), given, rule, "drop when"
 
     def config(self) -> RuleConfig:
         """The core's rule, with flags instead of names; only for rules without faults."""
@@ -117,12 +100,4 @@ class Respond:
             causes |= int(CAUSES[name])
         for name in self.do:
             action |= 0 if name == SKIP else int(ACTIONS[name])
-        return RuleConfig(
-            causes=causes,
-            skip=SKIP in self.do,
-            action=action,
-            sustained=self.when.sustained,
-            consecutive=self.when.consecutive,
-            count=self.when.count,
-            within=self.when.within,
-        )
+        return RuleConfig(causes, SKIP in self.do, action, **self.when._asdict())

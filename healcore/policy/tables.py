@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from healcore.core.ranges import NONE, RuleBroken, Value, to_float32
+from healcore.core.ranges import NONE, RuleBroken, Value, one_of, to_float32
 from healcore.policy.errors import Problem, dotted, show_value
 
 Path = tuple[str | int, ...]
@@ -69,7 +70,7 @@ def keys_of(table: type) -> dict[str, Key]:
 
 def read_document(data: Any, root: type) -> tuple[Any, tuple[Problem, ...]]:
     """Reads a document. Returns the table, or None and the problems."""
-    reader = _Reader(root)
+    reader = _Reader()
     table = reader.table(root, data, ())
     return table, tuple(reader.problems)
 
@@ -77,12 +78,12 @@ def read_document(data: Any, root: type) -> tuple[Any, tuple[Problem, ...]]:
 class _Reader:
     """Reads a document and collects its problems; a value with a problem becomes None."""
 
-    def __init__(self, root: type) -> None:
-        self._root = root
+    def __init__(self) -> None:
         self.problems: list[Problem] = []
 
-    def _problem(self, path: Path, value: str, rule: str, write: str) -> None:
-        self.problems.append(Problem(dotted(path), value, rule, write))
+    def _problem(self, path: Path, value: Any, rule: str, write: str) -> None:
+        shown = "" if value is dataclasses.MISSING else show_value(value)
+        self.problems.append(Problem(dotted(path), shown, rule, write))
 
     def table(self, table: type, data: Any, path: Path) -> Any:
         """Reads a table of one class."""
@@ -90,91 +91,63 @@ class _Reader:
         if not isinstance(data, Mapping):
             write = f"[{dotted(path)}]" if path else "key = value"
             write = "[[respond]]" if path[:1] == ("respond",) and len(path) == 2 else write
-            self._problem(path or ("policy",), show_value(data), "a table", write)
-            return None
+            return self._problem(path or ("policy",), data, "a table", write)
         keys = keys_of(table)
         values = {}
         for name, key in keys.items():
             if name in data:
                 values[name] = self._read(key, data[name], (*path, name))
             elif key.default is dataclasses.MISSING:
-                self._problem((*path, name), "", "required, and missing", _EXAMPLES[name])
+                write = _EXAMPLES[name]
+                self._problem((*path, name), key.default, "required, and missing", write)
         known = ["kind", *keys] if hasattr(table, "kind") else list(keys)
-        for name in data:
-            if name not in known:
-                write = _known_keys(str(name), known, self._root)
-                self._problem(
-                    (*path, str(name)), show_value(data[name]), "a key of this table", write
-                )
+        for name in (name for name in data if name not in known):
+            close = _close(name, known)
+            write = f"did you mean {close!r}?" if close else f"one of {', '.join(known)}"
+            self._problem((*path, str(name)), data[name], "a key of this table", write)
         if len(self.problems) > before:
             return None
         found = table(**values)
-        conflicts = [rule.conflict(found) for rule in getattr(table, "RULES", ())]
-        conflicts += found.conflicts() if hasattr(table, "conflicts") else ()
-        for inner, value, rule, write in filter(None, conflicts):
-            self._problem((*path, *inner), show_value(value), rule, write)
+        for name, limit in getattr(table, "AT_MOST", ()):
+            value, most = getattr(found, name), attrgetter(limit)(found)
+            if value > most:
+                write = f"{name} = {most}, or a larger {limit}"
+                self._problem((*path, name), value, f"at most {limit}, which is {most}", write)
+        for inner, *problem in found.conflicts() if hasattr(table, "conflicts") else ():
+            self._problem((*path, *inner), *problem)
         return found
 
     def _read(self, key: Key, value: Any, path: Path) -> Any:
         if key.value is not None:
-            return self._value(key, value, path)
+            return self._value(key.value, value, path, key.default)
         if value is None and key.optional:
             return None
         table = key.tables[0]
         if key.several:
             if not isinstance(value, list | tuple):
-                self._problem(path, show_value(value), "an array of tables", f"[[{dotted(path)}]]")
-                return None
+                return self._problem(path, value, "an array of tables", f"[[{dotted(path)}]]")
             return tuple(self.table(table, each, (*path, i)) for i, each in enumerate(value))
         if len(key.tables) > 1 and isinstance(value, Mapping):
             kinds = {each.kind: each for each in key.tables}  # type: ignore[attr-defined]
-            kind = value.get("kind")
-            if not isinstance(kind, str) or kind not in kinds:
-                close = (kind is not None and _close(kind, kinds)) or next(iter(kinds))
-                rule = "one of " + ", ".join(map(show_value, kinds))
-                received = "" if kind is None else show_value(kind)
-                self._problem((*path, "kind"), received, rule, f"kind = {show_value(close)}")
+            given = value.get("kind", dataclasses.MISSING)
+            kind = self._value(one_of(*kinds), given, (*path, "kind"), next(iter(kinds)))
+            if kind is None:
                 return None
             table = kinds[kind]
         return self.table(table, value, path)
 
-    def _value(self, key: Key, value: Any, path: Path) -> Any:
-        assert key.value is not None
+    def _value(self, value: Value, given: Any, path: Path, default: Any) -> Any:
         try:
-            return key.value.check(value)
+            return value.check(given)
         except RuleBroken as error:
             if error.entry is not None:
-                path, value = (*path, error.entry), value[error.entry]
-            write = _instead(path, key.default, value, error.choices)
-            self._problem(path, show_value(value), error.rule, write)
+                path, given = (*path, error.entry), given[error.entry]
+            self._problem(path, given, error.rule, _instead(path, default, given, error.choices))
 
 
 def _close(wrong: Any, names: Any) -> str | None:
     """Returns the name that is most similar to a wrong name, or None."""
-    return next(iter(difflib.get_close_matches(str(wrong), names, n=1, cutoff=0.6)), None)
-
-
-def _known_keys(key: str, known: list[str], root: type) -> str:
-    places = [place for place, keys in _places(root) if key in keys]
-    if places:  # an existing key is misplaced, not misspelt
-        return f"{key!r} under {' or '.join(places)}"
-    close = _close(key, known)
-    if close:
-        return f"did you mean {close!r}?"
-    return f"one of {', '.join(known)}" if known else "nothing: this table has no keys"
-
-
-def _places(root: type) -> Iterator[tuple[str, Any]]:
-    """Yields each table of the format with its keys, to locate a misplaced key."""
-    yield "the top of the file", keys_of(root)
-    for name, key in keys_of(root).items():
-        for table in key.tables:
-            kind = getattr(table, "kind", None)
-            place = f'[clip] with kind = "{kind}"' if kind else f"[{name}]"
-            yield f"[[{name}]]" if key.several else place, keys_of(table)
-            if name == "detect":
-                for part, inner in keys_of(table).items():
-                    yield f"[detect.{part}]", keys_of(inner.tables[0])
+    return next(iter(difflib.get_close_matches(str(wrong), names, n=1, cutoff=0.75)), None)
 
 
 def _instead(path: Path, default: Any, received: Any, choices: tuple[str, ...]) -> str:

@@ -92,14 +92,7 @@ class HealingReport:
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of plain values for `json.dumps`; incidents, rollbacks and reports are dicts."""
-        return json_lines.to_json(
-            vars(self)
-            | {
-                "history": [vars(incident) for incident in self.history],
-                "rollbacks": [vars(rollback) for rollback in self.rollbacks],
-                "optimizers": {name: vars(report) for name, report in self.optimizers.items()},
-            }
-        )
+        return json_lines.to_json(self)
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)

@@ -12,6 +12,7 @@ from healcore.core.step_record import StepRecord
 from healcore.core.verdict import names
 from healcore.events import Log
 from healcore.events.metrics import Metrics
+from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
 from healcore.history import Run
 from healcore.runtime.faults import Fault
@@ -58,7 +59,7 @@ class RunLog:
         self._silent = silent
         self._on_local = on_local
 
-    def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
+    def event(self, kind: str, *, step: int | None, **fields: Any) -> EventRecord:
         """Writes an event, see `Log.write`, and passes it to the trackers and the user's hooks."""
         event = self.events.write(kind, step=step, **fields)
         record = self.run.add(event)
@@ -67,6 +68,7 @@ class RunLog:
         self.trackers.event(event)
         for problem in self._hooks.on_event(event):
             self.problem(step, problem)
+        return record
 
     def problem(self, step: int | None, problem: str) -> None:
         """Writes an event, and logs a warning."""
@@ -76,7 +78,7 @@ class RunLog:
     def fault(
         self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: Any
     ) -> None:
-        """Writes the event of a fault, and logs a warning.
+        """Writes the event of a fault, and logs a warning, or an error without an answer.
 
         Args:
             step: current step of the run.
@@ -97,7 +99,11 @@ class RunLog:
             answer=answer,
             **fields,
         )
-        self.warning(f"step {step}: {problem}")
+        if answer:
+            self.warning(f"step {step}: {problem}")
+        elif not self._silent:
+            diagnosis = fault.failure.diagnosis
+            console.error(f"step {step}: {problem}. {diagnosis}", self._console)
 
     def records(self, index: int, records: list[StepRecord]) -> None:
         """Writes the metrics of one step."""
@@ -129,11 +135,10 @@ class RunLog:
             self.problem(step, problem)
 
     def close(self) -> None:
-        """Closes trackers and files. Never raises."""
+        """Writes the buffered metrics and closes the trackers. Never raises."""
         with suppress(Exception):
             for problem in self.trackers.close():
                 self.warning(problem)
-        for file in (self._metrics, self.events):
-            with suppress(Exception):
-                if file is not None:
-                    file.close()
+        with suppress(Exception):
+            if self._metrics is not None:
+                self._metrics.flush()

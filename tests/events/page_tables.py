@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.events import schema
-from healcore.events.models import EventFields
+from healcore.events.models import EventRecord
 from healcore.events.schema import ENVELOPE, KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
@@ -27,7 +27,10 @@ def tables() -> Iterator[tuple[str, str]]:
     yield "kinds", _table("| kind | when; what `step` is | has |", kinds)
     head = "| field | shape | meaning |"
     yield "envelope", _table(head, (_row(name, SCHEMA) for name in ENVELOPE))
-    yield "fields", _table(head, (_row(name, SCHEMA) for name in EventFields.model_fields))
+    yield (
+        "fields",
+        _table(head, (_row(name, SCHEMA) for name in [*EventRecord.model_fields][len(ENVELOPE) :])),
+    )
 
 
 def written(page: str) -> str:

@@ -53,7 +53,6 @@ def test_every_prefix_reads(path):
     log = Log(path)
     for step in range(3):
         log.write("alarm", step=step, why="ü\n" * step)
-    log.close()
     data = path.read_bytes()
     for cut in range(len(data)):
         path.write_bytes(data[:cut])
@@ -68,7 +67,6 @@ def test_flipped_bits_cost_at_most_their_lines(path):
     log = Log(path)
     for step in range(50):
         log.write("alarm", step=step)
-    log.close()
     data, chance = path.read_bytes(), random.Random(1)
     for _ in range(100):
         place = chance.randrange(len(data))

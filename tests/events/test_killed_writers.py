@@ -56,7 +56,6 @@ def test_sigkill_at_random_moments(memory):
 
             log = Log(path)
             added = log.write("problem", step=None, problem="the one before was killed")
-            log.close()
             after = read(path)
             assert after.events == [*history.events, added]
             assert [problem.line for problem in after.problems] == [

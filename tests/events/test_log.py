@@ -44,23 +44,12 @@ def test_start_has_the_process_and_its_environment(path):
     assert {"healcore", "python", "numpy"} <= start["environment"].keys()
 
 
-def test_each_process_numbers_its_events(path):
-    for run in ("a", "b", "c"):
-        events = Log(path, run=run)
-        for step in range(3):
-            events.write("save", step=step)
-        events.close()
-    assert [e["seq"] for e in read(path).events] == [0, 1, 2] * 3
-    assert list(read(path).runs()) == ["a", "b", "c"]
-
-
 @pytest.mark.parametrize(
     "tail", [b'{"schema": 1, "seq": 7, "ru', b"\x00" * 5000, b"[1]", b'{"schema":1}', b"\xff\xfe"]
 )
 def test_a_torn_tail_gets_its_line_feed_first(path, tail):
     events = Log(path)
     events.write("save", step=1)
-    events.close()
     with path.open("ab") as file:
         file.write(tail)
     assert Log(path).write("save", step=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 from healcore.core.verdict import Action
@@ -18,16 +17,12 @@ from tests.healer.run_directory import flip_a_bit
 from tests.healer.training_loops import Faults, loop_of, rules, train
 from tests.runtime.store.disk_faults import read_only
 
-EXPORTED = json.loads((Path(__file__).parents[2] / "docs" / "events.schema.json").read_text())
-VALIDATOR = jsonschema.Draft202012Validator(EXPORTED)
-
 
 def kinds_in(path: Path) -> set[str]:
     """The kinds in a file, every event of which is valid and has its run's postmortem."""
     history = read(path)
     assert history.problems == []
     for event in history.events:
-        VALIDATOR.validate(event)
         assert problems(event) == []
     for run, events in history.runs().items():
         content = json.loads(path_for(path, run).read_text())

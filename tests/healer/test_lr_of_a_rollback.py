@@ -72,6 +72,8 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     said = f"learning rate at most {limit:.3g}"
     shown = sentence(back)
     assert said in shown
-    (line,) = (each for each in capsys.readouterr().err.splitlines() if "back to the known" in each)
-    assert f"; {said} (the schedule had come to 0.01), data rewound" in line
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = (each for each in lines if "back to the checkpoint" in each)
+    assert f"{said} (the schedule had come to 0.01)" in line
+    assert "data rewound" in line
     assert "×" not in line + shown

@@ -18,7 +18,7 @@ from typing import Any
 
 from healcore.core import engine
 from healcore.core.baseline import ShiftConfig
-from healcore.core.ranges import NONE, AtMost
+from healcore.core.ranges import NONE
 from healcore.policy.document import Detect, Policy
 from healcore.policy.recovery import Budget, Rollback
 from healcore.policy.respond import Respond, When
@@ -68,12 +68,12 @@ def table_of(tables: tuple[type, ...]) -> str:
     lines = []
     for name, key in keys[0].items():
         same = [each[name] for each in keys]
-        assert len({short(each.value.rule) for each in same if each.value}) == 1
+        assert len({each.value.rule for each in same if each.value}) == 1
         assert key.value is not None
         shown = [_shown(each.default) for each in same]
         default = shown[0] if len(set(shown)) == 1 else " / ".join(shown)
         meaning = _meaning(tables[0], name)
-        lines.append(f"| `{name}` | {default} | {short(key.value.rule)} | {meaning} |")
+        lines.append(f"| `{name}` | {default} | {key.value.rule} | {meaning} |")
     return "\n".join((HEAD, *lines)) if lines else ""
 
 
@@ -83,9 +83,9 @@ def _meaning(table: type, name: str) -> str:
         r" Static\b.*|, in \([\d, ]+\)(?=\.)|; above \d(?=\.)", "", meaning_of(table, name)
     )
     text = re.sub(r"\bNone\b", f'`"{NONE}"`', text)
-    for rule in getattr(table, "RULES", ()):
-        if isinstance(rule, AtMost) and rule.key == name and "at most `" not in text:
-            text += f" At most `{rule.limit}`."
+    for key, limit in getattr(table, "AT_MOST", ()):
+        if key == name and "at most `" not in text:
+            text += f" At most `{limit}`."
     return text
 
 
@@ -99,30 +99,6 @@ def _shown(default: Any) -> str:
     if isinstance(default, tuple):
         return "`[]`"
     return f'`"{default}"`' if isinstance(default, str) else f"`{default}`"
-
-
-def short(rule: str) -> str:
-    """The rule of a value, as error messages state it, in the notation of the page."""
-    rule, optional, _ = rule.partition(f', or "{NONE}"')
-    absent = f', or `"{NONE}"`' if optional else ""
-    whole = re.fullmatch(r"a whole number from (\d+) to (\d+)", rule)
-    if whole:
-        return f"int, {whole[1]} to {int(whole[2]):,}"
-    number = re.fullmatch(r"a finite number(.*)", rule)
-    if number:
-        low = re.search(r"(above|at least) (\S+)", number[1])
-        high = re.search(r"(below|at most) (\S+)", number[1])
-        left = f"{low[2]} {'<' if low[1] == 'above' else '≤'} " if low and high else ""
-        right = f" {'<' if high[1] == 'below' else '≤'} {high[2]}" if low and high else ""
-        if low and not high:
-            right = f" {'>' if low[1] == 'above' else '≥'} {low[2]}"
-        assert low or not high
-        return f"{left}float{right}{absent}"
-    choices = re.fullmatch(r"(a non-empty list, each entry )?one of (.*)", rule)
-    if choices:
-        names = ", ".join(f"`{each}`" for each in choices[2].split(", "))
-        return f"list of {names}" if choices[1] else names
-    return {"true or false": "bool"}.get(rule, rule)
 
 
 def meaning_of(table: type, name: str) -> str:

@@ -10,6 +10,11 @@ HEAD = 'schema = 1\nname = "x"\n'
 ZCLIP = HEAD + '[clip]\nkind = "zclip"\n'
 NONFINITE = HEAD + "[detect.nonfinite]\n[[respond]]\n"
 
+
+def rule(to: list[str], do: list[str]) -> str:
+    return f"{NONFINITE}to = {to}\ndo = {do}\n"
+
+
 RULE = NONFINITE + 'to = ["nonfinite"]\ndo = ["skip"]\n'
 
 WRONG = {
@@ -19,10 +24,10 @@ WRONG = {
     "unknown table": (HEAD + "[detct]\n", "detct", "detect"),
     "unknown detector": (HEAD + "[detect.los_spike]\n", "detect.los_spike", "loss_spike"),
     "unknown key": (ZCLIP + "z_treshold = 2.0\n", "clip.z_treshold", "z_threshold"),
-    "key in the wrong table": (HEAD + "recoveries = 2\n", "recoveries", "[budget]"),
+    "key in the wrong table": (HEAD + "recoveries = 2\n", "recoveries", "budget"),
     "key without resemblance": (HEAD + "[lr]\nxyz = 2\n", "lr.xyz", "factor"),
     "key of another kind of clip": (
-        HEAD + '[clip]\nkind = "fixed"\ntarget = "max"\n', "clip.target", "zclip",
+        HEAD + '[clip]\nkind = "fixed"\ntarget = "max"\n', "clip.target", "max_norm",
     ),
     "odd key": (HEAD + '"a.b" = 1\n', '"a.b"', "schema"),
     "nan": (ZCLIP + "z_threshold = nan\n", "clip.z_threshold", "2.5"),
@@ -85,18 +90,31 @@ WRONG = {
     "a warm-up that never ends": (
         HEAD + "[detect.loss_ratio]\nwindow = 10\n", "detect.loss_ratio.warmup_steps", "= 10",
     ),
-    "an average without a test": (
-        HEAD + '[detect.grad_ema]\nratio = "none"\n', "detect.grad_ema.ratio", "ratio = 20.0",
-    ),
-    "a ceiling nowhere": (
-        HEAD + '[detect.grad_ceiling]\nfirst_ratio = "none"\n', "detect.grad_ceiling.ceiling",
-        "ceiling = 100.0",
-    ),
     "two detectors of one cause, one named": (
         HEAD + '[detect.loss_spike]\n[detect.loss_ratio]\n[[respond]]\nto = ["loss_spike"]\n'
         'do = ["skip"]\n',
         "respond[0].to[0]", "loss_ratio",
     ),
+    "a fault and a cause": (rule(["oom", "nonfinite"], ["save"]), "respond[0].to[1]", "separate"),
+    "an action of a cause for a fault": (rule(["oom"], ["rollback"]), "respond[0].do[0]", "drop"),
+    "of another fault": (rule(["network"], ["skip_batch"]), "respond[0].do[0]", "drop"),
+    "of a fault for a cause": (rule(["nonfinite"], ["retry"]), "respond[0].do[0]", "drop"),
+    "a condition of a fault": (
+        rule(["oom"], ["save"]) + "when = { consecutive = 2 }\n", "respond[0].when", "drop",
+    ),
+    "no budget for smaller parts": (
+        rule(["oom"], ["shrink_microbatch"]) + "[budget]\nshrinks = 0\n", "respond[0].do[0]",
+        "budget.shrinks = 3",
+    ),
+    "a first wait above all waits": (
+        HEAD + "[retry]\nbase_delay_s = 90\n", "retry.base_delay_s", "60",
+    ),
+    "no attempt": (HEAD + "[retry]\nattempts = 0\n", "retry.attempts", "attempts = 8"),
+    "no time": (HEAD + "[hang]\ntimeout_s = 0\n", "hang.timeout_s", "timeout_s = 300"),
+    "more in a row than in total": (
+        HEAD + "[skip_batch]\ncount = 2\n", "skip_batch.consecutive", "= 2",
+    ),
+    "more than the window": (HEAD + "[skip_batch]\nwithin = 5\n", "skip_batch.count", "= 5"),
     "no TOML": ("schema = = 1\n", "", "place"),
     "the same key twice": ("schema = 1\nschema = 1\n", "", "place"),
     "no such day": ("schema = 2020-13-45\n", "", "place"),
@@ -159,7 +177,7 @@ def test_files_that_are_no_policies(tmp_path):
         load(binary)
     large = tmp_path / "large.toml"
     large.write_text("# " + "x" * (1 << 20))
-    with pytest.raises(PolicyError, match="larger than"):
+    with pytest.raises(PolicyError, match="limit"):
         load(str(large))
 
 

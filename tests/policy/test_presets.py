@@ -40,15 +40,6 @@ def test_each_has_a_name_a_description_and_references(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_nonfinite_gradient_is_never_applied(name):
-    losses, norms = healthy(60)
-    norms[40] = np.nan
-    decision = run(load(name), losses, norms)[40]
-    assert decision.cause == Cause.NONFINITE_GRAD
-    assert bool(decision.skip) is (load(name).mode == "heal")
-
-
-@pytest.mark.parametrize("name", PRESETS)
 def test_a_healthy_run_is_left_alone(name):
     decisions = run(load(name), *healthy(600))
     skipped = sum(bool(d.skip) for d in decisions)
@@ -160,7 +151,6 @@ def test_observe_is_default_in_another_mode():
         assert (decision.grad_scale, decision.lr_scale, decision.action) == (1, 1, 0)
 
 
-def test_fingerprints_differ_between_presets_and_ignore_name_and_description():
-    assert len({fingerprint(load(name)) for name in PRESETS}) == len(PRESETS)
+def test_a_fingerprint_ignores_name_and_description():
     renamed = replace(load("default"), name="x", description="y")
     assert fingerprint(renamed) == fingerprint(load("default"))

@@ -12,10 +12,11 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from healcore.core.engine import Engine, RuleConfig
-from healcore.core.verdict import Action
+from healcore.core.verdict import Action, Cause
 from healcore.torch import Healing, attach
 from healcore.torch.engines import READ_EVERY
-from healcore.torch.incident_log import WITHOUT_LOSS
+from healcore.torch.incident_log import WITHOUT_LOSS, IncidentLog
+from tests.healer.step_records import record
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN, Where, host_and_device
 
@@ -73,6 +74,14 @@ def test_an_incident_is_one_line_of_any_length(where: Where, lines: Lines):
     (line,) = logged(lines)
     assert re.match(r"AdamW: step 4: incident 1: nonfinite loss and nonfinite grad; ", line)
     assert where == "device" or line.endswith("; skipped")
+
+
+def test_an_incident_of_a_loaded_state_is_not_logged_again(lines: Lines):
+    log = IncidentLog("AdamW", policies.SKIPS, lambda: None, resets_moments=False)
+    alarm = record(step=351, incident=2, onset=310, cause=Cause.LOSS_SPIKE)
+    log.add([alarm, alarm._replace(step=360, incident=3, onset=359)])
+    (line,) = logged(lines)
+    assert "step 359: incident 3: loss spike" in line
 
 
 @host_and_device

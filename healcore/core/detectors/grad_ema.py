@@ -49,12 +49,7 @@ class GradEmaConfig(NamedTuple):
     shift: baseline.ShiftConfig = baseline.ShiftConfig()
     """When repeatedly rejected norms become the new level."""
 
-    RULES = (
-        ranges.NumberUnless("ratio", "sigmas", "none", "ratio = 20.0, or sigmas = 20.0"),
-        ranges.AtMost(
-            "sustain", "shift.patience", "longer", "from then on the high norm is the level"
-        ),
-    )
+    AT_MOST = (("sustain", "shift.patience"),)
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
 

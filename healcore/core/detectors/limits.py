@@ -118,9 +118,6 @@ class LossCeilingConfig(NamedTuple):
     sustain: ranges.Steps = 3
     """Consecutive steps above a ceiling that make the alarm sustained."""
 
-    RULES = (
-        ranges.NumberUnless("ceiling", "first_steps", "0", "ceiling = 5.0, or first_steps = 100"),
-    )
     CAUSE = Cause.DIVERGENCE
     NEEDS = frozenset({"loss"})
 
@@ -170,14 +167,7 @@ class GradCeilingConfig(NamedTuple):
     escape: ranges.Steps = 100
     """Consecutive alarms after which the first norms are learnt again."""
 
-    RULES = (
-        ranges.NumberUnless(
-            "ceiling", "first_ratio", "none", "ceiling = 100.0, or first_ratio = 10.0"
-        ),
-        ranges.AtMost(
-            "sustain", "escape", "longer", "from then on the first norms are learnt again"
-        ),
-    )
+    AT_MOST = (("sustain", "escape"),)
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
 

@@ -13,11 +13,9 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.ranges import AtMost, NotNegative, OnOff, Positive, Steps, number, whole
+from healcore.core.ranges import NotNegative, OnOff, Positive, Steps, number, whole
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading
-
-_WARMUP_IN_WINDOW = AtMost("warmup_steps", "window", "longer", "the window never holds more values")
 
 
 class Window(NamedTuple):
@@ -123,10 +121,7 @@ class LossRatioConfig(NamedTuple):
     escape: Steps = 25
     """Consecutive outliers after which the window restarts at the current loss."""
 
-    RULES = (
-        _WARMUP_IN_WINDOW,
-        AtMost("sustain", "escape", "longer", "from then on the high loss is the level"),
-    )
+    AT_MOST = (("warmup_steps", "window"), ("sustain", "escape"))
     CAUSE = Cause.LOSS_SPIKE
     NEEDS = frozenset({"loss"})
 
@@ -196,7 +191,7 @@ class LossWindowConfig(NamedTuple):
     sustain: Steps = 5
     """Consecutive outliers that make the alarm sustained."""
 
-    RULES = (_WARMUP_IN_WINDOW,)
+    AT_MOST = (("warmup_steps", "window"),)
     CAUSE = Cause.LOSS_SPIKE
     NEEDS = frozenset({"loss"})
 

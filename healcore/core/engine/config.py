@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from healcore.core.ranges import AtMost, Fraction, OnOff, Steps, StepsOrZero, number
+from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
 
 
 class RuleConfig(NamedTuple):
@@ -68,7 +68,7 @@ class LrConfig(NamedTuple):
     """A cut also resets the optimizer's moments and the counters of their bias correction.
     Static."""
 
-    RULES = (AtMost("floor", "factor", "larger", "a larger floor would limit the first cut"),)
+    AT_MOST = (("floor", "factor"),)
 
 
 class BudgetConfig(NamedTuple):

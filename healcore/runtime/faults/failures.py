@@ -117,7 +117,9 @@ FAILURES: dict[Cause, Failure] = {
     Cause.PLATEAU: Failure(
         "slow_convergence",
         Severity.WARNING,
-        "The loss has stopped moving: the schedule, or there is no more to learn.",
+        "The loss has stopped moving. If it never moved (0.693 with DPO): the initialisation, ten "
+        "samples of the data, the learning rate, a beta of DPO 2 to 5 times larger. Otherwise the "
+        "schedule, or there is no more to learn.",
         (_TABLE,),
     ),
     # The default policy does not watch it: it needs an evaluation loss and a person's decision.

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from healcore.core.verdict import Action
-from healcore.events.schema import lr_text
 from healcore.runtime.data import BatchId
 from healcore.runtime.healthy_range import HealthyRange
 
@@ -91,11 +90,6 @@ class Rollback(Order):
     """Upper limit of the learning rate, or None without a limit or if the rate is unknown."""
     lr_scale: float = 1.0
     """The multiplier at `target`: 1 where the schedule is below the limit."""
-
-    @property
-    def lr_text(self) -> str:
-        """See `healcore.events.schema.lr_text`."""
-        return lr_text(self)
 
     def outline(self) -> Rollback:
         """A copy for the ledger: only the batches of a trial are needed, to undo the trial."""

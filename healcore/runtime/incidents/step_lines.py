@@ -1,112 +1,18 @@
-"""`StepLines`: console lines about unhealthy steps, for every driver and trainer."""
+"""Pieces of console lines about unhealthy steps, and which of them are logged."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from healcore.core.step_record import Readings, StepRecord
-from healcore.core.verdict import Action, Cause, names
-
-if TYPE_CHECKING:  # `healcore.torch.attach` uses this module without the rest of the runtime
-    from healcore.core.engine import Engine
-    from healcore.events.models import ReadingsRecord
-    from healcore.runtime.host_policy import HostPolicy
-    from healcore.runtime.incidents.delayed_reader import StepResult
-    from healcore.runtime.incidents.ledger import IncidentRecord
-    from healcore.runtime.run_log import RunLog
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Cause, names
+from healcore.events.schema import flag_names
 
 FROM_START = 100
 """Steps after which a run ends that has had no finite step."""
 IN_A_ROW = 1_000
 """Consecutive steps without a finite step after which any other run ends."""
-_ORDERS = Action.ROLLBACK | Action.STOP | Action.CUT_LR
-
-
-class StepLines:
-    """Logs lines about unhealthy steps.
-
-    - Every cut of the learning rate.
-    - Incidents: the first ten, then each power of two.
-    - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first, then
-      each power of ten.
-
-    `Recovery` logs rollbacks and stops.
-    """
-
-    def __init__(
-        self, policy: HostPolicy, log: RunLog, learning_rate: Callable[[], float | None]
-    ) -> None:
-        self._policy = policy
-        self._learning_rate = learning_rate
-        self._log = log
-        self._alarms_outside = 0
-
-    def add(
-        self, step: StepResult, incident: IncidentRecord | None, *, is_new: bool, skips: int
-    ) -> None:
-        """Logs a line about a step if it is due. `skips` counts the run's skips up to this step."""
-        if not any(each.cause or each.action or each.skip for each in step.records):
-            return
-        skips_before = skips - sum(bool(each.skip) for each in step.records)
-        outside_before = self._alarms_outside
-        record = max(step.records, key=_weight)
-        if incident is None and record.cause:
-            self._alarms_outside += 1
-        if (
-            (record.action & Action.CUT_LR and not self._policy.observes)
-            or (incident is not None and is_new and is_logged(incident.number))
-            or passes_power_of_ten(skips_before, skips)
-            or passes_power_of_ten(outside_before, self._alarms_outside)
-        ):
-            number = f"incident {incident.number}: " if incident is not None else ""
-            self._log.warning(
-                f"step {step.index}: {number}{incident_text(record, self._rate())}"
-                f"{self._outcome_text(record, skips)}"
-            )
-
-    def _rate(self) -> float | None:
-        try:
-            return self._learning_rate()
-        except RuntimeError:  # a step in JAX that failed may have donated the state
-            return None
-
-    def _outcome_text(self, record: StepRecord, skips: int) -> str:
-        if self._policy.observes:
-            orders = names(record.action & _ORDERS)
-            ordered = f"; {' and '.join(orders)} ordered" if orders else ""
-            return f"{ordered}; nothing is changed, the policy observes"
-        done = enforced_text(record, self._policy.engine)
-        if record.skip and skips > 1:
-            done += f", {skips} of the run"
-        if record.action & Action.CUT_LR:
-            done += f"; learning rate × {record.lr_scale:g}"
-            # The policy rolls back for this cause, so only an exhausted budget prevents it.
-            if not record.action & Action.ROLLBACK and self._policy.goes_back_for(record.cause):
-                done += "; no rollback is left in the budget, and the run continues"
-        return done
-
-
-def incident_text(record: StepRecord, learning_rate: float | None) -> str:
-    """Causes, loss, norm and rate of a step, as a clause; the rate is without the multiplier."""
-    rate = "" if learning_rate is None else f"learning rate {learning_rate:.4g}"
-    text = readings_text(record.readings, record.cause)
-    numbers = filter(None, (text, rate))
-    cause = cause_text(record.cause)
-    return "; ".join(filter(None, (cause, ", ".join(numbers))))
-
-
-def readings_text(readings: Readings | ReadingsRecord, cause: Cause) -> str:
-    """Loss and gradient norm of a step as a clause, without values that were never measured."""
-    found = []
-    if readings.loss and not math.isnan(readings.loss):  # 0 if the loop passes no loss
-        last = "last finite " if cause & Cause.NONFINITE_LOSS else ""
-        found.append(f"{last}loss {readings.loss:.4g}")
-    if not math.isnan(readings.grad_norm):
-        last = "last finite " if cause & Cause.NONFINITE_GRAD else ""
-        found.append(f"{last}gradient norm {readings.grad_norm:.4g}")
-    return ", ".join(found)
 
 
 def nonfinite_row_text(
@@ -133,19 +39,9 @@ def nonfinite_row_text(
     return f"{text}: the {what} is NaN or Inf{since}{first}"
 
 
-def enforced_text(record: StepRecord, engine: Engine) -> str:
-    """Intervention within the step, as a clause, or an empty string for an order to the loop."""
-    if record.skip:
-        return "; skipped"
-    if record.grad_scale < 1:
-        return f"; gradients × {record.grad_scale:.3g}"
-    clips_groups = engine.config.clip is not None and engine.config.clip[0] == "adagc"
-    return "" if clips_groups or record.action & _ORDERS else "; nothing is changed"
-
-
 def cause_text(cause: Cause) -> str:
     """Names of causes, as a clause."""
-    return " and ".join(names(cause)).lower().replace("_", " ")
+    return flag_names(names(cause))
 
 
 def is_logged(number: int) -> bool:
@@ -156,8 +52,3 @@ def is_logged(number: int) -> bool:
 def passes_power_of_ten(before: int, now: int) -> bool:
     """Whether a count has just reached 1, 10, 100, ..."""
     return now > before and (not before or len(str(now)) > len(str(before)))
-
-
-def _weight(record: StepRecord) -> tuple[bool, bool, bool]:
-    """Sort key: with several optimizers, the line is about the record with the largest key."""
-    return bool(record.action & Action.CUT_LR), bool(record.skip), record.cause != 0

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from healcore.console import counted
 from healcore.core.verdict import Action, Cause, names
 from healcore.events.models import Ending
+from healcore.events.schema import sentence
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import RewindResult
@@ -386,7 +387,7 @@ class Recovery:
 
     def report(self, done: Rollback, moved: RewindResult) -> None:
         """Writes the events and the console line of a rollback."""
-        self._log.event(
+        rollback = self._log.event(
             "rollback",
             step=done.step,
             number=done.number,
@@ -413,15 +414,9 @@ class Recovery:
             cause = nonfinite_save(done)
         if done.better is not None:
             cause = f"the weights of step {done.better} are better on the same batches"
-        moments = "moments reset" if self._policy.reset_moments else ""
-        changed = [done.lr_text, done.numbers_text, moments, f"data {data.split(':')[0]}"]
-        kind = "checkpoint" if done.better is not None else "known-good checkpoint"
-        kind = "first snapshot" if done.initial else kind
         self._log.warning(
-            f"step {done.index}: {cause}, since step {done.since}; "
-            f"from step {done.step} back to the {kind} of step {done.target}"
-            "; "
-            f"{', '.join(filter(None, changed))}"
+            f"step {done.index}: {cause}, since step {done.since}; {sentence(rollback)}, "
+            f"data {data.split(':')[0]}"
         )
 
     def stop(

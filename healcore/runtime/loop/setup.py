@@ -204,7 +204,6 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         log.event("problem", step=step, problem=f"the run did not start: {raised}")
         log.event("end", step=step, ending="exception")
         loop.ranks.termination.stop()
-        log.events.close()
         raise
     log.trackers.start(restorer.record.run or log.events.run)
     if not ranks.rank:
@@ -225,7 +224,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     trackers = Trackers(selected)
     log = RunLog(
         events,
-        metrics=_metrics(options.logging.metrics, events, ranks, tracked=len(trackers) > 0),
+        metrics=_metrics(options.logging.metrics, events, ranks, tracked=bool(selected)),
         console=options.logging.console,
         silent=ranks.rank > 0,
         trackers=trackers,

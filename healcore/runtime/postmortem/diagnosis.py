@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
-from healcore.events.models import Ending, EventRecord
-from healcore.events.schema import lr_text
+from healcore.events.models import Ending
+from healcore.events.schema import readings_text, sentence
 from healcore.history import Counts, Run
 from healcore.history.process import RunState
 from healcore.runtime.faults.failures import FAILURES, causes_of
-from healcore.runtime.incidents.step_lines import readings_text
 from healcore.runtime.postmortem.sentences import STATES
 
 _WIDTH = 96
@@ -79,20 +78,6 @@ class RunEnd(NamedTuple):
         return Cause(0) if last is None else causes_of(last.cause)
 
 
-def explain(end: RunEnd) -> str:
-    """The diagnosis: a headline, then paragraphs with a label."""
-    parts = [
-        _headline(end),
-        _section("Seen", " ".join(_seen(end))),
-        _section("State", _state(end)),
-        _section("Tried", _tried(end)),
-        *_storage(end),
-        *_advice(end),
-        _last_good_text(end),
-    ]
-    return "\n".join(part for part in parts if part)
-
-
 _HEADLINES = {
     Ending.COMPLETED: "The run is complete {}.",
     Ending.STOPPED: "healcore stopped the run {}.",
@@ -105,16 +90,35 @@ _HEADLINES = {
 }
 
 
-def _headline(end: RunEnd) -> str:
+def explain(end: RunEnd) -> str:
+    """The diagnosis: a headline, then paragraphs with a label."""
     because = end.exception if end.ending == Ending.EXCEPTION else end.why
     at = f"at step {end.step}{f': {because}' if because else ''}"
+    headline = _HEADLINES[Ending(end.ending)].format(at)
     if end.ending == Ending.KILLED and end.exception:
-        return _wrapped(
-            "The process was killed after another rank had ended; its last event is "
-            f"{at}. {end.exception}"
-        )
-    text = _HEADLINES[Ending(end.ending)].format(at)
-    return _wrapped(text) if end.ending in (Ending.EXCEPTION, Ending.KILLED) else text
+        headline = f"The process was killed after another rank had ended; its last event is {at}. "
+        headline += end.exception
+    if end.ending in (Ending.EXCEPTION, Ending.KILLED):
+        headline = _wrapped(headline)
+    sections = {
+        "Seen": _seen(end),
+        "State": _state(end),
+        "Tried": _tried(end),
+        "Storage": _storage(end),
+    }
+    parts = [headline]
+    for name, sentences in sections.items():
+        if text := " ".join(sentences):
+            parts.append(_wrapped(text, first=f"{name}: ", then="  "))
+    if end.ending != Ending.COMPLETED or end.open or end.not_finite or end.fault:
+        hints = advice(end.cause | end.fault, rollbacks=len(end.run.rollbacks))
+        parts += ["Look at:"] if hints else []
+        parts += [_wrapped(hint, first="  - ", then="    ") for hint in hints]
+    where = f", in {end.last_good_path}" if end.last_good_path else ""
+    good = f"Last known-good: the checkpoint of step {end.last_good}{where}."  # a path on one line
+    if end.last_good is None:
+        good = _wrapped(_no_good_checkpoint(end), first="Last known-good: ", then="  ")
+    return "\n".join([*parts, good])
 
 
 def _seen(end: RunEnd) -> Iterator[str]:
@@ -123,9 +127,9 @@ def _seen(end: RunEnd) -> Iterator[str]:
         if end.counts.incidents:
             yield f"{total}, all resolved."
         return
-    resolved = ", resolved by the end" if end.open is False else ""
+    resolved = ", resolved by the end" if last.over or end.open is False else ""
     yield f"{', '.join(last.cause).lower()} from step {last.onset_step:.0f} on{resolved}."
-    if last.readings is not None and (text := readings_text(last.readings, end.cause)):
+    if last.readings is not None and (text := readings_text(last.readings, last.cause)):
         threshold = last.readings.threshold
         limit = f" (limit {threshold:.3g})" if threshold > 0 else ""
         yield f"At the first alarm: {text}{limit}."
@@ -139,74 +143,63 @@ def _seen(end: RunEnd) -> Iterator[str]:
         yield f"The run had {total}."
 
 
-def _state(end: RunEnd) -> str:
+def _state(end: RunEnd) -> Iterator[str]:
     if not end.not_finite:
-        return ""
+        return
     step, arrays = end.not_finite[0]
     many = len(end.not_finite)
     saves = f"the checkpoint of step {step}" if many == 1 else f"{many} checkpoints since {step}"
-    ends = " The run ends in that state." if end.not_finite[-1][0] == end.step else ""
-    return f"NaN or Inf in {_first(arrays)}, in {saves}.{ends}"
+    yield f"NaN or Inf in {_first(arrays)}, in {saves}."
+    if end.not_finite[-1][0] == end.step:
+        yield "The run ends in that state."
 
 
-def _tried(end: RunEnd) -> str:
+def _tried(end: RunEnd) -> Iterator[str]:
     if end.run.observes:
-        return "nothing: the policy only observes."
-    done = interventions(end)
-    if len(end.run.rollbacks) > _SHOWN:
-        done.append(f"{len(end.run.rollbacks) - _SHOWN} earlier rollbacks")
-    done += map(_rollback_text, end.run.rollbacks[-_SHOWN:])
-    if end.lr_scale < 1:
-        done.append(f"the learning rate is at {end.lr_scale:.3g} of its schedule")
-    return f"{'; '.join(done)}." if done else ""
+        yield "nothing: the policy only observes."
+        return
+    rollbacks = [f"rolled back {sentence(event)}" for event in end.run.rollbacks[-_SHOWN:]]
+    if earlier := len(end.run.rollbacks) - len(rollbacks):
+        rollbacks.insert(0, counted(earlier, "earlier rollback"))
+    if done := "; ".join([*interventions(end), *rollbacks]):
+        yield f"{done}."
 
 
 def interventions(end: RunEnd) -> list[str]:
-    """A phrase for each kind of intervention, except rollbacks and cuts of the learning rate."""
+    """A phrase for each kind of intervention, except rollbacks."""
     counts, answers = end.counts, end.run.answers
-    done = []
-    if counts.skips:
-        done.append(f"skipped {with_undone(counted(counts.skips, 'step'), counts.undone_skips)}")
-    if counts.clips:
-        done.append(f"clipped {counted(counts.clips, 'step')}")
-    if number := answers["shrink_microbatch"]:
-        done.append(f"split the batch {counted(number, 'time')} when memory ran out")
-    if number := answers["skip_batch"]:
-        done.append(f"skipped {counted(number, 'unreadable batch', 'unreadable batches')}")
-    if number := answers["retry"]:
-        done.append(f"repeated a network call {counted(number, 'time')}")
-    if end.run.declined:
-        done.append(f"declined {counted(end.run.declined, 'order')} of the policy")
-    return done
+    clips, lowered = counts.clips or 0, end.lr_scale < 1 and not end.run.observes
+    skips = with_undone(counted(counts.skips, "step"), counts.undone_skips)
+    phrases = [
+        (counts.skips, f"skipped {skips}"),
+        (clips, f"clipped {counted(clips, 'step')}"),
+        (counts.lr_cuts, f"cut the learning rate {counted(counts.lr_cuts, 'time')}"),
+        *(
+            (answers[answer], phrase.format(counted(answers[answer], "time")))
+            for answer, phrase in _ANSWERS.items()
+        ),
+        (end.run.declined, f"declined {counted(end.run.declined, 'order')} of the policy"),
+        (lowered, f"learning rate × {end.lr_scale:.3g} at the end"),
+    ]
+    return [phrase for number, phrase in phrases if number]
 
 
-def _rollback_text(event: EventRecord) -> str:
-    text = f"rolled back from step {event.step or 0} to {event.checkpoint}"
-    if rate := lr_text(event):
-        text += f" with the {rate}"
-    if event.batches:
-        text += f" and skipped {counted(len(event.batches), 'batch', 'batches')}"
-    return text
+_ANSWERS = {
+    "shrink_microbatch": "split the batch {} when memory ran out",
+    "skip_batch": "skipped an unreadable batch {}",
+    "retry": "repeated a network call {}",
+}
+"""Response to a fault -> phrase with a count."""
 
 
 def _storage(end: RunEnd) -> Iterator[str]:
     if damaged := end.run.damaged:
         steps = ", ".join(dict.fromkeys(str(event.step) for event in damaged[-_SHOWN:]))
-        text = f"checkpoints found damaged: {steps}; the last one: {damaged[-1].problem}."
-        yield _section("Storage", f"{text} Check the disk, or for a copy in memory the RAM.")
+        yield f"checkpoints found damaged: {steps}; the last one: {damaged[-1].problem}."
+        yield "Check the disk, or for a copy in memory the RAM."
     if failed := end.run.last_failed_save:
         times = counted(end.run.failed_saves, "checkpoint was", "checkpoints were")
-        yield _section("Storage", f"{times} not saved; the last one: {failed.problem}.")
-
-
-def _advice(end: RunEnd) -> Iterator[str]:
-    if end.ending == Ending.COMPLETED and not (end.open or end.not_finite or end.fault):
-        return
-    hints = advice(end.cause | end.fault, rollbacks=len(end.run.rollbacks))
-    if hints:
-        yield "Look at:"
-    for hint in hints:
-        yield _wrapped(hint, first="  - ", then="    ")
+        yield f"{times} not saved; the last one: {failed.problem}."
 
 
 def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
@@ -217,17 +210,14 @@ def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
     return hints
 
 
-def _last_good_text(end: RunEnd) -> str:
-    if end.last_good is not None:
-        where = f", in {end.last_good_path}" if end.last_good_path else ""
-        return f"Last known-good: the checkpoint of step {end.last_good}{where}."
+def _no_good_checkpoint(end: RunEnd) -> str:
     text = "none" + why_no_good_checkpoint(end.step, end.probation)
-    if end.ending != Ending.COMPLETED and not (end.counts.incidents or end.not_finite):
-        text += "; the run had no incident: the next start resumes from the newest checkpoint on "
-        text += "disk, if any"
-    elif end.ending != Ending.COMPLETED:
-        text += "; resume from the start, or check a checkpoint by hand"
-    return _section("Last known-good", f"{text}.")
+    if end.ending == Ending.COMPLETED:
+        return f"{text}."
+    if end.counts.incidents or end.not_finite:
+        return f"{text}; resume from the start, or check a checkpoint by hand."
+    text += "; the run had no incident: the next start resumes from the newest checkpoint on disk"
+    return f"{text}, if any."
 
 
 def why_no_good_checkpoint(step: int, probation: int | None) -> str:
@@ -244,12 +234,8 @@ def why_no_good_checkpoint(step: int, probation: int | None) -> str:
 def last_line(end: RunEnd, newest: int | None) -> str:
     """The last line of a run on the console; `newest` is the newest checkpoint on disk, or None."""
     would, done = "would have " if end.run.observes else "", interventions(end)
-    if end.counts.lr_cuts:
-        done.append(f"cut the learning rate {counted(end.counts.lr_cuts, 'time')}")
     if end.counts.rollbacks:
         done.append(f"rolled back {counted(end.counts.rollbacks, 'time')}")
-    if end.lr_scale < 1 and not would:
-        done.append(f"learning rate × {end.lr_scale:.3g} at the end")
     last_good = "none" if end.last_good is None else f"step {end.last_good}"
     disk = "" if newest is None else f"checkpoint {newest} is on disk, "
     ended = (
@@ -276,10 +262,6 @@ def _first(items: Sequence[str]) -> str:
     """The first few items, and the number of further items."""
     shown, more = ", ".join(items[:_SHOWN]), len(items) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _section(name: str, text: str) -> str:
-    return _wrapped(text, first=f"{name}: ", then="  ") if text else ""
 
 
 def _wrapped(text: str, *, first: str = "", then: str = "") -> str:

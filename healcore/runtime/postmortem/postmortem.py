@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any, NamedTuple
 from healcore import console, regular_file
 from healcore.core.verdict import Cause
 from healcore.events import json_lines, log
-from healcore.events.metrics import stem
 from healcore.events.models import Ending, EventRecord
 from healcore.history import Run, runs_of
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
-from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes, traces
+from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes, path_of, traces
 from healcore.runtime.store import files
 
 SCHEMA = 2
@@ -54,9 +52,10 @@ def content(
     """
     run, counts, process = end.run, end.counts, end.run.processes[-1]
     start, last = process.start or EventRecord(), process.last or EventRecord()
-    killed, seconds = end.ending == Ending.KILLED, process.seconds
-    if process.first_mono is not None and not killed:
-        seconds = time.monotonic() - process.first_mono
+    killed = end.ending == Ending.KILLED
+    seconds = process.seconds
+    if process.began is not None and not killed:
+        seconds = time.monotonic() - process.began
     fields = {
         "schema": SCHEMA,
         "run": process.id,
@@ -99,9 +98,7 @@ def _rollback(event: EventRecord) -> dict[str, Any]:
 
 def path_for(events: str | os.PathLike[str], run: str) -> Path:
     """The postmortem file of a run: `run.postmortem.<run id>.json` next to `run.events.jsonl`."""
-    path = Path(events)
-    safe = re.sub(r"[^\w.-]", "_", run)
-    return path.with_name(f"{stem(path)}.postmortem.{safe}.json")
+    return path_of(Path(events), "postmortem", run)
 
 
 def write(events: Path, end: RunEnd, **facts: Any) -> str | None:
@@ -150,7 +147,7 @@ def of_killed(events: Path, run: Run) -> bool:
     end = RunEnd(
         run,
         Ending.KILLED,
-        run.last_step or 0,
+        run.step or 0,
         run.counts(),
         why="" if gone else f"it ran on {process.host}, which cannot be seen from here",
         exception=exception if raised and not raised[0].follows else None,

@@ -69,36 +69,37 @@ class RankNotes(NamedTuple):
         if self.events is None:
             return
         short = note.model_copy(update={"why": note.why[:2000], "trace": note.trace[-_MAX_TEXT:]})
+        part = f"{_KINDS[note.ending is None]}{note.rank}"
         with suppress(OSError, UnicodeError):
-            path = self.events.with_name(self._name(note.rank, hangs=note.ending is None))
-            files.replace(path, short.model_dump_json().encode())
+            files.replace(path_of(self.events, part, self.run), short.model_dump_json().encode())
 
     def found(self, *, hangs: bool = False) -> list[RankNote]:
         """Reads the notes of the other ranks. Ranks that failed by themselves come first."""
-        paths = self._paths(_KINDS[hangs], self._suffix)
+        paths = _paths(self.events, _KINDS[hangs], _safe(self.run))
         notes = [note for path in paths if (note := _read(path)) is not None]
         return sorted(notes, key=lambda note: (note.follows, note.time))
 
     def remove(self) -> None:
         """Removes the notes of this run and of earlier runs."""
-        for path in [*self._paths(_KINDS[False]), *self._paths(_KINDS[True])]:
-            with suppress(OSError):
-                path.unlink()
+        for kind in _KINDS.values():
+            for path in _paths(self.events, kind, "*"):
+                with suppress(OSError):
+                    path.unlink()
 
-    def _name(self, rank: int | str, *, hangs: bool) -> str:
-        assert self.events is not None
-        return f"{stem(self.events)}.{_KINDS[hangs]}{rank}{self._suffix}"
 
-    @property
-    def _suffix(self) -> str:
-        safe = re.sub(r"[^\w.-]", "_", self.run)
-        return f".{safe}.json"
+def path_of(events: Path, part: str, run: str) -> Path:
+    """The file `run.<part>.<run id>.json` of a run, next to `run.events.jsonl`."""
+    return events.with_name(f"{stem(events)}.{part}.{_safe(run)}.json")
 
-    def _paths(self, kind: str, suffix: str = ".json") -> list[Path]:
-        if self.events is None:
-            return []
-        pattern = glob.escape(f"{stem(self.events)}.{kind}") + f"*{suffix}"
-        return sorted(self.events.parent.glob(pattern))
+
+def _safe(run: str) -> str:
+    return re.sub(r"[^\w.-]", "_", run)
+
+
+def _paths(events: Path | None, kind: str, run: str) -> list[Path]:
+    if events is None:
+        return []
+    return sorted(events.parent.glob(f"{glob.escape(f'{stem(events)}.{kind}')}*.{run}.json"))
 
 
 def traces(notes: Iterable[RankNote]) -> str:

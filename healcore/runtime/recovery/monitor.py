@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from healcore.core.engine.incident import causes as incident_causes
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
+from healcore.events.schema import sentence
 from healcore.history.incident import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import failures_of
@@ -19,13 +23,15 @@ from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
 from healcore.runtime.incidents.ledger import IncidentRecord, Ledger
 from healcore.runtime.incidents.rollback import Order
 from healcore.runtime.incidents.run_metrics import RunMetrics
-from healcore.runtime.incidents.step_lines import StepLines, passes_power_of_ten
+from healcore.runtime.incidents.step_lines import is_logged, passes_power_of_ten
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
 _HOST_ACTIONS = (Action.STOP, Action.ROLLBACK, Action.SAVE)
 _NO_ORDER_ACTIONS = Action.ALERT | Action.CUT_LR
 """Actions that the engine carries out itself, or that only need an event."""
+_LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
+"""Causes with an alarm at every step until they end, also if the policy only alerts."""
 MIN_STEPS_REMEMBERED = 1000
 """Min number of steps whose batch ids are kept; more if the policy's region is longer."""
 MIN_INTERVALS_REMEMBERED = 5
@@ -52,7 +58,6 @@ class IncidentMonitor:
         self.unreported_alarms = 0
         """Number of alarms without an event of their own."""
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
-        self._lines = StepLines(self.policy, self.log, self.learning_rate)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._loader_start = 0
         """First step of the current loader, in which ids of earlier loaders have no meaning."""
@@ -60,6 +65,10 @@ class IncidentMonitor:
         self._lr_scale_before: dict[str, float] = {}
         self._alarms_outside = 0
         self._last_incident = 0
+        self._begun: list[IncidentRecord] = []
+        """Incidents of this process without an event `over`."""
+        self._newest_causes = 0
+        """`Cause` flags of the newest step."""
         self.nonfinite_row = -1
         """Number of consecutive steps up to the newest without a finite step; -1: no step read."""
         self.nonfinite_record: StepRecord | None = None
@@ -90,12 +99,13 @@ class IncidentMonitor:
         if incident is not None and is_new:
             self._begin(incident, step)
         self.metrics.add(step.records)
-        skips = self.metrics.total("skips")
-        self._lines.add(step, incident, is_new=is_new, skips=skips)
-        order = None
+        self._report_over(step)
+        self._newest_causes = reduce(or_, (int(each.cause) for each in step.records), 0)
+        lead, order = max(step.records, key=_weight), None
+        has_line = bool(lead.cause) and self._has_line(step, lead, incident, is_new=is_new)
         for record in step.records:
             if record.cause:
-                self._log_alarm(step, record, incident)
+                self._log_alarm(step, record, incident, has_line=has_line and record is lead)
             self._log_lr_change(step, record)
             if record.action:
                 order = _merge(order, self._order(step, record, incident))
@@ -114,9 +124,10 @@ class IncidentMonitor:
 
     @property
     def is_unhealthy(self) -> bool:
-        """Whether an incident is open, or the last step was unhealthy."""
+        """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy."""
         ledger = self.ledger
-        return ledger.open or ledger.next_step - 1 in ledger.unhealthy[-1:]
+        last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
+        return ledger.open or last_unhealthy or bool(self._newest_causes & _LASTING)
 
     @staticmethod
     def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
@@ -179,6 +190,7 @@ class IncidentMonitor:
 
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         self._last_incident = incident.number
+        self._begun.append(incident)
         first = max(step.records, key=lambda each: each.cause != 0)
         self.log.event(
             "incident",
@@ -189,6 +201,25 @@ class IncidentMonitor:
             batches=[list(each) for each in step.batches],
             of_ranks=self._values_of_ranks(first),
         )
+
+    def _report_over(self, step: StepResult) -> None:
+        """Writes an event for each incident after which the run was quiet for long enough."""
+        newest = step.index - int(self.policy.engine.config.incident.quiet_steps)
+        if not all(each.over and each.last <= newest for each in self._begun):
+            return
+        begun, self._begun = self._begun, []
+        for each in begun:
+            event = self.log.event(
+                "over",
+                step=step.index,
+                incident=each.number,
+                onset=each.onset,
+                last=each.last,
+                cause=names(Cause(each.cause)),
+                readings=step.records[0].readings._asdict(),
+            )
+            if is_logged(each.number):
+                self.log.info(f"step {step.index}: {sentence(event)}")
 
     def _values_of_ranks(self, record: StepRecord) -> list[dict[str, Any]] | None:
         """Loss and norm of each rank, or None with one rank. Collective, once per incident."""
@@ -293,21 +324,58 @@ class IncidentMonitor:
             observed=self.policy.observes,
         )
 
+    def _has_line(
+        self,
+        step: StepResult,
+        record: StepRecord,
+        incident: IncidentRecord | None,
+        *,
+        is_new: bool,
+    ) -> bool:
+        """Whether the step has a console line, which is about one of its records.
+
+        - Every cut of the learning rate.
+        - Incidents: the first ten, then each power of two.
+        - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
+          then each power of ten.
+        """
+        cut = bool(record.action & Action.CUT_LR) and not self.policy.observes
+        begins = incident is not None and is_new and is_logged(incident.number)
+        skips, outside = self.metrics.total("skips"), self._alarms_outside
+        return (
+            cut
+            or begins
+            or passes_power_of_ten(skips - sum(bool(e.skip) for e in step.records), skips)
+            or passes_power_of_ten(outside, outside + (incident is None))
+        )
+
     def _log_alarm(
-        self, step: StepResult, record: StepRecord, incident: IncidentRecord | None
+        self,
+        step: StepResult,
+        record: StepRecord,
+        incident: IncidentRecord | None,
+        *,
+        has_line: bool,
     ) -> None:
         self._alarms_outside += incident is None
-        if (incident.alarms if incident else self._alarms_outside) > MOST_ALARMS:
+        number = incident.alarms if incident else self._alarms_outside
+        if number > MOST_ALARMS and not has_line:
             self.unreported_alarms += 1
             return
-        self.log.event(
+        rate = None
+        if has_line:
+            with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
+                rate = self.learning_rate()
+        event = self.log.event(
             "alarm",
             step=step.index,
             engine=record.engine,
             incident=incident.number if incident else 0,
             cause=names(record.cause),
             skip=record.skip,
-            grad_scale=record.grad_scale,
+            skips=self.metrics.total("skips") if record.skip else None,
+            grad_scale=None if self.policy.engine.per_tensor else record.grad_scale,
+            lr=rate,
             lr_scale=record.lr_scale,
             action=names(record.action),
             readings=record.readings._asdict(),
@@ -315,6 +383,9 @@ class IncidentMonitor:
             batches=[list(each) for each in step.batches],
             observed=self.policy.observes,
         )
+        if has_line:
+            number = f"incident {incident.number}: " if incident else ""
+            self.log.warning(f"step {step.index}: {number}{sentence(event)}")
 
     def _log_lr_change(self, step: StepResult, record: StepRecord) -> None:
         """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.
@@ -352,6 +423,11 @@ class IncidentMonitor:
             why=why,
             observed=self.policy.observes,
         )
+
+
+def _weight(record: StepRecord) -> tuple[bool, bool, bool]:
+    """Sort key: with several optimizers, the line is about the record with the largest key."""
+    return bool(record.action & Action.CUT_LR), bool(record.skip), record.cause != 0
 
 
 def _merge(one: Order | None, other: Order | None) -> Order | None:

@@ -5,8 +5,6 @@ docs/reports.md describes them.
 
 from __future__ import annotations
 
-from healcore.runtime.trackers.delivery import Trackers
-from healcore.runtime.trackers.selection import Selection, select
-from healcore.runtime.trackers.tracker import TrackedRun, Tracker
+from healcore.runtime.trackers.trackers import Selection, Tracker, Trackers, select
 
-__all__ = ["Selection", "TrackedRun", "Tracker", "Trackers", "select"]
+__all__ = ["Selection", "Tracker", "Trackers", "select"]

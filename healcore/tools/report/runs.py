@@ -15,9 +15,8 @@ from healcore.events import read
 from healcore.events.metrics import path_next_to
 from healcore.events.models import EventRecord
 from healcore.history import Curves, Mode, Run, runs_of
-from healcore.history.curves import thinned
+from healcore.history.curves import read_metrics, thinned
 from healcore.history.incident import count_incidents
-from healcore.history.metrics import read_metrics
 from healcore.history.process import RunState
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.sentences import STATES, sentence

@@ -62,7 +62,7 @@ def test_the_whole_of_it():
     for part in (
         "skipped 1 step",
         "a flipped bit",
-        "step 4011 to 3900",
+        "step 4011 back to the checkpoint of step 3900",
         "learning rate at most 0.0005",
         "3950",
     ):
@@ -119,3 +119,8 @@ def test_an_exception_adds_what_it_means():
     end = end_of("exception", 7, exception="OSError: [Errno 5] input/output error")
     assert "Look at" not in explain(end)
     assert "The data could not be read" in explain(end._replace(fault=Cause.DATA))
+
+
+def test_a_loss_that_never_moved_may_have_other_reasons_than_its_end():
+    (hint,) = advice(Cause.PLATEAU)
+    assert all(word in hint for word in ("initialisation", "data", "learning rate", "beta"))

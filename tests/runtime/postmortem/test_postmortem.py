@@ -132,7 +132,6 @@ def test_the_next_start_closes_the_case(killed):
     log.write("start", step=350, policy="default")
     assert of_killed(killed) is None, "this one is alive"
     log.write("end", step=360, ending="completed")
-    log.close()
     assert of_killed(killed) is None
     assert [p for p in killed.parent.iterdir() if "postmortem" in p.name] == [
         path_for(killed, read(killed).events[0]["run"])
@@ -202,6 +201,6 @@ def test_counts_are_of_the_whole_run_and_the_step_is_of_the_last_process():
     resumed = ("start", None, {"mode": "heal", "store": "there", "resumes": True})
     one = (START, ("alarm", 5, ALARM), ("save", 6, {}))
     both = processes(one, (resumed, ("alarm", 8, ALARM), ("save", 9, {})))
-    assert (both.counts().skips, both.last_step) == (2, 9)
+    assert (both.counts().skips, both.step) == (2, 9)
     new = processes(one, (START, ("save", 4, {})))
-    assert (new.counts().skips, new.last_step) == (0, 4)
+    assert (new.counts().skips, new.step) == (0, 4)

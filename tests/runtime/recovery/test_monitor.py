@@ -83,3 +83,23 @@ def test_ids_of_an_earlier_loader_are_not_skipped_in_the_current_one(
     for index in range(start, 10):
         monitor.process(StepResult(index, [FINE], (BatchId(0, index - start),)))
     assert [each.index for each in monitor.batches_between(0, 9)] == skipped
+
+
+def test_an_incident_that_is_over_has_one_event_and_one_line(run: Run):
+    run.steps(5)
+    run.steps(3, incident=1, incident_open=True, **NAN)
+    assert run.steps(9) == []
+    (line,) = run.steps(30, loss=0.5)
+    assert "step 17: incident 1 is over: nonfinite loss, steps 5 to 7; loss 0.5" in line
+    (incident,) = run.log.run.incidents
+    assert incident.over
+    assert not run.monitor.is_unhealthy
+
+
+@pytest.mark.parametrize("cause", [Cause.PLATEAU, Cause.GRAD_VANISHING])
+def test_a_lasting_alarm_at_the_end_is_not_over(run: Run, cause: Cause):
+    run.steps(50)
+    run.steps(30, cause=cause, action=Action.ALERT)
+    assert run.monitor.is_unhealthy, "report().converged is false"
+    run.steps(1)
+    assert not run.monitor.is_unhealthy

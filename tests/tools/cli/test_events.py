@@ -78,7 +78,6 @@ def test_a_live_run_is_followed_to_its_end(ending, status, tmp_path):
     with path.open("ab") as file:
         file.write(b'{"torn\n')
     assert "damaged" in process.stderr.readline()
-    log.close()
     path.rename(tmp_path / "old")
     log.write("good", step=40)
     assert " 40  good" in process.stdout.readline()

@@ -47,7 +47,6 @@ def test_a_directory_of_metrics_and_events_is_read_from_the_metrics(tmp_path):
     write(tmp_path / "run.metrics.jsonl", lines(*rows))
     log = Log(tmp_path / "run.events.jsonl")
     log.write("alarm", step=7, cause=["LOSS_SPIKE"], readings={"loss": 9.0, "grad_norm": 2.0})
-    log.close()
     trace = open_one(tmp_path)
     assert (load(trace).step.tolist(), trace.problems) == ([1, 2], ())
 

@@ -1,18 +1,23 @@
-"""Delivers metrics and events to trackers in threads, so that trackers cannot delay the run."""
+"""Selects trackers and delivers metrics and events to them in threads.
+
+A tracker cannot delay the run.
+"""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from healcore.core.step_record import StepRecord
 from healcore.events.process import Process
 from healcore.events.schema import ENVELOPE
-from healcore.runtime.trackers.selection import Selection
-from healcore.runtime.trackers.tracker import TrackedRun, Tracker
+from healcore.extras import MissingExtraError
+from healcore.runtime.trackers.clients import CLIENTS, TrackedRun
 
 MAX_WAIT = 10.0
 """Seconds for which the end of a run waits for its trackers."""
@@ -24,15 +29,71 @@ _INTERVAL = 0.5
 _FIELDS = ("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_scale", "skip")
 
 
+@runtime_checkable
+class Tracker(Protocol):
+    """Receiver of metrics and events, for `Healer(trackers=...)`.
+
+    All methods are called in one thread. An event may come before the numbers of its step. Methods
+    may block or raise: the training continues, and healcore reports the first error. Optional
+    methods: `start(run)` gets a `TrackedRun` and is called first, `flush()` twice a second,
+    `close()` at the end of the run.
+    """
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Receives the numbers of one optimizer step.
+
+        Args:
+            step: index of the step, from 0. Decreases after a rollback or a restart.
+            values: name -> number, which may be NaN or Inf. docs/reports.md lists the names.
+        """
+        ...
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Receives an event: `kind`, `step`, `time`, `run`, and the fields in docs/events.md."""
+        ...
+
+
+class Selection(NamedTuple):
+    """One requested tracker."""
+
+    name: str
+    open: Callable[[], Tracker]
+    """Imports the tracker's library and creates the tracker, in the thread of the training loop:
+    active runs of mlflow and trackio belong to a thread."""
+
+
+def select(trackers: Any) -> tuple[Selection, ...]:
+    """Checks the argument `trackers`, without importing a library.
+
+    Raises:
+        ValueError: not a name, "name:place" or `Tracker`.
+        MissingExtraError: the library of a name is not installed.
+    """
+    several = trackers if isinstance(trackers, list | tuple) else (trackers,)
+    return () if trackers is None else tuple(map(_select_one, several))
+
+
+def _select_one(tracker: Any) -> Selection:
+    if isinstance(tracker, Tracker) and not isinstance(tracker, type):
+        return Selection(type(tracker).__name__, lambda: tracker)
+    name, colon, place = tracker.partition(":") if isinstance(tracker, str) else ("", "", "")
+    if name not in CLIENTS or (colon and not place):
+        raise ValueError(
+            f'trackers must be {", ".join(CLIENTS)}, a name with a project ("wandb:PROJECT"), or '
+            f"objects with the methods metrics(step, values) and event(event), got {tracker!r}"
+        )
+    if importlib.util.find_spec(name) is None:
+        message = f'trackers="{name}" needs {name}, not installed in this environment. '
+        raise MissingExtraError(f"{message}Write: pip install {name}", name=name)
+    return Selection(name, lambda: CLIENTS[name](place or None))
+
+
 class Trackers:
     """All trackers of a run. No method raises. Only `close` waits for the trackers."""
 
     def __init__(self, selected: Iterable[Selection] = ()) -> None:
         self._config: dict[str, Any] = {}
         self._deliveries = [_Delivery(selection) for selection in selected]
-
-    def __len__(self) -> int:
-        return len(self._deliveries)
 
     def start(self, run: str) -> None:
         """Starts to deliver, also earlier records. `run` is the run's id in all processes."""
@@ -46,16 +107,14 @@ class Trackers:
         values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
-        for delivery in self._deliveries:
-            delivery.queue.append(("metrics", step, dict(values)))
+        self._send("metrics", step, values)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Sends an event."""
         if event["kind"] == "start":
             omitted = (*ENVELOPE, *Process._fields)
             self._config = {name: event[name] for name in event if name not in omitted}
-        for delivery in self._deliveries:
-            delivery.queue.append(("event", dict(event)))
+        self._send("event", event)
 
     def problems(self) -> list[str]:
         """Returns the failures since the last call. A tracker reports only its first failure."""
@@ -70,15 +129,18 @@ class Trackers:
         """Delivers the pending records, for at most `MAX_WAIT` seconds. Returns the failures."""
         self.leave()
         deadline = time.monotonic() + MAX_WAIT
-        late = []
         for delivery in self._deliveries:
             if delivery.ident is not None:
                 delivery.join(max(0.0, deadline - time.monotonic()))
-            if delivery.is_alive():
-                late.append(f"{delivery.name} has not finished within {MAX_WAIT:g} s")
-        problems = [*self.problems(), *(f"{each}: it loses records" for each in late)]
+        late = [each.name for each in self._deliveries if each.is_alive()]
+        text = f"has not finished within {MAX_WAIT:g} s: it loses records"
+        problems = [*self.problems(), *(f"{name} {text}" for name in late)]
         self._deliveries = []
         return problems
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        for delivery in self._deliveries:
+            delivery.queue.append((method, *map(copy.copy, arguments)))
 
 
 class _Delivery(threading.Thread):
