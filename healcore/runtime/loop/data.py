@@ -179,7 +179,7 @@ class Data:
 
     def log_skipped(self, number: int) -> None:
         """Logs the batches that the loader has skipped since the last call."""
-        skipped = self.loaders.skipped(number)
+        skipped = self.loaders[number].cursor.skipped()
         if skipped:
             batches = [list(each) for each in skipped]
             self._log.event("skipped_batches", step=self.step, batches=batches)
@@ -345,7 +345,8 @@ class _Reader:
                 if not self._single_rank:
                     self._skip_batch(number, pending)
                     self._replaced_errors[number] = error
-                    return _copied(self._last[number]), self._loaders.replaced(number)
+                    self._loaders[number].cursor.unreadable = None  # it counts as read
+                    return _copied(self._last[number]), pending.batch
             else:
                 if pending is not None:
                     self._skip_batch(number, pending)
@@ -356,7 +357,7 @@ class _Reader:
 
     def _skip_for(self, number: int, error: Exception) -> _Skip | None:
         """The skip of a batch whose read has raised, or None if the error propagates."""
-        batch = self._loaders.unreadable(number)
+        batch = self._loaders[number].cursor.unreadable
         fault = classify(error)
         if batch is None or self._termination.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too

@@ -31,10 +31,6 @@ def by_epoch(handed):
     return [[batch for which, batch in handed if which.epoch == epoch] for epoch in epochs]
 
 
-def test_the_cursor_sets_the_epoch_of_the_sampler():
-    assert by_epoch(take(Cursor(distributed(), epochs=3))) == by_hand([0, 1, 2])
-
-
 def test_a_loop_outside_sets_it_itself():
     loader = distributed()
     cursor, handed = None, []
