@@ -68,7 +68,7 @@ class Cursor:
             )
         self.next_id = BatchId(0, 0)
         """The id of the next batch."""
-        self.left_out: frozenset[BatchId] = frozenset()
+        self.left_out: set[BatchId] = set()
         """Ids of the batches to skip, before and after the current position."""
         self.unreadable: BatchId | None = None
         """The batch whose reading made the last `next` raise, or None."""
@@ -228,15 +228,11 @@ class Cursor:
         """Whether all batches of all epochs are read. False if the loader has no length."""
         return self._until is not None and self.next_id.epoch == self._until - 1 and self.is_last()
 
-    def left_at(self) -> str:
-        """The place where a `break` left the loop, as part of a sentence.
-
-        Empty at the end, without a number of epochs, or without a length of the loader.
-        """
-        (epoch, index), length = self.next_id, self.length
-        if length is None or self._until is None or epoch >= self._until or self.at_end:
-            return ""
-        return f"a `break` in epoch {epoch}, before batch {index} of {length},"
+    @property
+    def left_early(self) -> bool:
+        """Whether a `break` here leaves batches. False without a number of epochs or a length."""
+        before_end = self._until is not None and self.next_id.epoch < self._until
+        return before_end and self.length is not None and not self.at_end
 
     def abandon(self) -> None:
         """Drops the rest of the epoch, after a `break`; the next batch is of the next epoch."""
@@ -280,14 +276,13 @@ class Cursor:
         for known, position in reversed(self._captures):
             if known == batch or (known.epoch == batch.epoch and 0 < known.index < batch.index):
                 behind = position["behind"] + batch.index - known.index
-                skipped = positions.ids_from(batch, self.left_out)
-                return {**position, "index": batch.index, "behind": behind, "left_out": skipped}
+                return {**position, "index": batch.index, "behind": behind}
         return None
 
     def rewind(self, position: Mapping[str, Any]) -> bool:
         """Moves to a position, backwards or forwards, also into another epoch.
 
-        Batches keep their ids. Batches that are skipped now stay skipped.
+        Batches keep their ids, and batches that are skipped stay skipped.
 
         Args:
             position: result of `position` in this process or an earlier process.
@@ -328,7 +323,6 @@ class Cursor:
         self._captures.clear()
         if not self._adapter.stateless:
             self._captures.append((self.next_id, dict(position)))
-        self.left_out |= target.skipped
         self._rewind_error = None
         return True
 
@@ -346,7 +340,6 @@ class Cursor:
         """
         target = self._decoded(position)
         goal = target.batch
-        self.left_out |= target.skipped
         if goal <= self.next_id:
             return f"batch {goal.index} of epoch {goal.epoch} is not ahead: nothing was dropped"
         if goal.epoch > self.next_id.epoch:
@@ -377,10 +370,6 @@ class Cursor:
             DataError: a value is no batch id.
         """
         self.left_out |= positions.checked_ids(ids)
-
-    def read_again(self, ids: Iterable[BatchId]) -> None:
-        """Inverse of `leave_out`."""
-        self.left_out -= positions.checked_ids(ids)
 
     def skipped(self) -> list[BatchId]:
         """Ids of the batches skipped since the last call, in order."""
@@ -469,7 +458,6 @@ class Cursor:
             "told_epoch": self._sampler_epochs.number(batch.epoch),
             "behind": batch.index if self._adapter.stateless else 0,
             "division": division(self._loader),
-            "left_out": positions.ids_from(batch, self.left_out),
         }
 
 

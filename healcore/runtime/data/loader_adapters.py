@@ -14,8 +14,6 @@ _GET_STATE = ("get_state", "set_state")
 # These samplers draw a new order in every epoch and do not record it. A restored torchdata loader
 # then skips forward through a different order, without a warning.
 _UNRECORDED = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
-# torchdata's own sampler records its order in a StatefulDataLoader, but not in its nodes (0.11).
-_UNRECORDED_IN_NODES = (*_UNRECORDED, "StatefulDistributedSampler")
 _MAX_BEGINNINGS = 100
 """Number of epochs whose state at the beginning is kept."""
 
@@ -43,7 +41,7 @@ class LoaderAdapter:
         """Begins an epoch; returns its batches."""
         del epoch
         first, self._first = self._first, None
-        return iterate(self._loader) if first is None else first
+        return iter(self._loader) if first is None else first
 
     def state(self, *, ended: bool) -> Any:
         """The state after the batch that was read last, or after the epoch that has `ended`.
@@ -62,7 +60,7 @@ class LoaderAdapter:
 
 
 class _StatefulLoader(LoaderAdapter):
-    """A loader with `state_dict` and `load_state_dict`: torchdata's StatefulDataLoader and Loader.
+    """A loader with `state_dict` and `load_state_dict`: such as torchdata's StatefulDataLoader.
 
     A loaded state applies to the next `iter`. The samplers' generators are saved too: a
     StatefulDataLoader draws the order and the workers' seeds from one generator, and its state
@@ -88,22 +86,11 @@ class _StatefulLoader(LoaderAdapter):
 
     def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
         self._loader.load_state_dict(state["loader"])
-        batches = self._start_loaded()
+        batches = iter(self._loader)
         for generator, saved in zip(self._generators, state["generators"], strict=True):
             generator.set_state(saved)
         # `iter` has drawn the order of the next epoch before the generators were set.
         return iter(self._loader) if self._generators and state["ended"] else batches, skip
-
-    def _start_loaded(self) -> Iterator[Any]:
-        # torchdata's nodes.Loader reads ahead: after the last batch it would begin the next epoch,
-        # and the batches of that epoch would get ids of this epoch.
-        if getattr(self._loader, "restart_on_stop_iteration", None) is not True:
-            return iter(self._loader)
-        self._loader.restart_on_stop_iteration = False
-        try:
-            return iter(self._loader)
-        finally:
-            self._loader.restart_on_stop_iteration = True
 
 
 class _StatefulIterator(LoaderAdapter):
@@ -142,8 +129,8 @@ class _StatefulIterator(LoaderAdapter):
         return self._current, skip
 
 
-class _IndexedSequence(LoaderAdapter):
-    """A sequence that is read by index, such as a list, a tuple or a range."""
+class _Indexed(LoaderAdapter):
+    """A sequence, or an object with `__getitem__` only, which is read by index."""
 
     kind = "sequence"
     _next = 0
@@ -164,34 +151,19 @@ class _IndexedSequence(LoaderAdapter):
         return self
 
     def __next__(self) -> Any:
-        if self._next >= len(self._loader):
+        has_length = hasattr(self._loader, "__len__")
+        if has_length and self._next >= len(self._loader):
             raise StopIteration
         self._next += 1
         try:
             return self._loader[self._next - 1]
-        except Exception:  # an unreadable item counts as read
+        except Exception as error:  # an unreadable item counts as read
+            if isinstance(error, IndexError) and not has_length:
+                raise StopIteration from None
             raise
         except BaseException:  # Ctrl-C: the item was not returned
             self._next -= 1
             raise
-
-
-class _ByIndex:
-    """Iterates over an object that only has `__getitem__`; continues after an item that raises."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._next = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self._next += 1
-        try:
-            return self._loader[self._next - 1]
-        except IndexError:
-            raise StopIteration from None
 
 
 class UnreadableBatch:
@@ -226,11 +198,6 @@ class TolerantIterator:
             return UnreadableBatch(error)
 
 
-def iterate(loader: Any) -> Iterator[Any]:
-    """The batches of one epoch; continues after a batch that cannot be read."""
-    return iter(loader) if hasattr(loader, "__iter__") else _ByIndex(loader)
-
-
 def adapter_for(loader: Any) -> LoaderAdapter:
     """The adapter for a loader. Begins an epoch if the loader's iterator must be examined.
 
@@ -247,9 +214,9 @@ def adapter_for(loader: Any) -> LoaderAdapter:
     if _has_methods(loader, _STATE_DICT):
         why_not = unrecorded_order(loader)
         return LoaderAdapter(loader, why_not=why_not) if why_not else _StatefulLoader(loader)
-    if isinstance(loader, Sequence):
-        return _IndexedSequence(loader)
-    first = iterate(loader)
+    if isinstance(loader, Sequence) or not hasattr(loader, "__iter__"):
+        return _Indexed(loader)
+    first = iter(loader)
     for names in (_GET_STATE, _STATE_DICT):
         if _has_methods(first, names):
             return _StatefulIterator(loader, first, names)
@@ -275,25 +242,18 @@ def why_no_state(loader: Any) -> str:
 
 def unrecorded_order(loader: Any) -> str | None:
     """Why the state of a loader lacks the order of its batches, or None."""
+    if is_type(loader, "torchdata.nodes", "Loader"):
+        return f"{class_name(loader)} reads ahead into the next epoch: use StatefulDataLoader"
     if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
         return f"{class_name(loader)} with in_order=False has no fixed order: use in_order=True"
-    instead = "shuffle=True"
-    unrecorded = [
-        each
-        for each in samplers_of(loader)
-        if is_type(each, "torch.utils.data", *_UNRECORDED) and not hasattr(each, "state_dict")
-    ]
-    node = getattr(loader, "root", None) if is_type(loader, "torchdata.nodes", "Loader") else None
-    while node is not None:
-        instead, sampler = "a DistributedSampler", getattr(node, "sampler", None)
-        unrecorded += [sampler] if is_type(sampler, "torch", *_UNRECORDED_IN_NODES) else []
-        node = getattr(node, "source", None)
-    if not unrecorded:
-        return None
-    return (
-        f"{class_name(loader)} does not record the order of {class_name(unrecorded[0])}: "
-        f"use {instead}, or a sampler that records the order in its state_dict"
-    )
+    for sampler in samplers_of(loader):
+        unrecorded = is_type(sampler, "torch.utils.data", *_UNRECORDED)
+        if unrecorded and not hasattr(sampler, "state_dict"):
+            return (
+                f"{class_name(loader)} does not record the order of {class_name(sampler)}: use "
+                "shuffle=True, or a sampler that records the order in its state_dict"
+            )
+    return None
 
 
 def _accelerate_problem(loader: Any) -> str:

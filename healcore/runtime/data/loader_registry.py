@@ -65,6 +65,7 @@ class LoaderRegistry:
         self._saved_count = 0
         self._last: BatchId | None = None
         self._ids_to_skip: dict[int, set[BatchId]] = {}
+        """Number of a loader -> the ids that its cursor skips."""
         self._epoch: int | None = None
         """The `epoch` of the last call of `begin`."""
         self._noticed: set[str | None] = set()
@@ -96,6 +97,7 @@ class LoaderRegistry:
             number = self._count if epoch is None else self._number_in(epoch)
             self._count = number + 1
             entry = LoaderEntry(loader, Cursor(loader, epochs=epochs))
+            entry.cursor.left_out = self._ids_to_skip.setdefault(number, set())
             entry.exhausted = self._saved_count > number and str(number) not in self._saved
             why_not = entry.cursor.why_not
             if why_not is not None and why_not not in self._noticed:
@@ -123,9 +125,6 @@ class LoaderRegistry:
                 f"{saved['epoch']}; a loop that begins at an epoch of its own has to write "
                 "healer.batches(loader, epoch=epoch), see healer.epochs"
             )
-        entry.cursor.leave_out(self._ids_to_skip.get(number, ()))
-        if entry.cursor.left_out:  # includes ids from the saved position
-            self._ids_to_skip[number] = set(entry.cursor.left_out)
         while len(self._entries) > _MAX_LOADERS:
             del self._entries[next(n for n in self._entries if n not in (number, self.current))]
         return number
@@ -159,8 +158,7 @@ class LoaderRegistry:
 
     def leave_out(self, number: int, batch: BatchId) -> None:
         """Skips a batch from now on, also after a rollback and a restart."""
-        self._ids_to_skip.setdefault(number, set()).add(batch)
-        self._entries[number].cursor.leave_out([batch])
+        self._ids_to_skip[number].add(batch)
 
     def stepped(self, number: int, last: BatchId | None) -> None:
         """Makes the loader of a step's batches the current loader, which rollbacks rewind.
@@ -186,9 +184,12 @@ class LoaderRegistry:
         return not (self._saved or any(e.cursor.before_end for e in self._entries.values()))
 
     def left_at(self) -> str:
-        """See `Cursor.left_at`; empty if no loop was left by `break`."""
+        """The place where a `break` left the loop, as part of a sentence, or an empty string."""
         entry = None if self.current is None else self._entries[self.current]
-        return entry.cursor.left_at() if entry is not None and entry.in_loop else ""
+        if entry is None or not (entry.in_loop and entry.cursor.left_early):
+            return ""
+        (epoch, index), length = entry.cursor.next_id, entry.cursor.length
+        return f"a `break` in epoch {epoch}, before batch {index} of {length},"
 
     @property
     def left_out_count(self) -> int:
@@ -229,8 +230,10 @@ class LoaderRegistry:
 
     def left_out(self) -> dict[str, list[list[int]]]:
         """Ids of all skipped batches, by number of the loader, JSON-safe."""
-        ids = self._ids_to_skip.items()
-        return {str(number): [list(each) for each in sorted(batches)] for number, batches in ids}
+        return {
+            str(number): [list(batch) for batch in sorted(batches)]
+            for number, batches in self._ids_to_skip.items()
+        }
 
     def check(self, position: Mapping[str, Any]) -> None:
         """Checks positions of an earlier process before `resume`.
@@ -271,13 +274,12 @@ class LoaderRegistry:
         if self.current is None:
             return RewindResult(False, "the loop does not read its batches through healcore")
         entry, cursor = self._entries[self.current], self._entries[self.current].cursor
-        # Includes earlier bad batches, because a deeper rollback reads them again.
-        skipped = self._ids_to_skip.setdefault(self.current, set())
-        skipped.update(bad)
+        # Earlier bad batches stay skipped, because a deeper rollback reads them again.
+        cursor.left_out.update(bad)
         last = max(bad, default=self._last)
         if last is not None:
-            skipped.update(BatchId(last.epoch, last.index + 1 + i) for i in range(more))
-        skipped.difference_update(again)
+            cursor.left_out.update(BatchId(last.epoch, last.index + 1 + i) for i in range(more))
+        cursor.left_out.difference_update(again)
         why = None
         if position is None:
             why = "the checkpoint has no position of this loader"
@@ -285,6 +287,4 @@ class LoaderRegistry:
             why = cursor.why_not or "it could not be rewound"
         else:
             entry.in_loop = False  # a `break` came after this position
-        cursor.leave_out(skipped)
-        cursor.read_again(again)
         return RewindResult(why is None, why)

@@ -66,8 +66,6 @@ class Position(NamedTuple):
     """Argument of `set_epoch` for this epoch, or None if unknown."""
     behind: int
     """Number of batches between the state and the next batch; a rewind passes them again."""
-    skipped: frozenset[BatchId]
-    """Ids of the batches to skip."""
 
 
 def of_other_ranks(value: Mapping[str, Any], ranks: int) -> dict[str, Any]:
@@ -97,11 +95,6 @@ def check_division(value: Mapping[str, Any], division: list[Any] | None, loader:
     )
 
 
-def ids_from(first: BatchId, ids: Iterable[BatchId]) -> list[list[int]]:
-    """The ids from `first` on as lists, sorted."""
-    return [list(batch) for batch in sorted(batch for batch in ids if batch >= first)]
-
-
 def state_to_text(state: Any) -> str | None:
     """A loader's state as text. The text is also a copy: loaders return live objects."""
     return None if state is None else json_codec.dumps(state, _STATE_PATH)
@@ -129,7 +122,6 @@ def decode(value: Any) -> Position:
             state_from_text(state),
             None if number is None else int(number),
             behind,
-            checked_ids(value["left_out"]),
         )
     except DataError:
         raise
@@ -137,7 +129,7 @@ def decode(value: Any) -> Position:
         raise DataError(f"the position cannot be read: {type(error).__name__}: {error}") from error
 
 
-def checked_ids(ids: Iterable[Any]) -> frozenset[BatchId]:
+def checked_ids(ids: Iterable[Any]) -> set[BatchId]:
     """Batch ids from ids or pairs; DataError unless each is two whole numbers >= 0."""
     checked = set()
     for value in ids:
@@ -147,4 +139,4 @@ def checked_ids(ids: Iterable[Any]) -> frozenset[BatchId]:
                 f"a batch id is BatchId(epoch, index), whole numbers >= 0, not {value!r}"
             )
         checked.add(BatchId(*pair))
-    return frozenset(checked)
+    return checked

@@ -23,6 +23,8 @@ from healcore.runtime.data.position import DataError
 from healcore.runtime.data.samplers import is_type, samplers_of
 
 _END = object()
+_GLOBAL = 3
+"""Number of global generators: of Python, NumPy and torch."""
 
 
 def is_replayable(loader: Any) -> bool:
@@ -123,7 +125,7 @@ class TorchLoader(LoaderAdapter):
             # A new iterator draws a seed for its workers, and running workers do not.
             running = self._base.persistent_workers and self._base._iterator is not None
             begun = running or self._reading is not None or self._draws_first
-            return {"generators": order.generator_states(), "begun": begun}
+            return {"generators": order.states()[_GLOBAL:], "begun": begun}
         return {"index": self._index, "random": order.random, "digest": order.digest(self._index)}
 
     def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
@@ -135,7 +137,7 @@ class TorchLoader(LoaderAdapter):
         order, index = self._order, state.get("index")
         if index is None:
             self.start()
-            order.set_generators(state["generators"])
+            order.set_states(state["generators"])
             self._draws_first = state["begun"]
             if not self._draws_first:
                 self._base._iterator = None  # ends workers that were started later
@@ -149,7 +151,7 @@ class TorchLoader(LoaderAdapter):
         try:
             after = order.draw(state["random"], index + skip, digest)
             self._reading = self._begin_batches()
-            current["generators"] = after["generators"]
+            current[_GLOBAL:] = after[_GLOBAL:]
         finally:
             order.set_states(current)
         self._index, self._draws_first = index + skip, False
@@ -197,18 +199,28 @@ class _Order:
 
     Attributes:
         random: random states before the order of this epoch was drawn, or None.
+
+    Args:
+        sampler: the sampler or batch sampler.
+        generators: generators of the loader and its samplers, besides the global generators.
+        ahead: largest number of items that the loader reads ahead.
     """
 
     def __init__(self, sampler: Iterable[Any], generators: list[Any], ahead: int) -> None:
+        torch = sys.modules["torch"]  # imported, because the loader is of torch
         self._sampler = sampler
-        self._generators = generators
-        """Generators of the loader and its samplers. The global generators are recorded too."""
+        self._sources: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+            (random.getstate, random.setstate),
+            (np.random.get_state, np.random.set_state),
+            (torch.get_rng_state, torch.set_rng_state),
+            *((each.get_state, each.set_state) for each in generators),
+        ]
         self._ahead = ahead
         self.begin()
 
     def begin(self) -> None:
         """Begins a new epoch, whose order is drawn when its first index is read."""
-        self.random: dict[str, Any] | None = None
+        self.random: list[Any] | None = None
         self._drawn: Iterator[Any] | None = None
         self._count = 0
         self._digests = deque([0], maxlen=self._ahead + 2)
@@ -230,9 +242,7 @@ class _Order:
         """The number of batches and the digest of their indices, after `count` batches."""
         return count, self._digests[-1 - (self._count - count)]
 
-    def draw(
-        self, states: dict[str, Any], skip: int = 0, digest: tuple[int, int] = (0, 0)
-    ) -> dict[str, Any]:
+    def draw(self, states: list[Any], skip: int = 0, digest: tuple[int, int] = (0, 0)) -> list[Any]:
         """Sets random states, draws an order and passes its first `skip` items.
 
         Returns:
@@ -257,32 +267,15 @@ class _Order:
         self._drawn = self._noted(items if first is _END else chain([first], items))
         return self.states()
 
-    def states(self) -> dict[str, Any]:
-        """The current random states."""
-        numpy: Any = np.random.get_state()  # noqa: NPY002 -- the global generator
-        torch = sys.modules["torch"]  # imported, because the loader is of torch
-        return {
-            "python": random.getstate(),
-            "numpy": numpy,
-            "torch": torch.get_rng_state(),
-            "generators": self.generator_states(),
-        }
+    def states(self) -> list[Any]:
+        """The current random states: of Python, NumPy and torch, then of the generators."""
+        return [get() for get, _ in self._sources]
 
-    def set_states(self, states: dict[str, Any]) -> None:
-        """Sets all random states."""
-        random.setstate(states["python"])
-        np.random.set_state(states["numpy"])  # noqa: NPY002
-        sys.modules["torch"].set_rng_state(states["torch"])
-        self.set_generators(states["generators"])
-
-    def generator_states(self) -> list[Any]:
-        """The current states of `generators`."""
-        return [each.get_state() for each in self._generators]
-
-    def set_generators(self, states: list[Any]) -> None:
-        """Sets the states of `generators`."""
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+    def set_states(self, states: list[Any]) -> None:
+        """Sets random states: all, or the states of the generators alone."""
+        first = len(self._sources) - len(states)
+        for (_, set_state), state in zip(self._sources[first:], states, strict=True):
+            set_state(state)
 
     def _recorded(self) -> Iterator[Any]:
         self.begin()

@@ -240,14 +240,9 @@ class Data:
         self._contents.clear()
 
     @property
-    def batches_since_step(self) -> int:
-        """Number of batches since the last step."""
-        return len(self.unused)
-
-    @property
     def between_steps(self) -> bool:
         """Whether no batch was read since the last step: state and loader positions match."""
-        return not self._ids.get(self._current)
+        return not self.unused
 
     @property
     def unused(self) -> tuple[BatchId, ...]:

@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     WeightedRandomSampler,
 )
@@ -125,9 +124,8 @@ def accelerated(data: Any = None, *, shuffle: bool = False, **config: Any) -> An
 def nodes() -> Any:
     import torchdata.nodes as nodes
 
-    sampler = DistributedSampler(Squares(), num_replicas=1, rank=0)
-    numbers = nodes.SamplerWrapper(sampler)
-    return nodes.Loader(nodes.Prefetcher(nodes.Batcher(numbers, SIZE, drop_last=False), 2))
+    numbers = nodes.SamplerWrapper(range(11))  # type: ignore[arg-type]
+    return nodes.Loader(nodes.Batcher(numbers, SIZE, drop_last=False))
 
 
 def grain_map(seed: int = 4) -> Any:
@@ -184,7 +182,6 @@ REWINDING = [
         lambda: accelerated(shuffle=True, use_stateful_dataloader=True, use_seedable_sampler=True),
         needs="accelerate",
     ),
-    Kind("torchdata nodes", nodes, needs="torchdata"),
     Kind("grain map", grain_map, needs="grain"),
     Kind("grain iter", lambda: grain_map().to_iter_dataset(), needs="grain"),
     Kind("grain iterator", lambda: iter(grain_map().repeat(3)), 1, "grain"),
@@ -197,6 +194,7 @@ FORWARD = [
         lambda: accelerated(Stream(), dispatch_batches=False),
         needs="accelerate",
     ),
+    Kind("torchdata nodes", nodes, needs="torchdata"),
     Kind("generator", lambda: ([at] for at in range(BATCHES)), 1),
     Kind("map", lambda: map(list, ["ab", "cd"]), 1),
     Kind("tensor", lambda: torch.arange(8).reshape(4, 2)),

@@ -132,7 +132,7 @@ def test_a_state_of_other_workers_is_refused():
         Cursor([1]).position() | {"epoch": -1},
         Cursor([1]).position() | {"index": "2"},
         Cursor([1]).position() | {"state": b"garbage"},
-        Cursor([1]).position() | {"left_out": [[0]]},
+        Cursor([1]).position() | {"behind": None},
     ],
 )
 def test_a_value_that_is_no_position(position):
