@@ -283,6 +283,7 @@ class _Order:
         yield from self._noted(iter(self._sampler))
 
     def _noted(self, items: Iterator[Any]) -> Iterator[Any]:
+        self._drawn = None  # the next `iter` begins another epoch; with workers, `iter` runs twice
         for item in items:
             self._count += 1
             self._digests.append(_digest(item, self._digests[-1]))
