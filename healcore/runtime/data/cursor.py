@@ -6,11 +6,12 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from healcore.console import counted
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_adapters import (
+    Loader,
     LoaderAdapter,
     UnreadableBatch,
     adapter_for,
@@ -26,22 +27,8 @@ from healcore.runtime.data.position import (
 from healcore.runtime.data.samplers import SamplerEpochs, division
 from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 
-Batch = TypeVar("Batch", covariant=True)
-
-
 _MAX_POSITIONS = 4
 """Number of recent positions that `position_before` can start from."""
-
-
-class Indexed(Protocol[Batch]):
-    """Batches by index, as in a torch Dataset."""
-
-    def __getitem__(self, index: int, /) -> Batch:
-        """The batch at an index; IndexError after the last one."""
-        ...
-
-
-Loader = Iterable[Batch] | Indexed[Batch]
 
 
 class Cursor:
@@ -87,11 +74,11 @@ class Cursor:
         """Id after the last batch of the last complete epoch, or None."""
         self._requested = 0
         """The epoch that the user's loop requested last."""
-        self._skipped: list[BatchId] = []
         self._rewind_error: str | None = None
+        self._skipped: list[BatchId] = []
         self._captures: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_MAX_POSITIONS)
         """The last positions, oldest first, with the ids of their next batches. After a first call
-        of `position` each epoch adds one. Empty for loaders whose state is always the same."""
+        of `position` each epoch adds one."""
         self._until: int | None = 0
         self.extend(epochs)
 
@@ -107,11 +94,7 @@ class Cursor:
         After a rewind into an earlier epoch, `next` finishes that epoch first. After a resume in a
         later epoch, `next` ends at once until the outer loop has reached that epoch.
 
-        Args:
-            epochs: number of epochs, or None for no end.
-
-        Raises:
-            UnusableLoader, DataError: as for a new cursor.
+        Arguments and errors are as for a new cursor.
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise DataError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
@@ -220,8 +203,9 @@ class Cursor:
         Skipped batches do not count. Call it between two batches.
         """
         (epoch, index), length = self.next_id, self.length
-        rest = range(index, 0 if length is None else length)
-        return length is not None and all(BatchId(epoch, i) in self.left_out for i in rest)
+        if length is None:
+            return False
+        return all(BatchId(epoch, i) in self.left_out for i in range(index, length))
 
     @property
     def at_end(self) -> bool:
@@ -254,8 +238,8 @@ class Cursor:
                 self._begin()
             text = positions.state_to_text(adapter.state(ended=self._between))
         except Exception as error:  # the loader's code may raise anything
-            why = f"the state of {self._name} cannot be taken: {_text(error)}"
-            self._adapter = LoaderAdapter(self._loader, why_not=why)
+            why_not = f"the state of {self._name} cannot be taken: {_text(error)}"
+            self._adapter = LoaderAdapter(self._loader, why_not=why_not)
         position = self._encoded(self.next_id, text)
         if not self._adapter.stateless:
             self._captures.append((self.next_id, position))
@@ -299,8 +283,8 @@ class Cursor:
             target = self._decoded(position)
             if target.kind != self._adapter.kind:
                 raise DataError(
-                    f"the position is of kind {target.kind!r}, and {self._name} is of kind "
-                    f"{self._adapter.kind!r}: the run has another loader now"
+                    f"the position is of kind {target.kind!r}, and the run has another loader now: "
+                    f"{self._name} is of kind {self._adapter.kind!r}"
                 )
         except DataError as error:
             self._rewind_error = str(error)
@@ -329,8 +313,7 @@ class Cursor:
     def fast_forward(self, position: Mapping[str, Any]) -> str:
         """Moves forward by reading and dropping batches, for loaders without a state.
 
-        Args:
-            position: as in `rewind`. Earlier epochs are not read again.
+        Earlier epochs are not read again.
 
         Returns:
             A sentence about the batches that were dropped.

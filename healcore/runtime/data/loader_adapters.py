@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from healcore.runtime.data.position import state_from_text, state_to_text
 from healcore.runtime.data.samplers import is_type, samplers_of
@@ -16,6 +16,20 @@ _GET_STATE = ("get_state", "set_state")
 _UNRECORDED = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
 _MAX_BEGINNINGS = 100
 """Number of epochs whose state at the beginning is kept."""
+
+
+Batch = TypeVar("Batch", covariant=True)
+
+
+class Indexed(Protocol[Batch]):
+    """Batches by index, as in a torch Dataset."""
+
+    def __getitem__(self, index: int, /) -> Batch:
+        """The batch at an index; IndexError after the last one."""
+        ...
+
+
+Loader = Iterable[Batch] | Indexed[Batch]
 
 
 class LoaderAdapter:

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from healcore.runtime.data import BatchId, Cursor
-from tests.runtime.data.loaders import SIZE, Squares, stateful, take
+from tests.runtime.data.loaders import SIZE, Squares, take
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -109,16 +109,6 @@ def test_a_position_that_the_loader_does_not_take():
     assert not cursor.rewind(position)
     assert "does not accept the position: KeyError: 'shard_7'" in (cursor.why_not or "")
     assert take(cursor, 3) == [((0, 4), 4), ((0, 5), 5), ((1, 0), 0)]
-
-
-def test_a_state_of_other_workers_is_refused():
-    pytest.importorskip("torchdata")
-    other = Cursor(stateful(num_workers=1))
-    take(other, 2)
-    cursor = Cursor(stateful())
-    take(cursor, 1)
-    assert not cursor.rewind(other.position())
-    assert [which.index for which, _ in take(cursor)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
