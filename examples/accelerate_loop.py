@@ -14,7 +14,6 @@ import tempfile
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,11 +25,7 @@ STEPS, BATCH, ACCUMULATE = 400, 32, 2
 
 def main(directory: str) -> None:
     """Train a small regression, and print how it went."""
-    # A rollback rewinds this loader exactly. Without the two options it goes on with new batches.
-    data = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=ACCUMULATE, dataloader_config=data
-    )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     torch.manual_seed(0)
     inputs = torch.randn(STEPS * ACCUMULATE * BATCH, 8)
     targets = inputs.sum(dim=1, keepdim=True).sin() + 0.1 * torch.randn(len(inputs), 1)

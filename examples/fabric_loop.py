@@ -16,8 +16,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import healcore  # <- healcore
 
@@ -36,7 +35,7 @@ def main(directory: str) -> None:
     scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)
     # Not through fabric.setup_dataloaders, whose wrapper cannot be rewound. Several processes need
     # a DistributedSampler here.
-    loader = StatefulDataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
     loss = torch.zeros(())
 
     def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -16,8 +16,7 @@ import lightning
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from healcore.torch import LightningHealingCallback  # <- healcore
 
@@ -53,8 +52,7 @@ def main(directory: str) -> None:
     lightning.seed_everything(0)
     inputs = torch.randn(BATCHES * BATCH, 8)
     targets = inputs.sum(dim=1, keepdim=True).sin() + 0.1 * torch.randn(len(inputs), 1)
-    # A rollback rewinds this loader exactly. With a plain DataLoader it goes on with new batches.
-    loader = StatefulDataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
     module = Regression()
     healing = LightningHealingCallback(  # <- healcore
         "default", store=directory, loss_fn=module.loss

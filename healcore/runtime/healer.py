@@ -25,7 +25,7 @@ from healcore.events.log import Log
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import check_keywords
-from healcore.runtime.data.cursor import Loader
+from healcore.runtime.data.loader_adapters import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit
 from healcore.runtime.healing_report import HealingReport

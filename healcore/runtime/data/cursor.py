@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
 from healcore.console import counted
 from healcore.runtime.data import position as positions
-from healcore.runtime.data.epoch_reader import EpochReader
-from healcore.runtime.data.position import BatchId, DataError
-
-Batch = TypeVar("Batch", covariant=True)
-
+from healcore.runtime.data.loader_adapters import (
+    Loader,
+    LoaderAdapter,
+    UnreadableBatch,
+    adapter_for,
+    class_name,
+)
+from healcore.runtime.data.position import (
+    BatchId,
+    DataError,
+    EmptyLoader,
+    Position,
+    UnusableLoader,
+)
+from healcore.runtime.data.samplers import SamplerEpochs, division
+from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 
 _MAX_POSITIONS = 4
 """Number of recent positions that `position_before` can start from."""
 
 
-class UnusableLoader(DataError, TypeError):
-    """The object is no loader, or has fewer epochs than requested."""
-
-
-class Indexed(Protocol[Batch]):
-    """Batches by index, as in a torch Dataset."""
-
-    def __getitem__(self, index: int, /) -> Batch:
-        """The batch at an index; IndexError after the last one."""
-        ...
-
-
-Loader = Iterable[Batch] | Indexed[Batch]
-
-
 class Cursor:
     """Reads a loader, epoch after epoch. Nothing is read ahead.
 
-    Beginning an epoch may draw random numbers (torch loaders do), and `position`, `rewind` and
-    `next` may begin an epoch. So take the position before the random state, and restore them in
-    that order.
+    An epoch begins when its first batch or its state is needed. Beginning an epoch may draw random
+    numbers (torch loaders do), and `position`, `rewind` and `next` may begin an epoch. So take the
+    position before the random state, and restore them in that order.
 
     Args:
         loader: any object that can be iterated over.
@@ -55,17 +53,40 @@ class Cursor:
                 f"a loader is something to iterate over, not {loader!r:.80}: "
                 "pass a DataLoader, a dataset of batches or a list"
             )
-        self._reader = EpochReader(loader)
-        self._ids_to_skip: frozenset[BatchId] = frozenset()
-        self._skipped: list[BatchId] = []
-        self._rewind_error: str | None = None
-        self._recent_positions: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_MAX_POSITIONS)
-        """The last positions, oldest first, with the ids of their next batches. After a first call
-        of `position` each epoch adds one. Empty for loaders that are read by index."""
+        self.next_id = BatchId(0, 0)
+        """The id of the next batch."""
+        self.left_out: set[BatchId] = set()
+        """Ids of the batches to skip, before and after the current position."""
         self.unreadable: BatchId | None = None
         """The batch whose reading made the last `next` raise, or None."""
+        self._loader: Any = loader
+        self._name = class_name(loader)
+        self._sampler_epochs = SamplerEpochs(loader)
+        self._batches: Iterator[Any] | None = None
+        """The rest of the epoch, or None before the epoch begins."""
+        self._between = False
+        """Whether an epoch has ended, and the next one has not begun."""
+        self._resumed = False
+        """Whether the epoch was restored from a state."""
+        self._exhausted = False
+        """Whether the only epoch of an iterator has ended."""
+        self._ended: BatchId | None = None
+        """Id after the last batch of the last complete epoch, or None."""
+        self._requested = 0
+        """The epoch that the user's loop requested last."""
+        self._rewind_error: str | None = None
+        self._skipped: list[BatchId] = []
+        self._captures: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_MAX_POSITIONS)
+        """The last positions, oldest first, with the ids of their next batches. After a first call
+        of `position` each epoch adds one."""
         self._until: int | None = 0
         self.extend(epochs)
+
+    @functools.cached_property
+    def _adapter(self) -> LoaderAdapter:
+        """Created on first use, because that may begin an epoch."""
+        loader = self._loader
+        return TorchLoader(loader) if is_replayable(loader) else adapter_for(loader)
 
     def extend(self, epochs: int | None = 1) -> None:
         """Allows further epochs, for programs that call `next` within their own `for epoch` loop.
@@ -73,23 +94,19 @@ class Cursor:
         After a rewind into an earlier epoch, `next` finishes that epoch first. After a resume in a
         later epoch, `next` ends at once until the outer loop has reached that epoch.
 
-        Args:
-            epochs: number of epochs, or None for no end.
-
-        Raises:
-            UnusableLoader, DataError: as for a new cursor.
+        Arguments and errors are as for a new cursor.
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise DataError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
-        if self._reader.single_epoch and epochs is not None and epochs > 1:
+        if isinstance(self._loader, Iterator) and epochs is not None and epochs > 1:
             raise UnusableLoader(
-                f"{self._reader.name} is an iterator and has one epoch, not {epochs}: pass "
+                f"{self._name} is an iterator and has one epoch, not {epochs}: pass "
                 "the loader that created it, or epochs=1"
             )
         if epochs is None or self._until is None:
             self._until = None
         else:
-            self._reader.requested_epoch = self._until
+            self._requested = self._until
             self._until += epochs
 
     def read_only(self, epoch: int) -> None:
@@ -98,33 +115,33 @@ class Cursor:
         Raises:
             DataError: the loader is in a later epoch, or has not begun the epoch before.
         """
-        at, length = self._reader.next_id, self._reader.length
-        ended = at.index > 0 and (length is None or self.is_last(length))
+        at = self.next_id
+        ended = at.index > 0 and (self.length is None or self.is_last())
         if at == BatchId(0, 0):
-            self._reader.epoch = epoch  # the loader is used for the first time
+            self.next_id = BatchId(epoch, 0)  # the loader is used for the first time
         elif at.epoch != epoch and not (at.epoch == epoch - 1 and ended):
             raise DataError(
-                f"epoch {epoch} cannot be the next epoch of {self._reader.name}, which is at batch "
+                f"epoch {epoch} cannot be the next epoch of {self._name}, which is at batch "
                 f"{at.index} of epoch {at.epoch}: write `for epoch in healer.epochs(n)`, and "
                 "healer.batches(loader, epoch=epoch) once in each epoch"
             )
-        self._reader.requested_epoch, self._until = epoch, epoch + 1
+        self._requested, self._until = epoch, epoch + 1
 
     @property
     def before_end(self) -> bool:
         """Whether the loader stands within an epoch that the loop does not reach."""
-        epoch, index = self._reader.next_id
+        epoch, index = self.next_id
         return self._until is not None and epoch >= self._until and index > 0
 
     @property
     def can_rewind(self) -> bool:
         """Whether the loader can be rewound."""
-        return self._reader.adapter.why_not is None
+        return self._adapter.why_not is None
 
     @property
     def why_not(self) -> str | None:
         """Why the loader cannot be rewound, or why the last `rewind` failed, or None."""
-        return self._reader.adapter.why_not or self._rewind_error
+        return self._adapter.why_not or self._rewind_error
 
     def next(self, *, after: Exception | None = None) -> tuple[Any, BatchId]:
         """The next batch that is not skipped, and its id.
@@ -140,17 +157,17 @@ class Cursor:
             StopIteration: there are no more epochs.
             EmptyLoader: an epoch has no batch.
         """
-        reader, self.unreadable = self._reader, None
-        while not reader.exhausted and (self._until is None or reader.epoch < self._until):
-            reader.begin()  # an exception of iter() belongs to no batch
-            which = reader.next_id
-            skipped = which in self._ids_to_skip
+        self.unreadable = None
+        while not self._exhausted and (self._until is None or self.next_id.epoch < self._until):
+            self._begin()  # an exception of iter() belongs to no batch
+            which = self.next_id
+            skipped = which in self.left_out
             try:
-                batch = reader.read()
+                batch = self._read()
             except StopIteration:
-                if after is not None and reader.has_batch(which.index):
+                if after is not None and (self.length is None or which.index < self.length):
                     after.add_note(
-                        f"healcore: {reader.name} has ended with this error, as a generator does: "
+                        f"healcore: {self._name} has ended with this error, as a generator does: "
                         "there is no batch after it to continue with"
                     )
                     raise after from None
@@ -164,9 +181,7 @@ class Cursor:
                 after = error
             else:
                 # The epoch's order may be drawn when its first batch is read.
-                if self._recent_positions and self._recent_positions[-1][0] < BatchId(
-                    which.epoch, 1
-                ):
+                if self._captures and self._captures[-1][0] < BatchId(which.epoch, 1):
                     self.position()
                 if not skipped:
                     return batch, which
@@ -175,34 +190,40 @@ class Cursor:
         raise StopIteration
 
     @property
-    def at_end(self) -> bool:
-        """Whether all batches of all epochs are read. False if the loader has no length."""
-        if self._until is None or self._reader.epoch != self._until - 1:
-            return False
-        length = self._reader.length
-        return length is not None and self.is_last(length)
+    def length(self) -> int | None:
+        """Number of batches in an epoch, or None if the loader has no length."""
+        try:
+            return len(self._loader)
+        except TypeError:
+            return None
 
-    def left_at(self) -> str:
-        """The place where a `break` left the loop, as part of a sentence.
-
-        Empty at the end, without a number of epochs, or without a length of the loader.
-        """
-        (epoch, index), length = self._reader.next_id, self._reader.length
-        if length is None or self._until is None or epoch >= self._until or self.at_end:
-            return ""
-        return f"a `break` in epoch {epoch}, before batch {index} of {length},"
-
-    def is_last(self, length: int) -> bool:
-        """Whether the epoch, which has `length` batches, is exhausted.
+    def is_last(self) -> bool:
+        """Whether the epoch is exhausted. False if the loader has no length.
 
         Skipped batches do not count. Call it between two batches.
         """
-        epoch, index = self._reader.next_id
-        return all(BatchId(epoch, i) in self._ids_to_skip for i in range(index, length))
+        (epoch, index), length = self.next_id, self.length
+        if length is None:
+            return False
+        return all(BatchId(epoch, i) in self.left_out for i in range(index, length))
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all batches of all epochs are read. False if the loader has no length."""
+        return self._until is not None and self.next_id.epoch == self._until - 1 and self.is_last()
+
+    @property
+    def left_early(self) -> bool:
+        """Whether a `break` here leaves batches. False without a number of epochs or a length."""
+        before_end = self._until is not None and self.next_id.epoch < self._until
+        return before_end and self.length is not None and not self.at_end
 
     def abandon(self) -> None:
-        """Drops the rest of the epoch, after a `break`."""
-        self._reader.abandon()
+        """Drops the rest of the epoch, after a `break`; the next batch is of the next epoch."""
+        if self.next_id.index > 0 and not isinstance(self._loader, Iterator):
+            self.next_id = BatchId(self.next_id.epoch + 1, 0)
+            # Not between two epochs: the loader's own state still belongs to this epoch.
+            self._batches, self._between = None, False
 
     def position(self) -> dict[str, Any]:
         """The position right after the last batch, for `rewind` and `fast_forward`.
@@ -210,40 +231,42 @@ class Cursor:
         It consists of Python values that any checkpoint can hold. If the loader's state cannot be
         taken, the cursor cannot rewind from then on.
         """
+        adapter, text = self._adapter, None
         try:
-            position = self._encoded()
+            # Beginning the next epoch for its state would read ahead.
+            if not (adapter.stateless or self._between):
+                self._begin()
+            text = positions.state_to_text(adapter.state(ended=self._between))
         except Exception as error:  # the loader's code may raise anything
-            self._reader.disable_rewind(error)
-            return self._encoded()
-        if not self._reader.adapter.by_index:
-            self._recent_positions.append((self._reader.next_id, position))
+            why_not = f"the state of {self._name} cannot be taken: {_text(error)}"
+            self._adapter = LoaderAdapter(self._loader, why_not=why_not)
+        position = self._encoded(self.next_id, text)
+        if not self._adapter.stateless:
+            self._captures.append((self.next_id, position))
         return position
 
     def position_before(self, batch: BatchId) -> dict[str, Any] | None:
         """The position before a batch that was read, or None if it cannot be reached.
 
         If the loader's state before the batch is unknown, the position has an earlier state of the
-        same epoch and the number of batches to read again and drop.
+        same epoch and the number of batches since then.
         """
-        reader = self._reader
-        if batch == reader.next_id:
+        if batch == self.next_id:
             return self.position()
-        if reader.adapter.by_index:
-            position = reader.position_by_index(batch)
-            return positions.encode(position, self._ids_to_skip, division=reader.division)
-        if batch.index == 0 and reader.ended is not None and reader.ended.epoch == batch.epoch - 1:
-            batch = reader.ended  # the next epoch's order may be drawn when it begins
-        for known, position in reversed(self._recent_positions):
+        if self._adapter.stateless:
+            return self._encoded(batch, positions.state_to_text(self._adapter.state(ended=False)))
+        if batch.index == 0 and self._ended is not None and self._ended.epoch == batch.epoch - 1:
+            batch = self._ended  # the next epoch's order may be drawn when it begins
+        for known, position in reversed(self._captures):
             if known == batch or (known.epoch == batch.epoch and 0 < known.index < batch.index):
-                behind = position.get("behind", 0) + batch.index - known.index
-                skipped = positions.ids_from(batch, self._ids_to_skip)
-                return {**position, "index": batch.index, "behind": behind, "left_out": skipped}
+                behind = position["behind"] + batch.index - known.index
+                return {**position, "index": batch.index, "behind": behind}
         return None
 
     def rewind(self, position: Mapping[str, Any]) -> bool:
         """Moves to a position, backwards or forwards, also into another epoch.
 
-        Batches keep their ids. Batches that are skipped now stay skipped.
+        Batches keep their ids, and batches that are skipped stay skipped.
 
         Args:
             position: result of `position` in this process or an earlier process.
@@ -257,41 +280,40 @@ class Cursor:
         if not self.can_rewind:
             return False
         try:
-            self._check_division(position)
-            target, skipped = positions.decode(position)
+            target = self._decoded(position)
+            if target.kind != self._adapter.kind:
+                raise DataError(
+                    f"the position is of kind {target.kind!r}, and the run has another loader now: "
+                    f"{self._name} is of kind {self._adapter.kind!r}"
+                )
         except DataError as error:
             self._rewind_error = str(error)
-            return False
-        name, kind = self._reader.name, self._reader.adapter.kind
-        if target.kind != kind:
-            self._rewind_error = (
-                f"the position is of kind {target.kind!r}, and {name} is of kind {kind!r}: the run "
-                "has another loader now"
-            )
             return False
         before = self.position()
         if not self.can_rewind:
             return False
         try:
-            self._reader.restore(target)
-            while self._reader.next_id < BatchId(target.epoch, target.index):
-                self._drop()
+            self._restore(target)
         except Exception as error:  # the loader's code may raise anything
-            self._rewind_error = f"{name} does not accept the position: {_text(error)}"
-            self._return_to(before, error)
+            self._rewind_error = f"{self._name} does not accept the position: {_text(error)}"
+            try:
+                self._restore(positions.decode(before))
+            except Exception:
+                raise DataError(
+                    f"{self._name} can continue neither from the new position nor from the old: "
+                    f"{_text(error)}"
+                ) from error
             return False
-        self._recent_positions.clear()
-        if not self._reader.adapter.by_index:
-            self._recent_positions.append((self._reader.next_id, dict(position)))
-        self._ids_to_skip |= skipped
+        self._captures.clear()
+        if not self._adapter.stateless:
+            self._captures.append((self.next_id, dict(position)))
         self._rewind_error = None
         return True
 
     def fast_forward(self, position: Mapping[str, Any]) -> str:
         """Moves forward by reading and dropping batches, for loaders without a state.
 
-        Args:
-            position: as in `rewind`. Earlier epochs are not read again.
+        Earlier epochs are not read again.
 
         Returns:
             A sentence about the batches that were dropped.
@@ -299,36 +321,26 @@ class Cursor:
         Raises:
             DataError: it is no position, or the batches differ for this number of ranks.
         """
-        self._check_division(position)
-        target, skipped = positions.decode(position)
-        self._ids_to_skip |= skipped
-        goal = BatchId(target.epoch, target.index)
-        if goal <= self._reader.next_id:
+        target = self._decoded(position)
+        goal = target.batch
+        if goal <= self.next_id:
             return f"batch {goal.index} of epoch {goal.epoch} is not ahead: nothing was dropped"
-        if goal.epoch > self._reader.epoch:
-            self._reader.jump(target)
-        reached = first = self._reader.index
-        try:
-            while reached < goal.index:
+        if goal.epoch > self.next_id.epoch:
+            self._sampler_epochs.restore(goal.epoch, target.sampler_epoch)
+            self._batches, self._between = None, False
+            self.next_id = BatchId(goal.epoch, 0)
+        first = self.next_id.index
+        with suppress(StopIteration):
+            while self.next_id < goal:
                 self._drop()
-                reached += 1
-        except StopIteration:
-            batches = counted(reached, "batch", "batches")
-            return (
-                f"epoch {goal.epoch} has only {batches}: continues after it, not at batch "
-                f"{goal.index}"
-            )
-        batches = counted(reached - first, "batch", "batches")
+        if self.next_id != goal:
+            return f"epoch {goal.epoch} has fewer than {goal.index} batches: continues after it"
+        batches = counted(goal.index - first, "batch", "batches")
         return (
             f"read {batches} and dropped them, up to batch {goal.index} of epoch {goal.epoch}; a "
             "DistributedSampler gives the same batches again, a loader that shuffles by itself may "
             "give different batches"
         )
-
-    @property
-    def left_out(self) -> frozenset[BatchId]:
-        """Ids of the skipped batches, before and after the current position."""
-        return self._ids_to_skip
 
     def leave_out(self, ids: Iterable[BatchId]) -> None:
         """Skips batches when the cursor reaches them; `skipped` then lists them.
@@ -340,42 +352,96 @@ class Cursor:
         Raises:
             DataError: a value is no batch id.
         """
-        self._ids_to_skip |= positions.checked_ids(ids)
-
-    def read_again(self, ids: Iterable[BatchId]) -> None:
-        """Inverse of `leave_out`."""
-        self._ids_to_skip -= positions.checked_ids(ids)
+        self.left_out |= positions.checked_ids(ids)
 
     def skipped(self) -> list[BatchId]:
         """Ids of the batches skipped since the last call, in order."""
         skipped, self._skipped = self._skipped, []
         return skipped
 
+    # -- reading --------------------------------------------------------------------------------
+
+    def _begin(self) -> Iterator[Any]:
+        """The batches of the epoch; begins the epoch if necessary."""
+        if self._batches is None:
+            epoch = self.next_id.epoch
+            self._sampler_epochs.begin(epoch, by_user=epoch == self._requested)
+            self._between = self._resumed = False
+            self._batches = self._adapter.start(epoch)
+        return self._batches
+
+    def _read(self) -> Any:
+        """Reads the next batch; StopIteration after an epoch, EmptyLoader if it had no batch.
+
+        A batch that raises counts as read: torch loaders continue after it.
+        """
+        which, batches = self.next_id, self._begin()
+        following = which._replace(index=which.index + 1)
+        try:
+            batch = next(batches)
+            if isinstance(batch, UnreadableBatch):
+                raise batch.error
+        except StopIteration:
+            self._end()
+            raise
+        except Exception as error:
+            error.add_note(f"healcore: reading batch {which.index} of epoch {which.epoch}")
+            self.next_id = following
+            raise
+        self.next_id = following
+        return batch
+
+    def _end(self) -> None:
+        epoch, index = self.next_id
+        if index == 0 and not self._resumed:
+            raise EmptyLoader(epoch, self._name)
+        if isinstance(self._loader, Iterator):
+            self._exhausted = True
+            return
+        # A state between two epochs may lead to the end of the first: then the epoch begins again.
+        if index > 0:
+            self._ended, self.next_id = self.next_id, BatchId(epoch + 1, 0)
+        self._batches, self._between = None, True
+
     def _drop(self) -> None:
         """Reads and discards a batch. An unreadable batch also counts as read."""
         try:
-            self._reader.read()
+            self._read()
         except (StopIteration, DataError):
             raise
         except Exception:
             return
 
-    def _check_division(self, position: Any) -> None:
-        if isinstance(position, Mapping):
-            positions.check_division(position, self._reader.division, self._reader.name)
+    def _restore(self, target: Position) -> None:
+        """Moves the loader to a position. If the loader raises, its position is unknown."""
+        (epoch, index), behind = target.batch, target.behind
+        self._sampler_epochs.restore(epoch, target.sampler_epoch)
+        self._batches, self._between = None, True
+        if target.state is not None:
+            self._batches, behind = self._adapter.resume(target.state, behind)
+            self._resumed, self._between = True, False
+        self._exhausted = False
+        self.next_id = BatchId(epoch, index - behind)
+        while self.next_id < target.batch:
+            self._drop()
 
-    def _encoded(self) -> dict[str, Any]:
-        reader = self._reader
-        return positions.encode(reader.position(), self._ids_to_skip, division=reader.division)
+    def _decoded(self, position: Any) -> Position:
+        target = positions.decode(position)
+        positions.check_division(position, division(self._loader), self._name)
+        return target
 
-    def _return_to(self, before: Any, error: Exception) -> None:
-        try:
-            self._reader.restore(positions.decode(before)[0])
-        except Exception:
-            raise DataError(
-                f"{self._reader.name} can continue neither from the new position nor from the old: "
-                f"{_text(error)}"
-            ) from error
+    def _encoded(self, batch: BatchId, text: str | None) -> dict[str, Any]:
+        """A position as dictionaries, lists, numbers and strings, for a checkpoint."""
+        return {
+            "version": positions.VERSION,
+            "kind": self._adapter.kind,
+            "epoch": batch.epoch,
+            "index": batch.index,
+            "state": text,
+            "told_epoch": self._sampler_epochs.number(batch.epoch),
+            "behind": batch.index if self._adapter.stateless else 0,
+            "division": division(self._loader),
+        }
 
 
 def _text(error: Exception) -> str:

@@ -29,16 +29,21 @@ class RewindResult(NamedTuple):
     """Why the loader was not rewound, or None."""
 
 
-class _Entry:
+class LoaderEntry:
+    """A loader of the run.
+
+    Attributes:
+        cursor: the cursor that reads the loader.
+        in_loop: whether a loop reads the loader. After a `break` the rest of the epoch is dropped.
+        exhausted: whether all epochs were read before the restart.
+    """
+
     def __init__(self, loader: Any, cursor: Cursor) -> None:
         self.loader = loader
         self.cursor = cursor
+        self.in_loop = self.exhausted = False
         self.start = cursor.position()
         """Position for checkpoints that are older than the first use."""
-        self.in_loop = False
-        """Whether a loop reads the loader. After a `break` the rest of the epoch is dropped."""
-        self.exhausted = False
-        """Whether all epochs were read before the restart."""
 
 
 class LoaderRegistry:
@@ -47,30 +52,36 @@ class LoaderRegistry:
     Attributes:
         notices: sentences for the log; the Healer clears them.
         current: number of the loader of the last step, or of the first loader.
+        next_epoch: epoch at which the program's own loop continues after a restart.
     """
 
     def __init__(self) -> None:
         self.notices: list[str] = []
         self.current: int | None = None
-        self._entries: dict[int, _Entry] = {}
+        self.next_epoch = 0
+        self._entries: dict[int, LoaderEntry] = {}
         self._count = 0
         self._saved: dict[str, Any] = {}
         self._saved_count = 0
         self._last: BatchId | None = None
         self._ids_to_skip: dict[int, set[BatchId]] = {}
-        self.next_epoch = 0
-        """Epoch at which the program's own loop continues after a restart."""
+        """Number of a loader -> the ids that its cursor skips."""
         self._epoch: int | None = None
         """The `epoch` of the last call of `begin`."""
         self._noticed: set[str | None] = set()
 
+    def __getitem__(self, number: int) -> LoaderEntry:
+        """The loader of a number."""
+        return self._entries[number]
+
+    def number(self, loader: Any) -> int | None:
+        """The number of a loader, or None before its first use."""
+        return next((n for n, entry in self._entries.items() if entry.loader is loader), None)
+
     def has_saved(self, loader: Any) -> bool:
         """Whether an earlier process has saved a position of this loader."""
-        number = self._number(loader)
+        number = self.number(loader)
         return str(self._count if number is None else number) in self._saved
-
-    def _number(self, loader: Any) -> int | None:
-        return next((n for n, entry in self._entries.items() if entry.loader is loader), None)
 
     def begin(self, loader: Any, epochs: int | None, epoch: int | None = None) -> int:
         """Begins to iterate over a loader for `epochs` more epochs; returns the loader's number.
@@ -81,22 +92,24 @@ class LoaderRegistry:
         Raises:
             DataError: `epoch` cannot be the next epoch of the loader.
         """
-        number = self._number(loader)
+        number = self.number(loader)
         if number is None:
             number = self._count if epoch is None else self._number_in(epoch)
             self._count = number + 1
-            cursor = Cursor(loader, epochs=epochs)
-            entry = self._entries[number] = _Entry(loader, cursor)
+            entry = LoaderEntry(loader, Cursor(loader, epochs=epochs))
+            entry.cursor.left_out = self._ids_to_skip.setdefault(number, set())
             entry.exhausted = self._saved_count > number and str(number) not in self._saved
-            if not cursor.can_rewind and cursor.why_not not in self._noticed:
-                self._noticed.add(cursor.why_not)
-                self.notices.append(f"after rollbacks the data continues forward: {cursor.why_not}")
+            why_not = entry.cursor.why_not
+            if why_not is not None and why_not not in self._noticed:
+                self._noticed.add(why_not)
+                self.notices.append(f"after rollbacks the data continues forward: {why_not}")
         else:
-            entry = self._entries[number] = self._entries.pop(number)  # moves it to the end
+            entry = self._entries.pop(number)
             entry.cursor.extend(epochs)
             if entry.in_loop:
                 entry.cursor.abandon()
             entry.exhausted = False
+        self._entries[number] = entry  # at the end
         entry.in_loop = True
         if self.current is None:
             self.current = number
@@ -112,9 +125,6 @@ class LoaderRegistry:
                 f"{saved['epoch']}; a loop that begins at an epoch of its own has to write "
                 "healer.batches(loader, epoch=epoch), see healer.epochs"
             )
-        entry.cursor.leave_out(self._ids_to_skip.get(number, ()))
-        if entry.cursor.left_out:  # includes ids from the saved position
-            self._ids_to_skip[number] = set(entry.cursor.left_out)
         while len(self._entries) > _MAX_LOADERS:
             del self._entries[next(n for n in self._entries if n not in (number, self.current))]
         return number
@@ -141,27 +151,14 @@ class LoaderRegistry:
         entry.in_loop = True
         return entry.cursor.next(after=after)
 
-    def unreadable(self, number: int) -> BatchId | None:
-        """The batch whose reading made the last `next` of this loader raise."""
-        return self._entries[number].cursor.unreadable
-
     def all_unreadable(self) -> dict[int, BatchId]:
         """The unreadable batches of all loaders, by number of the loader."""
         batches = {number: entry.cursor.unreadable for number, entry in self._entries.items()}
         return {number: batch for number, batch in batches.items() if batch is not None}
 
-    def replaced(self, number: int) -> BatchId:
-        """Returns the id of the unreadable batch, which counts as read from then on."""
-        cursor = self._entries[number].cursor
-        batch, cursor.unreadable = cursor.unreadable, None
-        assert batch is not None
-        return batch
-
     def leave_out(self, number: int, batch: BatchId) -> None:
         """Skips a batch from now on, also after a rollback and a restart."""
-        self._ids_to_skip.setdefault(number, set()).add(batch)
-        if number in self._entries:
-            self._entries[number].cursor.leave_out([batch])
+        self._ids_to_skip[number].add(batch)
 
     def stepped(self, number: int, last: BatchId | None) -> None:
         """Makes the loader of a step's batches the current loader, which rollbacks rewind.
@@ -187,28 +184,22 @@ class LoaderRegistry:
         return not (self._saved or any(e.cursor.before_end for e in self._entries.values()))
 
     def left_at(self) -> str:
-        """See `Cursor.left_at`; empty if no loop was left by `break`."""
+        """The place where a `break` left the loop, as part of a sentence, or an empty string."""
         entry = None if self.current is None else self._entries[self.current]
-        return entry.cursor.left_at() if entry is not None and entry.in_loop else ""
+        if entry is None or not (entry.in_loop and entry.cursor.left_early):
+            return ""
+        (epoch, index), length = entry.cursor.next_id, entry.cursor.length
+        return f"a `break` in epoch {epoch}, before batch {index} of {length},"
 
     @property
     def left_out_count(self) -> int:
         """Number of skipped batches of all loaders."""
         return sum(map(len, self._ids_to_skip.values()))
 
-    def is_last(self, length: int) -> bool:
-        """See `Cursor.is_last`, for the loader of the last call of `begin`."""
-        entry = next(reversed(self._entries.values()), None)
-        return entry is not None and entry.cursor.is_last(length)
-
     @property
     def can_rewind(self) -> bool:
         """Whether the current loader can be rewound."""
         return self.current is not None and self._entries[self.current].cursor.can_rewind
-
-    def skipped(self, number: int) -> list[BatchId]:
-        """Ids of the batches skipped since the last call."""
-        return self._entries[number].cursor.skipped()
 
     def position(self) -> dict[str, Any]:
         """The positions of all loaders, for a checkpoint."""
@@ -237,19 +228,12 @@ class LoaderRegistry:
             if not entry.cursor.can_rewind
         }
 
-    def left_out(
-        self, bad: Iterable[BatchId] = (), more: int = 0, again: Iterable[BatchId] = ()
-    ) -> dict[str, list[list[int]]]:
-        """Ids of all skipped batches, by number of the loader, JSON-safe.
-
-        Of the current loader with the `bad` batches and `more` batches after them, and without the
-        batches to read `again`.
-        """
-        skipped = {number: set(ids) for number, ids in self._ids_to_skip.items()}
-        if self.current is not None:
-            skipped.setdefault(self.current, set()).update(self._batches_to_skip(bad, more))
-            skipped[self.current].difference_update(again)
-        return {str(number): [list(i) for i in sorted(ids)] for number, ids in skipped.items()}
+    def left_out(self) -> dict[str, list[list[int]]]:
+        """Ids of all skipped batches, by number of the loader, JSON-safe."""
+        return {
+            str(number): [list(batch) for batch in sorted(batches)]
+            for number, batches in self._ids_to_skip.items()
+        }
 
     def check(self, position: Mapping[str, Any]) -> None:
         """Checks positions of an earlier process before `resume`.
@@ -289,27 +273,18 @@ class LoaderRegistry:
         """
         if self.current is None:
             return RewindResult(False, "the loop does not read its batches through healcore")
-        entry = self._entries[self.current]
-        # Includes earlier bad batches, because a deeper rollback reads them again.
-        skipped = self._ids_to_skip.setdefault(self.current, set())
-        skipped.update(self._batches_to_skip(bad, more))
-        skipped.difference_update(again)
+        entry, cursor = self._entries[self.current], self._entries[self.current].cursor
+        # Earlier bad batches stay skipped, because a deeper rollback reads them again.
+        cursor.left_out.update(bad)
+        last = max(bad, default=self._last)
+        if last is not None:
+            cursor.left_out.update(BatchId(last.epoch, last.index + 1 + i) for i in range(more))
+        cursor.left_out.difference_update(again)
         why = None
         if position is None:
             why = "the checkpoint has no position of this loader"
-        elif not entry.cursor.can_rewind or not entry.cursor.rewind(
-            position.get(str(self.current), entry.start)
-        ):
-            why = entry.cursor.why_not or "it could not be rewound"
+        elif not cursor.rewind(position.get(str(self.current), entry.start)):
+            why = cursor.why_not or "it could not be rewound"
         else:
             entry.in_loop = False  # a `break` came after this position
-        entry.cursor.leave_out(skipped)
-        entry.cursor.read_again(again)
         return RewindResult(why is None, why)
-
-    def _batches_to_skip(self, bad: Iterable[BatchId], more: int) -> list[BatchId]:
-        ids = list(bad)
-        last = max(ids, default=self._last)
-        if last is not None:
-            ids += [BatchId(last.epoch, last.index + 1 + i) for i in range(more)]
-        return ids

@@ -1,23 +1,48 @@
 """A position in the data, as Python values that any checkpoint can hold.
 
-The loader's own state is text of `healcore.runtime.json_codec`, because a JAX run may read from a
-torch loader, and a store of JAX cannot save torch tensors.
+A position is the loader's state at its last capture, and the number of batches since. The loader's
+own state is text of `healcore.runtime.json_codec`, because a JAX run may read from a torch loader,
+and a store of JAX cannot save torch tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from healcore.core.errors import HealcoreError
 from healcore.runtime import json_codec
 
-_VERSION = 2
+VERSION = 2
+"""Version of the format of positions."""
 _STATE_PATH = ("the loader's state",)
 
 
 class DataError(HealcoreError, RuntimeError):
     """The data cursor cannot do what was requested. Exceptions of the loader stay unchanged."""
+
+
+class UnusableLoader(DataError, TypeError):
+    """The object is no loader, or has fewer epochs than requested."""
+
+
+@dataclass(eq=False, repr=False)
+class EmptyLoader(DataError):
+    """The loader gave no batch in a whole epoch."""
+
+    epoch: int
+    loader: str
+
+    def _message(self) -> str:
+        if self.epoch == 0:
+            hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
+        else:
+            hint = (
+                "it can be iterated over only once: pass something that starts again with every "
+                "iter(), or epochs=1"
+            )
+        return f"{self.loader} gave no batch in epoch {self.epoch}: {hint}"
 
 
 class BatchId(NamedTuple):
@@ -29,45 +54,18 @@ class BatchId(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A decoded position. `epoch` and `index` identify the next batch."""
+    """A decoded position."""
 
     kind: str
     """`LoaderAdapter.kind` of the adapter that took the state."""
-    epoch: int
-    index: int
+    batch: BatchId
+    """The next batch."""
     state: Any
     """The adapter's state, or None if the epoch has not begun or the adapter has no state."""
     sampler_epoch: int | None
     """Argument of `set_epoch` for this epoch, or None if unknown."""
-    behind: int = 0
-    """Number of batches between the state and `index`; they are read again and dropped."""
-
-
-def encode(
-    position: Position,
-    skipped: Iterable[BatchId],
-    *,
-    division: list[Any] | None = None,
-) -> dict[str, Any]:
-    """A position as dictionaries, lists, numbers and strings, for a checkpoint.
-
-    Args:
-        position: position to encode.
-        skipped: ids of skipped batches; ids from this position on are saved.
-        division: `loader_adapters.division` of the loader.
-    """
-    state = position.state
-    return {
-        "version": _VERSION,
-        "kind": position.kind,
-        "epoch": position.epoch,
-        "index": position.index,
-        "state": None if state is None else state_to_text(state),
-        "told_epoch": position.sampler_epoch,
-        "behind": position.behind,
-        "division": division,
-        "left_out": ids_from(BatchId(position.epoch, position.index), skipped),
-    }
+    behind: int
+    """Number of batches between the state and the next batch; a rewind passes them again."""
 
 
 def of_other_ranks(value: Mapping[str, Any], ranks: int) -> dict[str, Any]:
@@ -97,46 +95,41 @@ def check_division(value: Mapping[str, Any], division: list[Any] | None, loader:
     )
 
 
-def ids_from(first: BatchId, ids: Iterable[BatchId]) -> list[list[int]]:
-    """The ids from `first` on as lists, sorted."""
-    return [list(batch) for batch in sorted(batch for batch in ids if batch >= first)]
-
-
-def state_to_text(state: Any) -> str:
+def state_to_text(state: Any) -> str | None:
     """A loader's state as text. The text is also a copy: loaders return live objects."""
-    return json_codec.dumps(state, _STATE_PATH)
+    return None if state is None else json_codec.dumps(state, _STATE_PATH)
 
 
-def state_from_text(text: str) -> Any:
+def state_from_text(text: str | None) -> Any:
     """A new copy of the state."""
-    return json_codec.loads(text, _STATE_PATH)
+    return None if text is None else json_codec.loads(text, _STATE_PATH)
 
 
-def decode(value: Any) -> tuple[Position, frozenset[BatchId]]:
-    """Decodes a position and its skipped batches; DataError if it cannot be read."""
-    if not isinstance(value, Mapping) or value.get("version") != _VERSION:
+def decode(value: Any) -> Position:
+    """Decodes a position of a checkpoint or a user; DataError if it cannot be read."""
+    if not isinstance(value, Mapping) or value.get("version") != VERSION:
         raise DataError(
-            f"a position is a result of Cursor.position() of version {_VERSION}, not {value!r:.80}"
+            f"a position is a result of Cursor.position() of version {VERSION}, not {value!r:.80}"
         )
     try:
-        state = value["state"]
-        if state is not None:
-            state = state_from_text(state)
-        number = value["told_epoch"]
-        number = None if number is None else int(number)
+        state, number, behind = value["state"], value["told_epoch"], int(value["behind"])
         (batch,) = checked_ids([(value["epoch"], value["index"])])
-        behind = int(value.get("behind", 0))
         if not 0 <= behind <= batch.index:
             raise DataError(f"batch {batch.index} has no {behind} batches before it in its epoch")
-        position = Position(str(value["kind"]), *batch, state, number, behind)
-        return position, checked_ids(value["left_out"])
+        return Position(
+            str(value["kind"]),
+            batch,
+            state_from_text(state),
+            None if number is None else int(number),
+            behind,
+        )
     except DataError:
         raise
     except Exception as error:  # the value may be crafted or damaged
         raise DataError(f"the position cannot be read: {type(error).__name__}: {error}") from error
 
 
-def checked_ids(ids: Iterable[Any]) -> frozenset[BatchId]:
+def checked_ids(ids: Iterable[Any]) -> set[BatchId]:
     """Batch ids from ids or pairs; DataError unless each is two whole numbers >= 0."""
     checked = set()
     for value in ids:
@@ -146,4 +139,4 @@ def checked_ids(ids: Iterable[Any]) -> frozenset[BatchId]:
                 f"a batch id is BatchId(epoch, index), whole numbers >= 0, not {value!r}"
             )
         checked.add(BatchId(*pair))
-    return frozenset(checked)
+    return checked

@@ -1,121 +1,179 @@
-"""Rewinds a plain `torch.utils.data.DataLoader`, which records no position of its own.
+"""Rewinds a `torch.utils.data.DataLoader`, which records no position of its own.
 
 The order of an epoch follows from the random numbers that the samplers draw when the epoch begins.
 So the random states at that moment and the number of batches read are a position. A rewind draws
-the order again, and passes the earlier batches by index, without reading the data.
+the order again, and passes the earlier batches by index, without reading the data. This holds for
+any sampler, and for the loaders that Accelerate and trainers make from a DataLoader.
 """
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from healcore.runtime.data.loader_adapters import LoaderAdapter, is_type, samplers_of
+from healcore.runtime.data.loader_adapters import LoaderAdapter, TolerantIterator
 from healcore.runtime.data.position import DataError
+from healcore.runtime.data.samplers import is_type, samplers_of
 
 _END = object()
+_GLOBAL = 3
+"""Number of global generators: of Python, NumPy and torch."""
 
 
 def is_replayable(loader: Any) -> bool:
-    """Whether a loader is a DataLoader of torch with a map-style dataset.
+    """Whether a loader is a DataLoader of torch with a map-style dataset, or Accelerate's shard.
 
     A subclass with an `__iter__` of its own is not.
     """
-    package = "torch.utils.data"
-    bases = (each for each in type(loader).__mro__ if each.__module__.startswith(package))
-    base = next((each for each in bases if each.__name__ == "DataLoader"), None)
+    package, base = "torch.utils.data", _base(loader)
+    kinds = (each for each in type(base).__mro__ if each.__module__.startswith(package))
+    kind = next((each for each in kinds if each.__name__ == "DataLoader"), None)
     return (
-        base is not None
-        and type(loader).__iter__ is base.__iter__
-        and not is_type(loader.dataset, package, "IterableDataset")
-        and getattr(loader, "in_order", True)
+        kind is not None
+        and (base is not loader or type(base).__iter__ is kind.__iter__)
+        and not is_type(base.dataset, package, "IterableDataset")
+        and getattr(base, "in_order", True)
     )
 
 
+def recorded(loader: Any) -> Any:
+    """A copy of a replayable loader, whose sampler records the order. See `TorchLoader`."""
+    base = _base(loader)
+    if isinstance(getattr(base, _order_name(base)), _Order):
+        return loader
+    owned = [getattr(part, "generator", None) for part in (loader, *samplers_of(loader))]
+    generators = {id(each): each for each in owned if hasattr(each, "get_state")}
+    name = _order_name(base)
+    # Accelerate reads one batch ahead.
+    ahead = base.num_workers * (base.prefetch_factor or 0) + 1
+    order = _Order(getattr(base, name), [*generators.values()], ahead)
+    fresh = {"_iterator": None, "_initial_iter_for_state_dict": False}  # also StatefulDataLoader's
+    copied = _with(base, **{name: order}, **fresh)
+    if base is loader:
+        return copied
+    # Accelerate calls `__iter__` of the inner loader, in a generator that an exception would end.
+    vars(copied)["__iter__"] = lambda: TolerantIterator(type(copied).__iter__(copied))
+    return _with(loader, base_dataloader=copied)
+
+
+def _base(loader: Any) -> Any:
+    """The DataLoader inside a loader of Accelerate, otherwise the loader."""
+    inside = is_type(loader, "accelerate.data_loader", "DataLoaderShard")
+    return loader.base_dataloader if inside else loader
+
+
+def _order_name(base: Any) -> str:
+    return "sampler" if getattr(base, "batch_sampler", None) is None else "batch_sampler"
+
+
+def _with(loader: Any, **attributes: Any) -> Any:
+    """A shallow copy with other attributes, which `setattr` of a DataLoader refuses."""
+    copied = object.__new__(type(loader))
+    vars(copied).update(vars(loader) | attributes)
+    return copied
+
+
 class TorchLoader(LoaderAdapter):
-    """Reads a copy of the loader, whose sampler is replaced by a recorded order."""
+    """Reads a recorded copy of the loader.
+
+    Args:
+        loader: a replayable loader, or the result of `recorded`.
+        begin: function that begins to iterate over the recorded copy, or None for `iter`.
+    """
 
     kind = "dataloader"
-    by_index = False
+    stateless = False
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]] | None = None) -> None:
         super().__init__(loader)
-        self._copy, self._order = _recorded(loader)
+        self._copy = recorded(loader)
+        self._base = _base(self._copy)
+        self._order: _Order = getattr(self._base, _order_name(self._base))
+        self._accelerated = self._base is not self._copy
+        self._begin_batches = begin or self._begin
         self._reading: Iterator[Any] | None = None
         """The batches of the epoch, or None before the first one is read and after the last one."""
         self._index = 0
-        self._has_workers = False
-        """Whether persistent workers were running before the epoch that `resume` begins again."""
+        self._draws_first = False
+        """Whether the epoch of a restored state was begun before it drew its order."""
 
-    def start(self) -> Iterator[Any]:
+    def start(self, epoch: int = 0) -> Iterator[Any]:
         """Begins an epoch when its first batch is read."""
-        self._reading, self._index, self._has_workers = None, 0, False
+        del epoch
+        self._copy_iteration()
         self._order.begin()
+        self._reading, self._index, self._draws_first = None, 0, False
         return self
 
-    def state(self) -> dict[str, Any]:
+    def adopt(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Continues with an iterator over the recorded copy of which no batch was read."""
+        self._reading = batches
+        return self
+
+    def state(self, *, ended: bool = False) -> dict[str, Any]:
         """Random states before the epoch, and number and digest of the batches read from it."""
-        if self._reading is None:
-            running = self._copy._iterator is not None
-            return {"generators": self._order.generator_states(), "workers": running}
-        digest = self._order.digest(self._index)
-        return {"index": self._index, "random": self._order.random, "digest": digest}
+        del ended
+        order = self._order
+        if order.random is None:
+            # A new iterator draws a seed for its workers, and running workers do not.
+            running = self._base.persistent_workers and self._base._iterator is not None
+            begun = running or self._reading is not None or self._draws_first
+            return {"generators": order.states()[_GLOBAL:], "begun": begun}
+        return {"index": self._index, "random": order.random, "digest": order.digest(self._index)}
 
-    state_between = state
-
-    def advanced(self, state: Any, count: int) -> Any:
-        """The state `count` batches later, or None before the epoch's first batch is read."""
-        return {**state, "index": state["index"] + count} if "index" in state else None
-
-    def resume(self, state: Any) -> Iterator[Any]:
+    def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
         """Restores a state. The order of the earlier batches is drawn again.
 
         Raises:
             DataError: the samplers give another order. The loader stays where it is.
         """
-        index = state.get("index")
-        at_index = self._reading is not None and self._index == index
-        if at_index and [*state["digest"]] == [*self._order.digest(self._index)]:
-            return self
-        loader, order = _recorded(self._loader)
+        order, index = self._order, state.get("index")
         if index is None:
-            order.set_generators(state["generators"])
-            reading, self._has_workers = None, state["workers"]
-        else:
-            current = _global_states()
-            try:
-                after = order.draw(state["random"], index, tuple(state["digest"]))
-                reading = iter(loader)
-            finally:
-                _set_global_states(current)
-            order.set_generators(after["generators"])
-        self._copy, self._order, self._reading, self._index = loader, order, reading, index or 0
-        return self
+            self.start()
+            order.set_states(state["generators"])
+            self._draws_first = state["begun"]
+            if not self._draws_first:
+                self._base._iterator = None  # ends workers that were started later
+            return self, skip
+        digest = (int(state["digest"][0]), int(state["digest"][1]))
+        at_index = self._reading is not None and order.random is not None and self._index == index
+        if at_index and not skip and order.digest(index) == digest:
+            return self, 0
+        self._copy_iteration()
+        current = order.states()
+        try:
+            after = order.draw(state["random"], index + skip, digest)
+            self._reading = self._begin_batches()
+            current[_GLOBAL:] = after[_GLOBAL:]
+        finally:
+            order.set_states(current)
+        self._index, self._draws_first = index + skip, False
+        return self, 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._reading is None and self._has_workers:
-            # A new iterator draws a seed for its workers, and running workers do not.
+        if self._reading is None and self._draws_first:
             after = self._order.draw(self._order.states())
-            self._reading = iter(self._copy)
-            _set_global_states(after)
-            self._order.set_generators(after["generators"])
+            self._reading = self._begin_batches()
+            self._order.set_states(after)
         elif self._reading is None:
-            self._reading = iter(self._copy)
+            self._reading = self._begin_batches()
         try:
             batch = next(self._reading)
         except StopIteration:
             self._reading = None
+            self._order.begin()
+            if self._accelerated:
+                self._loader.iteration = self._copy.iteration
             raise
         except Exception:  # the loader continues after a batch that cannot be read
             self._index += 1
@@ -123,18 +181,17 @@ class TorchLoader(LoaderAdapter):
         self._index += 1
         return batch
 
+    def _copy_iteration(self) -> None:
+        """Copies Accelerate's count of epochs, from which its sampler draws the order."""
+        if self._accelerated:
+            self._copy.iteration = self._loader.iteration
 
-def _recorded(loader: Any) -> tuple[Any, _Order]:
-    """A copy of a loader whose sampler is a recorded order, and this order."""
-    parts = {id(part): part for part in (loader, *samplers_of(loader)) if part is not None}
-    owned = [getattr(part, "generator", None) for part in parts.values()]
-    generators = {id(each): each for each in owned if hasattr(each, "get_state")}
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    ahead = loader.num_workers * (loader.prefetch_factor or 0)
-    order = _Order(getattr(loader, name), [*generators.values()], ahead)
-    copied = copy.copy(loader)
-    vars(copied).update({name: order, "_iterator": None})  # setattr refuses another sampler
-    return copied, order
+    def _begin(self) -> Iterator[Any]:
+        batches = iter(self._copy)
+        if not self._accelerated:
+            return batches
+        first = next(batches, _END)  # Accelerate begins, and draws numbers, with the first batch
+        return batches if first is _END else chain([first], batches)
 
 
 class _Order:
@@ -142,17 +199,38 @@ class _Order:
 
     Attributes:
         random: random states before the order of this epoch was drawn, or None.
+
+    Args:
+        sampler: the sampler or batch sampler.
+        generators: generators of the loader and its samplers, besides the global generators.
+        ahead: largest number of items that the loader reads ahead.
     """
 
     def __init__(self, sampler: Iterable[Any], generators: list[Any], ahead: int) -> None:
+        torch = sys.modules["torch"]  # imported, because the loader is of torch
         self._sampler = sampler
-        self._generators = generators
-        """Generators of the loader and its samplers. The global generators are recorded too."""
-        self.random: dict[str, Any] | None = None
+        self._sources: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+            (random.getstate, random.setstate),
+            (np.random.get_state, np.random.set_state),
+            (torch.get_rng_state, torch.set_rng_state),
+            *((each.get_state, each.set_state) for each in generators),
+        ]
+        self._ahead = ahead
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a new epoch, whose order is drawn when its first index is read."""
+        self.random: list[Any] | None = None
         self._drawn: Iterator[Any] | None = None
         self._count = 0
-        self._digests = deque([0], maxlen=ahead + 2)
+        self._digests = deque([0], maxlen=self._ahead + 2)
         """Digests of all indices up to each of the last items; workers read `ahead` items ahead."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the sampler, such as `set_epoch` and `batch_size`, except its state."""
+        if name.startswith("_") or name in ("state_dict", "load_state_dict"):
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
 
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]
@@ -160,78 +238,57 @@ class _Order:
     def __iter__(self) -> Iterator[Any]:
         return self._recorded() if self._drawn is None else self._drawn
 
-    def begin(self) -> None:
-        """Begins a new epoch, whose order is drawn when its first index is read."""
-        self.random, self._drawn, self._count = None, None, 0
-        self._digests.clear()
-        self._digests.append(0)
-
     def digest(self, count: int) -> tuple[int, int]:
         """The number of batches and the digest of their indices, after `count` batches."""
         return count, self._digests[-1 - (self._count - count)]
 
-    def draw(
-        self, states: dict[str, Any], skip: int = 0, digest: tuple[int, int] = (0, 0)
-    ) -> dict[str, Any]:
+    def draw(self, states: list[Any], skip: int = 0, digest: tuple[int, int] = (0, 0)) -> list[Any]:
         """Sets random states, draws an order and passes its first `skip` items.
 
         Returns:
             The random states after the order was drawn.
 
         Raises:
-            DataError: the order is not the order of `digest`.
+            DataError: the order is not the order of `digest`. The current order is unchanged.
         """
-        _set_global_states(states)
-        self.set_generators(states["generators"])
-        self.random = states
-        items, (checked, expected) = iter(self._sampler), digest
-        matches = checked == 0
+        self.set_states(states)
+        items, digests = iter(self._sampler), deque([0], maxlen=self._ahead + 2)
+        matches = not digest[0]
         for number in range(1, skip + 1):
-            self._seen(next(items, None))
-            matches |= number == checked and self._digests[-1] == expected
+            digests.append(_digest(next(items, None), digests[-1]))
+            matches |= (number, digests[-1]) == digest
         first = next(items, _END)  # samplers draw when their first item is read
         if not matches:
             raise DataError(
                 "the samplers do not give the same order again: they draw from a generator that is "
                 "neither a global one nor their attribute `generator`, or the dataset has changed"
             )
+        self.random, self._count, self._digests = states, skip, digests
         self._drawn = self._noted(items if first is _END else chain([first], items))
         return self.states()
 
-    def states(self) -> dict[str, Any]:
-        """The current random states."""
-        return {**_global_states(), "generators": self.generator_states()}
+    def states(self) -> list[Any]:
+        """The current random states: of Python, NumPy and torch, then of the generators."""
+        return [get() for get, _ in self._sources]
 
-    def generator_states(self) -> list[Any]:
-        """The current states of `generators`."""
-        return [each.get_state() for each in self._generators]
-
-    def set_generators(self, states: list[Any]) -> None:
-        """Sets the states of `generators`."""
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+    def set_states(self, states: list[Any]) -> None:
+        """Sets random states: all, or the states of the generators alone."""
+        first = len(self._sources) - len(states)
+        for (_, set_state), state in zip(self._sources[first:], states, strict=True):
+            set_state(state)
 
     def _recorded(self) -> Iterator[Any]:
+        self.begin()
         self.random = self.states()
         yield from self._noted(iter(self._sampler))
 
     def _noted(self, items: Iterator[Any]) -> Iterator[Any]:
+        self._drawn = None  # the next `iter` begins another epoch; with workers, `iter` runs twice
         for item in items:
-            self._seen(item)
+            self._count += 1
+            self._digests.append(_digest(item, self._digests[-1]))
             yield item
 
-    def _seen(self, item: Any) -> None:
-        self._count += 1
-        self._digests.append(zlib.crc32(repr(item).encode(), self._digests[-1]))
 
-
-def _global_states() -> dict[str, Any]:
-    numpy: Any = np.random.get_state()  # noqa: NPY002 -- the global generator
-    torch = sys.modules["torch"]  # imported, because the loader is of torch
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
-
-
-def _set_global_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
-    sys.modules["torch"].set_rng_state(states["torch"])
+def _digest(item: Any, before: int) -> int:
+    return zlib.crc32(repr(item).encode(), before)

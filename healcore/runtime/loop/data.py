@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, MutableMapping, MutableSequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
@@ -28,6 +28,8 @@ from healcore.runtime.store.ranks import Ranks
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_Skip = tuple[BatchId, Fault, Exception]
+"""An unreadable batch that the policy skips, and why it cannot be read."""
 
 
 class Data:
@@ -96,10 +98,6 @@ class Data:
         """
         self._started_at, self._resumed = self.step, resumed
         self.had_completed = resumed and self.step == completed_at
-
-    def go_to(self, step: int) -> None:
-        """Sets the number of steps done."""
-        self.step = step
 
     def restore(self, step: int, generators: HostParts | None) -> None:
         """Sets the step and the random states of an earlier process's checkpoint."""
@@ -181,7 +179,7 @@ class Data:
 
     def log_skipped(self, number: int) -> None:
         """Logs the batches that the loader has skipped since the last call."""
-        skipped = self.loaders.skipped(number)
+        skipped = self.loaders[number].cursor.skipped()
         if skipped:
             batches = [list(each) for each in skipped]
             self._log.event("skipped_batches", step=self.step, batches=batches)
@@ -261,14 +259,9 @@ class Data:
         self._contents.clear()
 
     @property
-    def batches_since_step(self) -> int:
-        """Number of batches since the last step."""
-        return len(self.unused)
-
-    @property
     def between_steps(self) -> bool:
         """Whether no batch was read since the last step: state and loader positions match."""
-        return not self._ids.get(self._current)
+        return not self.unused
 
     @property
     def unused(self) -> tuple[BatchId, ...]:
@@ -284,14 +277,6 @@ class Data:
     def skipped_steps(self) -> int:
         """Approximate number of steps whose batches rollbacks have skipped."""
         return self.loaders.left_out_count // max(1, len(self._last_ids))
-
-
-class _Skip(NamedTuple):
-    """An unreadable batch that the policy skips."""
-
-    fault: Fault
-    batch: BatchId
-    problem: str
 
 
 class _Reader:
@@ -345,7 +330,8 @@ class _Reader:
                 if not self._single_rank:
                     self._skip_batch(number, pending)
                     self._replaced_errors[number] = error
-                    return _copied(self._last[number]), self._loaders.replaced(number)
+                    self._loaders[number].cursor.unreadable = None  # it counts as read
+                    return _copied(self._last[number]), pending[0]
             else:
                 if pending is not None:
                     self._skip_batch(number, pending)
@@ -356,7 +342,7 @@ class _Reader:
 
     def _skip_for(self, number: int, error: Exception) -> _Skip | None:
         """The skip of a batch whose read has raised, or None if the error propagates."""
-        batch = self._loaders.unreadable(number)
+        batch = self._loaders[number].cursor.unreadable
         fault = classify(error)
         if batch is None or self._termination.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too
@@ -383,18 +369,18 @@ class _Reader:
             return None
         self._unreadable.append(self._reads)
         self._consecutive_failures += 1
-        problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {_one_line(error)}"
-        if not self._single_rank:
-            problem += "; the batch before comes again in its place"
-        return _Skip(fault, batch, problem)
+        return batch, fault, error
 
     def _skip_batch(self, number: int, skip: _Skip) -> None:
         """Skips the batch, unless another batch has replaced it, and logs the fault."""
+        batch, fault, error = skip
+        problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {_one_line(error)}"
         if self._single_rank:
-            self._loaders.leave_out(number, skip.batch)
-        batches = [list(skip.batch)]
-        step = self._data.step
-        self._log.fault(step, skip.fault, skip.problem, answer="skip_batch", batches=batches)
+            self._loaders.leave_out(number, batch)
+        else:
+            problem += "; the batch before comes again in its place"
+        step, batches = self._data.step, [list(batch)]
+        self._log.fault(step, fault, problem, answer="skip_batch", batches=batches)
 
 
 def _one_line(error: Exception) -> str:

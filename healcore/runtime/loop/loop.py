@@ -137,7 +137,7 @@ class Loop:
             finally:
                 data.release_batch(number)
             self.after_step()
-            if number == data.loaders.current and data.batches_since_step == _MAX_WITHOUT_STEP:
+            if number == data.loaders.current and len(data.unused) == _MAX_WITHOUT_STEP:
                 self._warn_no_step()
         data.end(number)
 
@@ -178,7 +178,7 @@ class Loop:
             self.saver.poll()
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        may_end = data.between_steps or data.batches_since_step >= _MAX_WITHOUT_STEP
+        may_end = data.between_steps or len(data.unused) >= _MAX_WITHOUT_STEP
         self.ranks.raise_if_asked(may_end=may_end)
         return False
 
@@ -307,7 +307,7 @@ class Loop:
         """Reads the unread steps at the end of a run, and only reports their orders."""
         self._count_dispatch()
         self.log_warnings()
-        if self.data.batches_since_step >= _MIN_WITHOUT_STEP:
+        if len(self.data.unused) >= _MIN_WITHOUT_STEP:
             self._warn_no_step()
         data = self.data
         if data.resumed_here and not data.had_completed:
@@ -333,7 +333,7 @@ class Loop:
 
     def _warn_no_step(self) -> None:
         self.warn(
-            f"{self.data.batches_since_step} batches were read without an optimizer step: in JAX "
+            f"{len(self.data.unused)} batches were read without an optimizer step: in JAX "
             "call healer.update(state) after each step; in torch add the optimizer that steps to "
             "the state"
         )

@@ -112,7 +112,7 @@ class Recovery:
     def process(self, step: StepResult) -> Order | None:
         """Processes a step that was read. Returns its order, or None."""
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
-        self._data.go_to(self._data.step + self.reader.count_correction())
+        self._data.step += self.reader.count_correction()
         step = step._replace(records=[self._host_rules.ordered(each) for each in step.records])
         self._log.records(step.index, step.records)
         return self.monitor.process(step)

@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     WeightedRandomSampler,
 )
@@ -111,22 +110,22 @@ def generator() -> Any:
     return stateful(shuffle=True, generator=torch.Generator().manual_seed(5))
 
 
-def accelerated(*, shuffle: bool = False, **config: Any) -> Any:
+def accelerated(data: Any = None, *, shuffle: bool = False, **config: Any) -> Any:
     """Prepared by Accelerate, whose loader reads one batch ahead."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
     torch.manual_seed(5)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
-    return accelerator.prepare(plain(shuffle=shuffle))
+    data = Squares() if data is None else data
+    return accelerator.prepare(DataLoader(data, batch_size=SIZE, shuffle=shuffle))
 
 
 def nodes() -> Any:
     import torchdata.nodes as nodes
 
-    sampler = DistributedSampler(Squares(), num_replicas=1, rank=0)
-    numbers = nodes.SamplerWrapper(sampler)
-    return nodes.Loader(nodes.Prefetcher(nodes.Batcher(numbers, SIZE, drop_last=False), 2))
+    numbers = nodes.SamplerWrapper(range(11))  # type: ignore[arg-type]
+    return nodes.Loader(nodes.Batcher(numbers, SIZE, drop_last=False))
 
 
 def grain_map(seed: int = 4) -> Any:
@@ -172,17 +171,17 @@ REWINDING = [
     Kind("stateful shuffled", lambda: stateful(shuffle=True), needs="torchdata"),
     Kind("stateful generator", generator, needs="torchdata"),
     Kind("stateful worker", lambda: stateful(shuffle=True, num_workers=1), 2, "torchdata"),
+    Kind("accelerate", accelerated, needs="accelerate"),
     Kind(
-        "accelerate",
-        lambda: accelerated(use_stateful_dataloader=True),
+        "accelerate shuffled",
+        lambda: accelerated(shuffle=True, use_seedable_sampler=True),
         needs="accelerate",
     ),
     Kind(
-        "accelerate shuffled",
+        "accelerate stateful",
         lambda: accelerated(shuffle=True, use_stateful_dataloader=True, use_seedable_sampler=True),
         needs="accelerate",
     ),
-    Kind("torchdata nodes", nodes, needs="torchdata"),
     Kind("grain map", grain_map, needs="grain"),
     Kind("grain iter", lambda: grain_map().to_iter_dataset(), needs="grain"),
     Kind("grain iterator", lambda: iter(grain_map().repeat(3)), 1, "grain"),
@@ -190,7 +189,12 @@ REWINDING = [
 ]
 FORWARD = [
     Kind("DataLoader of a stream", lambda: DataLoader(Stream(), batch_size=SIZE)),
-    Kind("accelerate without a state", accelerated, needs="accelerate"),
+    Kind(
+        "accelerate of a stream",
+        lambda: accelerated(Stream(), dispatch_batches=False),
+        needs="accelerate",
+    ),
+    Kind("torchdata nodes", nodes, needs="torchdata"),
     Kind("generator", lambda: ([at] for at in range(BATCHES)), 1),
     Kind("map", lambda: map(list, ["ab", "cd"]), 1),
     Kind("tensor", lambda: torch.arange(8).reshape(4, 2)),

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from healcore.runtime.data import BatchId, Cursor
-from tests.runtime.data.loaders import SIZE, Squares, stateful, take
+from tests.runtime.data.loaders import SIZE, Squares, take
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -19,10 +19,7 @@ def test_an_exception_comes_through_with_the_name_of_its_batch(workers):
     assert "healcore: reading batch 1 of epoch 0" in caught.value.__notes__
     # Torch's loaders go on behind it: the names still fit.
     assert take(cursor, 1) == [(BatchId(0, 2), [36, 49, 64])]
-
-
-def test_a_batch_that_cannot_be_read_can_be_left_out():
-    cursor = Cursor(DataLoader(Squares(bad=4), batch_size=SIZE))
+    cursor = Cursor(loader)
     cursor.leave_out([BatchId(0, 1)])
     assert [which.index for which, _ in take(cursor)] == [0, 2, 3]
     assert cursor.skipped() == [BatchId(0, 1)]
@@ -114,16 +111,6 @@ def test_a_position_that_the_loader_does_not_take():
     assert take(cursor, 3) == [((0, 4), 4), ((0, 5), 5), ((1, 0), 0)]
 
 
-def test_a_state_of_other_workers_is_refused():
-    pytest.importorskip("torchdata")
-    other = Cursor(stateful(num_workers=1))
-    take(other, 2)
-    cursor = Cursor(stateful())
-    take(cursor, 1)
-    assert not cursor.rewind(other.position())
-    assert [which.index for which, _ in take(cursor)] == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
     "position",
     [
@@ -135,7 +122,7 @@ def test_a_state_of_other_workers_is_refused():
         Cursor([1]).position() | {"epoch": -1},
         Cursor([1]).position() | {"index": "2"},
         Cursor([1]).position() | {"state": b"garbage"},
-        Cursor([1]).position() | {"left_out": [[0]]},
+        Cursor([1]).position() | {"behind": None},
     ],
 )
 def test_a_value_that_is_no_position(position):

@@ -42,11 +42,8 @@ def test_a_rewind_is_refused_and_moves_nothing(kind):
     ("make", "reason"),
     [
         (lambda: DataLoader(Stream()), "StatefulDataLoader"),
-        (accelerated, "DataLoaderConfiguration(use_stateful_dataloader=True)"),
-        (
-            lambda: accelerated(shuffle=True, use_stateful_dataloader=True),
-            "(use_stateful_dataloader=True, use_seedable_sampler=True)",
-        ),
+        (lambda: accelerated(dispatch_batches=True), "dispatch_batches=False"),
+        (lambda: accelerated(Stream(), dispatch_batches=False), "map-style dataset"),
     ],
 )
 def test_why_not_names_what_to_pass(make, reason):
@@ -60,9 +57,9 @@ def test_fast_forward(kind):
     earlier = Cursor(range(len(everything) // kind.epochs), epochs=kind.epochs)
     last = everything[-1][0]
     take(earlier, len(everything) - 1)
-    earlier.leave_out([last])
 
     cursor = Cursor(kind.make(), epochs=kind.epochs)
+    cursor.leave_out([last])
     done = cursor.fast_forward(earlier.position())
     assert f"read {counted(last.index, 'batch', 'batches')} and dropped them" in done
     assert take(cursor) == []
@@ -75,7 +72,7 @@ def test_fast_forward_behind_or_beyond():
     target = position.position()
 
     cursor = Cursor(plain(), epochs=3)
-    assert "epoch 1 has only 4 batches" in cursor.fast_forward(target)
+    assert "epoch 1 has fewer than 6 batches" in cursor.fast_forward(target)
     assert take(cursor, 1)[0][0] == BatchId(2, 0)
     assert "not ahead: nothing was dropped" in cursor.fast_forward(target)
     assert take(cursor, 1)[0][0] == BatchId(2, 1)
@@ -99,28 +96,21 @@ def test_positions_of_another_kind_of_loader_are_refused():
 def test_orders_that_are_not_recorded():
     """Loaders with a state_dict that would come back in another order."""
     pytest.importorskip("torchdata")
-    import torchdata.nodes as nodes
-    from torch.utils.data import RandomSampler, SequentialSampler
+    from torch.utils.data import RandomSampler
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     examples = range(11)
-
-    def as_nodes(sampler):
-        return nodes.Loader(nodes.Batcher(nodes.SamplerWrapper(sampler), 3))
 
     recorded = [
         generator(),
         stateful(num_workers=2, shuffle=True),
         stateful(sampler=StatefulDistributedSampler(examples, 1, 0)),  # type: ignore[arg-type]
-        as_nodes(SequentialSampler(examples)),
     ]
     unrecorded = [
         stateful(sampler=RandomSampler(examples)),
         stateful(num_workers=2, in_order=False),
-        as_nodes(RandomSampler(examples)),
-        as_nodes(StatefulDistributedSampler(examples, 1, 0)),  # type: ignore[arg-type]
     ]
-    assert [Cursor(loader).why_not for loader in recorded] == [None] * 4
+    assert [Cursor(loader).why_not for loader in recorded] == [None] * 3
     for loader in unrecorded:
         assert "order" in (Cursor(loader).why_not or "")
 

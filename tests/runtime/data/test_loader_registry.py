@@ -33,29 +33,14 @@ def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(fram
 
 
 def test_the_policy_sets_how_many_batches_are_left_out(tmp_path):
-    loop = loop_of("torch", Faults(always=[23]))
-    policy = rules(skip_batches=4)
-    train(loop, policy, range(40), store=tmp_path)
-    (left_out,) = events(tmp_path, "skipped_batches")
-    assert left_out["batches"] == [[0, n] for n in range(23, 28)]
-    assert loop.faults.order.count(24) == 1, "read on the way to the rollback, not after it"
-
-
-def test_a_window_ends_with_the_epoch(tmp_path):
-    loop = loop_of("torch", Faults(always=[19]))
-    loop.faults.always = frozenset()
-    loop.faults.once = frozenset({19})
-    train(loop, rules(skip_batches=10), range(20), store=tmp_path, epochs=2)
-    (left_out,) = events(tmp_path, "skipped_batches")
-    assert left_out["batches"] == [[0, 19]]
-    assert loop.faults.order[-20:] == list(range(20))
-
-
-def test_a_fault_in_the_last_step_of_the_data_is_healed_too(tmp_path):
-    loop = loop_of("torch", Faults(always=[19]))
-    facts = train(loop, rules(), range(20), store=tmp_path)
-    assert facts["rollbacks"] == 1
-    assert facts["step"] == 19
+    """No more than the epoch has: the next one is read from its first batch."""
+    for count, batches in ((4, range(23, 28)), (30, range(23, 40))):
+        loop, store = loop_of("torch", Faults(once=[23])), tmp_path / str(count)
+        train(loop, rules(skip_batches=count), range(40), store=store, epochs=2)
+        (left_out,) = events(store, "skipped_batches")
+        assert left_out["batches"] == [[0, n] for n in batches]
+        assert loop.faults.order[-40:] == list(range(40))
+        assert loop.faults.order.count(24) == 2, "read on the way to the rollback, not after it"
 
 
 def test_a_rollback_into_the_epoch_before(tmp_path):

@@ -66,32 +66,24 @@ def walk(kind: Kind, row: list[Any], steps: list[tuple[str, Any]]) -> None:
     assert cursor.skipped() == model.skipped
 
 
-@over(
-    [kind for kind in REWINDING if kind.name in ("list", "stateful generator", "user's iterator")]
-)
-def test_random_walks(kind):
+def random_walks(kind: Kind, count: int, length: int) -> None:
     row = take(Cursor(kind.make(), epochs=EPOCHS))
     assert len(row) == EPOCHS * BATCHES
 
-    @settings(max_examples=60)
-    @given(st.lists(STEPS, max_size=25))
+    @settings(max_examples=count)
+    @given(st.lists(STEPS, max_size=length))
     def walks(steps):
         walk(kind, row, steps)
 
     walks()
+
+
+@over([k for k in REWINDING if k.name in ("list", "stateful generator", "user's iterator")])
+def test_random_walks(kind):
+    random_walks(kind, 60, 25)
 
 
 @pytest.mark.stress
-@over(REWINDING)
+@over([kind for kind in REWINDING if kind.epochs == EPOCHS])
 def test_random_walks_over_every_loader(kind):
-    if kind.epochs < EPOCHS:
-        pytest.skip("one pass, or slow")
-    row = take(Cursor(kind.make(), epochs=EPOCHS))
-
-    # Grain starts threads with every pass.
-    @settings(max_examples=20 if kind.needs == "grain" else 100)
-    @given(st.lists(STEPS, max_size=40))
-    def walks(steps):
-        walk(kind, row, steps)
-
-    walks()
+    random_walks(kind, 20 if kind.needs == "grain" else 100, 40)  # Grain starts threads

@@ -38,11 +38,19 @@ class Loop:
 
     Args:
         accumulate: micro-batches per step.
-        stateful: whether Accelerate's loader records where it is.
+        shuffle: whether the data are shuffled.
+        stateful: whether Accelerate reads a StatefulDataLoader.
         workers: processes that read the data.
     """
 
-    def __init__(self, accumulate: int = 1, *, stateful: bool = False, workers: int = 0) -> None:
+    def __init__(
+        self,
+        accumulate: int = 1,
+        *,
+        shuffle: bool = False,
+        stateful: bool = False,
+        workers: int = 0,
+    ) -> None:
         from accelerate.utils import DataLoaderConfiguration
 
         data = DataLoaderConfiguration(
@@ -58,7 +66,7 @@ class Loop:
         loader = DataLoader(
             TensorDataset(torch.arange(24), 1 + 0.1 * torch.rand(24, 3)),
             batch_size=1,
-            shuffle=stateful,
+            shuffle=shuffle,
             num_workers=workers,
         )
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
@@ -166,10 +174,10 @@ def test_accelerates_own_checkpoints_hold_the_policys_state(tmp_path: Any):
 
 
 def dropped(
-    store: Any, workers: int, *, nan_at: int = -1, raise_at: int = -1, **options: Any
+    store: Any, loader: dict[str, Any], *, nan_at: int = -1, raise_at: int = -1, **options: Any
 ) -> list[Tensor]:
     """Trains with dropout for two epochs; the weights at the end."""
-    loop = Loop(stateful=True, workers=workers)
+    loop = Loop(shuffle=True, **loader)
     with Healer(
         rules(cut=False),
         state=loop.state,
@@ -190,15 +198,25 @@ def dropped(
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize(("at", "workers"), [(2, 0), (10, 0), (23, 0), (24, 0), (30, 1)])
+@pytest.mark.parametrize(
+    ("at", "loader"),
+    [
+        (2, {}),
+        (10, {"stateful": True}),
+        (23, {}),
+        (24, {}),
+        (30, {"workers": 1}),
+        (30, {"stateful": True, "workers": 1}),
+    ],
+)
 def test_random_states_go_back_with_the_data(
-    at: int, workers: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    at: int, loader: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """To the bit, after a rollback that changes nothing and after a restart."""
     skip_no_batches(monkeypatch)
-    expected = dropped(tmp_path / "whole", workers)
-    again = dropped(tmp_path / "back", workers, nan_at=at)
+    expected = dropped(tmp_path / "whole", loader)
+    again = dropped(tmp_path / "back", loader, nan_at=at)
     assert all(map(torch.equal, expected, again))
     with pytest.raises(ZeroDivisionError):
-        dropped(tmp_path / "killed", workers, raise_at=at)
-    assert all(map(torch.equal, expected, dropped(tmp_path / "killed", workers)))
+        dropped(tmp_path / "killed", loader, raise_at=at)
+    assert all(map(torch.equal, expected, dropped(tmp_path / "killed", loader)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints
@@ -76,13 +77,13 @@ class RaisingModule(fits.Regression):
 
 
 def fit(
-    store: Path, raises_at: int | None = None, *, epochs: int = 2, every: Any = 2, **options: Any
+    store: Path, loader: Any, raises_at: int | None = None, **options: Any
 ) -> tuple[RaisingModule, Any]:
     torch.manual_seed(0)
     module = RaisingModule(raises_at)
-    callback = LightningHealingCallback(store=store, checkpoints=Checkpoints(every=every))
-    running = fits.trainer(callback, max_epochs=epochs, **options)
-    running.fit(module, StatefulDataLoader(fits.data(7), batch_size=8, shuffle=True))
+    callback = LightningHealingCallback(store=store, checkpoints=Checkpoints(every=2))
+    running = fits.trainer(callback, max_epochs=2, accumulate_grad_batches=3)
+    running.fit(module, loader(fits.data(7), batch_size=8, shuffle=True, **options))
     return module, running
 
 
@@ -91,12 +92,24 @@ def same_weights(one: RaisingModule, other: RaisingModule) -> bool:
     return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-@pytest.mark.parametrize("at", [4, 8])
-def test_each_batch_of_a_fit_is_used_by_one_step(at: int, tmp_path: Path):
-    whole, expected = fit(tmp_path / "whole", accumulate_grad_batches=3)
+@pytest.mark.parametrize(
+    ("at", "loader", "workers"),
+    [
+        (4, StatefulDataLoader, 0),
+        (8, StatefulDataLoader, 0),
+        (0, DataLoader, 0),
+        (4, DataLoader, 0),
+        (8, DataLoader, 1),
+    ],
+)
+def test_each_batch_of_a_fit_is_used_by_one_step(
+    at: int, loader: Any, workers: int, tmp_path: Path
+):
+    options: Any = {"num_workers": workers, "persistent_workers": workers > 0}
+    whole, expected = fit(tmp_path / "whole", loader, **options)
     with pytest.raises(ZeroDivisionError):
-        fit(tmp_path / "broken", at, accumulate_grad_batches=3)
-    again, running = fit(tmp_path / "broken", accumulate_grad_batches=3)
+        fit(tmp_path / "broken", loader, at, **options)
+    again, running = fit(tmp_path / "broken", loader, **options)
     assert again.seen == whole.seen[at - at % 7 % 3 :]
     assert (running.global_step, running.current_epoch) == (expected.global_step, 2)
     assert same_weights(whole, again)

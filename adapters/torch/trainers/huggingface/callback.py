@@ -187,7 +187,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         entry = exported.setdefault(name, {})
         entry = entry[0] if isinstance(entry, list) else entry
         driven.load_engines(healer, entry.get("attributes", {}).get("engines", {}))
-        healer.run.data.go_to(state.global_step)
+        healer.run.data.step = state.global_step
 
     # -- the Trainer's events -------------------------------------------------------------------
 

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from healcore import console
-from healcore.runtime.data.epoch_reader import EmptyLoader
+from healcore.runtime.data import BatchId, EmptyLoader
 from healcore.runtime.healer import Healer
-from healcore.torch.trainers.huggingface.train_data import RewindableBatches
 
 
 class EpochChanged(BaseException):
@@ -38,7 +37,6 @@ class EpochFeed:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._data = RewindableBatches(loader)
         self._healer: Healer[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._pending: list[Any] = []
@@ -107,8 +105,8 @@ class EpochFeed:
         except TypeError:
             return None
         rest = len(self._pending)
-        if self._data.epoch == self.epoch:
-            first = self._data.index
+        epoch, first = self._next_id
+        if epoch == self.epoch:
             skipped = [batch.index for batch in skipped_ids if batch.epoch == self.epoch]
             rest += length - first - sum(first <= index < length for index in skipped)
         self.length = self.count + rest
@@ -153,17 +151,25 @@ class EpochFeed:
         assert self._healer is not None
         return self._healer
 
+    @property
+    def _next_id(self) -> BatchId:
+        """The id of the next batch that the Healer reads."""
+        loaders = self._open_healer.run.data.loaders
+        number = loaders.number(self._loader)
+        return BatchId(0, 0) if number is None else loaders[number].cursor.next_id
+
     def _read(self) -> None:
         healer = self._open_healer
         if self._batches is None:
             # After a restart this counts every epoch so far. Completed epochs are not read again.
-            done = self._data.epoch if self._data.index else self._data.epoch - 1
-            epochs = max(self.epoch - done, 1)
-            self._batches = healer.batches(self._data, epochs=epochs)
+            epoch, index = self._next_id
+            epochs = max(self.epoch - epoch + (not index), 1)
+            self._set_epoch(max(self.epoch, epoch))
+            self._batches = healer.batches(self._loader, epochs=epochs)
         rollbacks = healer.rollbacks
         try:
             self._pending = [next(self._batches)]
-            self._data_epoch = self._data.epoch
+            self._data_epoch = healer.run.data.unused[-1].epoch
         except StopIteration:
             self._batches = None
         except EmptyLoader as error:
@@ -172,6 +178,14 @@ class EpochFeed:
             self._batches, self.exhausted = None, True
         if healer.rollbacks != rollbacks:
             raise EpochChanged
+
+    def _set_epoch(self, epoch: int) -> None:
+        """Calls `set_epoch` on the same objects as `Trainer._run_epoch`."""
+        inner = getattr(getattr(self._loader, "batch_sampler", None), "batch_sampler", None)
+        for owner in (self._loader, inner):
+            set_epoch = getattr(owner, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
 
 
 def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], call: Any) -> None:

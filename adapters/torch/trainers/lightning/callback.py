@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from healcore.extras import require
 from healcore.policy import Policy, PolicyLike
 from healcore.policy.trainer_limit import with_limit
+from healcore.runtime.data.torch_loader import is_replayable, recorded
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
@@ -117,6 +118,7 @@ class LightningHealingCallback(Callback):
         if limit and self._policy.mode != "observe":
             self._fit_policy = _with_limit(trainer, self._policy, float(limit))
             self._changes.enter_context(replaced(trainer, "gradient_clip_val", None))
+        self._record_orders(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inserts the Healer between Lightning and its dataloaders. Not with `fast_dev_run`."""
@@ -232,6 +234,20 @@ class LightningHealingCallback(Callback):
                 healing.observe_eval(value)
 
     # -- within ---------------------------------------------------------------------------------
+
+    def _record_orders(self, trainer: Any) -> None:
+        """Makes plain train dataloaders record their order, before Lightning begins to read."""
+        setup_data, process = trainer.fit_loop.setup_data, trainer.strategy.process_dataloader
+
+        def processed(loader: Any) -> Any:
+            loader = process(loader)
+            return recorded(loader) if is_replayable(loader) else loader
+
+        def setup_recorded_data() -> None:
+            with replaced(trainer.strategy, "process_dataloader", processed):
+                setup_data()
+
+        self._changes.enter_context(replaced(trainer.fit_loop, "setup_data", setup_recorded_data))
 
     def _feed(self, trainer: Any) -> None:
         """Wraps the dataloaders in a `Feed`, again if Lightning has reloaded them."""

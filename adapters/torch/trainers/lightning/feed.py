@@ -6,8 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from healcore.runtime.data.epoch_reader import EmptyLoader
-from healcore.runtime.data.loader_adapters import TolerantIterator, UnreadableBatch, why_no_state
+from healcore.runtime.data import EmptyLoader
+from healcore.runtime.data.loader_adapters import (
+    TolerantIterator,
+    UnreadableBatch,
+    unrecorded_order,
+    why_no_state,
+)
+from healcore.runtime.data.torch_loader import TorchLoader, is_replayable, recorded
 from healcore.runtime.healer import Healer
 from healcore.torch.trainers.lightning.progress import Progress
 
@@ -94,8 +100,9 @@ class Feed:
         if len(self._healer.run.data.unused) == 1:
             self._progress.begin_step()
         self.fetched += 1
-        length = self.loader.length
-        ends = length is not None and self._healer.run.data.loaders.is_last(length)
+        loaders = self._healer.run.data.loaders
+        number = loaders.number(self.loader)
+        ends = number is not None and loaders[number].cursor.is_last()
         self.done = batch.is_last or ends or self._belongs_to_next_epoch()
         if self.done and self.length is not None:
             self._progress.count_skipped(self.length)
@@ -153,20 +160,23 @@ class TrainLoader:
         self._combined = fetcher.combined_loader
         # iter(combined) would restart the epoch with other random numbers.
         rest = iter(self._combined.__next__, _END)
-        self._first_epoch: Iterator[Any] | None = chain(getattr(fetcher, "batches", ()), rest)
+        first_epoch: Iterator[Any] = chain(getattr(fetcher, "batches", ()), rest)
+        loaders = self._combined.flattened
+        self._only: Any = loaders[0] if len(loaders) == 1 else None
+        self._plain: TorchLoader | None = None
+        if is_replayable(self._only) and recorded(self._only) is self._only:
+            self._plain = TorchLoader(self._only, begin=lambda: iter(self._combined))
+            first_epoch = self._plain.adopt(first_epoch)
+        self._first_epoch: Iterator[Any] | None = first_epoch
         self._index = 0
         self._full_length = length
         self.length = None if length is None else max(length - done, 0)
         self._loaded: Mapping[str, Any] | None = None
-        loaders = self._combined.flattened
-        self._only: Any = loaders[0] if len(loaders) == 1 else None
         self.why_not = self._why_not()
         # The Healer saves the generators of these samplers, and calls their `set_epoch`.
         self.sampler = getattr(self._only, "sampler", None)
         self.batch_sampler = getattr(self._only, "batch_sampler", None)
         self.dataset = getattr(self._only, "dataset", None)
-        self.num_workers = getattr(self._only, "num_workers", 0)
-        self.in_order = getattr(self._only, "in_order", True)
 
     def __len__(self) -> int:
         """The number of batches of the current epoch; TypeError if unknown."""
@@ -189,12 +199,16 @@ class TrainLoader:
             yield _train_batch(fetched, ahead is _END)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of a dataloader that has a state."""
-        return {"loader": self._only.state_dict(), "index": self._index, "length": self.length}
+        """Returns the position of a dataloader that can be rewound."""
+        state = self._only.state_dict() if self._plain is None else self._plain.state()
+        return {"loader": state, "index": self._index, "length": self.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the position for the next `iter`."""
-        self._only.load_state_dict(state["loader"])
+        if self._plain is None:
+            self._only.load_state_dict(state["loader"])
+        else:
+            self._plain.resume(state["loader"], 0)
         self._loaded, self._first_epoch = state, None
 
     def _begin(self) -> Iterator[Any]:
@@ -206,17 +220,19 @@ class TrainLoader:
         self._index, self.length = 0, self._full_length
         if loaded is not None:
             self._index, self.length = loaded["index"], loaded["length"]
-        return iter(self._combined)
+        if self._plain is None:
+            return iter(self._combined)
+        return self._plain.start() if loaded is None else self._plain
 
     def _why_not(self) -> str | None:
         if self._only is None:
             return "the fit has several train dataloaders, and only one can be rewound"
-        has = [callable(getattr(self._only, n, None)) for n in ("state_dict", "load_state_dict")]
-        if not all(has):
-            return why_no_state(self._only)
         if self.length is None:
             return "the train dataloader has no length, so one batch is always read ahead"
-        return None
+        if self._plain is not None:
+            return None
+        has = [callable(getattr(self._only, n, None)) for n in ("state_dict", "load_state_dict")]
+        return unrecorded_order(self._only) if all(has) else why_no_state(self._only)
 
 
 def _train_batch(fetched: Any, is_last: bool) -> TrainBatch | UnreadableBatch:

@@ -57,7 +57,7 @@ def program(folder: Path, number: int | None, loader: Any) -> None:
     torch.save((module.state_dict(), counts, seen), folder / "out.pt")
 
 
-def run(folder: Path, number: int | None, loader: Any = StatefulDataLoader) -> int | None:
+def run(folder: Path, number: int | None, loader: Any) -> int | None:
     """Runs it in a process of its own; the exit status."""
     process = multiprocessing.get_context("fork").Process(
         target=program, args=(folder, number, loader)
@@ -72,21 +72,24 @@ def result(folder: Path) -> tuple[dict[str, Any], tuple[int, int], list[Seen]]:
     return weights, counts, [Seen(*each) for each in seen]
 
 
-@pytest.fixture
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a run that nothing kills ends with."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert run(folder, None) == 0
-    return result(folder)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_the_same_bits(number: signal.Signals, whole: Any, tmp_path: Path):
-    weights, counts, seen = whole
-    first = run(tmp_path, number)
+@pytest.mark.parametrize(
+    ("number", "loader"),
+    [
+        (signal.SIGKILL, DataLoader),
+        (signal.SIGTERM, DataLoader),
+        (signal.SIGKILL, StatefulDataLoader),
+    ],
+)
+def test_it_ends_with_the_same_bits(
+    number: signal.Signals, loader: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    whole = tmp_path_factory.mktemp("whole")
+    assert run(whole, None, loader) == 0
+    weights, counts, seen = result(whole)
+    first = run(tmp_path, number, loader)
     assert number != signal.SIGKILL or first == -signal.SIGKILL
     assert not (tmp_path / "out.pt").exists(), "it has ended"
-    assert run(tmp_path, number) == 0
+    assert run(tmp_path, number, loader) == 0
     resumed, counts_after, rest = result(tmp_path)
     assert counts_after == counts == (24, 3)
     assert rest == seen[-len(rest) :], "the same batches, at the same epochs and steps"
@@ -95,16 +98,7 @@ def test_it_ends_with_the_same_bits(number: signal.Signals, whole: Any, tmp_path
         assert rest[0].step == 14, "the step was finished and saved"
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
     (tmp_path / "out.pt").unlink()
-    assert run(tmp_path, number) == 0
+    assert run(tmp_path, number, loader) == 0
     again, counts_again, none = result(tmp_path)
     assert (counts_again, none) == (counts, []), "fit returns at once, and the program goes on"
     assert all(torch.equal(weights[name], again[name]) for name in weights)
-
-
-def test_a_plain_loader_goes_on_at_the_same_number_of_batches(tmp_path: Path):
-    assert run(tmp_path, signal.SIGKILL, DataLoader) == -signal.SIGKILL
-    assert run(tmp_path, signal.SIGKILL, DataLoader) == 0
-    _, counts, rest = result(tmp_path)
-    assert counts == (24, 3)
-    positions = [(each.epoch, each.index, each.step) for each in rest]
-    assert positions == [(i // 8, i % 8, i) for i in range(24 - len(rest), 24)]

@@ -51,16 +51,17 @@ def went_back(module: Regression) -> list[tuple[Any, Any]]:
     return [(a, b) for a, b in pairwise(module.seen) if b.step != a.step + 1]
 
 
+@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
 @every_limit
-def test_rolled_back_in_place(limit: dict[str, int]):
+def test_rolled_back_in_place(limit: dict[str, int], loader: Any):
     moves = Displacement()
-    module, running, healer = diverges(StatefulDataLoader, moves, **limit)
+    module, running, healer = diverges(loader, moves, **limit)
     assert float(module.loss(data(BATCHES).tensors)) < 0.7, "the variance of the targets is 0.5"
-    (before, after), *_ = back = went_back(module)
+    (_, after), *_ = back = went_back(module)
     assert len(back) == healer.rollbacks > 0
     first = next(each for each in module.seen if each.step == after.step)
     assert (after.epoch, after.index, after.inputs) == (first.epoch, first.index, first.inputs)
-    assert after.epoch < before.epoch, "also into an earlier epoch"
+    assert any(b.epoch < a.epoch for a, b in back), "also into an earlier epoch"
     # Lightning's counters, the schedule and the Healer agree, and the run is as long as planned:
     # counted in epochs, without the batches of the trouble; counted in steps, with others instead.
     skipped = len(healer.skipped_batch_ids)
@@ -79,9 +80,16 @@ def test_rolled_back_in_place(limit: dict[str, int]):
     assert moves.rates[at] < moves.rates[after.step] / 2
 
 
+class Forward(DataLoader):
+    """A loader that cannot be rewound."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
 @every_limit
-def test_a_plain_loader_goes_on_forward(limit: dict[str, int]):
-    module, running, healer = diverges(DataLoader, **limit)
+def test_a_loader_that_cannot_be_rewound_continues_forward(limit: dict[str, int]):
+    module, running, healer = diverges(Forward, **limit)
     assert healer.rollbacks > 0
     assert float(module.loss(data(BATCHES).tensors)) < 0.7
     undone = sum(a.step + 1 - b.step for a, b in went_back(module))
