@@ -33,9 +33,7 @@ def checkpoints(folder: Any) -> ModelCheckpoint:
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize("at", [5, 10, 16])
-def test_a_callback_without_a_store_begins_where_ckpt_path_leads(
-    at: int, kind: Any, tmp_path: Any
-):
+def test_a_callback_without_a_store_begins_where_ckpt_path_leads(at: int, kind: Any, tmp_path: Any):
     """As Lightning resumes it, within an epoch and after one."""
     path = tmp_path / f"step={at}.ckpt"
     if at == 16:
