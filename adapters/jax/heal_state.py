@@ -20,8 +20,7 @@ from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Decision
 from healcore.jax import namespace
-from healcore.jax.compilation import compiled
-from healcore.jax.gradients import is_gradient
+from healcore.jax.gradients import compiled, is_gradient
 
 Tree = TypeVar("Tree")
 
@@ -94,7 +93,7 @@ def step(
     return _step((structure, rest), numbers, state, signals, leaf_norms)
 
 
-@partial(compiled, static=(0,))
+@partial(compiled, static_argnums=0)
 def _step(
     policy: Any,
     numbers: list[Any],

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
-from healcore.jax.gradients import both_norms, global_norm, gradient_leaves
+from healcore.jax.gradients import both_norms, gradient_leaves
 
 AxisName = str | tuple[str, ...] | None
 
@@ -146,8 +146,8 @@ class Axes(NamedTuple):
         return own._replace(**new), leaf_norms
 
     def norm(self, tree: Any) -> jax.Array:
-        """The `global_norm` over all devices."""
-        own = global_norm(tree)
+        """The global norm over all devices."""
+        own, _ = both_norms(tree)
         if not self:
             return own
         total = jax.lax.psum(jnp.square(own), (*self.averaged, *self.split))

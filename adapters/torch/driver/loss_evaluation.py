@@ -45,7 +45,7 @@ class LossEvaluation:
         """Whether `loss_fn` computes gradients, as for adversarial examples."""
 
     def copy_weights(self) -> dict[int, Tensor]:
-        """Parameter's id -> host copy of each trained parameter; for DTensors, of local shards.
+        """See `Driver.copy_weights`: parameter's id -> host copy; for DTensors, of local shards.
 
         On the host, so that an accelerator's memory holds only one set of weights.
         """
