@@ -21,6 +21,7 @@ from healcore.core.signals import Signals
 from healcore.core.verdict import Decision
 from healcore.jax import namespace
 from healcore.jax.gradients import compiled, is_gradient
+from healcore.policy.loader import name_of
 
 Tree = TypeVar("Tree")
 
@@ -286,8 +287,6 @@ def _check(engine: Engine, state: Any) -> None:
         made_with = np.asarray(state.heal_engine)[..., :_EDIT].astype(">i4").tobytes().hex()[:16]
         same = made_with in (engine.fingerprint, "0" * 16)
     if not same:
-        from healcore.policy.loader import name_of  # here, so `import healcore.jax` skips pydantic
-
         names = [name_of(each) for each in (made_with, engine.fingerprint)]
         optimizer, here = (f'"{name}"' if name else "not an unchanged preset" for name in names)
         raise HealStateError(

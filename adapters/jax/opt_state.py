@@ -7,7 +7,7 @@ All functions accept any nesting of optax states that contains one `heal`, `heal
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.export
@@ -27,10 +27,7 @@ from healcore.jax.heal_state import (
 )
 from healcore.jax.optax_states import ScaleByHealLrState
 from healcore.jax.transform import ProtectState
-
-if TYPE_CHECKING:
-    from healcore.core.engine import Engine
-    from healcore.policy import PolicyLike
+from healcore.policy import PolicyLike, engine_of
 
 PyTree = Any
 """Any pytree. JAX has no type for it."""
@@ -42,12 +39,6 @@ for _type in (*_HEALING, Decision):  # for `jax.export` of a step that takes or 
     jax.export.register_namedtuple_serialization(
         _type, serialized_name=f"healcore.{_type.__name__}"
     )
-
-
-def _engine(policy: PolicyLike) -> Engine:
-    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
-
-    return engine_of(policy)
 
 
 # -- the last step ------------------------------------------------------------------------------
@@ -116,7 +107,7 @@ def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
     Raises:
         HealStateError: as in `last_decision`, or the state belongs to another policy.
     """
-    engine = _engine(policy)
+    engine = engine_of(policy)
     state = jax.device_get(engine_state(engine, find(opt_state)))
     return engine.to_dict(state)
 
@@ -136,7 +127,7 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
         StateError: `data` is damaged, or belongs to another policy or number of tensors.
         HealStateError: as in `to_dict`.
     """
-    engine = _engine(policy)
+    engine = engine_of(policy)
     old = find(opt_state)
     engine_state(engine, old)  # raises for another policy
     new = with_engine_state(old, engine.from_dict(data))
@@ -166,7 +157,7 @@ def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
     Raises:
         HealStateError: as in `to_dict`, for `live` or `restored`.
     """
-    engine = _engine(policy)
+    engine = engine_of(policy)
     now, then = find(live), find(restored)
     state = engine.on_rollback(engine_state(engine, now), engine_state(engine, then), xp=jnp)
     return replace(restored, with_engine_state(then, state))

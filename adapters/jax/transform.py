@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,8 @@ from healcore.jax.optax_states import (
 )
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.unread_gradients import UnreadGradients, finite, without
-
-if TYPE_CHECKING:
-    from healcore.policy import Overrides, PolicyLike
+from healcore.policy import Overrides, PolicyLike, engine_of
+from healcore.policy.loader import check_keywords
 
 
 def heal(
@@ -78,9 +77,6 @@ def heal(
         >>> bool(jnp.all(updates["w"] == 0))
         True
     """
-    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
-    from healcore.policy.loader import check_keywords
-
     check_keywords(heal, overrides)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
@@ -124,8 +120,6 @@ def heal_zclip(
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
         <https://arxiv.org/abs/2504.02507>`_, 2025
     """
-    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
-
     numbers = {
         "z_threshold": z_threshold,
         "ema_decay": ema_decay,
@@ -225,9 +219,6 @@ def protect(
         >>> int(optax.tree.get(state, "count"))
         0
     """
-    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
-    from healcore.policy.loader import check_keywords
-
     _check_optimizer(inner)
     check_keywords(protect, overrides)
     axes = Axes.of(axis_name, shard_axis_name)

@@ -23,18 +23,12 @@ def checked(name: str, value: Any) -> Tensor | float:
     """
     if isinstance(value, Tensor):
         value = value.detach()
-        if value.numel() != 1:
+        is_real = not (value.is_complex() or value.dtype is torch.bool or value.is_meta)
+        if value.numel() != 1 or not is_real:
             raise SignalError(
-                f"{name} must be one number, got a tensor of shape {tuple(value.shape)}: "
-                f"reduce it first, for example {name}.mean()"
+                f"{name} must be one real number, got a tensor of shape {tuple(value.shape)}, "
+                f"{value.dtype} on {value.device}: pass {name}.float().mean()"
             )
-        if value.is_complex() or value.dtype is torch.bool:
-            raise SignalError(
-                f"{name} must be a real number, got a tensor of {value.dtype}: "
-                f"pass {name}.abs() or {name}.float()"
-            )
-        if value.is_meta:
-            raise SignalError(f"{name} is on the meta device and has no value: pass a real tensor")
         if type(value) is not Tensor and hasattr(value, "full_tensor"):
             value = value.full_tensor()  # a DTensor
         return value.reshape(()) if value.ndim else value

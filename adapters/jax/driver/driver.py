@@ -67,13 +67,11 @@ class JaxDriver:
         """Paths that are known not to be trained."""
         self._not_finite = set(self.nonfinite_weights())
         accumulates = in_state.is_accumulated(tree)
-        self._reader = StepReader(self._engines, accumulates, self._note)
-        self._noted: set[str] = set()
-        """Subjects of the warnings so far."""
+        self.warnings: list[str] = []
+        self._reader = StepReader(self._engines, accumulates, self.warnings.append)
         self._marks: VoteMarks | None = None
         """Created by the first `request_vote` in a program of several processes."""
         self._ranks: Ranks | None = None
-        self.warnings: list[str] = []
         if self._engine.mode != "observe" and in_state.is_poisoned_by_one_nan(tree):
             self.warnings.append(
                 "optax.MultiSteps wraps protect: a NaN micro-batch stays in its accumulator "
@@ -349,12 +347,6 @@ class JaxDriver:
             self._marks.close()
 
     # -- internal ---------------------------------------------------------------------------------
-
-    def _note(self, subject: str, warning: str) -> None:
-        """Warns once about a subject."""
-        if subject not in self._noted:
-            self._noted.add(subject)
-            self.warnings.append(warning)
 
     def _weights(self, tree: Any = None) -> dict[str, Any]:
         """Path -> parameter (or floating array, if unknown), in the same order in all processes."""
