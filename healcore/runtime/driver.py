@@ -182,9 +182,14 @@ class Driver(Protocol):
         ...
 
     def losses_of(
-        self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None
-    ) -> list[float]:
-        """The loss of each batch, in training mode.
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        weights: Any = None,
+        *,
+        redraw: bool = False,
+    ) -> list[Any]:
+        """The result of `loss_fn` for each batch, on the host, in training mode.
 
         Without gradients, unless `loss_fn` computes some; `.grad` is unchanged afterwards.
 
@@ -196,18 +201,11 @@ class Driver(Protocol):
             batches: batches as the loop receives them.
             weights: result of `copy_weights`, or None for the current weights. Everything else
                 in the state stays: buffers, averages of the weights, teachers.
+            redraw: whether to draw other random numbers.
 
         Raises:
             WeightsChanged: `weights` is a copy of other parameters. `loss_fn` was not called.
-        """
-        ...
-
-    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any, *, redraw: bool = False) -> Any:
-        """Result of a loss function for a batch, on the host. The run's state is unchanged.
-
-        Draws the random numbers that `losses_of` draws, or with `redraw` others.
-
-        Raises SignalError if the function changes its batch.
+            SignalError: `loss_fn` changes its batch.
         """
         ...
 

@@ -236,7 +236,9 @@ class JaxDriver:
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
         weights: Mapping[str, Any] | None = None,
-    ) -> list[float]:
+        *,
+        redraw: bool = False,
+    ) -> list[Any]:
         """Calls `loss_fn(state, batch)` for each batch, or `loss_fn(batch)` for nnx objects.
 
         Replaces the parameters by `weights`, but keeps the current random keys of the state.
@@ -246,29 +248,17 @@ class JaxDriver:
             for name, leaf in self._trained().items()
         ):
             raise WeightsChanged
-        return self._called(loss_fn, batches, self._without_averages(weights or {}), float)
-
-    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any, *, redraw: bool = False) -> Any:
-        """Calls `loss_fn(state, batch)`, or `loss_fn(batch)` for nnx objects."""
-        leaves = jax.tree_util.tree_leaves_with_path(self._live.read() if redraw else None)
-        keys = {jax.tree_util.keystr(path): _other_key(leaf) for path, leaf in leaves}
-        (found,) = self._called(loss_fn, [batch], keys, jax.device_get)
-        return found
-
-    def _called(
-        self,
-        loss_fn: Callable[..., Any],
-        batches: Iterable[Any],
-        replaced: Mapping[str, Any],
-        read: Callable[[Any], Any],
-    ) -> list[Any]:
         live, in_place = self._live.read(), self._live.in_place
+        replaced = {**self._without_averages(weights or {})}
+        if redraw:
+            leaves = jax.tree_util.tree_leaves_with_path(live)
+            replaced |= {jax.tree_util.keystr(path): _other_key(leaf) for path, leaf in leaves}
         state = _with(live, replaced)
         try:
             if in_place and replaced:
                 self._live.write(state)
             arguments = () if in_place else (state,)
-            return [read(loss_fn(*arguments, batch)) for batch in batches]
+            return [jax.device_get(loss_fn(*arguments, batch)) for batch in batches]
         finally:
             if in_place:
                 self._live.write(live)

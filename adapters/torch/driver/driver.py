@@ -90,7 +90,6 @@ class TorchDriver:
         self.weights_digest = self._evaluation.weights_digest
         self.copy_weights = self._evaluation.copy_weights
         self.losses_of = self._evaluation.losses_of
-        self.try_loss_fn = self._evaluation.try_loss_fn
         self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None
         self._wants_vote = False
