@@ -58,16 +58,6 @@ class HealState(NamedTuple):
     caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
 
 
-def check_records(records: Any) -> int:
-    """Returns `records`. Raises ValueError unless it is a whole number >= 1."""
-    if isinstance(records, bool) or not isinstance(records, int) or records < 1:
-        raise ValueError(
-            f"records is a whole number >= 1, the number of steps in one dispatch, got {records!r}:"
-            " use 1 if each step is a separate call"
-        )
-    return records
-
-
 def init(engine: Engine, leaves: int, records: int = RECORDS) -> HealState:
     """The state before the first step, for `leaves` tensors with a gradient."""
     groups = leaves if engine.per_tensor else None

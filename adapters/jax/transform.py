@@ -15,7 +15,7 @@ from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Decision
 from healcore.jax import gradients, heal_state
 from healcore.jax.commit import step_or_keep
-from healcore.jax.heal_state import RECORDS, HealState, check_records
+from healcore.jax.heal_state import RECORDS, HealState
 from healcore.jax.optax_states import (
     check_second_iterates,
     has_injected_schedule,
@@ -80,7 +80,7 @@ def heal(
     check_keywords(heal, overrides)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
-    return _transformation(engine, axes, check_records(records))
+    return _transformation(engine, axes, records)
 
 
 def heal_zclip(
@@ -222,7 +222,7 @@ def protect(
     _check_optimizer(inner)
     check_keywords(protect, overrides)
     axes = Axes.of(axis_name, shard_axis_name)
-    engine, kept = engine_of(policy, overrides), check_records(records)
+    engine = engine_of(policy, overrides)
     inner = optax.with_extra_args_support(inner)
     accepted_keywords = _keywords_of(inner.update)
     reads_update_norm, frozen = "update_norm" in engine.needs, UnreadGradients()
@@ -232,7 +232,7 @@ def protect(
         if engine.mode != "observe" and engine.scales_lr:
             check_second_iterates(inner_state, "a cut of the learning rate")
         state = ProtectState(
-            heal=heal_state.init(engine, count_leaves(params), kept),
+            heal=heal_state.init(engine, count_leaves(params), records),
             heal_update_norm=jnp.zeros((), jnp.float32) if reads_update_norm else None,
             heal_reset_moments=jnp.zeros((), jnp.bool_) if engine.resets_moments else None,
             inner_state=inner_state,
@@ -307,10 +307,10 @@ def protect(
 
 
 def _transformation(
-    engine: Engine, axes: Axes, kept: int = RECORDS
+    engine: Engine, axes: Axes, records: int = RECORDS
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: optax.Params) -> HealState:
-        return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), kept))
+        return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), records))
 
     def update(
         updates: optax.Updates,

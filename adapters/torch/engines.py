@@ -26,8 +26,8 @@ from healcore.core.signals import Signals
 from healcore.core.step_record import StepRecord
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Decision
-from healcore.torch import namespace
 from healcore.torch.measurement import AsyncCopy, Measurement, read, signals_of
+from healcore.torch.namespace import Namespace
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
@@ -213,7 +213,7 @@ class DeviceEngine(_StatefulEngine):
 
     def __init__(self, engine: Engine, groups: int, device: torch.device, *, compile: bool) -> None:
         self.device = device
-        self._xp = namespace.on(device)
+        self._xp = Namespace(device)
         super().__init__(engine, groups)
         self._run = _CompiledOrEager(self._step, compile=compile)
 

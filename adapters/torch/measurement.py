@@ -135,7 +135,7 @@ class Measurer:
     @property
     def has_loss(self) -> bool:
         """Whether a loss was observed since the last step."""
-        return len(self.losses) > 0
+        return self.losses.weight > 0
 
     def drop_losses(self) -> None:
         """Drops the losses since the last step."""

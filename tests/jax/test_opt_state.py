@@ -14,7 +14,6 @@ from flax import serialization
 from orbax.checkpoint import v1 as ocp
 
 from healcore.core.engine import Engine
-from healcore.core.signals import Signals
 from healcore.jax import (
     HealStateError,
     expect_change,
@@ -22,7 +21,6 @@ from healcore.jax import (
     heal,
     last_decision,
     metrics,
-    on_rollback,
     protect,
     to_dict,
 )
@@ -41,15 +39,14 @@ NESTINGS = {
 }
 
 
-def drive(tx, state, norms, first=0, by_norm=False):
-    """The state and the decisions after steps with these norms: of the gradients, or passed."""
+def drive(tx, state, norms, first=0):
+    """The state and the decisions after steps whose gradients have these norms."""
     update = jax.jit(tx.update)
     decisions = []
     for i, norm in enumerate(norms, start=first):
-        size, loss = (1.0, 1.0) if by_norm else (norm / np.sqrt(11), 1.0 + 0.01 * i)
+        size, loss = norm / np.sqrt(11), 1.0 + 0.01 * i
         grads = jax.tree.map(lambda p: jnp.full_like(p, size), PARAMS)  # noqa: B023
-        given = {"grad_norm": jnp.float32(norm)} if by_norm else {}
-        _, state = update(grads, state, PARAMS, value=jnp.float32(loss), **given)
+        _, state = update(grads, state, PARAMS, value=jnp.float32(loss))
         decisions.append(jax.tree.map(np.asarray, last_decision(state)))
     return state, decisions
 
@@ -143,21 +140,6 @@ def test_a_run_that_moves_decides_as_one_that_stayed(policy):
     assert to_dict(moved, policy) == to_dict(stayed, policy)
 
 
-def test_a_run_continues_in_numpy():
-    engine = Engine(policies.BOTH)
-    tx = heal(engine)
-    norms = noisy_norms(60)
-    state, _ = drive(tx, tx.init(PARAMS), norms[:30])
-    there = engine.from_dict(to_dict(state, engine))
-    state, decisions = drive(tx, state, norms[30:], by_norm=True)
-    for norm, expected in zip(norms[30:], decisions, strict=True):
-        signals = Signals(loss=np.float32(1.0), grad_norm=np.float32(norm))
-        there, decision = engine.step(there, signals, xp=np)
-        for field in ("skip", "action", "cause", "rollback_depth"):
-            assert getattr(decision, field) == getattr(expected, field)
-        np.testing.assert_allclose(decision.grad_scale, expected.grad_scale, rtol=1e-6)
-
-
 def test_an_announcement_opens_the_grace_window():
     tx = heal(policies.SKIP)
     before, _ = drive(tx, tx.init(PARAMS), [1.0, 1.1, 0.9, 1.0, 1.0, 1.1])
@@ -173,14 +155,3 @@ def test_an_announcement_opens_the_grace_window():
         change_expected=jnp.bool_(True),
     )
     assert not bool(last_decision(by_keyword).skip)
-
-
-def test_budgets_and_the_lr_survive_a_rollback():
-    tx = protect(optax.sgd(0.1), policies.CUT_LR)
-    good, _ = drive(tx, tx.init(PARAMS), [1.0, 1.1, 0.9])
-    live, _ = drive(tx, good, [np.nan])
-    assert float(last_decision(live).lr_scale) == 0.5
-    back = on_rollback(live, good, policies.CUT_LR)
-    assert avals(back) == avals(good)
-    _, (next_decision,) = drive(tx, back, [1.0])
-    assert float(next_decision.lr_scale) == 0.5

@@ -29,8 +29,7 @@ from healcore.jax.optax_states import (
     reset_moments,
 )
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import SAMPLE, WeightsChanged, json_setting
-from healcore.runtime.healthy_range import HealthyRange
+from healcore.runtime.driver import SAMPLE, Driver, WeightsChanged, json_setting
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from healcore.jax.driver.vote_marks import VoteMarks
 
 
-class JaxDriver:
+class JaxDriver(Driver):
     """Implements `healcore.runtime.driver.Driver` for a JAX run.
 
     Args:
@@ -172,10 +171,6 @@ class JaxDriver:
         self._marks.request(wanted)
         return True
 
-    def has_stepped(self) -> bool:
-        """False: `update` counts its step at once."""
-        return False
-
     def may_save(self, patience: int | None = None) -> bool:
         """Whether optax.MultiSteps is not accumulating. One sync if the optimizer accumulates."""
         return self._live.between_steps()
@@ -194,10 +189,6 @@ class JaxDriver:
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
         self._edit_state(in_state.edited(with_change_expected, self._live.read()))
-
-    def interrupted(self) -> bool:
-        """Returns False, because an update creates new arrays and replaces the whole state."""
-        return False
 
     def undo_window(self) -> str:
         """Returns the reason why the window cannot be undone, or an empty string."""
@@ -267,10 +258,6 @@ class JaxDriver:
         """Returns the gradients since the last step, which the loop sums."""
         return GradientWindow(self._counters, self._live.read)
 
-    def optimizer_reports(self) -> dict[str, object]:
-        """Returns an empty dictionary."""
-        return {}
-
     def hyperparameters(self) -> dict[str, Any]:
         """Returns the hyperparameters of optax.inject_hyperparams. One sync."""
         found = jax.device_get(injected_hyperparameters(self._live.read()))
@@ -290,13 +277,6 @@ class JaxDriver:
             rates = (each["state"]["lr"]["rate"] for each in self.healing().values())
             found = {rate for rate in rates if rate not in (0.0, 1.0)}  # 1.0 if none was passed
         return found.pop() if len(found) == 1 else None
-
-    def numbers(self) -> dict[str, float]:
-        """Returns an empty dictionary: see `Driver.numbers`."""
-        return {}
-
-    def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
-        """Does nothing: see `Driver.numbers`."""
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -327,9 +307,6 @@ class JaxDriver:
 
                 self._ranks = CoordinatedRanks()
         return self._ranks
-
-    def generators(self) -> None:
-        """Returns None, because JAX has no global generators; random keys are in the state."""
 
     def close(self) -> None:
         """Ends the thread of the votes. The optimizer itself has no hooks to remove."""
