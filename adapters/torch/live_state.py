@@ -188,7 +188,7 @@ class RngState:
 
 
 def keep_tensor_hyperparameters(optimizer: Optimizer) -> Callable[[], None]:
-    """Returns a function that writes loaded hyperparameters (`lr`, `betas`) into today's tensors.
+    """Returns a function that writes loaded hyperparameters (`lr`, `betas`) into current tensors.
 
     `load_state_dict` replaces the tensors by new ones, perhaps on the host. A captured graph does
     not read the new tensors, and a capturable optimizer rejects them.
