@@ -21,12 +21,10 @@ from healcore.core.engine import StateError  # noqa: E402
 from healcore.core.signals import SignalError  # noqa: E402
 from healcore.core.verdict import Action, Cause, Decision  # noqa: E402
 from healcore.jax.commit import CommitError, commit  # noqa: E402
-from healcore.jax.gradients import global_norm, leaf_norms  # noqa: E402
 from healcore.jax.heal_state import HealState, HealStateError  # noqa: E402
 from healcore.jax.opt_state import (  # noqa: E402
     expect_change,
     from_dict,
-    gradient_norms,
     last_decision,
     metrics,
     on_rollback,
@@ -58,12 +56,9 @@ __all__ = [
     "commit",
     "expect_change",
     "from_dict",
-    "global_norm",
-    "gradient_norms",
     "heal",
     "heal_zclip",
     "last_decision",
-    "leaf_norms",
     "metrics",
     "on_rollback",
     "protect",

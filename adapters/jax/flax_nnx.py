@@ -79,11 +79,5 @@ def metrics(optimizer: nnx.Optimizer) -> dict[str, Any]:
     return in_state.metrics(_arrays(optimizer.opt_state))
 
 
-def gradient_norms(optimizer: nnx.Optimizer, model: nnx.Module) -> dict[str, Any]:
-    """The norm of each parameter's gradient at the last step; see `healcore.jax.gradient_norms`."""
-    params = nnx.to_pure_dict(nnx.state(model, optimizer.wrt))
-    return in_state.gradient_norms(_arrays(optimizer.opt_state), params)
-
-
 def _arrays(tree: Any) -> Any:
     return map_nodes(nnx.Variable, lambda variable: variable[...], tree)

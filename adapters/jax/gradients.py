@@ -13,12 +13,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
-
-from healcore.jax.compilation import compiled
 
 P = ParamSpec("P")
 Tree = TypeVar("Tree")
+
+compiled = functools.partial(jax.jit, inline=True)
+"""Compiles a function as one call; inside `jit` its operations are inlined. Outside of `jit`, JAX
+would dispatch each operation separately, which takes about 20 times as long."""
 
 
 def is_gradient(leaf: Any) -> bool:
@@ -31,30 +32,16 @@ def gradient_leaves(tree: Any) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
 
 
-def global_norm(tree: optax.Updates) -> jax.Array:
-    """L2 norm over all leaves.
+def both_norms(tree: Any) -> tuple[jax.Array, jax.Array]:
+    """L2 norm over all gradients, and of each gradient leaf in flattening order.
 
     Args:
         tree: gradients of any floating or complex dtype; may be empty.
 
     Returns:
-        float32, 0-d. 0 for an empty tree, and NaN or Inf if any element is. Finite gradients above
-        1.8e19 overflow float32 when squared, so their norm is Inf.
+        float32, 0-d and (n,). The global norm is 0 for an empty tree, and NaN or Inf if any element
+        is. Finite gradients above 1.8e19 overflow float32 when squared, so their norm is Inf.
     """
-    return both_norms(tree)[0]
-
-
-def leaf_norms(tree: optax.Updates) -> jax.Array:
-    """L2 norm of each gradient leaf, in flattening order.
-
-    Returns:
-        float32 (n,), n = number of floating or complex leaves.
-    """
-    return both_norms(tree)[1]
-
-
-def both_norms(tree: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns `global_norm` and `leaf_norms` from one pass over the gradients."""
     return _norms([jnp.asarray(leaf) for leaf in gradient_leaves(tree)])
 
 
@@ -94,7 +81,7 @@ def scale(leaves: list[jax.Array], factor: jax.typing.ArrayLike) -> list[jax.Arr
 
 @_of_gradients
 def scale_each(leaves: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
-    """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `leaf_norms`."""
+    """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `both_norms`."""
     factors = jnp.asarray(factors)
     return [_product(leaf, factor) for leaf, factor in zip(leaves, factors, strict=True)]
 

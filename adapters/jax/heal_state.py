@@ -20,8 +20,8 @@ from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Decision
 from healcore.jax import namespace
-from healcore.jax.compilation import compiled
-from healcore.jax.gradients import is_gradient
+from healcore.jax.gradients import compiled, is_gradient
+from healcore.policy.loader import name_of
 
 Tree = TypeVar("Tree")
 
@@ -58,16 +58,6 @@ class HealState(NamedTuple):
     caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
 
 
-def check_records(records: Any) -> int:
-    """Returns `records`. Raises ValueError unless it is a whole number >= 1."""
-    if isinstance(records, bool) or not isinstance(records, int) or records < 1:
-        raise ValueError(
-            f"records is a whole number >= 1, the number of steps in one dispatch, got {records!r}:"
-            " use 1 if each step is a separate call"
-        )
-    return records
-
-
 def init(engine: Engine, leaves: int, records: int = RECORDS) -> HealState:
     """The state before the first step, for `leaves` tensors with a gradient."""
     groups = leaves if engine.per_tensor else None
@@ -94,7 +84,7 @@ def step(
     return _step((structure, rest), numbers, state, signals, leaf_norms)
 
 
-@partial(compiled, static=(0,))
+@partial(compiled, static_argnums=0)
 def _step(
     policy: Any,
     numbers: list[Any],
@@ -287,8 +277,6 @@ def _check(engine: Engine, state: Any) -> None:
         made_with = np.asarray(state.heal_engine)[..., :_EDIT].astype(">i4").tobytes().hex()[:16]
         same = made_with in (engine.fingerprint, "0" * 16)
     if not same:
-        from healcore.policy.loader import name_of  # here, so `import healcore.jax` skips pydantic
-
         names = [name_of(each) for each in (made_with, engine.fingerprint)]
         optimizer, here = (f'"{name}"' if name else "not an unchanged preset" for name in names)
         raise HealStateError(

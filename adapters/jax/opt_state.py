@@ -7,7 +7,7 @@ All functions accept any nesting of optax states that contains one `heal`, `heal
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.export
@@ -16,8 +16,6 @@ import optax
 
 from healcore.core.verdict import Decision
 from healcore.jax import heal_state
-from healcore.jax.compilation import standard_promotion
-from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
     HealStateError,
@@ -29,10 +27,7 @@ from healcore.jax.heal_state import (
 )
 from healcore.jax.optax_states import ScaleByHealLrState
 from healcore.jax.transform import ProtectState
-
-if TYPE_CHECKING:
-    from healcore.core.engine import Engine
-    from healcore.policy import PolicyLike
+from healcore.policy import PolicyLike, engine_of
 
 PyTree = Any
 """Any pytree. JAX has no type for it."""
@@ -44,12 +39,6 @@ for _type in (*_HEALING, Decision):  # for `jax.export` of a step that takes or 
     jax.export.register_namedtuple_serialization(
         _type, serialized_name=f"healcore.{_type.__name__}"
     )
-
-
-def _engine(policy: PolicyLike) -> Engine:
-    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
-
-    return engine_of(policy)
 
 
 # -- the last step ------------------------------------------------------------------------------
@@ -107,38 +96,6 @@ def _metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
     return {f"heal/{_PLURALS.get(name, name)}": found[name] for name in _NAMES}
 
 
-def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, jax.Array]:
-    """Returns the norm of each parameter's gradient at the last step, before clipping.
-
-    The step computes these norms for its decision, so they add no cost.
-
-        logger.log({f"grad_norm/{name}": float(norm) for name, norm in norms.items()})
-
-    Args:
-        opt_state: as in `last_decision`.
-        params: the parameters, or any tree of their structure. Only their names are used.
-
-    Returns:
-        ``"params/Dense_0/kernel"`` -> L2 norm, float32 0-d. Zeros before the first step, and
-        while the caller passes `grad_norm`. 0 for a parameter that the optimizer freezes.
-
-    Raises:
-        HealStateError: as in `last_decision`, or the number of floating tensors in `params` differs
-            from the number of gradients.
-    """
-    norms = jnp.unstack(find(opt_state).heal_leaf_norms)
-    paths = [
-        path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_gradient(leaf)
-    ]
-    if len(paths) != len(norms):
-        raise HealStateError(
-            f"the last step had {len(norms)} gradients, and params has {len(paths)} floating "
-            "tensors: pass the tree that was passed to tx.init"
-        )
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-    return dict(zip(names, norms, strict=True))
-
-
 # -- the engine's state -------------------------------------------------------------------------
 
 
@@ -150,7 +107,7 @@ def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
     Raises:
         HealStateError: as in `last_decision`, or the state belongs to another policy.
     """
-    engine = _engine(policy)
+    engine = engine_of(policy)
     state = jax.device_get(engine_state(engine, find(opt_state)))
     return engine.to_dict(state)
 
@@ -170,7 +127,7 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
         StateError: `data` is damaged, or belongs to another policy or number of tensors.
         HealStateError: as in `to_dict`.
     """
-    engine = _engine(policy)
+    engine = engine_of(policy)
     old = find(opt_state)
     engine_state(engine, old)  # raises for another policy
     new = with_engine_state(old, engine.from_dict(data))
@@ -186,7 +143,6 @@ def expect_change(opt_state: State) -> State:
     return replace(opt_state, heal_state.with_change_expected(find(opt_state)))
 
 
-@standard_promotion
 def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
     """Returns the optimizer state to continue with after a checkpoint is restored.
 
@@ -201,7 +157,7 @@ def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
     Raises:
         HealStateError: as in `to_dict`, for `live` or `restored`.
     """
-    engine = _engine(policy)
+    engine = engine_of(policy)
     now, then = find(live), find(restored)
     state = engine.on_rollback(engine_state(engine, now), engine_state(engine, then), xp=jnp)
     return replace(restored, with_engine_state(then, state))

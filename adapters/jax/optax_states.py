@@ -39,24 +39,14 @@ The `count` next to moments drives the bias correction. A schedule has its count
 state."""
 
 _SECOND_ITERATES = {
-    "ScheduleFreeState": (
-        "z",
-        "optax.contrib.schedule_free(optax.chain(optax.sgd(rate), scale_by_heal_lr()), rate)",
-    ),
-    "LookaheadState": (
-        "the slow parameters",
-        "optax.lookahead(optax.chain(optax.sgd(rate), scale_by_heal_lr()), ...)",
-    ),
-    "SAMState": (
-        "cache",
-        "optax.contrib.sam(optax.chain(optax.sgd(rate), scale_by_heal_lr()), ...), "
-        "or pass opaque_mode=True",
-    ),
-    "MadgradState": ("s", "another optimizer: MADGRAD has no place for a multiplier"),
+    "ScheduleFreeState": "z",
+    "LookaheadState": "the slow parameters",
+    "SAMState": "cache",
+    "MadgradState": "s",
 }
-"""State with a second iterate -> name of the iterate, and an optimizer in which a rate cut reaches
-it. Scaling the update would slow down only the parameters. (Mechanic, D-Adaptation, DoG and Prodigy
-derive their iterate from the parameters; the rate of COCOB scales its update.)"""
+"""State with a second iterate -> name of the iterate. Scaling the update would slow down only the
+parameters. (Mechanic, D-Adaptation, DoG and Prodigy derive their iterate from the parameters; the
+rate of COCOB scales its update.)"""
 
 
 def replicate_over_mesh(params: Any, state: State) -> State:
@@ -190,11 +180,13 @@ def check_second_iterates(opt_state: Any, cut: str) -> None:
     for place, node in tree_leaves_with_path(opt_state, is_leaf=has_second_iterate):
         if not has_second_iterate(node) or has_lr_scale(tuple(node)):
             continue
-        what, write = _SECOND_ITERATES[type(node).__name__]
+        kind = type(node).__name__
         raise HealStateError(
-            f"{cut} scales the update, and the optimizer at {keystr(place) or 'top'} "
-            f"({type(node).__name__}) keeps a second iterate ({what}) that would still move at the "
-            f"full rate: write {write}, or use a policy without cut_lr"
+            f"{cut} scales the update, and the optimizer at {keystr(place) or 'top'} ({kind}) "
+            f"keeps a second iterate ({_SECOND_ITERATES[kind]}) that would still move at the full "
+            "rate: give schedule_free, lookahead and sam the base optimizer "
+            "optax.chain(base, scale_by_heal_lr()), or sam opaque_mode=True, or use a policy "
+            "without cut_lr"
         )
 
 

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
-from healcore.jax.gradients import both_norms, global_norm, gradient_leaves
+from healcore.jax.gradients import both_norms, gradient_leaves
 
 AxisName = str | tuple[str, ...] | None
 
@@ -146,8 +146,8 @@ class Axes(NamedTuple):
         return own._replace(**new), leaf_norms
 
     def norm(self, tree: Any) -> jax.Array:
-        """The `global_norm` over all devices."""
-        own = global_norm(tree)
+        """The global norm over all devices."""
+        own, _ = both_norms(tree)
         if not self:
             return own
         total = jax.lax.psum(jnp.square(own), (*self.averaged, *self.split))
@@ -182,23 +182,16 @@ def _scalar(name: str, value: Any) -> jax.Array | None:
     if value is None:
         return None
     try:
-        dtype = jax.dtypes.result_type(value)
+        dtype, shape = jax.dtypes.result_type(value), jnp.shape(value)
     except (TypeError, ValueError) as error:
         raise SignalError(
             f"{name} must be one number, got {type(value).__name__}: pass a 0-d array"
         ) from error
     is_flag = name in _FLAGS
-    if is_flag and dtype != jnp.bool_:
-        raise SignalError(f"{name} must be a bool, got {dtype}: pass {name}=({name} != 0)")
-    if not is_flag and not jnp.issubdtype(dtype, jnp.floating):
+    kind, write = ("bool", f"({name} != 0)") if is_flag else ("floating number", f"{name}.mean()")
+    if shape or not jnp.issubdtype(dtype, jnp.bool_ if is_flag else jnp.floating):
         raise SignalError(
-            f"{name} must be a floating number, got {dtype}: "
-            f"pass {name}=jnp.asarray({name}, jnp.float32) if it is one"
-        )
-    if jnp.shape(value) != ():
-        raise SignalError(
-            f"{name} must be one number, got shape {jnp.shape(value)}: reduce it over the batch "
-            f"first, for example {name}={name}.mean()"
+            f"{name} must be a 0-d {kind}, got {dtype} of shape {shape}: pass {name}={write}"
         )
     if is_flag:
         return jnp.asarray(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Decision
 from healcore.jax import gradients, heal_state
 from healcore.jax.commit import step_or_keep
-from healcore.jax.heal_state import RECORDS, HealState, check_records
+from healcore.jax.heal_state import RECORDS, HealState
 from healcore.jax.optax_states import (
     check_second_iterates,
     has_injected_schedule,
@@ -27,9 +27,8 @@ from healcore.jax.optax_states import (
 )
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.unread_gradients import UnreadGradients, finite, without
-
-if TYPE_CHECKING:
-    from healcore.policy import Overrides, PolicyLike
+from healcore.policy import Overrides, PolicyLike, engine_of
+from healcore.policy.loader import check_keywords
 
 
 def heal(
@@ -78,13 +77,10 @@ def heal(
         >>> bool(jnp.all(updates["w"] == 0))
         True
     """
-    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
-    from healcore.policy.loader import check_keywords
-
     check_keywords(heal, overrides)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
-    return _transformation(engine, axes, check_records(records))
+    return _transformation(engine, axes, records)
 
 
 def heal_zclip(
@@ -124,8 +120,6 @@ def heal_zclip(
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
         <https://arxiv.org/abs/2504.02507>`_, 2025
     """
-    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
-
     numbers = {
         "z_threshold": z_threshold,
         "ema_decay": ema_decay,
@@ -225,13 +219,10 @@ def protect(
         >>> int(optax.tree.get(state, "count"))
         0
     """
-    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
-    from healcore.policy.loader import check_keywords
-
     _check_optimizer(inner)
     check_keywords(protect, overrides)
     axes = Axes.of(axis_name, shard_axis_name)
-    engine, kept = engine_of(policy, overrides), check_records(records)
+    engine = engine_of(policy, overrides)
     inner = optax.with_extra_args_support(inner)
     accepted_keywords = _keywords_of(inner.update)
     reads_update_norm, frozen = "update_norm" in engine.needs, UnreadGradients()
@@ -241,7 +232,7 @@ def protect(
         if engine.mode != "observe" and engine.scales_lr:
             check_second_iterates(inner_state, "a cut of the learning rate")
         state = ProtectState(
-            heal=heal_state.init(engine, count_leaves(params), kept),
+            heal=heal_state.init(engine, count_leaves(params), records),
             heal_update_norm=jnp.zeros((), jnp.float32) if reads_update_norm else None,
             heal_reset_moments=jnp.zeros((), jnp.bool_) if engine.resets_moments else None,
             inner_state=inner_state,
@@ -316,10 +307,10 @@ def protect(
 
 
 def _transformation(
-    engine: Engine, axes: Axes, kept: int = RECORDS
+    engine: Engine, axes: Axes, records: int = RECORDS
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: optax.Params) -> HealState:
-        return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), kept))
+        return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), records))
 
     def update(
         updates: optax.Updates,

@@ -9,6 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from healcore.console import Console, checked
+from healcore.policy import Overrides, PolicyLike, engine_of
+from healcore.policy.loader import check_keywords
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, all_fused, is_third_party
 from healcore.torch.engines import DeviceEngine, HostEngine
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from healcore.core.engine import Engine
-    from healcore.policy import Overrides, PolicyLike
 
 
 def attach(
@@ -83,9 +84,6 @@ def attach(
             option, or meshes that do not show which ranks step together. Nothing was changed.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
-    from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic
-    from healcore.policy.loader import check_keywords
-
     check_keywords(attach, overrides)
     printed, stored = checked(console), scaler_of(optimizer)
     healing = heal_optimizer(

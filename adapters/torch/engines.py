@@ -26,8 +26,8 @@ from healcore.core.signals import Signals
 from healcore.core.step_record import StepRecord
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Decision
-from healcore.torch import namespace
 from healcore.torch.measurement import AsyncCopy, Measurement, read, signals_of
+from healcore.torch.namespace import Namespace
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
@@ -70,9 +70,6 @@ class DeviceOrder(NamedTuple):
         return HostOrder(skip, float(scale), float(lr_scale), groups, is_cut(action, skip))
 
 
-READ_EVERY = 10
-"""Steps between two reads of a device engine's records. The host does not wait for a record."""
-
 PendingRecord = Callable[[], StepRecord]
 """Reads the record of a judged step. Waits until the record is on the host."""
 
@@ -92,36 +89,32 @@ class _StatefulEngine:
     def __init__(self, engine: Engine, groups: int) -> None:
         self.engine = engine
         self.groups = groups
-        self.state: EngineState = self._initial(groups)
+        self.state: EngineState = self._from_numpy(engine.init(groups=groups))
         self.decision: Decision | None = None
 
-    def _initial(self, groups: int) -> EngineState:
-        """The state before the first step, in this engine's arrays."""
+    def _from_numpy(self, state: EngineState) -> EngineState:
+        """The state in this engine's arrays."""
         raise NotImplementedError
 
-    def _whole(self) -> EngineState:
-        """The state of the whole policy, in NumPy."""
+    def _to_numpy(self) -> EngineState:
         raise NotImplementedError
 
-    def _replace_whole(self, new: EngineState) -> None:
-        """Replaces the state of the whole policy by `new`, in NumPy."""
-        raise NotImplementedError
-
-    def _replace_state(self, new: EngineState) -> None:
+    def _set_state(self, new: EngineState) -> None:
         raise NotImplementedError
 
     def expect_change(self) -> None:
         """Opens the grace window at the next step."""
-        self._replace_state(self.engine.expect_change(self.state, xp=self._xp))
+        self._set_state(self.engine.expect_change(self.state, xp=self._xp))
 
     def grow(self, groups: int) -> None:
         """Starts a clipping history for added parameters. Leaves of fixed size stay in place."""
         self.groups = groups
-        self.state = map_leaves(_extend_leaf, self.state, self._initial(groups))
+        longer = self._from_numpy(self.engine.init(groups=groups))
+        self.state = map_leaves(_extend_leaf, self.state, longer)
 
     def to_dict(self) -> dict[str, Any]:
         """The framework-neutral state. A sync on an accelerator."""
-        return self.engine.to_dict(self._whole())
+        return self.engine.to_dict(self._to_numpy())
 
     def parse(self, data: Mapping[str, Any]) -> EngineState:
         """A state saved by `Engine.to_dict` of any framework, in NumPy.
@@ -142,8 +135,8 @@ class _StatefulEngine:
         """Loads a saved state. With `rollback`, keeps the current budgets and LR multiplier."""
         saved = self.parse(data)
         if rollback:
-            saved = self.engine.on_rollback(self._whole(), saved, xp=np)
-        self._replace_whole(saved)
+            saved = self.engine.on_rollback(self._to_numpy(), saved, xp=np)
+        self._set_state(self._from_numpy(saved))
         self.decision = None
 
 
@@ -159,16 +152,14 @@ class HostEngine(_StatefulEngine):
         self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """Whether each signal is present -> the recorded step."""
 
-    def _initial(self, groups: int) -> EngineState:
-        return map_leaves(_scalar, self.engine.init(groups=groups))
+    def _from_numpy(self, state: EngineState) -> EngineState:
+        return map_leaves(_scalar, state)
 
-    def _whole(self) -> EngineState:
+    def _to_numpy(self) -> EngineState:
         return self.state
 
-    def _replace_state(self, new: EngineState) -> None:
-        self.state = map_leaves(_scalar, new)
-
-    _replace_whole = _replace_state
+    def _set_state(self, new: EngineState) -> None:
+        self.state = self._from_numpy(new)
 
     def step(self, measured: Measurement) -> HostOrder:
         """Judges one step."""
@@ -199,14 +190,6 @@ class HostEngine(_StatefulEngine):
         state = self.state
         return lambda: step_record.to_host(step_record.numbers(state), name)
 
-    def arrived_records(self) -> list[StepRecord]:
-        """The last step's record."""
-        return [self.pending_record()()]
-
-    def remaining_records(self) -> list[StepRecord]:
-        """See `DeviceEngine.remaining_records`."""
-        return []
-
     def grow(self, groups: int) -> None:
         """See `DeviceEngine.grow`."""
         super().grow(groups)
@@ -230,12 +213,8 @@ class DeviceEngine(_StatefulEngine):
 
     def __init__(self, engine: Engine, groups: int, device: torch.device, *, compile: bool) -> None:
         self.device = device
-        self._xp = namespace.on(device)
+        self._xp = Namespace(device)
         super().__init__(engine, groups)
-        self._rows: list[Tensor] = []
-        """Records of steps whose copy to the host has not begun."""
-        self._copy: AsyncCopy | None = None
-        """The `READ_EVERY` records before `_rows`."""
         self._run = _CompiledOrEager(self._step, compile=compile)
 
     @property
@@ -248,19 +227,13 @@ class DeviceEngine(_StatefulEngine):
         """Whether a CUDA graph captures the step. Its replays run no hooks."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _initial(self, groups: int) -> EngineState:
-        return map_leaves(self._to_tensor, self.engine.init(groups=groups))
+    def _from_numpy(self, state: EngineState) -> EngineState:
+        return map_leaves(lambda leaf: torch.tensor(leaf, device=self.device), state)
 
-    def _to_tensor(self, leaf: Any) -> Tensor:
-        return torch.tensor(leaf, device=self.device)
-
-    def _whole(self) -> EngineState:
+    def _to_numpy(self) -> EngineState:
         return map_leaves(lambda leaf: leaf.cpu().numpy(), self.state)
 
-    def _replace_whole(self, new: EngineState) -> None:
-        self._replace_state(map_leaves(self._to_tensor, new))
-
-    def _replace_state(self, new: EngineState) -> None:
+    def _set_state(self, new: EngineState) -> None:
         """Copies every changed leaf of `new` into the state's leaf, in place.
 
         A leaf that has moved in the tree is cloned first, because another copy may overwrite it.
@@ -295,7 +268,7 @@ class DeviceEngine(_StatefulEngine):
     def _step(self, measured: Measurement) -> tuple[DeviceOrder, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""
         new, decision = self.engine.step(self.state, signals_of(measured), xp=self._xp)
-        self._replace_state(new)
+        self._set_state(new)
         skip = decision.skip
         if measured.found_inf is not None:
             skip = skip | (measured.found_inf > 0)
@@ -316,26 +289,6 @@ class DeviceEngine(_StatefulEngine):
         """The last step's record. Starts its copy to the host, as one tensor."""
         copy = AsyncCopy(self._row())
         return lambda: step_record.unpack(copy.read(), name)
-
-    def arrived_records(self) -> list[StepRecord]:
-        """Records `READ_EVERY` to 2 * `READ_EVERY` - 1 steps late. Call it after each step.
-
-        After this delay a copy has arrived. The delay depends only on the number of steps, because
-        every rank has to act on a record at the same step.
-        """
-        self._rows.append(self._row())
-        if len(self._rows) < READ_EVERY:
-            return []
-        due, self._copy, self._rows = self._copy, AsyncCopy(torch.stack(self._rows)), []
-        return [] if due is None else [step_record.unpack(row) for row in due.read()]
-
-    def remaining_records(self) -> list[StepRecord]:
-        """The records that `arrived_records` has not returned. A sync."""
-        rows = [*(() if self._copy is None else self._copy.read())]
-        if self._rows:
-            rows += [*AsyncCopy(torch.stack(self._rows)).read()]
-        self._copy, self._rows = None, []
-        return [*map(step_record.unpack, rows)]
 
     def _row(self) -> Tensor:
         """The last step's record as one int32 tensor, see `step_record.unpack`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,11 +15,15 @@ from torch.optim import Optimizer
 
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, moments_obstacle, reset_moments
-from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine, is_cut
-from healcore.torch.errors import AttachError, ParametersChangedError
+from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine, PendingRecord, is_cut
+from healcore.torch.errors import ParametersChangedError
 from healcore.torch.incident_log import IncidentLog
 from healcore.torch.measurement import Measurer, StepNorms
 from healcore.torch.signal_allreduce import SignalAllReduce
+
+RECORD_LAG = 10
+"""Steps after which the log reads a device engine's record. Its copy has arrived by then. The delay
+depends only on the number of steps, because every rank has to act on a record at the same step."""
 
 
 class HealedStep:
@@ -32,7 +37,6 @@ class HealedStep:
         changes: undoes further changes at `detach`.
         in_update: whether a running step may have made a change; stays True after the step raised.
             False while the step waits for the other ranks' signals.
-        last_norms: gradient norms of the last judged step.
         on_judged: called at every judged step, before the optimizer's update.
         on_ended: called after each judged step with whether the step was skipped: a bool, or a 0-d
             float32 of exactly 0 or 1. In observe mode always False.
@@ -65,7 +69,8 @@ class HealedStep:
         self.incident_log = IncidentLog(
             type(optimizer).__name__, self._engine, enforcer.learning_rate, self._resets_moments
         )
-        self.last_norms: StepNorms | None = None
+        self._records: deque[PendingRecord] = deque()
+        """Records that neither the log nor `_resets_next` has read."""
         self.on_judged: Callable[[StepNorms], None] | None = None
         self.on_ended: Callable[[bool | Tensor], None] | None = None
         self.on_step: Callable[[], None] | None = None
@@ -185,13 +190,16 @@ class HealedStep:
         return evaluate
 
     def _check_running(self, *_: Any) -> None:
-        """The pre-hook of the optimizer. Raises if a step bypasses the replacement."""
-        if not self._running:
-            raise AttachError(
-                f"step() of this {type(self.optimizer).__name__} was stored before attach(), so "
-                "the policy cannot judge it: attach before the code that stores it (accelerate "
-                "with fp16: pass accelerate's optimizer to attach)"
-            )
+        """The pre-hook of the optimizer. A step that bypasses the replacement runs unjudged."""
+        if self._running:
+            return
+        self.measurer.clear()
+        self.measurer.dropped.stepped = True
+        self.incident_log.write_once(
+            "stored step",
+            "step() was stored before attach(), so its steps are not judged: attach before the "
+            "code that stores it (accelerate with fp16: pass accelerate's optimizer to attach)",
+        )
 
     def detach(self) -> None:
         """See `Healing.detach`."""
@@ -221,10 +229,11 @@ class HealedStep:
     def on_state_loaded(self) -> None:
         """Call it after the engine's state is replaced."""
         self.measurer.clear()
-        records = self.live_engine.remaining_records()
+        records = [read() for read in self._records]
+        self._records.clear()
         if self.on_judged is None:
             self.incident_log.add(records)
-        self.incident_log.answered()
+        self.incident_log.restart()
         self._resets_next = False
 
     @torch.no_grad()
@@ -273,20 +282,23 @@ class HealedStep:
                 self.enforcer.enforce(all_parameters, order, measured.grad_divisor)
                 self._resets_next |= self._resets_moments and order.cut
         norms = self.measurer.tensor_norms
-        self.last_norms = StepNorms(params, norms, measured.grad_divisor, own_loss)
-        self._report(self.last_norms)
+        self._report(StepNorms(params, norms, measured.grad_divisor, own_loss))
 
     def _report(self, norms: StepNorms) -> None:
         """Reports a judged step to the Healer, or to the log if there is no Healer."""
-        engine, log, records = self.live_engine, self.incident_log, []
+        engine, log, alone = self.live_engine, self.incident_log, self.on_judged is None
         if self.on_judged is not None:
             self.on_judged(norms)
-        if self.on_judged is None or (self._resets_moments and engine.name == "device"):
-            # The replays of a CUDA graph do not call this method.
-            records = [] if engine.is_capturing else engine.arrived_records()
-        if self.on_judged is None:
+        if engine.is_capturing:  # the replays of a CUDA graph do not call this method
+            return
+        on_device = engine.name == "device"
+        if alone or (self._resets_moments and on_device):
+            self._records.append(engine.pending_record())
+        late = len(self._records) - (RECORD_LAG if on_device else 0)
+        records = [self._records.popleft()() for _ in range(late)]
+        if alone:
             log.enabled = self.all_reduce.ranks.is_first
-            log.stepped(has_seen_loss="loss" in self.measurer.seen)
+            log.stepped(has_seen_loss=self.measurer.has_seen_loss)
             log.add(records)
         if self._resets_moments and self._order is None and self._engine.mode != "observe":
             self._resets_next |= any(is_cut(each.action, each.skip) for each in records)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +13,11 @@ from healcore.core.verdict import Action, Cause, Decision
 from healcore.torch.healed_step import HealedStep
 from healcore.torch.losses import checked
 
-_METHODS = {
-    "loss": "observe(loss)",
-    "eval_loss": "observe_eval(loss)",
-    "update_norm": "observe_update_norm(norm)",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """How one optimizer is healed. `str()` formats the report as lines for printing."""
 
-    mode: str
-    """heal or observe."""
     engine: str
     """Where the engine runs: host (NumPy) or device (torch)."""
     engine_reason: str
@@ -37,19 +29,15 @@ class Report:
     """Number of ranks that decide together, by one all_reduce per step."""
     compiled: bool
     """Whether the engine's step runs through torch.compile."""
-    waiting_for: tuple[str, ...]
-    """Signals that the policy reads and no step has provided yet. Their detectors are inactive."""
 
     def __str__(self) -> str:
         lines = [
-            f"mode    {self.mode}",
             f"engine  {self.engine}{', compiled' if self.compiled else ''}: {self.engine_reason}",
             f"skip    {self.skip}",
             f"syncs   {self.syncs_per_step} per step",
         ]
         if self.ranks > 1:
             lines.append(f"ranks   {self.ranks} decide together, by one all_reduce per step")
-        lines += [f"missing {name}: call {_METHODS[name]}" for name in self.waiting_for]
         return "\n".join(lines)
 
 
@@ -140,7 +128,7 @@ class Healing:
     @property
     def has_seen_loss(self) -> bool:
         """Whether any step has had a loss, including steps that a GradScaler dropped."""
-        return "loss" in self._measurer.seen
+        return self._measurer.has_seen_loss
 
     @property
     def ranks(self) -> int:
@@ -190,41 +178,19 @@ class Healing:
             found["heal/loss"] = loss.masked_fill(loss == 0, math.nan)
         return found
 
-    def gradient_norms(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-        """The norm of each parameter's gradient at the last step, before clipping, for a logger.
-
-        One sync on an accelerator, so call it only at steps that you log. With sharded parameters
-        call it on every rank.
-
-        Args:
-            named: ``model.named_parameters()``.
-
-        Returns:
-            Name -> L2 norm, for parameters of this optimizer with a gradient; empty before the
-            first step.
-        """
-        last = self.hooks.last_norms
-        if last is None:
-            return {}
-        values = dict(zip(map(id, last.params), last.to_host().tolist(), strict=True))
-        return {name: values[id(each)] for name, each in named if id(each) in values}
-
     def report(self) -> Report:
         """Returns how this optimizer is healed: engine, skips and clips, their reasons and cost."""
-        live_engine, measurer, policy = self.live_engine, self._measurer, self.engine
+        live_engine = self.live_engine
         on_host = live_engine.name == "host"
         by_flag = not on_host and self.hooks.enforcer.by_kernel
-        reads = on_host or (not by_flag and policy.mode != "observe")
-        missing = (n for n in _METHODS if n in policy.needs and n not in measurer.seen)
+        reads = on_host or (not by_flag and self.engine.mode != "observe")
         return Report(
-            mode=policy.mode,
             engine=live_engine.name,
             engine_reason=self._engine_reason,
             skip="found_inf" if by_flag else "not run",
-            syncs_per_step=int(reads) * (measurer.home.type != "cpu"),
+            syncs_per_step=int(reads) * (self._measurer.home.type != "cpu"),
             ranks=self.ranks,
             compiled=live_engine.compiled,
-            waiting_for=tuple(missing),
         )
 
     # -- saving ---------------------------------------------------------------------------------

@@ -61,15 +61,12 @@ class IncidentLog:
         """Number of the last record's step."""
         self._logged: set[str] = set()
         self._ceiling = NormCeiling()
-        self._open_orders = Action(0)
-        """Orders that the loop has not answered yet."""
-        self._ordered_at = 0
 
     def stepped(self, *, has_seen_loss: bool) -> None:
         """Call it after a step is judged."""
         self._steps += 1
         if self._steps == WITHOUT_LOSS and not has_seen_loss and "loss" in self._engine.needs:
-            self._write_once(
+            self.write_once(
                 "no loss",
                 f"no loss has been observed in {WITHOUT_LOSS} steps: call heal.observe(loss) "
                 "before each optimizer.step(); detectors that read it are inactive",
@@ -78,7 +75,6 @@ class IncidentLog:
     def add(self, records: Iterable[StepRecord]) -> None:
         """Logs the records of steps, oldest first."""
         for record in records:
-            self._log_ignored_orders()
             # A step that a GradScaler skips has the record of the step before.
             if record.step != self._last_step:
                 if self._last_step < 0 and record.onset < record.step - 1:
@@ -86,9 +82,15 @@ class IncidentLog:
                 self._last_step = record.step
                 self._log(record)
 
-    def answered(self) -> None:
-        """Call it after the loop has carried out an order."""
-        self._open_orders, self._last_step = Action(0), -1
+    def restart(self) -> None:
+        """Call it after the engine's state is replaced."""
+        self._last_step = -1
+
+    def write_once(self, key: str, line: str) -> None:
+        """Logs the first line of a key."""
+        if key not in self._logged:
+            self._logged.add(key)
+            self._write(line)
 
     def _log(self, record: StepRecord) -> None:
         if clipped := self._ceiling.add(record.grad_norm):
@@ -103,9 +105,16 @@ class IncidentLog:
         if record.action & Action.CUT_LR and is_logged(record.incident):
             reset = ", moments reset" if self.resets_moments else ""
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}{reset}")
-        orders = self.take(record, record.action) & (Action.ROLLBACK | Action.STOP)
-        if orders:
-            self._open_orders, self._ordered_at = orders, record.step - 1
+        orders = self.take(record, record.action)
+        for order, answer in _ANSWERS.items():
+            if orders & order:
+                self.write_once(
+                    str(order),
+                    f"step {record.step - 1}: the policy orders {names(order)[0]}, but attach() "
+                    "alone cannot roll back or stop: use healcore.Healer or "
+                    f"healcore.torch.heal_trainer, or {answer} if heal.last_decision().action "
+                    "contains it",
+                )
 
     def _log_nonfinite_row(self, record: StepRecord) -> None:
         """Logs an error after 100, 1,000, 10,000 steps in a row that were not finite."""
@@ -114,21 +123,6 @@ class IncidentLog:
         if row >= FROM_START and passes_power_of_ten(row - 1, row) and self.enabled:
             text = nonfinite_row_text(record, row, (), from_start=row == record.step)
             console.error(f"{self._name}: {text}", self.console)
-
-    def _log_ignored_orders(self) -> None:
-        """Logs the first order that the loop has not answered before its next step."""
-        if not self._open_orders:
-            return
-        orders, self._open_orders = self._open_orders, Action(0)
-        for order, answer in _ANSWERS.items():
-            if orders & order:
-                self._write_once(
-                    str(order),
-                    f"step {self._ordered_at}: the policy orders {names(order)[0]}, but the loop "
-                    "continues to train: attach() alone cannot roll back or stop; use "
-                    "healcore.Healer or healcore.torch.heal_trainer, or "
-                    f"{answer} if heal.last_decision().action contains it",
-                )
 
     def _incident_line(self, record: StepRecord) -> str:
         is_first = record.onset == record.step - 1  # not: what was done at the onset is unknown
@@ -144,11 +138,6 @@ class IncidentLog:
             lr_scale=record.lr_scale,
         )
         return f"step {record.onset}: incident {record.incident}: {alarm_text(alarm)}"
-
-    def _write_once(self, key: str, line: str) -> None:
-        if key not in self._logged:
-            self._logged.add(key)
-            self._write(line)
 
     def _write(self, line: str) -> None:
         if self.enabled:

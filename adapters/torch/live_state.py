@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -187,26 +187,21 @@ class RngState:
             torch.cuda.set_rng_state(generator.cpu(), device)
 
 
-class TensorHyperparameters:
-    """Keeps the tensors of hyperparameters (`lr`, `betas`) across `load_state_dict`.
+def keep_tensor_hyperparameters(optimizer: Optimizer) -> Callable[[], None]:
+    """Returns a function that writes loaded hyperparameters (`lr`, `betas`) into current tensors.
 
-    torch replaces them by new tensors, perhaps on the host. A captured graph does not read the new
-    tensors, and a capturable optimizer rejects them.
+    `load_state_dict` replaces the tensors by new ones, perhaps on the host. A captured graph does
+    not read the new tensors, and a capturable optimizer rejects them.
     """
+    originals = [
+        {n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups
+    ]
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._originals = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
+    def restore() -> None:
+        for group, before in zip(optimizer.param_groups, originals, strict=True):
+            group.update({n: _copied_into(v, group[n]) for n, v in before.items() if n in group})
 
-    def restore(self) -> None:
-        """Writes the loaded values into the old tensors."""
-        for group, originals in zip(self._optimizer.param_groups, self._originals, strict=True):
-            for name, old in originals.items():
-                if name in group:
-                    group[name] = _copied_into(old, group[name])
+    return restore
 
 
 def _copied_into(old: Any, new: Any) -> Any:
@@ -220,21 +215,13 @@ def _copied_into(old: Any, new: Any) -> Any:
 
 def _check_restorable(name: str, value: Any) -> None:
     """Raises AttachError unless `store.apply` can restore the value in place."""
-    if isinstance(value, (Tensor, dict, list)):
+    methods = ("state_dict", "load_state_dict")
+    if isinstance(value, (Tensor, dict, list)) or all(hasattr(value, each) for each in methods):
         return
-    has = [hasattr(value, method) for method in ("state_dict", "load_state_dict")]
-    if all(has):
-        return
-    kind = type(value).__name__
-    hint = f'hold it in a dictionary that the loop reads and writes, state={{"{name}": {{...}}}}'
-    if any(has):
-        hint = f"give {kind} {'load_state_dict(state)' if has[0] else 'state_dict()'} too"
-    elif isinstance(value, tuple):
-        hint = "make it a list"
     raise AttachError(
-        f'state["{name}"] is of type {kind}, which a rollback cannot restore in place: {hint}; '
-        "the state may hold tensors, dictionaries, lists, and objects with state_dict() and "
-        "load_state_dict()"
+        f'state["{name}"] is of type {type(value).__name__}, which a rollback cannot restore in '
+        "place: the state may hold tensors, dictionaries, lists, and objects with state_dict() and "
+        f'load_state_dict(); hold other values in a dictionary, state={{"{name}": {{...}}}}'
     )
 
 

@@ -23,18 +23,12 @@ def checked(name: str, value: Any) -> Tensor | float:
     """
     if isinstance(value, Tensor):
         value = value.detach()
-        if value.numel() != 1:
+        is_real = not (value.is_complex() or value.dtype is torch.bool or value.is_meta)
+        if value.numel() != 1 or not is_real:
             raise SignalError(
-                f"{name} must be one number, got a tensor of shape {tuple(value.shape)}: "
-                f"reduce it first, for example {name}.mean()"
+                f"{name} must be one real number, got a tensor of shape {tuple(value.shape)}, "
+                f"{value.dtype} on {value.device}: pass {name}.float().mean()"
             )
-        if value.is_complex() or value.dtype is torch.bool:
-            raise SignalError(
-                f"{name} must be a real number, got a tensor of {value.dtype}: "
-                f"pass {name}.abs() or {name}.float()"
-            )
-        if value.is_meta:
-            raise SignalError(f"{name} is on the meta device and has no value: pass a real tensor")
         if type(value) is not Tensor and hasattr(value, "full_tensor"):
             value = value.full_tensor()  # a DTensor
         return value.reshape(()) if value.ndim else value
@@ -55,11 +49,8 @@ class LossMean:
 
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros((), dtype=torch.float32, device=device)
-        self._count = 0
-        self._weight = 0.0
-
-    def __len__(self) -> int:
-        return self._count
+        self.weight = 0.0
+        """Sum of the weights, 0 without losses."""
 
     def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss, which `checked` has returned."""
@@ -73,22 +64,21 @@ class LossMean:
             value = float(number) * weight
             if abs(value) > _LARGEST:
                 value *= math.inf  # `fill_` would raise, but any other cast gives infinity
-        if self._count:
+        if self.weight:
             self._total.add_(value)
         elif isinstance(value, Tensor):
             self._total.copy_(value, non_blocking=True)
         else:
             self._total.fill_(value)
-        self._count += 1
-        self._weight += weight
+        self.weight += weight
 
     def mean(self) -> Tensor | None:
         """0-d float32, or None without losses."""
-        if not self._count or self._weight == 1.0:
-            return self._total if self._count else None
+        if self.weight in (0.0, 1.0):
+            return self._total if self.weight else None
         # Not `total / weight`: on CUDA that is a multiplication by the reciprocal.
-        return self._total / torch.full_like(self._total, self._weight)
+        return self._total / torch.full_like(self._total, self.weight)
 
     def clear(self) -> None:
         """Drops the losses."""
-        self._count, self._weight = 0, 0.0
+        self.weight = 0.0

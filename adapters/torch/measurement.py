@@ -114,8 +114,8 @@ class Measurer:
     ) -> None:
         self.engine = engine
         self.home = home
-        self.seen: set[str] = set()
-        """Names of the signals that any step has had so far, including dropped steps."""
+        self.has_seen_loss = False
+        """Whether any step has had a loss, including dropped steps."""
         self.tensor_norms: Sequence[Tensor] = ()
         """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
         self._optimizer = optimizer
@@ -135,7 +135,7 @@ class Measurer:
     @property
     def has_loss(self) -> bool:
         """Whether a loss was observed since the last step."""
-        return len(self.losses) > 0
+        return self.losses.weight > 0
 
     def drop_losses(self) -> None:
         """Drops the losses since the last step."""
@@ -156,7 +156,7 @@ class Measurer:
     ) -> Measurement:
         """Measures the current step. `all_parameters` is all parameters of the optimizer."""
         self.dropped.stepped = True
-        self._add_seen()
+        self.has_seen_loss |= self.has_loss
         gradients.complete_(all_parameters)
         each = gradients.norms([grad for p in all_parameters if (grad := p.grad) is not None])
         self.tensor_norms = each
@@ -206,7 +206,7 @@ class Measurer:
 
         Drops its losses. Uses its loss only if the rank decides `alone`.
         """
-        self._add_seen()
+        self.has_seen_loss |= self.has_loss
         loss = self.losses.mean() if alone else None
         bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
         measured = Measurement(
@@ -220,9 +220,6 @@ class Measurer:
         )
         self.clear()
         return self.mark_overflow(measured)
-
-    def _add_seen(self) -> None:
-        self.seen.update(self._side_signals, ["loss"] if self.has_loss else [])
 
     def _side_signal(self, name: str) -> Tensor | None:
         """A side signal as a tensor, or None if it is absent or the policy does not read it."""

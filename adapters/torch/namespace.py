@@ -1,7 +1,6 @@
-"""The array namespace of the core in torch, and the torch backend of the replay.
+"""The array namespace of the core in torch.
 
-    xp = namespace.on(device)
-    state, decision = engine.step(state, signals, xp=xp)
+    state, decision = engine.step(state, signals, xp=Namespace(device))
 
 Every function makes one or two torch calls, because an eager step calls hundreds of functions. All
 trace under ``torch.compile(fullgraph=True)``. Rejected: array-api-compat, which breaks the graph in
@@ -122,20 +121,11 @@ class Namespace:
         """Running sum along one axis."""
         return torch.cumsum(x, dim=axis)
 
-    def arange(self, n: int, dtype: torch.dtype | None = None) -> Tensor:
+    def arange(self, n: int) -> Tensor:
         """0, 1, ... n - 1 on the device."""
-        return torch.arange(n, dtype=dtype, device=self.device)
+        return torch.arange(n, device=self.device)
 
-    def asarray(self, x: Any, dtype: torch.dtype | None = None) -> Tensor:
-        """`x` as a tensor on the device, copied there without a sync."""
-        if x is EDGES and dtype is None:
-            return self._edges
-        return torch.as_tensor(x, dtype=dtype).to(self.device, non_blocking=True)
-
-    def __repr__(self) -> str:
-        return f"healcore.torch.namespace.on({str(self.device)!r})"
-
-
-def on(device: torch.device | str) -> Any:
-    """The namespace for arrays on `device`."""
-    return Namespace(torch.device(device))
+    def asarray(self, x: Any) -> Tensor:
+        """The core's only table, `EDGES`, on the device."""
+        del x
+        return self._edges

@@ -73,7 +73,7 @@ def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
 
 
 class Driver(Protocol):
-    """The framework's side of a healed run."""
+    """The framework's side of a healed run. JAX uses the bodies that methods have here."""
 
     framework: str
     """`torch` or `jax`."""
@@ -138,8 +138,8 @@ class Driver(Protocol):
         ...
 
     def has_stepped(self) -> bool:
-        """Whether there are steps that `poll_step` has not returned."""
-        ...
+        """Whether there are steps that `poll_step` has not returned. False in JAX."""
+        return False
 
     def may_save(self, patience: int | None = None) -> bool:
         """Whether no gradients are accumulated, which a checkpoint does not hold.
@@ -152,7 +152,7 @@ class Driver(Protocol):
 
     def interrupted(self) -> bool:
         """Whether an exception has interrupted an update: the state may be half updated."""
-        ...
+        return False
 
     def undo_window(self) -> str:
         """Undoes the changes by batches since the last step, which come again after a restart.
@@ -182,9 +182,14 @@ class Driver(Protocol):
         ...
 
     def losses_of(
-        self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None
-    ) -> list[float]:
-        """The loss of each batch, in training mode.
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        weights: Any = None,
+        *,
+        redraw: bool = False,
+    ) -> list[Any]:
+        """The result of `loss_fn` for each batch, on the host, in training mode.
 
         Without gradients, unless `loss_fn` computes some; `.grad` is unchanged afterwards.
 
@@ -196,18 +201,11 @@ class Driver(Protocol):
             batches: batches as the loop receives them.
             weights: result of `copy_weights`, or None for the current weights. Everything else
                 in the state stays: buffers, averages of the weights, teachers.
+            redraw: whether to draw other random numbers.
 
         Raises:
             WeightsChanged: `weights` is a copy of other parameters. `loss_fn` was not called.
-        """
-        ...
-
-    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any, *, redraw: bool = False) -> Any:
-        """Result of a loss function for a batch, on the host. The run's state is unchanged.
-
-        Draws the random numbers that `losses_of` draws, or with `redraw` others.
-
-        Raises SignalError if the function changes its batch.
+            SignalError: `loss_fn` changes its batch.
         """
         ...
 
@@ -217,7 +215,7 @@ class Driver(Protocol):
 
     def optimizer_reports(self) -> dict[str, object]:
         """Optimizer name -> dataclass whose `str()` says how it is healed. Empty in JAX."""
-        ...
+        return {}
 
     def hyperparameters(self) -> dict[str, Any]:
         """The hyperparameters in the state: name -> number, text, bool, or a list of them.
@@ -236,11 +234,10 @@ class Driver(Protocol):
 
         Empty in JAX, where the state would show a held number to the program.
         """
-        ...
+        return {}
 
     def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
         """Holds numbers in their healthy range within each step. The program reads its own."""
-        ...
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
@@ -263,7 +260,7 @@ class Driver(Protocol):
 
     def generators(self) -> Generators | None:
         """The framework's global random generators, or None if the state holds the random keys."""
-        ...
+        return None
 
     def close(self) -> None:
         """Removes the hooks that the driver has installed."""

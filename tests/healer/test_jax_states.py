@@ -105,7 +105,7 @@ FOUND = {
     "shape": r"state\['params'\]\['hidden'\] is float32\(4, 5\), and was float32\(4, 3\)",
     "missing": r"state\['params'\]\['out'\]\['w'\] is missing, and was float32\(3, 1\)",
     "more": r"state\['params'\]\['ema'\] is float32\(3,\), and was not present",
-    "tuple": r"element 0 is the state: write `state, loss = step\(",
+    "tuple": "and nothing else",
     "none": r"update takes the state that the step returns, got None: does the step `return`",
 }
 

@@ -21,7 +21,6 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from healcore.jax import (
-    gradient_norms,
     heal,
     heal_zclip,
     last_decision,
@@ -29,6 +28,7 @@ from healcore.jax import (
     protect,
     scale_by_heal_lr,
 )
+from healcore.jax.heal_state import find
 from tests.jax import policies
 
 MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -48,7 +48,7 @@ def compiled(make, *, split, check=False, **axes):
             after.append(params)
         read = {name: jnp.asarray(x, jnp.float32)[None] for name, x in metrics(state).items()}
         read["skip"] = last_decision(state).skip[None]
-        read["norm"] = gradient_norms(state, params)[""][None]
+        read["norm"] = find(state).heal_leaf_norms
         return jnp.stack(after) if split else jnp.stack(after)[:, None], read
 
     part = SPLIT if split else WHOLE

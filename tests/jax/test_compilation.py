@@ -12,11 +12,7 @@ import optax
 import pytest
 
 from healcore.core.engine import Engine
-from healcore.core.verdict import Decision
 from healcore.jax import (
-    HealState,
-    ProtectState,
-    ScaleByHealLrState,
     heal_zclip,
     last_decision,
     protect,
@@ -64,12 +60,6 @@ def test_a_state_of_an_eager_step_can_be_donated():
     tx = protect(optax.adamw(0.1), RESETS)
     _, state = steps(tx, tx.update)
     jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + leaf, state), donate_argnums=0)(state)
-
-
-@pytest.mark.parametrize("kind", [HealState, ProtectState, ScaleByHealLrState, Decision])
-def test_our_types_are_registered_for_export(kind):
-    with pytest.raises(ValueError, match=f"healcore.{kind.__name__}"):
-        jax.export.register_namedtuple_serialization(kind, serialized_name="again")
 
 
 @pytest.mark.parametrize("how", ["compiled", "serialized"])

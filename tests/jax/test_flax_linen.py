@@ -1,4 +1,3 @@
-import functools
 from typing import Any
 
 import chex
@@ -73,15 +72,6 @@ def test_a_bad_batch_is_undone_whole_and_training_continues():
         new, loss, _ = compiled(new, X)
     assert float(loss) < 0.5 * float(first)
     assert differs(new.batch_stats, state.batch_stats)
-
-
-def test_the_decision_survives_donation():
-    state = create(protect(optax.adamw(0.05), policies.ZCLIP))
-    compiled = functools.partial(jax.jit, donate_argnums=0)(step)
-    state, _, _ = compiled(state, X)
-    state, _, decision = compiled(state, X.at[0].set(jnp.inf))
-    state, _, _ = compiled(state, X)
-    assert bool(decision.skip)
 
 
 def test_other_keywords_are_fields_as_in_flax():

@@ -9,9 +9,8 @@ import optax
 import pytest
 
 import healcore.jax as hj
-from healcore.jax import heal, last_decision, protect
+from healcore.jax import heal, protect
 from healcore.policy import preset_names
-from tests.jax import policies
 
 
 def test_every_public_name_is_documented():
@@ -52,13 +51,3 @@ def test_every_preset_builds(name):
     out = jax.eval_shape(lambda s: tx.update(params, s, params, value=jnp.float32(1.0)), state)
     assert jax.tree.structure(out[1]) == jax.tree.structure(state)
     assert isinstance(heal(name), optax.GradientTransformationExtraArgs)
-
-
-def test_a_policy_may_be_an_object_too():
-    import jax.numpy as jnp
-
-    from healcore import policy
-    from healcore.core.engine import Engine
-
-    for each in (policy.load("zclip"), policies.ZCLIP, Engine(policies.ZCLIP)):
-        assert not bool(last_decision(heal(each).init(jnp.ones(2))).skip)

@@ -12,7 +12,7 @@ import healcore
 
 # Raised and caught within healcore; nobody outside ever sees one.
 INTERNAL = {
-    "ChecksumError", "NotRecordable", "NotProvided",
+    "ChecksumError", "NotRecordable",
     "UnsplittableBatch", "EpochChanged", "WeightsChanged",
     "RuleBroken",
 }  # fmt: skip

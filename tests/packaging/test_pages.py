@@ -47,7 +47,7 @@ def test_the_torch_snippets(tmp_path, monkeypatch):
         else:
             assert scope["heal"].metrics()["heal/loss"].isfinite()
     assert healers == {50: ["optimizer"], 10: ["optimizer"], 20: ["of_D", "of_G"]}
-    assert [each.mode for each in reports] == ["heal"]
+    assert [each.engine for each in reports] == ["host"]
 
 
 def test_the_jax_snippets(tmp_path, monkeypatch):

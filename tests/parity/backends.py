@@ -22,13 +22,13 @@ from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace as jax_namespace
-from healcore.torch import namespace
+from healcore.torch.namespace import Namespace
 from tests.core import fuzz
 
 Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
-_TORCH = namespace.on("cpu")
+_TORCH = Namespace(torch.device("cpu"))
 
 
 def missing(backend: str) -> str | None:

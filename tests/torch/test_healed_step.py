@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
-from healcore.torch import AttachError, attach
+from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
 from tests.torch.optimizer_cases import NAN, Case, Where, host_and_device
@@ -107,16 +107,20 @@ def test_a_copy_is_free_of_the_policy(copied: Any):
     assert steps(heal) == 0
 
 
-def test_a_step_stored_before_attach_is_an_error():
-    """Not an update that no policy has judged."""
-    optimizer = SGD([Parameter(torch.ones(3))], lr=0.5)
+def test_a_step_stored_before_attach_runs_as_without_healcore(caplog: pytest.LogCaptureFixture):
+    optimizer, twin = (SGD([Parameter(torch.ones(3))], lr=0.5, momentum=0.9) for _ in range(2))
     stored = optimizer.step
-    attach(optimizer, policies.SKIPS)
-    (p,) = parameters(optimizer)
-    p.grad = torch.full((3,), NAN)
-    with pytest.raises(AttachError, match="stored before attach"):
-        stored()
-    assert bits(p) == bits(torch.ones(3))
+    heal = attach(optimizer, policies.SKIPS)
+    for call in (stored, stored, optimizer.step):
+        for each in (optimizer, twin):
+            parameters(each)[0].grad = torch.ones(3)
+        heal.observe(1.0 if call is stored else 2.0)
+        call()
+        twin.step()
+    assert_same(snapshot(optimizer), snapshot(twin))
+    assert [each.message.count("not judged") for each in caplog.records] == [1]
+    assert steps(heal) == 1
+    assert float(heal.metrics()["heal/loss"]) == 2.0, "without the losses of steps not judged"
 
 
 # -- exceptions ----------------------------------------------------------------------------------

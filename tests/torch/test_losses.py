@@ -112,7 +112,6 @@ def test_a_value_that_is_no_loss_is_rejected_and_changes_nothing(
 @host_and_device
 def test_side_signals_reach_the_next_step_only(where: Where):
     p, optimizer, heal = healed(where, policies.EVERYTHING)
-    assert heal.report().waiting_for == ("loss", "eval_loss", "update_norm")
     heal.observe(1.0)
     heal.observe_eval(torch.tensor(2.0))
     heal.observe_update_norm(0.5)
@@ -127,7 +126,6 @@ def test_side_signals_reach_the_next_step_only(where: Where):
     fresh = attach(AdamW([p]), policies.EVERYTHING).state_dict()["state"]["detectors"]
     for name in ("overfit", "update_spike"):
         assert first[names.index(name)] != fresh[names.index(name)]
-    assert heal.report().waiting_for == ()
 
 
 @host_and_device

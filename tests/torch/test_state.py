@@ -90,21 +90,3 @@ def test_a_state_that_does_not_fit_loads_nothing(where: Where, broken: Any, mess
         with pytest.raises(StateError, match=message):
             load(broken(copy.deepcopy(before)))
     assert heal.state_dict() == before
-
-
-@host_and_device
-def test_detach_leaves_the_optimizer_as_before_attach(where: Where):
-    mine, twin = CASE.build(), CASE.build()
-    names = set(vars(mine))
-    heal = attach(mine, policies.fixed(1e-3), engine=where)
-    heal.detach()
-    heal.detach()
-    assert not heal.attached
-    assert set(vars(mine)) == names
-    for i in range(3):
-        heal.observe(1.0)
-        CASE.step(mine, i)
-        CASE.step(twin, i)
-    assert_same(snapshot(mine), snapshot(twin))
-    assert int(heal.metrics()["heal/steps"]) == 0
-    attach(mine, policies.SKIPS)

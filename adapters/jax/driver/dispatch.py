@@ -109,16 +109,17 @@ class StepReader:
     Args:
         engines: the engines of the run.
         accumulates: whether an optax.MultiSteps hides micro-batches from an engine.
-        note: called with a subject and a warning.
+        warn: called with a warning, once.
     """
 
     def __init__(
         self,
         engines: Sequence[EngineEntry],
         accumulates: bool,
-        note: Callable[[str, str], object],
+        warn: Callable[[str], object],
     ) -> None:
-        self._engines, self._accumulates, self._note = engines, accumulates, note
+        self._engines, self._accumulates, self._warn = engines, accumulates, warn
+        self._has_warned = False
         self._last: PendingRead
         self._stride: int | None = None
         """Number of steps of one dispatch, or None if unknown."""
@@ -194,8 +195,9 @@ class StepReader:
             return True
         self._untaken += 1
         taken = self._accumulates or self._untaken <= self._accumulated
-        if not taken:
-            self._note("untaken", _UNTAKEN)
+        if not taken and not self._has_warned:
+            self._has_warned = True
+            self._warn(_UNTAKEN)
         return taken
 
 

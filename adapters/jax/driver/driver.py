@@ -29,8 +29,7 @@ from healcore.jax.optax_states import (
     reset_moments,
 )
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import SAMPLE, WeightsChanged, json_setting
-from healcore.runtime.healthy_range import HealthyRange
+from healcore.runtime.driver import SAMPLE, Driver, WeightsChanged, json_setting
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from healcore.jax.driver.vote_marks import VoteMarks
 
 
-class JaxDriver:
+class JaxDriver(Driver):
     """Implements `healcore.runtime.driver.Driver` for a JAX run.
 
     Args:
@@ -67,13 +66,11 @@ class JaxDriver:
         """Paths that are known not to be trained."""
         self._not_finite = set(self.nonfinite_weights())
         accumulates = in_state.is_accumulated(tree)
-        self._reader = StepReader(self._engines, accumulates, self._note)
-        self._noted: set[str] = set()
-        """Subjects of the warnings so far."""
+        self.warnings: list[str] = []
+        self._reader = StepReader(self._engines, accumulates, self.warnings.append)
         self._marks: VoteMarks | None = None
         """Created by the first `request_vote` in a program of several processes."""
         self._ranks: Ranks | None = None
-        self.warnings: list[str] = []
         if self._engine.mode != "observe" and in_state.is_poisoned_by_one_nan(tree):
             self.warnings.append(
                 "optax.MultiSteps wraps protect: a NaN micro-batch stays in its accumulator "
@@ -174,10 +171,6 @@ class JaxDriver:
         self._marks.request(wanted)
         return True
 
-    def has_stepped(self) -> bool:
-        """False: `update` counts its step at once."""
-        return False
-
     def may_save(self, patience: int | None = None) -> bool:
         """Whether optax.MultiSteps is not accumulating. One sync if the optimizer accumulates."""
         return self._live.between_steps()
@@ -196,10 +189,6 @@ class JaxDriver:
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
         self._edit_state(in_state.edited(with_change_expected, self._live.read()))
-
-    def interrupted(self) -> bool:
-        """Returns False, because an update creates new arrays and replaces the whole state."""
-        return False
 
     def undo_window(self) -> str:
         """Returns the reason why the window cannot be undone, or an empty string."""
@@ -238,7 +227,9 @@ class JaxDriver:
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
         weights: Mapping[str, Any] | None = None,
-    ) -> list[float]:
+        *,
+        redraw: bool = False,
+    ) -> list[Any]:
         """Calls `loss_fn(state, batch)` for each batch, or `loss_fn(batch)` for nnx objects.
 
         Replaces the parameters by `weights`, but keeps the current random keys of the state.
@@ -248,29 +239,17 @@ class JaxDriver:
             for name, leaf in self._trained().items()
         ):
             raise WeightsChanged
-        return self._called(loss_fn, batches, self._without_averages(weights or {}), float)
-
-    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any, *, redraw: bool = False) -> Any:
-        """Calls `loss_fn(state, batch)`, or `loss_fn(batch)` for nnx objects."""
-        leaves = jax.tree_util.tree_leaves_with_path(self._live.read() if redraw else None)
-        keys = {jax.tree_util.keystr(path): _other_key(leaf) for path, leaf in leaves}
-        (found,) = self._called(loss_fn, [batch], keys, jax.device_get)
-        return found
-
-    def _called(
-        self,
-        loss_fn: Callable[..., Any],
-        batches: Iterable[Any],
-        replaced: Mapping[str, Any],
-        read: Callable[[Any], Any],
-    ) -> list[Any]:
         live, in_place = self._live.read(), self._live.in_place
+        replaced = {**self._without_averages(weights or {})}
+        if redraw:
+            leaves = jax.tree_util.tree_leaves_with_path(live)
+            replaced |= {jax.tree_util.keystr(path): _other_key(leaf) for path, leaf in leaves}
         state = _with(live, replaced)
         try:
             if in_place and replaced:
                 self._live.write(state)
             arguments = () if in_place else (state,)
-            return [read(loss_fn(*arguments, batch)) for batch in batches]
+            return [jax.device_get(loss_fn(*arguments, batch)) for batch in batches]
         finally:
             if in_place:
                 self._live.write(live)
@@ -278,10 +257,6 @@ class JaxDriver:
     def gradient_window(self) -> GradientWindow:
         """Returns the gradients since the last step, which the loop sums."""
         return GradientWindow(self._counters, self._live.read)
-
-    def optimizer_reports(self) -> dict[str, object]:
-        """Returns an empty dictionary."""
-        return {}
 
     def hyperparameters(self) -> dict[str, Any]:
         """Returns the hyperparameters of optax.inject_hyperparams. One sync."""
@@ -302,13 +277,6 @@ class JaxDriver:
             rates = (each["state"]["lr"]["rate"] for each in self.healing().values())
             found = {rate for rate in rates if rate not in (0.0, 1.0)}  # 1.0 if none was passed
         return found.pop() if len(found) == 1 else None
-
-    def numbers(self) -> dict[str, float]:
-        """Returns an empty dictionary: see `Driver.numbers`."""
-        return {}
-
-    def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
-        """Does nothing: see `Driver.numbers`."""
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -340,21 +308,12 @@ class JaxDriver:
                 self._ranks = CoordinatedRanks()
         return self._ranks
 
-    def generators(self) -> None:
-        """Returns None, because JAX has no global generators; random keys are in the state."""
-
     def close(self) -> None:
         """Ends the thread of the votes. The optimizer itself has no hooks to remove."""
         if self._marks is not None:
             self._marks.close()
 
     # -- internal ---------------------------------------------------------------------------------
-
-    def _note(self, subject: str, warning: str) -> None:
-        """Warns once about a subject."""
-        if subject not in self._noted:
-            self._noted.add(subject)
-            self.warnings.append(warning)
 
     def _weights(self, tree: Any = None) -> dict[str, Any]:
         """Path -> parameter (or floating array, if unknown), in the same order in all processes."""

@@ -83,18 +83,11 @@ class LiveState:
 
         A step may widen a dtype, as the first steps of `optax.inject_hyperparams` and Prodigy do.
         """
-        tree = self.read()
-        new, old = _abstract(tree), self._abstract
+        new, old = _abstract(self.read()), self._abstract
         self._abstract = old | {
             path: leaf for path, leaf in new.items() if path in old and _widens(old[path], leaf)
         }
         forms, wanted = _forms(new), _forms(self._abstract)
-        for index, part in enumerate(tree if isinstance(tree, tuple) else ()):
-            if _forms(_abstract(part)) == wanted:
-                raise HealStateError(
-                    f"update takes only the state, got a tuple whose element {index} is the state:"
-                    " write `state, loss = step(healer.state, batch); healer.update(state)`"
-                )
         wrong = [path for path in {**wanted, **forms} if forms.get(path) != wanted.get(path)]
         if wrong:
             lines = [
@@ -106,8 +99,9 @@ class LiveState:
             raise HealStateError(
                 "update takes the state with the structure, shapes and dtypes of the first state: "
                 f"{'; '.join(lines)}{more}. Nothing was saved or replaced. Return the whole "
-                "state from the step, and cast changed arrays, x.astype(old.dtype). For NumPy "
-                "arrays write `state = jax.tree.map(jnp.asarray, state)` before the Healer"
+                "state, and nothing else, from the step, and cast changed arrays, "
+                "x.astype(old.dtype). For NumPy arrays write "
+                "`state = jax.tree.map(jnp.asarray, state)` before the Healer"
             )
 
     def items(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,27 +26,15 @@ class BatchStatistics:
     """The batch statistics of a whole state. Does nothing in observe mode, or without such layers.
 
     A skipped step of an optimizer restores the layers that it trains to their values after the
-    optimizer's previous step.
+    optimizer's previous step. Layers that no optimizer trains (a weight average) stay.
     """
 
     def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
-        self._state = state
-        self._healings = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
-        self._layers: dict[str | None, LayerStatistics] = {}
-        """Name of the optimizer that trains the layers, or None for untrained layers -> layers."""
-        self.find_layers()
-
-    def find_layers(self) -> None:
-        """Finds the current layers of the modules. Visits all modules."""
-        found = layers_of(self._state, self._healings) if self._healings else {}
-        known, self._layers = self._layers, {}
-        for owner, layers in found.items():
-            self._layers[owner] = known.get(owner) or LayerStatistics()
-            self._layers[owner].cover(layers)
-        for i, (name, healing) in enumerate(self._healings.items()):
-            first = i == 0 and None in self._layers
-            wanted = first or name in self._layers
-            healing.hooks.on_ended = partial(self._end, name, first) if wanted else None
+        healed = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
+        self._layers = {n: LayerStatistics(each) for n, each in layers_of(state, healed).items()}
+        self._hooks = [healed[name].hooks for name in self._layers]
+        for hooks, layers in zip(self._hooks, self._layers.values(), strict=True):
+            hooks.on_ended = layers.end
 
     def save(self) -> None:
         """Saves the current values, including non-finite values."""
@@ -60,38 +47,25 @@ class BatchStatistics:
             each.end(False)
 
     def restore(self) -> None:
-        """Restores trained layers to their values after their optimizer's last step."""
-        for owner, each in self._layers.items():
-            if owner is not None:  # other code writes weight averages between two steps
-                each.end(True)
+        """Restores the layers to their values after their optimizer's last step."""
+        for each in self._layers.values():
+            each.end(True)
 
     def close(self) -> None:
         """Removes the callbacks."""
-        for healing in self._healings.values():
-            healing.hooks.on_ended = None
-
-    def _end(self, name: str, first: bool, skipped: bool | Tensor) -> None:
-        if name in self._layers:
-            self._layers[name].end(skipped)
-        if first:
-            # Untrained layers, such as weight averages, are written between two steps.
-            self._layers[None].end(False)
+        for hooks in self._hooks:
+            hooks.on_ended = None
 
 
 class LayerStatistics:
     """The statistics of some layers after the last step that was not skipped."""
 
-    def __init__(self) -> None:
-        self._layers: Sequence[nn.Module] = ()
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
         self._buffers: list[Tensor] = []
         self._blocks: list[tuple[list[Tensor], Tensor]] = []
         """For each dtype and device: 1-d views of the buffers, and their saved values."""
-
-    def cover(self, layers: Sequence[nn.Module]) -> None:
-        """Replaces the layers. Keeps the saved values if the buffers are the same."""
-        self._layers = layers
-        if not self._is_current():
-            self.save()
+        self.save()
 
     @torch.no_grad()
     def save(self) -> None:
@@ -157,26 +131,25 @@ def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
 
 def layers_of(
     state: Mapping[str, Any], healings: Mapping[str, Healing]
-) -> dict[str | None, list[nn.Module]]:
+) -> dict[str, list[nn.Module]]:
     """Layers with batch statistics, by the name of the optimizer that trains them.
 
     A layer without trained parameters belongs to the optimizer of the nearest enclosing module with
-    trained parameters, or to None (for example in an averaged copy).
+    trained parameters.
     """
     owners = {
         id(p): name for name, heal in healings.items() for p in gradients.parameters(heal.optimizer)
     }
-    found: dict[str | None, list[nn.Module]] = {}
+    found: dict[str, list[nn.Module]] = {}
     seen: set[int] = set()
-    for root in state.values():
-        if not isinstance(root, nn.Module):
-            continue
-        for path, layer in root.named_modules():
+    for root in state.values() if healings else ():
+        for path, layer in root.named_modules() if isinstance(root, nn.Module) else ():
             if id(layer) in seen or not any(layer._buffers.get(name) is not None for name in NAMES):
                 continue
             seen.add(id(layer))
             owner = next(filter(None, _trainers(root, path, owners)), None)
-            found.setdefault(owner, []).append(layer)
+            if owner is not None:
+                found.setdefault(owner, []).append(layer)
     return found
 
 

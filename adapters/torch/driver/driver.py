@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from healcore import console
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import check_engines
 from healcore.runtime.healthy_range import HealthyRange
@@ -23,7 +25,7 @@ from healcore.torch.attachment import healing_of
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.gradient_window import Accumulation, GradientWindow
 from healcore.torch.driver.loss_evaluation import LossEvaluation
-from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
+from healcore.torch.driver.pending_step import MOST_PENDING, PendingEntry, PendingStep, Recorder
 from healcore.torch.enforcer import moments_obstacle, reset_moments
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
@@ -32,6 +34,9 @@ from healcore.torch.live_state import optimizers, parameter_names
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized
 from healcore.torch.store.state import flatten
+
+WITHOUT_POLL = 100
+"""Steps before the first poll after which a warning is logged."""
 
 
 class TorchDriver:
@@ -67,10 +72,10 @@ class TorchDriver:
             self._detach()
             raise
         names = partial(parameter_names, self._state)
-        self._pending = PendingEntries()
+        self._pending: deque[PendingEntry] = deque(maxlen=MOST_PENDING)
         self.warnings: list[str] = []
         self._recorders = [
-            Recorder(name, healing, names, self._pending, self.warnings.append)
+            Recorder(name, healing, names, self._pending.append, self.warnings.append)
             for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
@@ -83,9 +88,13 @@ class TorchDriver:
         self._statistics = BatchStatistics(self._state, self.healings)
         self._evaluation = LossEvaluation(self._state, self.healings, self._accumulations)
         self.weights_digest = self._evaluation.weights_digest
+        self.copy_weights = self._evaluation.copy_weights
+        self.losses_of = self._evaluation.losses_of
         self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None
         self._wants_vote = False
+        self._unpolled: int | None = 0
+        """Number of steps before the first poll, or None afterwards."""
         self._polled_steps = 0
 
     # -- signals from the loop ------------------------------------------------------------------
@@ -113,19 +122,17 @@ class TorchDriver:
 
     def items(self) -> dict[str, Any]:
         """The state as the user passed it."""
-        self._statistics.find_layers()
         return dict(self._state)
 
     def replace(self, restored: Mapping[str, Any]) -> None:
         """Loads a restored state. Drops gradients and losses since the last step."""
-        hyperparameters = [
-            live_state.TensorHyperparameters(h.optimizer) for h in self.healings.values()
-        ]
+        optimizers = [h.optimizer for h in self.healings.values()]
+        restores = [live_state.keep_tensor_hyperparameters(each) for each in optimizers]
         try:
             apply(self._state, restored)
         finally:  # after an error an older checkpoint may be loaded
-            for each in hyperparameters:
-                each.restore()
+            for restore in restores:
+                restore()
         for accumulation in self._accumulations:
             accumulation.clear()
         for healing in self.healings.values():
@@ -166,7 +173,8 @@ class TorchDriver:
         # by-products: a GAN's generator loss also has gradients in the discriminator.
         several = len(self._accumulations) > 1
         all_stepped = several and all(each.stepped for each in self._accumulations)
-        entries = self._pending.take()
+        entries, self._unpolled = [*self._pending], None
+        self._pending.clear()
         for each in self._accumulations:
             each.idle += bool(entries) and not each.stepped
             each.stepped = False
@@ -278,20 +286,6 @@ class TorchDriver:
         found = [p for p, norm in zip(params, norms, strict=True) if not norm.isfinite()]
         return parameter_names(self._state, found)
 
-    def copy_weights(self) -> dict[int, Tensor]:
-        """See `LossEvaluation.copy_weights`."""
-        return self._evaluation.copy_weights()
-
-    def losses_of(
-        self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None
-    ) -> list[float]:
-        """See `Driver.losses_of`."""
-        return self._evaluation.losses_of(loss_fn, batches, weights)
-
-    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any, *, redraw: bool = False) -> Any:
-        """See `Driver.try_loss_fn`."""
-        return self._evaluation.try_loss_fn(loss_fn, batch, redraw=redraw)
-
     def state_bytes(self) -> int:
         """Bytes of the arrays in the state. Assumes two moments for an optimizer without state."""
         leaves = flatten(self.items(), live=True).leaves.values()
@@ -349,6 +343,16 @@ class TorchDriver:
         self._observed = False
         for each in self._accumulations:
             each.reached_since_any_step = False
+        if self._unpolled is not None:
+            self._unpolled += 1
+            if self._unpolled == WITHOUT_POLL:
+                console.warning(
+                    f"{WITHOUT_POLL} steps, but neither healer.batches(loader) nor "
+                    "healer.after_step() was called: without them the Healer cannot save, roll "
+                    "back or stop the run; take the batches from `for batch in "
+                    "healer.batches(loader)`, or call healer.after_step() after each "
+                    "optimizer.step()"
+                )
         self._call_on_step()
 
     def _attach(self, engine: Any, options: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ class LossEvaluation:
         """Whether `loss_fn` computes gradients, as for adversarial examples."""
 
     def copy_weights(self) -> dict[int, Tensor]:
-        """Parameter's id -> host copy of each trained parameter; for DTensors, of local shards.
+        """See `Driver.copy_weights`: parameter's id -> host copy; for DTensors, of local shards.
 
         On the host, so that an accelerator's memory holds only one set of weights.
         """
@@ -66,64 +66,45 @@ class LossEvaluation:
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
         weights: Mapping[int, Tensor] | None = None,
-    ) -> list[float]:
+        *,
+        redraw: bool = False,
+    ) -> list[Any]:
         """See `Driver.losses_of`."""
         if weights is not None:
             shapes = [{k: w.shape for k, w in each.items()} for each in (weights, self._trained())]
             if shapes[0] != shapes[1]:
                 raise WeightsChanged
         try:
-            return self._losses_of(loss_fn, batches, weights)
+            return self._losses_of(loss_fn, batches, weights, redraw)
         except RuntimeError as error:
             if self._differentiates or "not require grad" not in str(error):
                 raise
             self._differentiates = True
-            return self._losses_of(loss_fn, batches, weights)
+            return self._losses_of(loss_fn, batches, weights, redraw)
 
     def _losses_of(
         self,
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
         weights: Mapping[int, Tensor] | None,
-    ) -> list[float]:
+        redraw: bool,
+    ) -> list[Any]:
         with undone(), self._restoring(), torch.set_grad_enabled(self._differentiates):
             current = None if weights is None else self.copy_weights()
             try:
                 if weights is not None:
                     self._write_weights(weights)
-                return [float(_whole(loss_fn(copied(batch)))) for batch in batches]
+                if redraw:
+                    for device in {part.device for part in self._trained().values()}:
+                        torch.rand((), device=device)
+                    random.random()
+                    np.random.rand()  # noqa: NPY002 -- users do
+                return [_loss_of_copy(loss_fn, batch) for batch in batches]
             finally:
                 if current is not None:
                     self._write_weights(current)
                 else:
                     self.reshard()
-
-    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any, *, redraw: bool = False) -> Any:
-        """See `Driver.try_loss_fn`."""
-        found: list[Any] = []
-        given = copied(batch)
-        before = dict(_marks(given))
-
-        def call(_: Any) -> float:
-            if redraw:
-                for device in {part.device for part in self._trained().values()}:
-                    torch.rand((), device=device)
-                random.random()
-                np.random.rand()  # noqa: NPY002 -- users do
-            loss = _whole(loss_fn(given))
-            found.append(loss.tolist() if isinstance(loss, Tensor) else loss)
-            return 0.0
-
-        self.losses_of(call, [None])
-        after = dict(_marks(given))
-        changed = [path for path in before | after if before.get(path) != after.get(path)]
-        if changed:
-            raise SignalError(
-                f"loss_fn changes {', '.join(changed[:3])}, but the Healer calls it again, also on "
-                "earlier batches: write into a copy, as in batch = dict(batch) before batch.pop(), "
-                "and x = x - 1 instead of x.sub_(1)"
-            )
-        return found[0]
 
     def reshard(self) -> None:
         """Frees parameters that a forward pass of FSDP2 has gathered. They hide the shards."""
@@ -195,6 +176,23 @@ class LossEvaluation:
             for module, values in zip(modules, attributes, strict=True):
                 vars(module).update(values)
             RngState().load_state_dict(generators)
+
+
+def _loss_of_copy(loss_fn: Callable[..., Any], batch: Any) -> Any:
+    """The loss of a copy of a batch, on the host. SignalError if the function changes the copy."""
+    given = copied(batch)
+    before = dict(_marks(given))
+    loss = _whole(loss_fn(given))
+    loss = loss.tolist() if isinstance(loss, Tensor) else loss
+    after = dict(_marks(given))
+    changed = [path for path in before | after if before.get(path) != after.get(path)]
+    if changed:
+        raise SignalError(
+            f"loss_fn changes {', '.join(changed[:3])}, but the Healer calls it again, also on "
+            "earlier batches: write into a copy, as in batch = dict(batch) before batch.pop(), "
+            "and x = x - 1 instead of x.sub_(1)"
+        )
+    return loss
 
 
 def copied(batch: Any) -> Any:

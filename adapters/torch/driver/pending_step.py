@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from healcore import console
 from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
 from healcore.runtime.store.ranks import Ranks
@@ -19,11 +17,8 @@ from healcore.torch.loop_mistakes import NormCeiling
 from healcore.torch.measurement import AsyncCopy, StepNorms
 from healcore.torch.signal_allreduce import requests_vote
 
-MOST = 256
+MOST_PENDING = 256
 """Number of newest entries to keep. A loop may take several steps per batch, as in RL."""
-
-_NEVER_POLLED, _POLLED_BEFORE = 100, 1000
-"""Steps without a poll after which a warning is logged: before the first poll, and later."""
 
 
 class PendingEntry(NamedTuple):
@@ -36,52 +31,15 @@ class PendingEntry(NamedTuple):
     """See `SignalAllReduce.last_marks`."""
 
 
-class PendingEntries:
-    """The newest `MOST` entries since the last `take`."""
-
-    def __init__(self) -> None:
-        self._entries: deque[PendingEntry] = deque(maxlen=MOST)
-        self._count = 0
-        self._polled = self._warned = False
-
-    def add(self, entry: PendingEntry) -> None:
-        """Adds an entry."""
-        self._entries.append(entry)
-        self._count += 1
-        if not self._warned and self._count >= (_POLLED_BEFORE if self._polled else _NEVER_POLLED):
-            self._warned = True
-            console.warning(
-                f"{self._count} steps, but neither healer.batches(loader) nor healer.after_step() "
-                "was called: without them the Healer cannot save, roll back or stop the run; "
-                "take the batches from `for batch in healer.batches(loader)`, or call "
-                "healer.after_step() after each optimizer.step()"
-            )
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def take(self) -> list[PendingEntry]:
-        """Returns the entries, oldest first, and removes them."""
-        self._polled, self._count = True, 0
-        taken = list(self._entries)
-        self._entries.clear()
-        return taken
-
-    def clear(self) -> None:
-        """Removes the entries."""
-        self._entries.clear()
-        self._count = 0
-
-
 class Recorder:
-    """Adds an entry to `pending` for every step of one optimizer, without a sync."""
+    """Calls `add` with an entry for every step of one optimizer, without a sync."""
 
     def __init__(
         self,
         name: str,
         healing: Healing,
         names: Callable[[Sequence[object]], list[str]],
-        pending: PendingEntries,
+        add: Callable[[PendingEntry], object],
         warn: Callable[[str], object],
     ) -> None:
         self.name = name
@@ -89,7 +47,7 @@ class Recorder:
         self._warn = warn
         self._ceiling = NormCeiling()
         self._names = names
-        self._pending = pending
+        self._add = add
         self._last_step = 0
         """Number of the last step that was read."""
         self._baseline_norms: StepNorms | None = None
@@ -104,7 +62,7 @@ class Recorder:
     def _record(self, norms: StepNorms) -> None:
         record = self.healing.live_engine.pending_record(self.name)
         marks = self.healing.hooks.all_reduce.last_marks
-        self._pending.add(PendingEntry(self, record, norms, marks))
+        self._add(PendingEntry(self, record, norms, marks))
 
     def read(self, entry: PendingEntry) -> StepRecord:
         """The record of an entry, read in order. Evidence, for records with a cause, is a sync."""

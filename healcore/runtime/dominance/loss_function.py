@@ -144,10 +144,10 @@ class LossFunction:
         assert self.function is not None
         losses, mistake, problem, failure, state, draws = [], None, None, None, None, False
         try:
-            attempt = undone()(self._driver.try_loss_fn)
+            attempt = undone()(self._driver.losses_of)
             with undone(self.function):
                 for redraw in (False, False, True):
-                    losses.append(attempt(self.function, batch, redraw=redraw))
+                    losses += attempt(self.function, [batch], redraw=redraw)
             first, second, third = (float(check_scalar("loss_fn(batch)", each)) for each in losses)
             self._expected, draws = first, first != third
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN

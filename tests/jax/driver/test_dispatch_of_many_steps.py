@@ -105,12 +105,6 @@ def test_a_dispatch_of_more_steps_than_the_state_has_records_is_refused():
         driver.poll_step().steps()
 
 
-def test_the_number_of_records_is_a_whole_number():
-    for records in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="records"):
-            protect(optax.sgd(0.1), POLICY, records=records)
-
-
 def test_a_change_of_the_healing_state_by_the_host_is_no_step():
     """A loop takes several batches for one dispatch: the next `poll_step` may come before it."""
     state, many = start()

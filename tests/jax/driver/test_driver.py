@@ -84,38 +84,6 @@ def test_a_resumed_run_does_not_start_over(fresh):
         assert handle.steps()[-1][0].step == 4
 
 
-def test_updates_of_several_steps_are_none_of_this():
-    """A scan over steps takes one `update` for all of them."""
-    run = plain()
-    driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None, ())
-
-    def three(state: Any, first: int) -> Any:
-        for i in range(first, first + 3):
-            state = run.step(state, batch(i))
-        return state
-
-    seen = []
-    for _ in range(2):
-        driver.update(three(driver.state, 0))
-        driver.poll_step()
-        if not seen:
-            store.save(1, driver.items(), healing=driver.healing())
-        seen.append(jax.tree.map(jnp.copy, driver.state))
-    driver.update(three(driver.state, 6))
-    driver.poll_step()
-    mine = jax.tree.map(jnp.copy, driver.state)
-    restored = store.restore(1, driver.items())
-    driver.replace(restored.state)
-    driver.load_healing(restored.healing or {})
-    with pytest.raises(HealStateError, match=LINE):
-        driver.update(three(mine, 3))
-    driver.update(three(driver.state, 3))
-    handle = driver.poll_step()
-    assert handle is not None
-    assert handle.steps()[-1][0].step == 6
-
-
 def overflows(inner: Any, policy: Any) -> Any:
     tx = protect(inner, policy)
 

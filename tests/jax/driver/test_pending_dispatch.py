@@ -75,20 +75,6 @@ def test_in_observe_mode_the_order_is_reported_and_not_enforced():
     assert np.isnan(driver.state["params"]["hidden"]).all()
 
 
-def test_several_engines_are_reported_by_name():
-    tx = protect(optax.sgd(0.1), POLICY)
-    params = {"w": jnp.ones(3)}
-    state = {"generator": tx.init(params), "critic": tx.init(params)}
-    driver = JaxDriver(state, POLICY)
-    _, one = tx.update({"w": jnp.full(3, jnp.nan)}, state["critic"], params)
-    driver.update({**state, "critic": one})
-    handle = driver.poll_step()
-    assert handle is not None
-    records = {each.engine: each for each in handle.steps()[-1]}
-    assert (records["generator"].step, records["critic"].step) == (0, 1)  # it judged none
-    assert records["critic"].skip
-
-
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

@@ -66,5 +66,5 @@ def test_other_keys_of_objects_that_are_updated_in_place():
         return layer(model(batch)).sum()
 
     batch = jnp.ones((50, 3))
-    first, same, other = (driver.try_loss_fn(loss_fn, batch, redraw=i == 2) for i in range(3))
-    assert first == same == driver.try_loss_fn(loss_fn, batch) != other
+    first, same, other = (driver.losses_of(loss_fn, [batch], redraw=i == 2) for i in range(3))
+    assert first == same == driver.losses_of(loss_fn, [batch]) != other

@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from healcore.torch import AttachError, SignalError, attach
 from healcore.torch.driver import RngState, TorchDriver
+from healcore.torch.driver.driver import WITHOUT_POLL
+from healcore.torch.incident_log import WITHOUT_LOSS
 from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run
 
 adam = partial(AdamW, lr=0.01)
@@ -121,3 +123,25 @@ def test_random_generators_are_saved_and_restored():
     state["rng"].load_state_dict(store.restore(0, state).state["rng"])
     assert torch.equal(torch.randn(3), first)
     assert RngState().state_dict()["cuda"] == [], "CUDA is not started by asking"
+
+
+def test_a_missing_loss_has_one_warning_after_a_while():
+    run = Run(adam)
+    driver = TorchDriver(run.state, ROLLS_BACK)
+    for i in range(60):
+        run.step(i)
+        driver.poll_step()
+        assert len(driver.warnings) == (i >= WITHOUT_LOSS - 1)
+    assert "healer.observe(loss)" in driver.warnings[0]
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCaptureFixture):
+    run = Run(adam)
+    driver = TorchDriver(run.state, ROLLS_BACK)
+    for i in range(2 * WITHOUT_POLL):
+        run.step(i)
+        if polls and i == 0:
+            driver.poll_step()
+    said = [each.message for each in caplog.records if "healer.batches(loader)" in each.message]
+    assert len(said) == (not polls)

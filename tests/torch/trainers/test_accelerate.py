@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from healcore.runtime.healer import Healer
-from healcore.torch import AttachError, attach
+from healcore.torch import attach
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import rules, skip_no_batches
 from tests.torch import policies
@@ -112,7 +112,7 @@ def test_a_nan_batch_costs_its_step_and_nothing_else(accumulate: int):
     assert all(bool(p.isfinite().all()) for p in loop.model.parameters())
 
 
-def test_a_wrapper_with_a_scaler_is_healed_and_released():
+def test_a_wrapper_with_a_scaler_is_healed_and_released(caplog: pytest.LogCaptureFixture):
     """With fp16 it stores `step` before `attach`, and restores it after each step."""
     Loop()
     p = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
@@ -134,9 +134,13 @@ def test_a_wrapper_with_a_scaler_is_healed_and_released():
     heal.detach()
     assert not step(1e4)
     assert int(heal.metrics()["heal/steps"]) == 8
-    attach(inner, policies.SKIPS)
-    with pytest.raises(AttachError, match="accelerate"):
-        step()
+    heal = attach(inner, policies.SKIPS)
+    assert not step()
+    assert not step(1e4)
+    assert int(heal.metrics()["heal/steps"]) == 0
+    assert [each.message.count("pass accelerate's optimizer") for each in caplog.records].count(
+        1
+    ) == 1
 
 
 def test_clipping_in_the_loop_is_noticed(caplog: pytest.LogCaptureFixture):
