@@ -112,12 +112,10 @@ def replay(
             known = sys.stdout.isatty() or os.environ.get("COLUMNS")
             printer = console(stderr=jsonl == "-", width=None if known else _PIPE_WIDTH)
             printer.print(table.summary_table(summaries))
-            count = sum(trace.problem_count for trace in opened)
-            _print_first(printer, [each for t in opened for each in t.problems], count, "yellow")
+            _print_first(printer, [each for t in opened for each in t.problems], "yellow")
             for line in table.notes(summaries):
                 printer.print(line, markup=False, highlight=False)
-            notes = [each for trace in opened for each in trace.notes]
-            _print_first(printer, notes, len(notes), "dim")
+            _print_first(printer, [each for trace in opened for each in trace.notes], "dim")
             printer.print(table.LEGEND, style="dim", highlight=False)
             if page:
                 printer.print(page, markup=False, highlight=False)
@@ -154,10 +152,10 @@ def _write_files(
     return f"page: {page}" + f" (the first {len(reports)} replays)" * (len(reports) < count)
 
 
-def _print_first(printer: Console, lines: Sequence[str], count: int, style: str) -> None:
+def _print_first(printer: Console, lines: Sequence[str], style: str) -> None:
     shown = list(lines[:MAX_PRINTED])
-    if count > len(shown):
-        shown.append(f"and {count - len(shown):,} more like these")
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown):,} more like these")
     for line in shown:
         printer.print(line, style=style, markup=False, highlight=False)
 

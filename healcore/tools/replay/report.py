@@ -55,24 +55,24 @@ def replay_report(result: Replay, policy: PolicySource) -> RunReport:
 def _curves(result: Replay) -> Curves:
     rows, judged = result.trace.rows, result.judged
     curves = {name: rows.values[name] for name in ("loss", "grad_norm") if name in rows.values}
-    nonfinite = np.zeros(len(rows.index), bool)
+    count = len(rows.step)
+    nonfinite = np.zeros(count, bool)
     for name, curve in curves.items():
         nonfinite |= rows.logged[name] & ~np.isfinite(curve)
-    places = np.searchsorted(rows.index, judged.index)
     for name in ("threshold", "lr_scale"):
-        curves[name] = np.full(len(rows.index), np.nan, np.float32)
-        curves[name][places] = getattr(judged.record, name)
+        curves[name] = np.full(count, np.nan, np.float32)
+        curves[name][judged.index] = judged.record[name]
     curves["threshold"][curves["threshold"] == 0] = np.nan  # 0 means no limit
     if np.isnan(curves["threshold"]).all():
         del curves["threshold"]
-    kept = thin(rows.index, curves, 2000)
+    kept = thin(np.arange(count), curves, 2000)
     curves = {name: curve[kept] for name, curve in curves.items()}
     return Curves(
         loss=curves.get("loss", np.full(len(kept), np.nan, np.float32)),
         grad_norm=curves.get("grad_norm"),
         threshold=curves.get("threshold"),
         lr_scale=curves["lr_scale"],
-        rows=len(rows.index),
+        rows=count,
         step=rows.step[kept],
         attempt=rows.attempt[kept],
         nonfinite=nonfinite[kept],
@@ -98,9 +98,9 @@ def _alarm_marks(judged: JudgedRows) -> tuple[list[Mark], list[str]]:
 
 def _trace_notes(trace: Trace) -> list[str]:
     """Returns the problems and notes of a trace as text, problems first."""
-    lines = [*trace.problems, *trace.notes]
-    more = trace.problem_count - len(trace.problems)
-    return [*lines, *([f"and {more:,} more problems"] if more else [])]
+    more = len(trace.problems) - 100
+    lines = [*trace.problems[:100], *([f"and {more:,} more problems"] if more > 0 else [])]
+    return [*lines, *trace.notes]
 
 
 def _attempts(trace: Trace) -> tuple[RunAttempt, ...]:

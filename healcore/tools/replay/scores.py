@@ -111,10 +111,8 @@ def score_replay(replay: Replay, label: Label) -> Score | None:
     for action in (Action.STOP, Action.ROLLBACK):
         if any(rule.action & action for rule in rules):
             rows = judged.action & int(action) != 0
-    recorded = replay.trace.rows
-    loss = recorded.values.get("loss")
-    nonfinite = recorded.index[:0] if loss is None else recorded.index[~np.isfinite(loss)]
-    return score(judged.index[rows], nonfinite, label)
+    loss = replay.trace.rows.values.get("loss", np.zeros(0))
+    return score(judged.index[rows], np.flatnonzero(~np.isfinite(loss)), label)
 
 
 def label_of(labels: Sequence[Label], trace: str) -> Label | None:

@@ -91,8 +91,8 @@ def summarize(
         trace=trace.name,
         policy=policy,
         fingerprint=fingerprint,
-        rows=len(trace.rows.index),
-        unjudged=len(trace.rows.index) - len(judged.index),
+        rows=len(trace.rows.step),
+        unjudged=len(trace.rows.step) - len(judged.index),
         first_step=float(trace.rows.step[0]),
         last_step=float(trace.rows.step[-1]),
         alarms=int(np.count_nonzero(record.cause)),
@@ -111,7 +111,7 @@ def summarize(
         ),
         stopped_step=float(judged.step[stops[0]]) if stops.size else None,
         inactive=dict(inactive),
-        problems=trace.problem_count,
+        problems=len(trace.problems),
     )
 
 
@@ -133,10 +133,8 @@ def find_incidents(judged: JudgedRows) -> list[Incident]:
     """Finds the incidents. Each has the rows with an alarm from its first row to the next one's."""
     record = judged.record
     first = np.diff(judged.attempt, prepend=-1) != 0
-    is_new = first & np.isin(judged.attempt, list(judged.separate))
-    number_before = np.concatenate(([0], record.incident))[:-1]
     lr_before = np.concatenate(([np.float32(1)], record.lr_scale))[:-1]
-    opened = record.incident != np.where(is_new, 0, number_before)
+    opened = np.diff(record.incident, prepend=0) != 0
     alarmed = (record.incident_open | record.skip) & (record.cause != 0)
     starts = np.flatnonzero(opened)
     # An attempt ends the incident of the attempt before it.
@@ -147,8 +145,7 @@ def find_incidents(judged: JudgedRows) -> list[Incident]:
         after = np.searchsorted(ends, start, side="right")
         end = int(ends[after]) if after < len(ends) else len(first)
         own = rows[slice(*np.searchsorted(rows, (start, end)))]
-        before = np.float32(1) if is_new[start] else lr_before[start]
-        incidents.append(_incident(judged, own, number, before))
+        incidents.append(_incident(judged, own, number, lr_before[start]))
     return incidents
 
 

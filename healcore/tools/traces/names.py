@@ -6,6 +6,7 @@ other characters as one "_": "train/loss" equals "train_loss".
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -85,6 +86,12 @@ _TIER = {
 def is_step(name: str) -> bool:
     """Whether a column name is a name of the step."""
     return (STEP, normalize(name)) in _TIER
+
+
+@functools.lru_cache(maxsize=4096)
+def is_known(name: str) -> bool:
+    """Whether a name is a name of the step or of a signal."""
+    return any((signal, normalize(name)) in _TIER for signal in _NAMES)
 
 
 def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from healcore.tools.traces import records, tensorboard_file
-from healcore.tools.traces.attempts import Log, join_logs
-from healcore.tools.traces.columns import JUDGED, Trace, TraceError, Unreadable
+from healcore.tools.traces.attempts import join_logs
+from healcore.tools.traces.columns import JUDGED, Log, Trace, TraceError, Unreadable
 from healcore.tools.traces.names import check_columns, quote_names
 from healcore.tools.traces.tables import read_header, read_tables
 from healcore.tools.traces.text import read_head
@@ -124,8 +124,7 @@ def _read_directory(path: str, columns: Mapping[str, str]) -> tuple[list[Log], b
             unusable.append(f"{file}: {_reason(error)}")
     if not logs:
         raise TraceError("; ".join(unusable))
-    logs[0].findings.problems += unusable
-    logs[0].findings.problem_count += len(unusable)
+    logs[0].notes.extend(unusable)
     return logs, form is not None and form.is_one_run
 
 
@@ -147,11 +146,10 @@ def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[Log], bool]:
     ]
     if usable:
         return usable, form.is_one_run
-    findings, rows = logs[-1].findings, len(logs[-1].line)
-    if not findings.problems:
-        why = f"none of its {rows:,} rows logs" if rows else "it does not log"
-        raise TraceError(f"no usable row: {why} a loss or a gradient norm")
-    raise TraceError(f"no usable row: {findings.problem_count:,} problems, {findings.problems[0]}")
+    if problems := logs[-1].problems:
+        line, text = problems[0]
+        raise TraceError(f"no usable row: {len(problems):,} problems, line {line}: {text}")
+    raise TraceError("no usable row: no row logs a loss or a gradient norm")
 
 
 # -- formats -------------------------------------------------------------------------------------
@@ -174,12 +172,6 @@ def _read_table(path: str, columns: Mapping[str, str]) -> list[Log]:
     return read_tables(path, header, columns)
 
 
-def _read_tensorboard(path: str, columns: Mapping[str, str]) -> list[Log]:
-    tensorboard_file.check_installed()
-    scalars = functools.partial(tensorboard_file.scalars, path)
-    return [records.rows_of_records(path, scalars, columns)]
-
-
 def _of_records(name: str, read: Any, is_step: Any, *, is_one_run: bool = False) -> Format:
     return Format(name, functools.partial(records.read_records, read, is_step), is_one_run)
 
@@ -188,7 +180,7 @@ _TYPED = _of_records("typed records", records.json_lines, records.is_typed_step,
 _DOCUMENT = _of_records("trainer_state.json", records.json_document, records.is_no_summary)
 _TABLE = Format("CSV", _read_table, False)
 _PLAIN = _of_records("JSON Lines", records.json_lines, bool)
-_TENSORBOARD = Format("TensorBoard events", _read_tensorboard, True)
+_TENSORBOARD = _of_records("TensorBoard events", tensorboard_file.scalars, bool, is_one_run=True)
 _CONSOLE = _of_records("console output", records.console_lines, records.is_no_summary)
 FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE)
 """Formats by preference. If a directory has several formats, only the first of these is read."""
