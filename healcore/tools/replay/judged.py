@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,8 @@ _RECORD = np.dtype(
 )
 
 
-class JudgedRows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class JudgedRows:
     """The judged rows of a trace. Arrays are (n,)."""
 
     index: np.ndarray
@@ -55,22 +57,22 @@ class JudgedRows(NamedTuple):
     ends_run: np.ndarray
     """bool: a live run ends here, even if all earlier rollbacks helped."""
 
-    @property
+    @functools.cached_property
     def spent(self) -> np.ndarray:
         """bool: a rollback is due, but the budget denies it."""
         return self.due & (self.record.action & int(Action.ROLLBACK) == 0)
 
-    @property
+    @functools.cached_property
     def action(self) -> np.ndarray:
         """int32: the orders, with ROLLBACK at each row where a rollback is due."""
         return self.record.action | np.where(self.due, int(Action.ROLLBACK), 0)
 
-    @property
+    @functools.cached_property
     def clipped(self) -> np.ndarray:
         """bool: the gradient is scaled down, and the step is not skipped."""
         return (self.record.grad_scale < 1) & ~self.record.skip
 
-    @property
+    @functools.cached_property
     def decided(self) -> np.ndarray:
         """bool: the decision is not neutral."""
         record = self.record
@@ -91,9 +93,8 @@ def judge(engine: Engine, trace: Trace) -> JudgedRows:
     budgets and LR multiplier. An attempt from scratch is a rollback to the first state.
     """
     rows = trace.rows
-    combinations, kind = _choose_signals(engine, rows)
-    index = np.flatnonzero(kind >= 0)
-    kind, attempt = kind[index], rows.attempt[index]
+    index, combinations, kind = _choose_signals(engine, rows)
+    attempt = rows.attempt[index]
     loops = [_recorded_loop(engine.config, names) for names in combinations]
     inputs = [[rows.values[name][index] for name in names] for names in combinations]
     record = np.zeros(len(index), _RECORD).view(np.recarray)
@@ -139,36 +140,31 @@ def _count_before(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return before - np.repeat(before[starts], lengths)
 
 
-def _choose_signals(engine: Engine, rows: Rows) -> tuple[list[tuple[str, ...]], np.ndarray]:
-    """Chooses the signals of each row for the engine: none without a loss or a gradient norm.
+def _choose_signals(
+    engine: Engine, rows: Rows
+) -> tuple[np.ndarray, list[tuple[str, ...]], np.ndarray]:
+    """Chooses the rows with a loss or a gradient norm, and the signals of each for the engine.
 
     `update_norm` and `eval_loss` are passed only if the policy reads them, as in the adapters. In a
     trace with evaluations every row has `eval_loss`, which is NaN without an evaluation, because
     the signals of an engine are fixed for a run.
 
     Returns:
-        The distinct sets of signals, and the place of each row's set, int (n,), or -1.
+        The rows, int (n,), the distinct sets of signals, and the place of each row's set, int (n,).
     """
-    names = [name for name in Signals._fields if name in rows.logged]
-    bits = np.zeros(len(rows.step), np.int64)
-    for place, name in enumerate(names):
-        bits |= rows.logged[name].astype(np.int64) << place
-    combinations: list[tuple[str, ...]] = []
-    kind = np.full(len(bits), -1)
-    has_evaluations = "eval_loss" in rows.logged and bool(rows.logged["eval_loss"].any())
-    for code in np.unique(bits).tolist():
-        in_row = {name for place, name in enumerate(names) if code >> place & 1}
-        if not in_row & set(ALWAYS_PASSED):
-            continue
-        passed = [name for name in ALWAYS_PASSED if name in in_row]
-        if "update_norm" in engine.needs and "update_norm" in in_row:
-            passed.append("update_norm")
-        if "eval_loss" in engine.needs and has_evaluations:
-            passed.append("eval_loss")
-        if tuple(passed) not in combinations:
-            combinations.append(tuple(passed))
-        kind[bits == code] = combinations.index(tuple(passed))
-    return combinations, kind
+    names = [name for name in (*ALWAYS_PASSED, "update_norm") if name in rows.logged]
+    if "update_norm" not in engine.needs:
+        names = [name for name in names if name in ALWAYS_PASSED]
+    has_evaluations = "eval_loss" in engine.needs and rows.logged.get("eval_loss", np.False_).any()
+    logged = np.array([rows.logged[name] for name in names])
+    index = np.flatnonzero(logged[[name in ALWAYS_PASSED for name in names]].any(axis=0))
+    found, kind = np.unique(logged[:, index], axis=1, return_inverse=True)
+    more = ("eval_loss",) * bool(has_evaluations)
+    combinations = [
+        (*(name for name, has in zip(names, column, strict=True) if has), *more)
+        for column in found.T.tolist()
+    ]
+    return index, combinations, kind
 
 
 # -- the engine on one row -------------------------------------------------------------------------

@@ -90,8 +90,8 @@ def count_variants(
                 problems.append(str(error))
                 continue
             summaries.append(result.summary)
-            label = label_of(labels, trace.name)
-            scores += filter(None, [label and score_replay(result, label)])
+            if label := label_of(labels, trace.name):
+                scores.append(score_replay(result, label))
         if not summaries:
             continue
         row: dict[str, Any] = {"variant": name, "traces": len(summaries)}
@@ -99,7 +99,7 @@ def count_variants(
         row["rollbacks"] -= sum(each.repeats for each in summaries)
         if scores:
             total = functools.reduce(Score.plus, scores)
-            row |= {"events": total.events, "found": total.found, "in_time": total.in_time}
+            row |= {"events": total.events, "found": len(total.latencies), "in_time": total.in_time}
             row["latency"] = float(np.median(total.latencies)) if total.latencies else None
             row["false"] = total.false
         yield row
