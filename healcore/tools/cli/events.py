@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from healcore import regular_file
-from healcore.tools.cli.options import fail
+from healcore.tools.cli.options import reported
 from healcore.tools.terminal import echo, echo_json
 
 OK, DAMAGED, INTERRUPTED = 0, 1, 130
@@ -35,6 +35,7 @@ def schema_() -> None:
 
 
 @app.command()
+@reported
 def show(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The events file of a run.")],
     follow: Annotated[
@@ -48,10 +49,7 @@ def show(
     if follow:
         path = Path(file)
         _follow(path / "healcore.events.jsonl" if path.is_dir() else path)
-    try:
-        history = read(file)
-    except (OSError, ValueError) as error:  # ValueError: the path has a NUL character
-        fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}")
+    history = read(file)
     run = None
     for event in history.events:
         run = _print(event, run)
@@ -96,8 +94,6 @@ def _follow(path: Path) -> NoReturn:
                 echo("the process was killed: it wrote no event of its end", err=True)
                 raise typer.Exit(DAMAGED)
             gone = run.state is RunState.GONE  # it may have written its end before it ended
-    except OSError as error:
-        fail(f"{path} cannot be read: {error.strerror or error}")
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     raise AssertionError("the lines of a file have no end")

@@ -118,7 +118,7 @@ def test_some_traces_cannot_be_read(spiked, tmp_path):
     [
         (["RUN", "--policy", "defualt"], "did you mean 'default'"),
         (["RUN", "--policy", "no.toml"], "No such file"),
-        (["RUN", "-p", "zclip", "-p", "zclip"], "--policy zclip is repeated"),
+        (["RUN", "-p", "zclip", "-p", "zclip"], "a policy is repeated"),
         (["RUN", "--column", "loss"], "SIGNAL=NAME, like loss=train/ce, got 'loss'"),
         (["RUN", "--column", "los=b"], "'los' is not a signal"),
         (["RUN", "--jsonl", "RUN"], "is an input: write to another file"),
