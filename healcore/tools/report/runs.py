@@ -47,7 +47,8 @@ def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     if not history.events:
         raise ReportError(
             f"{path} has no event; {damage[0] if damage else 'it is empty'}. An events file has "
-            'one JSON object per line, with "schema", "seq", "run" and "kind" (docs/events.md)'
+            'one JSON object per line, with "schema", "seq", "run" and "kind" (docs/events.md). '
+            "For a training log type `healcore probe loss` or `healcore replay --report`"
         )
     runs = runs_of(history.runs())
     notes = first_lines(f"{path.name}: damaged", damage)

@@ -135,9 +135,11 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
         if others:
             notes.append(f"{signal} is read from '{found[signal]}', not from {quote_names(others)}")
     if "loss" not in found and "grad_norm" not in found:
+        candidates = [name for name in names if "loss" in normalize(name)]
+        example = candidates[0] if candidates else "NAME"
         raise TraceError(
             "no column or key has the name of a loss or a gradient norm, only "
-            f"{quote_names(names)}. Name one: --column loss=NAME"
+            f"{quote_names(candidates or names)}. Name one: --column loss={example}"
         )
     return found, notes
 

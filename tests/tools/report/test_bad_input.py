@@ -43,7 +43,7 @@ def test_a_report_is_written_next_to_its_run(copy):
     ("content", "message"),
     [
         (b"\n\n", "is empty"),
-        (b"step,loss\n1,2.0\n", "line 1: not JSON"),
+        (b"step,loss\n1,2.0\n", "healcore probe loss"),
         (b"[" * 100_000, "no event"),
         (b'{"a": 1}\n', "schema is not a whole number"),
     ],
