@@ -30,14 +30,13 @@ from healcore.tools.terminal import console, echo, echo_json
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from rich.console import Console
 
+    from healcore.tools.report.run_report import RunReport
     from healcore.tools.traces import Trace
 
 OK, PARTIAL = 0, 1
 
 MAX_PRINTED = 20
 """Number of problems of traces that are printed."""
-MAX_ON_PAGE = 60
-"""Number of replays on one page, because a browser is slow with more."""
 _PIPE_WIDTH = 160
 """Width of a table in columns if the width of the output is unknown."""
 
@@ -95,18 +94,19 @@ def replay(
         summaries.append(result.summary)
         if jsonl:
             lines += result.lines()
-        if report and len(reports) < MAX_ON_PAGE:
+        if report:
             reports.append(replay_report(result, policies[name]))
     if summaries:
         # Before the table, whose reader may end early (`| head`).
-        page = _write_files(jsonl, lines, report, reports, len(summaries))
+        _write_files(jsonl, lines, report, reports)
         printer = _printer(stderr=jsonl == "-")
         printer.print(table.summary_table(summaries))
         _print_first(printer, [each for trace in opened for each in trace.problems], "yellow")
         _print_first(printer, table.notes(summaries), "")
         _print_first(printer, [each for trace in opened for each in trace.notes], "dim")
         printer.print(table.LEGEND, style="dim", highlight=False)
-        _print_first(printer, page, "")
+        if report:
+            printer.print(f"page: {report}", markup=False, highlight=False)
     _finish(problems, any_result=bool(summaries))
 
 
@@ -124,21 +124,18 @@ def _printer(*, stderr: bool = False) -> Console:
 
 
 def _write_files(
-    jsonl: str | None, lines: Sequence[str], page: Path | None, reports: Sequence, count: int
-) -> list[str]:
-    """Writes the outputs. Returns a line about the page."""
+    jsonl: str | None, lines: Sequence[str], page: Path | None, reports: Sequence[RunReport]
+) -> None:
     if jsonl == "-":
         sys.stdout.writelines(lines)
     elif jsonl:
         with replacing(jsonl) as draft:
             draft.write_text("".join(lines), encoding="ascii", newline="\n")
-    if page is None:
-        return []
-    from healcore.tools.report.page import render
+    if page is not None:
+        from healcore.tools.report.page import render
 
-    with replacing(page) as draft:
-        draft.write_text(render(reports, left_out=count - len(reports)), encoding="utf-8")
-    return [f"page: {page}" + f" (the first {len(reports)} replays)" * (len(reports) < count)]
+        with replacing(page) as draft:
+            draft.write_text(render(reports), encoding="utf-8")
 
 
 def _print_first(printer: Console, lines: Sequence[str], style: str) -> None:

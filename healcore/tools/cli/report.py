@@ -32,13 +32,9 @@ def report(
             "--out", "-o", metavar="OUT.html", help="Default: run.report.html next to the events."
         ),
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="Also write a picture.")
-    ] = None,
 ) -> None:
     """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
     from healcore.events.metrics import stem
-    from healcore.tools.report import picture
     from healcore.tools.report.page import render
     from healcore.tools.report.run_report import RunReport
     from healcore.tools.report.runs import ReportError, find_events, read_reports
@@ -59,12 +55,8 @@ def report(
     page = out or files[0].with_name(f"{stem(files[0])}.report.html")
     # Metrics and postmortems are next to the events file.
     inputs = [path for file in files for path in (file, *file.parent.glob("*.json*"))]
-    check_outputs([page, *([png] if png else [])], inputs)
+    check_outputs([page], inputs)
     with replacing(page) as draft:
         draft.write_text(render(reports), encoding="utf-8", errors="backslashreplace")
     echo(f"page: {page}")
-    if png is not None:
-        with replacing(png) as draft:
-            picture.draw(reports, draft)
-        echo(f"picture: {png}")
     raise typer.Exit(OK if len(files) == len(events) else PARTIAL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
@@ -15,11 +14,13 @@ from healcore.extras import require
 from healcore.history import Incident, IncidentOutcome, Mode
 from healcore.history.process import RunState
 from healcore.runtime.postmortem.sentences import flag_names, outcome, step_range
-from healcore.tools.report import picture
+from healcore.tools.report.picture import draw
 from healcore.tools.report.run_report import RunReport, by_severity, short_names
 
 _MAX_INCIDENTS = 1000
 """Limit of rows in a table of incidents, because browsers cannot open pages with many more."""
+_MAX_DRAWN = 12
+"""Limit of runs with curves."""
 _MAX_ATTEMPTS = 50
 _MAX_TENSORS = 5
 _MAX_RANGES = 6
@@ -39,7 +40,7 @@ _OVERVIEW = ("Run", "Policy", "Rows", "Incidents", "Rollbacks", "Skips", "Clips"
 _COLUMNS = ("Incident", "Steps", "Cause", "Outcome", "Skipped", "LR ×", "Batches", "Evidence")
 
 
-def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
+def render(reports: Sequence[RunReport]) -> str:
     """Renders reports as a self-contained HTML page.
 
     The page's Content-Security-Policy forbids scripts and network access. So text from a log could
@@ -47,7 +48,6 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
 
     Args:
         reports: the runs, which the page sorts by severity.
-        left_out: number of further runs that the page mentions but does not show.
 
     Raises:
         MissingExtraError: jinja2 or matplotlib is not installed.
@@ -69,20 +69,10 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
         title=names[0] if len(names) == 1 else f"{len(names)} runs",
         heads=_OVERVIEW,
         overview=[_overview(*each) for each in zip(reports, names, strict=True)],
-        left_out=left_out,
-        sections=[
-            _section(report, drawn=i < picture.MAX_REPORTS) for i, report in enumerate(reports)
-        ],
+        sections=[_section(report, drawn=i < _MAX_DRAWN) for i, report in enumerate(reports)],
         columns=_COLUMNS,
         version=healcore.__version__,
     )
-
-
-def _figure(report: RunReport) -> str:
-    """The picture of a run as base64."""
-    file = io.BytesIO()
-    picture.draw([report], file)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def _overview(report: RunReport, name: str) -> tuple[str, ...]:
@@ -100,6 +90,7 @@ def _overview(report: RunReport, name: str) -> tuple[str, ...]:
 
 
 def _section(report: RunReport, *, drawn: bool) -> dict[str, Any]:
+    has_curves = drawn and len(report.curves.step)
     mood = "open" if report.state is None else _BADGES.get(report.state, "bad")
     badges = [(mood, report.ending())] if report.ending() else []
     if report.would:
@@ -112,7 +103,7 @@ def _section(report: RunReport, *, drawn: bool) -> dict[str, Any]:
         "report": report,
         "badges": badges,
         "tiles": _tiles(report),
-        "figure": _figure(report) if drawn and len(report.curves.step) else "",
+        "figure": base64.b64encode(draw(report)).decode() if has_curves else "",
         "caption": _CAPTIONS[report.mode],
         "rows": [_cells(report, incident) for incident in report.incidents[:_MAX_INCIDENTS]],
         "more": max(len(report.incidents) - _MAX_INCIDENTS, 0),
