@@ -110,14 +110,12 @@ def variant_table(rows: Sequence[dict[str, Any]], policy: str) -> Table:
     title = Text(f"What variants of {policy} would have done", "bold")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("variant", overflow="fold")
-    labelled = any("false" in row for row in rows)
-    for name in (*_COUNTS[1:], *(("found", "in time", "latency", "false") if labelled else ())):
+    names = list(rows[0])[3:]  # without the variant, traces and rows
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        cells = [f"{row[name]:,}" for name in _COUNTS[1:]]
-        if "false" in row:
-            latency = "-" if row["latency"] is None else f"{row['latency']:g}"
-            cells += [f"{row['found']} of {row['events']}", str(row["in_time"]), latency]
-            cells += [f"{row['false']:,}"]
-        table.add_row(Text(row["variant"]), *cells)
+        table.add_row(
+            Text(row["variant"]),
+            *("-" if row[name] is None else f"{row[name]:,}" for name in names),
+        )
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -11,15 +10,10 @@ from typing import Any, NamedTuple
 
 from healcore.tools.traces import records, tensorboard_file
 from healcore.tools.traces.attempts import join_logs
-from healcore.tools.traces.columns import JUDGED, Log, Trace, TraceError, Unreadable
+from healcore.tools.traces.columns import JUDGED, Log, Problem, Trace, TraceError, Unreadable
 from healcore.tools.traces.names import check_columns, quote_names
-from healcore.tools.traces.tables import read_header, read_tables
-from healcore.tools.traces.text import read_head
-
-KNOWN = (
-    "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
-    "output of a Trainer, a TensorBoard event file, or healcore's own metrics"
-)
+from healcore.tools.traces.tables import read_tables
+from healcore.tools.traces.text import KNOWN_FORMATS, read_head
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
@@ -128,10 +122,8 @@ def _read_directory(path: str, columns: Mapping[str, str]) -> tuple[list[Log], b
     return logs, form is not None and form.is_one_run
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [
-        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
-    ]
+def _natural(name: str) -> list[Any]:
+    return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", name))]
 
 
 def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[Log], bool]:
@@ -140,7 +132,10 @@ def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[Log], bool]:
     Returns as `_read_directory`. Raises TraceError, or OSError if the file cannot be read.
     """
     form = detect_format(read_head(path))
-    logs = form.read(path, columns)
+    if form.read is None:
+        logs = read_tables(path, columns)
+    else:
+        logs = records.read_records(path, form.read, form.is_step, columns)
     usable = [
         log for log in logs if any(log.logged[name].any() for name in JUDGED if name in log.logged)
     ]
@@ -159,29 +154,20 @@ class Format(NamedTuple):
     """A format of logs."""
 
     name: str
-    read: Callable[[str, Mapping[str, str]], list[Log]]
-    """Reads the logs in a file. Raises TraceError or OSError."""
-    is_one_run: bool
+    read: Callable[[str, list[Problem]], records.Records] | None = None
+    """Yields the records of a file, and adds damage to the problems. None for tables."""
+    is_step: Callable[[records.Fields], bool] = bool
+    """Whether a record is a step of the run."""
+    is_one_run: bool = False
     """Whether the files in one directory are one run, not a run each."""
 
 
-def _read_table(path: str, columns: Mapping[str, str]) -> list[Log]:
-    header = read_header(path)
-    if len(header.names) == 1 and not columns and header.names[0].lower() != "loss":
-        raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN}")
-    return read_tables(path, header, columns)
-
-
-def _of_records(name: str, read: Any, is_step: Any, *, is_one_run: bool = False) -> Format:
-    return Format(name, functools.partial(records.read_records, read, is_step), is_one_run)
-
-
-_TYPED = _of_records("typed records", records.json_lines, records.is_typed_step, is_one_run=True)
-_DOCUMENT = _of_records("trainer_state.json", records.json_document, records.is_no_summary)
-_TABLE = Format("CSV", _read_table, False)
-_PLAIN = _of_records("JSON Lines", records.json_lines, bool)
-_TENSORBOARD = _of_records("TensorBoard events", tensorboard_file.scalars, bool, is_one_run=True)
-_CONSOLE = _of_records("console output", records.console_lines, records.is_no_summary)
+_TYPED = Format("typed records", records.json_lines, records.is_typed_step, is_one_run=True)
+_DOCUMENT = Format("trainer_state.json", records.json_document, records.is_no_summary)
+_TABLE = Format("CSV")
+_PLAIN = Format("JSON Lines", records.json_lines)
+_TENSORBOARD = Format("TensorBoard events", tensorboard_file.scalars, is_one_run=True)
+_CONSOLE = Format("console output", records.console_lines, records.is_no_summary)
 FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE)
 """Formats by preference. If a directory has several formats, only the first of these is read."""
 
@@ -194,7 +180,7 @@ def detect_format(start: bytes) -> Format:
         return _TENSORBOARD
     text = start.decode("utf-8-sig", errors="replace").lstrip()
     if "\0" in text[:512]:
-        raise TraceError(f"it is binary, and not {KNOWN}")
+        raise TraceError(f"it is binary, and not {KNOWN_FORMATS}")
     if any(records.printed_record(line) is not None for line in text.splitlines()):
         return _CONSOLE
     if text.startswith("[") or records.LOG_HISTORY.search(text):
@@ -203,7 +189,7 @@ def detect_format(start: bytes) -> Format:
     if found:
         return _TYPED if any(map(records.is_typed_step, found)) else _PLAIN
     if text.startswith("{"):
-        raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN}")
+        raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN_FORMATS}")
     return _TABLE
 
 

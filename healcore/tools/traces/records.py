@@ -134,9 +134,9 @@ def is_no_summary(record: Fields) -> bool:
 
 
 def read_records(
+    path: str,
     read: Callable[[str, list[Problem]], Records],
     is_step: Callable[[Fields], bool],
-    path: str,
     columns: Mapping[str, str],
 ) -> list[Log]:
     """Reads the logs in a file: one log, or one for each optimizer in healcore's metrics.

@@ -16,7 +16,7 @@ import numpy as np
 
 from healcore.tools.traces.columns import STEP, Log, Problem, TraceError
 from healcore.tools.traces.names import is_step, normalize, resolve
-from healcore.tools.traces.text import open_text, parse_number, parse_rows
+from healcore.tools.traces.text import KNOWN_FORMATS, open_text, parse_number, parse_rows
 
 # Columns of a W&B export that all runs share, in addition to the step.
 _SHARED_NAMES = (
@@ -36,7 +36,7 @@ class TableHeader(NamedTuple):
     """Line number of the header, from 1. Blank lines may precede the header."""
 
 
-def read_header(path: str) -> TableHeader:
+def _read_header(path: str) -> TableHeader:
     """Reads the header. Raises TraceError if the first line is not a header."""
     with open_text(path) as file:
         number, line = next((at, line) for at, line in enumerate(file, 1) if line.strip())
@@ -44,26 +44,26 @@ def read_header(path: str) -> TableHeader:
         names = [cell.strip() for cell in next(csv.reader([line]))]
     except csv.Error as error:  # a cell of more than 131,072 characters
         raise TraceError(f"its first line cannot be read ({error}): this is not a table") from None
-    if all(_is_number(name) for name in names):
-        raise TraceError(
-            f"its first line is data, not a header: '{line.strip()[:60]}'. Write the names of the "
-            "columns above it: step,loss,grad_norm"
-        )
-    return TableHeader(names, number)
-
-
-def _is_number(cell: str) -> bool:
     try:
-        return parse_number(cell) is not None
+        numbers = list(map(parse_number, names))
     except ValueError:
-        return False
+        return TableHeader(names, number)
+    if None in numbers:
+        return TableHeader(names, number)
+    raise TraceError(
+        f"its first line is data, not a header: '{line.strip()[:60]}'. Write the names of the "
+        "columns above it: step,loss,grad_norm"
+    )
 
 
-def read_tables(path: str, header: TableHeader, columns: Mapping[str, str]) -> list[Log]:
+def read_tables(path: str, columns: Mapping[str, str]) -> list[Log]:
     """Reads the table of a file, or the runs in a W&B export.
 
-    Raises TraceError if no run has a column with a known name.
+    Raises TraceError if the file is not a table, or no run has a column with a known name.
     """
+    header = _read_header(path)
+    if len(header.names) == 1 and not columns and header.names[0].lower() != "loss":
+        raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN_FORMATS}")
     table = _load_numbers(path, header)
     runs = _find_runs(header.names)
     logs: list[Log] = []

@@ -12,6 +12,10 @@ import numpy as np
 from healcore import regular_file
 from healcore.tools.traces.columns import STEP, Log, Problem
 
+KNOWN_FORMATS = (
+    "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
+    "output of a Trainer, a TensorBoard event file, or healcore's own metrics"
+)
 _HEAD_BYTES = 1 << 20
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
