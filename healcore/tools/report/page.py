@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -23,7 +23,7 @@ _MAX_DRAWN = 12
 """Limit of runs with curves."""
 _MAX_ATTEMPTS = 50
 _MAX_TENSORS = 5
-_MAX_RANGES = 6
+_MAX_CUTS = 6
 _NOTHING = "–"
 
 _CAPTIONS = {
@@ -148,7 +148,7 @@ def _cells(report: RunReport, incident: Incident) -> tuple[str, ...]:
         flag_names(incident.cause),
         outcome(incident),
         str(incident.skipped),
-        " → ".join(path if len(path) < _MAX_RANGES else [path[0], "…", path[-1]]),
+        " → ".join(path if len(path) < _MAX_CUTS else [path[0], "…", path[-1]]),
         _batches(incident),
         ", ".join(f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in worst),
     )
@@ -156,21 +156,11 @@ def _cells(report: RunReport, incident: Incident) -> tuple[str, ...]:
 
 
 def _batches(incident: Incident) -> str:
-    ranges = _ranges(incident.skipped_batches or incident.batches)
-    text = "; ".join(
-        f"epoch {epoch}: {step_range(first, last)}" for epoch, first, last in ranges[:_MAX_RANGES]
-    )
-    more = len(ranges) - _MAX_RANGES
-    text += f"; and {more} more ranges" if more > 0 else ""
-    return f"{text} (skipped)" if text and incident.skipped_batches else text
-
-
-def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Groups consecutive (epoch, index) into (epoch, first, last)."""
-    ranges: list[tuple[int, int, int]] = []
-    for epoch, index in sorted(set(batches)):
-        if ranges and (epoch, index) == (ranges[-1][0], ranges[-1][2] + 1):
-            ranges[-1] = (epoch, ranges[-1][1], index)
-        else:
-            ranges.append((epoch, index, index))
-    return ranges
+    batches = sorted(incident.skipped_batches or incident.batches)
+    if not batches:
+        return ""
+    (epoch, first), (last_epoch, last) = batches[0], batches[-1]
+    text = f"epoch {epoch}: {step_range(first, last)}"
+    if epoch != last_epoch:
+        text = f"epoch {epoch}: {first} to epoch {last_epoch}: {last}"
+    return f"{text} ({len(batches)} skipped)" if incident.skipped_batches else text

@@ -20,8 +20,6 @@ Records = Iterator[tuple[int, Fields]]
 _MAX_PRINTED = 1 << 12
 """Largest number of characters of a printed dict."""
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
-_LIST = re.compile(r"\s*\[")
-_GAP = re.compile(r"[\s,]*")
 _PYTHON = re.compile(
     r"""("[^"\\]*")|'([^'\\]*)'|\b(nan|inf|None|True|False)\b|(?:np\.\w+|tensor)\(|\.?\)"""
 )
@@ -75,36 +73,21 @@ def _to_json(token: re.Match[str]) -> str:
 
 
 def json_document(path: str, problems: list[Problem]) -> Records:
-    """Yields line number and record for each record of a JSON document, up to damage.
+    """Yields each record of a JSON document.
 
     The document is a list of records, or an object with the list "log_history"
-    (`trainer_state.json` of Hugging Face's Trainer). The records are parsed one by one, because
-    `json.loads` returns nothing for a truncated document.
+    (`trainer_state.json` of Hugging Face's Trainer). Raises TraceError for a damaged document.
     """
     with open_text(path) as file:
-        text = file.read()
-    decode = json.JSONDecoder().raw_decode
-    opened = _LIST.match(text) or LOG_HISTORY.search(text)
-    at = opened.end() if opened else len(text)
-    line = 1 + text.count("\n", 0, at)
-    while opened:
-        gap = _GAP.match(text, at)
-        start = gap.end() if gap else at
-        line += text.count("\n", at, start)
-        if text.startswith("]", start):
-            return
         try:
-            value, at = decode(text, start)
-        except (ValueError, RecursionError):
-            rest = text[start : start + 60]
-            where = quote_excerpt(rest) if rest else "the end of the file"
-            problems.append((line, f"the document ends or is damaged at {where}: the rest is lost"))
-            return
+            content = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"the document is damaged: {error}") from None
+    for value in content.get("log_history", ()) if isinstance(content, dict) else content:
         if isinstance(value, dict):
-            yield line, value
+            yield 0, value
         else:
-            problems.append((line, f"not a record: {quote_excerpt(str(value))}: skipped"))
-        line += text.count("\n", start, at)
+            problems.append((0, f"not a record: {quote_excerpt(str(value))}: skipped"))
 
 
 # -- rows ------------------------------------------------------------------------------------------

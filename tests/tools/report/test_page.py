@@ -100,7 +100,7 @@ def test_every_incident_has_its_row(healed):
     for case in report.incidents:
         assert f"#{case.number}: " in page
         assert escape(outcome(case)) in page
-    assert "epoch 0: 250–260 (skipped)" in page
+    assert "epoch 0: 250–260 (11 skipped)" in page
     assert "1 → 0.25" in page
     assert "[budget]" in page
     assert report.fingerprint in page
