@@ -98,6 +98,8 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
     def run(**options: Any) -> None:
         try:
             command(**options)
+        except BrokenPipeError:  # `| head`: click ends the program without a message
+            raise
         except (HealcoreError, OSError) as error:
             fail(str(error))
 

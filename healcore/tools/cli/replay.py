@@ -72,12 +72,13 @@ def replay(
 ) -> None:
     """Show what a policy would have done in recorded runs. Changes no file of a run."""
     from healcore.extras import require
+    from healcore.runtime.host_policy import HostPolicy
     from healcore.tools.replay import ReplayError, table
     from healcore.tools.replay import replay as replay_trace
     from healcore.tools.replay.report import replay_report
 
     names = policy or ["default"]
-    policies = {name: load_policy(name, set_) for name in names}
+    policies = {name: HostPolicy.of(load_policy(name, set_)) for name in names}
     if len(policies) < len(names):
         fail("a policy is repeated: name each --policy once")
     if report:
@@ -95,7 +96,7 @@ def replay(
         if jsonl:
             lines += result.lines()
         if report:
-            reports.append(replay_report(result, policies[name]))
+            reports.append(replay_report(result))
     if summaries:
         # Before the table, whose reader may end early (`| head`).
         _write_files(jsonl, lines, report, reports)

@@ -12,14 +12,13 @@ from healcore.history import Counts, Curves, Mode
 from healcore.history.curves import thinned
 from healcore.history.incident import MOST_ALARMS
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
-from healcore.policy import PolicySource, dumps, load
 from healcore.tools.replay.replayed import Replay
 from healcore.tools.replay.summary import inactive_line
 from healcore.tools.report.run_report import RunReport, first_lines
 
 
-def replay_report(result: Replay, policy: PolicySource) -> RunReport:
-    """Returns the report of a replay of `policy`."""
+def replay_report(result: Replay) -> RunReport:
+    """Returns the report of a replay."""
     summary, trace, judged = result.summary, result.trace, result.judged
     record = judged.record
     alarms = np.flatnonzero((record.cause != 0) & ~record.incident_open & ~record.skip).tolist()
@@ -38,7 +37,7 @@ def replay_report(result: Replay, policy: PolicySource) -> RunReport:
         title=summary.trace,
         mode=Mode.REPLAY,
         policy_name=summary.policy,
-        policy_toml=dumps(load(policy)),
+        policy_toml=result.host.text or "",
         fingerprint=summary.fingerprint,
         curves=_curves(result),
         incidents=result.incidents,

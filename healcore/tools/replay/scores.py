@@ -82,7 +82,7 @@ def score(orders: np.ndarray, nonfinite: np.ndarray, label: Label) -> Score:
 
 def score_replay(replay: Replay, label: Label) -> Score:
     """Scores the most severe order in the policy's rules: rollbacks, stops, skips, else alarms."""
-    judged, rules = replay.judged, replay.engine.config.rules
+    judged, rules = replay.judged, replay.host.engine.config.rules
     rows = judged.record.cause != 0
     if any(rule.skip for rule in rules):
         rows = judged.record.skip

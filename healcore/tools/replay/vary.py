@@ -17,6 +17,7 @@ from rich.text import Text
 from healcore.core.errors import HealcoreError
 from healcore.policy import Policy, PolicyError, load
 from healcore.policy.loader import merged
+from healcore.runtime.host_policy import HostPolicy
 from healcore.tools.replay.replayed import ReplayError, replay
 from healcore.tools.replay.scores import Label, Score, label_of, score_replay
 from healcore.tools.traces import Trace
@@ -82,10 +83,11 @@ def count_variants(
     With labels also `events`, `found`, `in_time`, `latency` (median, rows) and `false` (alarms).
     """
     for name, policy in policies.items():
+        host = HostPolicy.of(policy)
         summaries, scores = [], []
         for trace in traces:
             try:
-                result = replay(trace, policy, name=name)
+                result = replay(trace, host, name=name)
             except ReplayError as error:
                 problems.append(str(error))
                 continue

@@ -156,4 +156,4 @@ def read_records(
                 yield line, cells
 
     runs = list(engines) if len(engines) > 1 else [None]
-    return [parse_rows(path, run, labels, rows(run), list(problems), notes) for run in runs]
+    return [parse_rows(path, run, labels, rows(run), list(problems), list(notes)) for run in runs]
