@@ -59,13 +59,11 @@ def _log(level: int, line: str, console: Console) -> None:
 
 
 def _is_enabled(level: int) -> bool:
-    """Whether levels and filters of the logger let a line pass; by default INFO and above."""
+    """Whether the logger's level lets a line pass; by default INFO and above."""
     threshold = _logger.level or logging.root.level
     if threshold == logging.WARNING and not _logger.level:
         threshold = logging.INFO  # WARNING is the root logger's default
-    disabled = _logger.disabled or _logger.manager.disable >= level
-    record = _logger.makeRecord(_logger.name, level, __file__, 0, "", (), None)
-    return level >= threshold and not disabled and bool(_logger.filter(record))
+    return level >= threshold and level > _logger.manager.disable
 
 
 def _handlers() -> list[logging.Handler]:

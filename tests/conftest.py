@@ -126,7 +126,6 @@ SLOW = (
     ),
     "tests/examples/test_jax_data_and_rates.py",
     "tests/healer/test_failure_table.py::test_a_row_happens_and_its_recipe_is_carried_out",
-    "tests/tools/cli/test_demo.py::test_a_broken_claim_exits_with_1",
     "tests/tools/probe/test_recorded_runs.py",
     "tests/torch/trainers/lightning/test_kills.py",
     # The other framework, store or optimizer for what `make test` shows with one.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from healcore.core import host
+from healcore.core.tree import leaves
 
 _MAX_DEPTH = 20
 """Limit of nested parentheses in the program; Python's parser has a limit of 200."""
@@ -45,6 +46,22 @@ def record(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
         pairs = [tape.given(tree) for tree in trees]
         result = function(*(values for values, _ in pairs), xp=tape)
     return tape.program([pattern for _, pattern in pairs], result)
+
+
+def record_loop(function: Callable[..., Any], state: Any, inputs: Any) -> Callable[..., Any]:
+    """Records a loop over ``state, outputs = function(state, inputs, xp=...)``, as `record`.
+
+    `state` and `inputs`, a tuple of scalars, are examples, and the outputs are a tuple.
+
+    Returns:
+        A function of the first state and of the inputs of all steps. It returns the last state and
+        the outputs of each step.
+    """
+    tape = Tape()
+    with np.errstate(all="ignore"):
+        (first, pattern), (values, names) = tape.given(state), tape.given(inputs)
+        new, outputs = function(first, values, xp=tape)
+    return tape.loop(first, pattern, names, new, outputs)
 
 
 class Value:
@@ -118,7 +135,6 @@ class Tape:
     sqrt = _called(host.sqrt)
     sum = _called(host.sum)
     cumsum = _called(host.cumsum)
-    reciprocal = _called(host.reciprocal)
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, tuple[str, ...]]] = []
@@ -155,11 +171,20 @@ class Tape:
         kinds = {type(_sample(each)) for each in (a, b)}
         if len(kinds) > 1 or np.ndarray in kinds:
             return self.call(function, a, b)
+        if not isinstance(a, Value):  # a constant is not NaN, and one comparison decides
+            return self.add(f"{{0}} if {{0}} {sign} {{1}} else {{1}}", function, a, b)
+        if not isinstance(b, Value):
+            opposite = {"<": ">=", ">": "<="}[sign]
+            return self.add(f"{{1}} if {{0}} {opposite} {{1}} else {{0}}", function, a, b)
         return self.add(f"{{0}} if {{0}} {sign} {{1}} or {{0}} != {{0}} else {{1}}", function, a, b)
 
     def clip(self, x: Any, low: Any, high: Any) -> Any:
         """As `host.clip`."""
         return self.maximum(self.minimum(x, high), low)
+
+    def reciprocal(self, x: Any) -> Any:
+        """As `host.reciprocal`."""
+        return self.binary("/", operator.truediv, host.ONE, x)
 
     def abs(self, x: Any) -> Any:
         """As `host.abs`."""
@@ -226,15 +251,37 @@ class Tape:
 
     def program(self, patterns: list[str], result: Any) -> Callable[..., Any]:
         """Compiles the operations on which the result depends."""
+        body, answer = self._operations(result)
+        arguments = [f"tree{i}" for i in range(len(patterns))]
+        unpacked = [f"{p} = {a}" for p, a in zip(patterns, arguments, strict=True)]
+        return self._compiled(arguments, [*unpacked, *body, f"return {answer}"])
+
+    def loop(
+        self, first: Any, pattern: str, names: str, new: Any, outputs: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        """Compiles a loop, whose state is in local variables; see `record_loop`."""
+        pairs = zip(leaves(first), leaves(new), strict=True)
+        changed = [(old, value) for old, value in pairs if old is not value]
+        body, results = self._operations((outputs, *(value for _, value in changed)))
+        variables = "".join(f"{self._name(old)}, " for old, _ in changed)
+        last = self._operations(first)[1]
+        step = [*body, f"row, {variables}= {results}", "add(row)"]
+        lines = [f"{pattern} = state", "rows = []", "add = rows.append", f"for {names} in inputs:"]
+        lines += [f" {line}" for line in step]
+        return self._compiled(["state", "inputs"], [*lines, f"return {last}, rows"])
+
+    def _operations(self, result: Any) -> tuple[list[str], str]:
+        """Writes the operations on which a result depends, and the result as an expression."""
         template, places = self._written(result)
         uses = [0] * len(self._lines)
         for name in places:
             uses[name] += 1
         for place in reversed(range(len(self._lines))):
+            text, names = self._lines[place]
             if uses[place]:
-                for name in self._lines[place][1]:
+                for number, name in enumerate(names):
                     if name[0] == "v":
-                        uses[int(name[1:])] += 1
+                        uses[int(name[1:])] += max(1, text.count(f"{{{number}}}"))
         body, inlined = [], {}
         for place, (text, names) in enumerate(self._lines):
             if not text or not uses[place]:
@@ -246,11 +293,10 @@ class Tape:
                 inlined[f"v{place}"] = (f"({line})", depth)
             else:
                 body.append(f"v{place} = {line}")
-        answer = template.format(*(inlined.get(f"v{at}", (f"v{at}", 0))[0] for at in places))
-        arguments = [f"tree{i}" for i in range(len(patterns))]
-        unpacked = [f"{p} = {a}" for p, a in zip(patterns, arguments, strict=True)]
+        return body, template.format(*(inlined.get(f"v{at}", (f"v{at}", 0))[0] for at in places))
+
+    def _compiled(self, arguments: list[str], lines: list[str]) -> Callable[..., Any]:
         constants = [f"{name}={name}" for name in self._constants]  # defaults are fast locals
-        lines = [*unpacked, *body, f"return {answer}"]
         source = f"def program({', '.join([*arguments, '*', *constants])}):\n " + "\n ".join(lines)
         scope = {**self._constants, "new": tuple.__new__}
         exec(compile(source, "<the engine's step, recorded>", "exec"), scope)

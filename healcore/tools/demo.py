@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,17 @@ class DemoRun:
     """Nats per byte on held-out text at the end of the run."""
     report: RunReport | None = None
     """Report of a healed run."""
-    rollbacks: tuple[EventRecord, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.framework} {self.arm}"
 
     def kept(self) -> dict[int, Step]:
         """Step -> its last form: a repeated step replaces the step that a rollback has undone."""
         return {step.step: step for step in self.steps}
+
+    @property
+    def rollbacks(self) -> list[EventRecord]:
+        """Events of the rollbacks."""
+        incidents = self.report.incidents if self.report else ()
+        events = [event for each in incidents for event in each.responses]
+        return [event for event in events if event.kind == "rollback"]
 
     def mean_loss(self, until: int) -> float:
         """Mean loss of the last 20 steps before batch `until`, except undone steps."""
@@ -101,15 +105,27 @@ def run_demo(
     policy = policies.load("default", rollback={"probation": PROBATION})
     _introduce(console, scenario)
     runs = [DemoRun(framework, arm) for framework in frameworks for arm in ARMS]
+    columns = TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn()
     for run in runs:
-        folder = out / f"{run.framework}-healed"
-        _train(console, run, scenario, policy, folder)
-        if run.arm == "healed":
-            (run.report,) = read_reports(folder / "events.jsonl")
-            events = (event for each in run.report.incidents for event in each.responses)
-            run.rollbacks = tuple(event for event in events if event.kind == "rollback")
-            (folder / "events.report.html").write_text(page.render([run.report]), encoding="utf-8")
-    console.print(_table(runs, scenario), "")
+        with Progress(*columns, console=console) as bars:
+            bar = bars.add_task(f"{run.framework} {run.arm}", total=steps)
+            progress = functools.partial(bars.update, bar)
+            _train(run, scenario, policy, out / f"{run.framework}-healed", progress)
+    table = Table(
+        "",
+        *("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks"),
+        caption="loss: nats per byte; before: mean of the 20 steps before the empty batch; on "
+        "unseen: at the end, on text in no training batch",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for run in runs:
+        losses = map(format_loss, (run.mean_loss(scenario.empty_batch), run.held_out_loss))
+        rollbacks = ", ".join(f"{event.onset} → {event.checkpoint}" for event in run.rollbacks)
+        counts = map(str, run.skips_and_clips())
+        name, is_last = f"{run.framework} {run.arm}", run.arm == ARMS[-1]
+        table.add_row(name, *losses, *counts, rollbacks, end_section=is_last)
+    console.print(table, "")
     draw(runs, scenario, out / "curves.png")
     console.print(f"\npicture, pages and checkpoints: {out}", soft_wrap=True)
     return runs
@@ -129,17 +145,16 @@ def _introduce(console: Console, scenario: Scenario) -> None:
     )
 
 
-def _train(console: Console, run: DemoRun, scenario: Scenario, policy: Any, folder: Path) -> None:
-    columns = TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn()
-    with Progress(*columns, TextColumn("loss {task.fields[loss]:>6}"), console=console) as bars:
-        bar = bars.add_task(str(run), total=scenario.steps, loss="")
+def _train(run: DemoRun, scenario: Scenario, policy: Any, folder: Path, progress: Any) -> None:
+    def on_step(step: Step) -> None:
+        run.steps.append(step)
+        progress(completed=step.batch + 1)
 
-        def on_step(step: Step) -> None:
-            run.steps.append(step)
-            bars.update(bar, completed=step.batch + 1, loss=format_loss(step.loss))
-
-        train = adapter_registry.find(run.framework, "demo_training")
-        run.held_out_loss = train(scenario, run.arm, policy, folder, on_step)
+    train = adapter_registry.find(run.framework, "demo_training")
+    run.held_out_loss = train(scenario, run.arm, policy, folder, on_step)
+    if run.arm == "healed":
+        (run.report,) = read_reports(folder / "events.jsonl")
+        (folder / "events.report.html").write_text(page.render([run.report]), encoding="utf-8")
 
 
 def format_loss(loss: float) -> str:
@@ -147,28 +162,6 @@ def format_loss(loss: float) -> str:
     if not math.isfinite(loss):
         return "NaN" if math.isnan(loss) else "inf"
     return f"{loss:.2f}" if abs(loss) < 1000 else f"{loss:.0e}"
-
-
-def _table(runs: Sequence[DemoRun], scenario: Scenario) -> Table:
-    table = Table(
-        caption="loss: nats per byte; before: mean of the 20 steps before the empty batch; on "
-        "unseen: at the end, on text in no training batch",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("")
-    for name in ("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for run in runs:
-        table.add_row(
-            str(run),
-            format_loss(run.mean_loss(scenario.empty_batch)),
-            format_loss(run.held_out_loss),
-            *map(str, run.skips_and_clips()),
-            ", ".join(f"{event.onset} → {event.checkpoint}" for event in run.rollbacks),
-            end_section=run.arm == "healed",
-        )
-    return table
 
 
 def draw(runs: Sequence[DemoRun], scenario: Scenario, path: Path) -> None:
@@ -189,11 +182,11 @@ def draw(runs: Sequence[DemoRun], scenario: Scenario, path: Path) -> None:
         axis.text(scenario.empty_batch + 3, 30, "empty\nbatch", fontsize=8, color="#444444")
         for run in (each for each in runs if each.framework == framework):
             losses = {step: each.loss for step, each in run.kept().items()}
-            style: Mapping[str, Any] = {"color": _COLORS[run.arm], "label": run.arm}
-            axis.plot(*zip(*losses.items(), strict=True), lw=2 if run.report else 1.2, **style)
+            width, color = 2 if run.report else 1.2, _COLORS[run.arm]
+            axis.plot(*zip(*losses.items(), strict=True), lw=width, color=color, label=run.arm)
             if run.report is None:
                 last = max(step for step, loss in losses.items() if math.isfinite(loss))
-                axis.plot(last, losses[last], "x", color=_COLORS[run.arm], ms=7, mew=2)
+                axis.plot(last, losses[last], "x", color=color, ms=7, mew=2)
         axis.set(title={"jax": "JAX"}.get(framework, framework), xlabel="step", yscale="log")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("training loss")

@@ -6,7 +6,6 @@ import numpy as np
 
 from examples import trackers
 from healcore.tools.traces import open_traces
-from tests.tools.traces.opened_traces import load
 
 
 def test_example(tmp_path, capsys):
@@ -15,7 +14,7 @@ def test_example(tmp_path, capsys):
     assert out.startswith("steps 120, skipped 1, clipped 1: alarm alert end ")
     (trace,), unreadable = open_traces([str(tmp_path)])
     assert not unreadable
-    table = load(trace)
+    table = trace.rows
     assert table.step.tolist() == list(range(120))
     assert np.flatnonzero(np.isnan(table.values["loss"])).tolist() == [trackers.RUINED]
     assert np.argmax(np.nan_to_num(table.values["grad_norm"])) == trackers.LARGE

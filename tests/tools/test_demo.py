@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from healcore import events
 from healcore.demo.scenario import Scenario, load_corpus
 from healcore.runtime.postmortem import postmortem
+from healcore.tools.cli import app
 from healcore.tools.demo import DemoRun, run_demo
 from tests.events.sample_events import problems
 
@@ -21,9 +23,8 @@ TINY: dict[str, Any] = {"batch": 4, "context": 16, "layers": 2, "width": 16, "he
 FRAMEWORKS = ("torch", "jax")
 
 
-@pytest.fixture(scope="module")
-def text():
-    return load_corpus()
+SCENARIO = Scenario(load_corpus())
+EMPTY = Scenario(SCENARIO.corpus, steps=STEPS).empty_batch
 
 
 class Demo(NamedTuple):
@@ -60,32 +61,56 @@ def test_the_table_has_the_numbers_of_each_run(demo, framework):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_the_events_and_the_postmortem_are_the_healers(demo, text, framework):
+def test_the_events_and_the_postmortem_are_the_healers(demo, framework):
     folder = demo.out / f"{framework}-healed"
     history = events.read(folder / "events.jsonl")
     assert history.problems == []
     assert [each for event in history.events for each in problems(event)] == []
-    empty = Scenario(text, steps=STEPS, **TINY).empty_batch
-    (alarm,) = [one for one in history.events if one["kind"] == "alarm" and one["step"] == empty]
+    (alarm,) = [one for one in history.events if one["kind"] == "alarm" and one["step"] == EMPTY]
     assert alarm["skip"]
     assert alarm["cause"] == ["NONFINITE_LOSS", "NONFINITE_GRAD"]
-    assert alarm["batches"] == [[0, empty]]
+    assert alarm["batches"] == [[0, EMPTY]]
     (found,) = folder.glob("events.postmortem.*.json")
     assert postmortem.read(found)["ending"] == "completed"
     assert len(list((folder / "checkpoints").glob("step-*"))) > 1
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_nan_is_for_ever_without_healing_and_one_step_with_it(demo, text, framework):
-    empty = Scenario(text, steps=STEPS, **TINY).empty_batch
+def test_nan_is_for_ever_without_healing_and_one_step_with_it(demo, framework):
     plain, healed = (demo.column(framework, arm) for arm in ("unprotected", "healed"))
-    assert np.isfinite(plain[:empty]).all()
-    assert np.isnan(plain[empty:]).all()
-    assert np.isnan(healed[empty])
-    assert np.isfinite(np.delete(healed, empty)).all()
+    assert np.isfinite(plain[:EMPTY]).all()
+    assert np.isnan(plain[EMPTY:]).all()
+    assert np.isnan(healed[EMPTY])
+    assert np.isfinite(np.delete(healed, EMPTY)).all()
 
 
 def test_both_frameworks_train_the_same_model_on_the_same_data(demo):
     for column, rtol in (("loss", 1e-4), ("grad_norm", 1e-3)):
         one, other = (demo.column(name, "healed", column)[:5] for name in FRAMEWORKS)
         np.testing.assert_allclose(one, other, rtol=rtol)
+
+
+@pytest.mark.parametrize("wrong", [["--framework", "tensorflow"], ["--steps", "5"]])
+def test_a_wrong_option_exits_with_2(wrong, tmp_path):
+    done = CliRunner().invoke(app, ["demo", *wrong, "--out", str(tmp_path / "new")])
+    assert done.exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+# -- the scenario --------------------------------------------------------------------------------
+
+
+def test_a_batch_and_a_learning_rate_depend_on_the_step_alone():
+    again = Scenario(SCENARIO.corpus)
+    for step in range(SCENARIO.steps):
+        tokens, weights = SCENARIO.training_batch(step)
+        assert (tokens.shape, tokens.dtype) == ((16, 65), np.int32)
+        assert np.array_equal(tokens, again.training_batch(step).tokens)
+        # Nearly all of the text is ASCII, and half of the random bytes are not.
+        assert ((tokens >= 128).mean() > 0.3) == (step in SCENARIO.corrupted_batches)
+        assert (weights.sum() == 0) == (step == SCENARIO.empty_batch)
+    meant = Scenario(SCENARIO.corpus, lr_factor=1.0)
+    factors = [SCENARIO.learning_rate(step) / meant.learning_rate(step) for step in range(300)]
+    assert [round(factor) for factor in factors] == [
+        16 if step in SCENARIO.wrong_lr_steps else 1 for step in range(300)
+    ]

@@ -10,6 +10,7 @@ import typer
 
 import healcore
 from healcore.tools.cli import demo, events, policy, probe, replay, report
+from healcore.tools.cli.options import reported
 from healcore.tools.terminal import echo
 
 __all__ = ["app", "main"]
@@ -25,10 +26,10 @@ app = typer.Typer(
 app.add_typer(policy.app, name="policy")
 app.add_typer(events.app, name="events")
 app.add_typer(probe.app, name="probe")
-app.command("demo")(demo.demo)
-app.command("replay")(replay.replay)
-app.command("report")(report.report)
-app.command("sweep")(replay.sweep)
+app.command("demo")(reported(demo.demo))
+app.command("replay")(reported(replay.replay))
+app.command("report")(reported(report.report))
+app.command("sweep")(reported(replay.sweep))
 
 
 def _print_version(wanted: bool) -> None:

@@ -11,8 +11,6 @@ from typing import Annotated
 
 import typer
 
-from healcore.tools.cli.options import fail
-
 
 class _Framework(enum.StrEnum):
     TORCH = "torch"
@@ -30,12 +28,7 @@ def demo(
     ] = Path("healcore-demo"),
 ) -> None:
     """Train a failing run unprotected, clipped and healed, in torch and in JAX, and compare."""
-    from healcore.demo.scenario import DemoError
-    from healcore.extras import MissingExtraError
     from healcore.tools.demo import run_demo
 
     frameworks = ("torch", "jax") if framework is _Framework.BOTH else (framework.value,)
-    try:
-        run_demo(out, frameworks=frameworks, steps=steps)
-    except (MissingExtraError, DemoError, OSError) as error:
-        fail(f"healcore demo: {error}")
+    run_demo(out, frameworks=frameworks, steps=steps)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from healcore import regular_file
-from healcore.tools.cli.options import fail
+from healcore.tools.cli.options import reported
 from healcore.tools.terminal import echo, echo_json
 
 OK, DAMAGED, INTERRUPTED = 0, 1, 130
@@ -35,6 +33,7 @@ def schema_() -> None:
 
 
 @app.command()
+@reported
 def show(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The events file of a run.")],
     follow: Annotated[
@@ -48,10 +47,7 @@ def show(
     if follow:
         path = Path(file)
         _follow(path / "healcore.events.jsonl" if path.is_dir() else path)
-    try:
-        history = read(file)
-    except (OSError, ValueError) as error:  # ValueError: the path has a NUL character
-        fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}")
+    history = read(file)
     run = None
     for event in history.events:
         run = _print(event, run)
@@ -70,52 +66,38 @@ def _print(event: dict[str, Any], run: str | None) -> str:
 
 def _follow(path: Path) -> NoReturn:
     """Prints events as they are written, to the end of the run."""
-    from healcore.events import log
-    from healcore.history import Run
+    from healcore.events import read
+    from healcore.history import runs_of
     from healcore.history.process import RunState
-    from healcore.history.run import is_continuation
 
-    run, shown, gone = Run(), None, False
+    events, problems, shown, gone = [], 0, None, False
     if not path.exists():
         echo(f"{path} does not exist yet: waiting for the run to start (Ctrl-C ends)", err=True)
     try:
-        for lines in _new_lines(path):
-            for line in filter(bytes.strip, lines):
-                event = log.parse(line)
-                if isinstance(event, str):
-                    echo(f"a damaged line: {event}", err=True)
-                    continue
-                if not event.get("rank"):
-                    new = event["kind"] == "start" and not is_continuation([event])
-                    run = Run() if new else run
-                    run.add(event)
-                shown = _print(event, shown)
-            if run.end is not None:
-                raise typer.Exit(OK if run.state is RunState.COMPLETED else DAMAGED)
-            if gone and not lines:
-                echo("the process was killed: it wrote no event of its end", err=True)
-                raise typer.Exit(DAMAGED)
-            gone = run.state is RunState.GONE  # it may have written its end before it ended
-    except OSError as error:
-        fail(f"{path} cannot be read: {error.strerror or error}")
+        while True:
+            if path.exists():
+                seen, history = events, read(path)
+                events = history.events
+                # The start of another file: the file that was read before has been replaced.
+                new = events if events[:1] != seen[:1] else events[len(seen) :]
+                for event in new:
+                    shown = _print(event, shown)
+                # The last line may not be complete yet.
+                damaged = [each for each in history.problems if "torn:" not in each.problem]
+                for each in damaged[problems:]:
+                    echo(f"a damaged line: {each.problem}", err=True)
+                problems = len(damaged)
+                run = runs_of(history.runs())[-1] if events else None
+                if run is not None and run.end is not None:
+                    raise typer.Exit(OK if run.state is RunState.COMPLETED else DAMAGED)
+                if gone and not new:
+                    echo("the process was killed: it wrote no event of its end", err=True)
+                    raise typer.Exit(DAMAGED)
+                # The process may have written its end before it ended.
+                gone = run is not None and run.state is RunState.GONE
+            time.sleep(POLL_INTERVAL)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    raise AssertionError("the lines of a file have no end")
-
-
-def _new_lines(path: Path) -> Iterator[list[bytes]]:
-    """Yields the new whole lines of a growing file at each poll, without end."""
-    position = 0
-    while True:
-        lines: list[bytes] = []
-        if path.exists():
-            with open(path, "rb", opener=regular_file.opener) as file:
-                position = 0 if file.seek(0, 2) < position else position  # a new file
-                file.seek(position)
-                *lines, incomplete = file.read().split(b"\n")
-                position = file.tell() - len(incomplete)
-        yield lines
-        time.sleep(POLL_INTERVAL)
 
 
 def _line(event: dict[str, Any]) -> str:

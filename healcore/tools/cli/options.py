@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tomllib
-from collections.abc import Iterable
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from healcore.core.errors import HealcoreError
 from healcore.tools.terminal import echo
+
+if TYPE_CHECKING:  # local imports, so that other commands start fast
+    from healcore.policy import Policy
 
 CANNOT_RUN = 2
 """Exit status of a command that cannot run."""
@@ -53,6 +58,13 @@ def parse_overrides(pairs: Iterable[str] | None) -> dict[str, Any]:
     return overrides
 
 
+def load_policy(name: str, pairs: Iterable[str] | None = None) -> Policy:
+    """Loads a policy with the values of `--set`. Raises PolicyError."""
+    from healcore.policy import load
+
+    return load(name, **parse_overrides(pairs))
+
+
 def _parse_toml(text: str) -> dict[str, Any] | None:
     try:
         return tomllib.loads(text)
@@ -77,3 +89,18 @@ def fail(why: str, status: int = CANNOT_RUN) -> NoReturn:
     """Prints the reason on standard error and exits with the status."""
     echo(why, err=True)
     raise typer.Exit(status)
+
+
+def reported(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: prints an error of healcore or of the system as a sentence, and exits with 2."""
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        try:
+            command(**options)
+        except BrokenPipeError:  # `| head`: click ends the program without a message
+            raise
+        except (HealcoreError, OSError) as error:
+            fail(str(error))
+
+    return run

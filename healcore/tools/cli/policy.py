@@ -8,17 +8,14 @@ Exit status: 0 success (`diff`: no difference), 1 a policy is invalid (`diff`: t
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from healcore.tools.cli.options import CANNOT_RUN, SetOption, fail, parse_overrides
+from healcore.tools.cli.options import CANNOT_RUN, SetOption, load_policy, reported
 from healcore.tools.terminal import console, echo
-
-if TYPE_CHECKING:  # a local import, so that other commands start fast
-    from healcore.policy import Policy
 
 OK, INVALID = 0, 1
 
@@ -48,11 +45,12 @@ def list_() -> None:
 
 
 @app.command()
+@reported
 def show(policy: _Named, set_: SetOption = None) -> None:
     """Show a policy as TOML: a preset with its comments, or every key with --set."""
     from healcore.policy import dumps, preset_names, preset_text, recipe_names
 
-    loaded = _load(policy, set_)
+    loaded = load_policy(policy, set_)
     if set_ or policy not in (*preset_names(), *recipe_names()):
         echo(dumps(loaded), nl=False)
     else:
@@ -86,11 +84,12 @@ def check(
 
 
 @app.command("diff")
+@reported
 def diff_(left: _Named, right: _Named) -> None:
     """Show the keys in which two policies differ, including defaults."""
     from healcore.policy import diff
 
-    differences = diff(_load(left), _load(right))
+    differences = diff(load_policy(left), load_policy(right))
     if differences:
         table = Table("key", left, right, box=None, pad_edge=False)
         for key, a, b in differences:
@@ -99,15 +98,6 @@ def diff_(left: _Named, right: _Named) -> None:
     else:
         echo("no difference")
     raise typer.Exit(INVALID if differences else OK)
-
-
-def _load(name: str, pairs: list[str] | None = None) -> Policy:
-    from healcore.policy import PolicyError, load
-
-    try:
-        return load(name, **parse_overrides(pairs))
-    except PolicyError as error:
-        fail(str(error))
 
 
 def _cell(value: Any) -> Text:

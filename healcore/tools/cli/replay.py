@@ -6,6 +6,7 @@ command line is invalid, no trace could be replayed, or an output could not be w
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -20,23 +21,22 @@ from healcore.tools.cli.options import (
     JoinOption,
     SetOption,
     fail,
+    load_policy,
     parse_columns,
-    parse_overrides,
 )
-from healcore.tools.output_files import OutputError, check_outputs, replacing
+from healcore.tools.output_files import check_outputs, replacing
 from healcore.tools.terminal import console, echo, echo_json
 
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from rich.console import Console
 
-    from healcore.policy import Policy
+    from healcore.tools.report.run_report import RunReport
+    from healcore.tools.traces import Trace
 
 OK, PARTIAL = 0, 1
 
 MAX_PRINTED = 20
 """Number of problems of traces that are printed."""
-MAX_ON_PAGE = 60
-"""Number of replays on one page, because a browser is slow with more."""
 _PIPE_WIDTH = 160
 """Width of a table in columns if the width of the output is unknown."""
 
@@ -71,93 +71,78 @@ def replay(
     join: JoinOption = False,
 ) -> None:
     """Show what a policy would have done in recorded runs. Changes no file of a run."""
-    from healcore.extras import MissingExtraError, require
-    from healcore.policy import PolicyError
+    from healcore.extras import require
+    from healcore.runtime.host_policy import HostPolicy
     from healcore.tools.replay import ReplayError, table
     from healcore.tools.replay import replay as replay_trace
     from healcore.tools.replay.report import replay_report
-    from healcore.tools.traces import TraceError, open_traces
 
     names = policy or ["default"]
-    try:
-        policies = {name: _load(name, set_) for name in names}
-        for name in policies:
-            if names.count(name) > 1:
-                fail(f"--policy {name} is repeated: name each policy once")
-        if report:
-            require("report", "jinja2")
-        outputs = [jsonl if jsonl != "-" else None, report]
-        check_outputs(filter(None, outputs), [*traces, *names])
-        opened, unreadable = open_traces(traces, columns=parse_columns(column), join=join)
-    except (PolicyError, MissingExtraError, TraceError, OutputError) as error:
-        fail(str(error))
-    problems = [f"{each.path}: {each.problem}" for each in unreadable]
+    policies = {name: HostPolicy.of(load_policy(name, set_)) for name in names}
+    if len(policies) < len(names):
+        fail("a policy is repeated: name each --policy once")
+    if report:
+        require("report", "jinja2")
+    check_outputs(filter(None, [jsonl if jsonl != "-" else None, report]), [*traces, *names])
+    opened, problems = _open(traces, column, join)
     summaries, reports, lines = [], [], []
-    for trace in opened:
-        for name in names:
-            try:
-                result = replay_trace(trace, policies[name], name=name)
-            except ReplayError as error:
-                problems.append(str(error))
-                continue
-            summaries.append(result.summary)
-            if jsonl:
-                lines += result.lines()
-            if report and len(reports) < MAX_ON_PAGE:
-                reports.append(replay_report(result, policies[name]))
-    try:
-        if summaries:
-            # Before the table, whose reader may end early (`| head`).
-            page = _write_files(jsonl, lines, report, reports, len(summaries))
-            known = sys.stdout.isatty() or os.environ.get("COLUMNS")
-            printer = console(stderr=jsonl == "-", width=None if known else _PIPE_WIDTH)
-            printer.print(table.summary_table(summaries))
-            count = sum(trace.problem_count for trace in opened)
-            _print_first(printer, [each for t in opened for each in t.problems], count, "yellow")
-            for line in table.notes(summaries):
-                printer.print(line, markup=False, highlight=False)
-            notes = [each for trace in opened for each in trace.notes]
-            _print_first(printer, notes, len(notes), "dim")
-            printer.print(table.LEGEND, style="dim", highlight=False)
-            if page:
-                printer.print(page, markup=False, highlight=False)
-    except BrokenPipeError:
-        # The reader of `--jsonl -` has ended, and Python's flush at exit would raise again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(OK) from None
-    except (OSError, OutputError, MissingExtraError) as error:
-        fail(str(error))
+    for trace, name in itertools.product(opened, names):
+        try:
+            result = replay_trace(trace, policies[name], name=name)
+        except ReplayError as error:
+            problems.append(str(error))
+            continue
+        summaries.append(result.summary)
+        if jsonl:
+            lines += result.lines()
+        if report:
+            reports.append(replay_report(result))
+    if summaries:
+        # Before the table, whose reader may end early (`| head`).
+        _write_files(jsonl, lines, report, reports)
+        printer = _printer(stderr=jsonl == "-")
+        printer.print(table.summary_table(summaries))
+        _print_first(printer, [each for trace in opened for each in trace.problems], "yellow")
+        _print_first(printer, table.notes(summaries), "")
+        _print_first(printer, [each for trace in opened for each in trace.notes], "dim")
+        printer.print(table.LEGEND, style="dim", highlight=False)
+        if report:
+            printer.print(f"page: {report}", markup=False, highlight=False)
     _finish(problems, any_result=bool(summaries))
 
 
-def _load(name: str, pairs: list[str] | None) -> Policy:
-    from healcore.policy import load
+def _open(paths: list[str], columns: list[str] | None, join: bool) -> tuple[list[Trace], list[str]]:
+    """Opens the traces. Returns the paths without a trace as problems."""
+    from healcore.tools.traces import open_traces
 
-    return load(name, **parse_overrides(pairs))
+    opened, unreadable = open_traces(paths, columns=parse_columns(columns), join=join)
+    return opened, [f"{each.path}: {each.problem}" for each in unreadable]
+
+
+def _printer(*, stderr: bool = False) -> Console:
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS")
+    return console(stderr=stderr, width=None if known else _PIPE_WIDTH)
 
 
 def _write_files(
-    jsonl: str | None, lines: Sequence[str], page: Path | None, reports: Sequence, count: int
-) -> str:
-    """Writes the outputs. Returns a line about the page, or an empty string without a page."""
+    jsonl: str | None, lines: Sequence[str], page: Path | None, reports: Sequence[RunReport]
+) -> None:
     if jsonl == "-":
         sys.stdout.writelines(lines)
     elif jsonl:
         with replacing(jsonl) as draft:
             draft.write_text("".join(lines), encoding="ascii", newline="\n")
-    if page is None:
-        return ""
-    from healcore.tools.report.page import render
+    if page is not None:
+        from healcore.tools.report.page import render
 
-    with replacing(page) as draft:
-        draft.write_text(render(reports, left_out=count - len(reports)), encoding="utf-8")
-    return f"page: {page}" + f" (the first {len(reports)} replays)" * (len(reports) < count)
+        with replacing(page) as draft:
+            draft.write_text(render(reports), encoding="utf-8")
 
 
-def _print_first(printer: Console, lines: Sequence[str], count: int, style: str) -> None:
+def _print_first(printer: Console, lines: Sequence[str], style: str) -> None:
     shown = list(lines[:MAX_PRINTED])
-    if count > len(shown):
-        shown.append(f"and {count - len(shown):,} more like these")
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown):,} more like these")
     for line in shown:
         printer.print(line, style=style, markup=False, highlight=False)
 
@@ -195,24 +180,16 @@ def sweep(
     join: JoinOption = False,
 ) -> None:
     """Count what variants of a policy would have done in recorded runs. Writes no file."""
-    from healcore.policy import PolicyError
     from healcore.tools.replay import vary as variation
-    from healcore.tools.replay.scores import LabelError, read_labels
-    from healcore.tools.traces import TraceError, open_traces
+    from healcore.tools.replay.scores import read_labels
 
-    try:
-        base = _load(policy, set_)
-        policies = variation.variants(base, vary)
-        known = read_labels(labels) if labels else []
-        opened, unreadable = open_traces(traces, columns=parse_columns(column), join=join)
-    except (PolicyError, LabelError, variation.VaryError, TraceError) as error:
-        fail(str(error))
-    problems = [f"{each.path}: {each.problem}" for each in unreadable]
+    base = load_policy(policy, set_)
+    policies = variation.variants(base, vary)
+    known = read_labels(labels) if labels else []
+    opened, problems = _open(traces, column, join)
     rows = list(variation.count_variants(opened, policies, known, problems))
     if as_json and rows:
         echo_json(json.dumps(rows, indent=2, allow_nan=False))
     elif rows:
-        width = None if sys.stdout.isatty() else _PIPE_WIDTH
-        printer = console(width=width, highlight=False)
-        printer.print(variation.variant_table(rows, base.name))
+        _printer().print(variation.variant_table(rows, base.name))
     _finish(problems, any_result=bool(rows))

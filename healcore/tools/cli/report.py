@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from healcore.tools.cli.options import CANNOT_RUN, fail
-from healcore.tools.output_files import OutputError, check_outputs, replacing
+from healcore.tools.cli.options import CANNOT_RUN
+from healcore.tools.output_files import check_outputs, replacing
 from healcore.tools.terminal import echo
 
 OK, PARTIAL = 0, 1
@@ -32,14 +32,9 @@ def report(
             "--out", "-o", metavar="OUT.html", help="Default: run.report.html next to the events."
         ),
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="Also write a picture.")
-    ] = None,
 ) -> None:
     """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
     from healcore.events.metrics import stem
-    from healcore.extras import MissingExtraError
-    from healcore.tools.report import picture
     from healcore.tools.report.page import render
     from healcore.tools.report.run_report import RunReport
     from healcore.tools.report.runs import ReportError, find_events, read_reports
@@ -58,17 +53,10 @@ def report(
     for problem in [note for each in reports for note in each.notes][:_MAX_PRINTED]:
         echo(problem, err=True)
     page = out or files[0].with_name(f"{stem(files[0])}.report.html")
-    try:
-        # Metrics and postmortems are next to the events file.
-        inputs = [path for file in files for path in (file, *file.parent.glob("*.json*"))]
-        check_outputs([page, *([png] if png else [])], inputs)
-        with replacing(page, from_user=out is not None) as draft:
-            draft.write_text(render(reports), encoding="utf-8", errors="backslashreplace")
-        echo(f"page: {page}")
-        if png is not None:
-            with replacing(png) as draft:
-                picture.draw(reports, draft)
-            echo(f"picture: {png}")
-    except (OutputError, MissingExtraError) as error:
-        fail(str(error))
+    # Metrics and postmortems are next to the events file.
+    inputs = [path for file in files for path in (file, *file.parent.glob("*.json*"))]
+    check_outputs([page], inputs)
+    with replacing(page) as draft:
+        draft.write_text(render(reports), encoding="utf-8", errors="backslashreplace")
+    echo(f"page: {page}")
     raise typer.Exit(OK if len(files) == len(events) else PARTIAL)

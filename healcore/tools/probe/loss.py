@@ -105,9 +105,9 @@ def score(checks: Sequence[Check], inputs: LossInputs) -> float | None:
 
 
 def _notes(trace: Trace) -> list[str]:
-    notes = list(trace.problems)
-    if trace.problem_count > len(notes):
-        notes.append(f"{trace.problem_count - len(notes)} further problems in this trace")
+    notes = list(trace.problems[:100])
+    if len(trace.problems) > len(notes):
+        notes.append(f"{len(trace.problems) - len(notes)} further problems in this trace")
     if trace.stale:
         notes.append(f"{trace.stale} rows were repeated by a resume; the last value counts")
     return notes

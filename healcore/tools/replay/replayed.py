@@ -7,9 +7,7 @@ resumed or rolled back.
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -26,9 +24,6 @@ from healcore.tools.replay.judged import ALWAYS_PASSED, JudgedRows, judge
 from healcore.tools.replay.summary import Summary, find_incidents, shortest, summarize
 from healcore.tools.traces import Trace
 
-MAX_INCIDENTS = 1000
-"""Number of incidents of one replay that are kept for the report; all are counted."""
-
 
 class ReplayError(HealcoreError, ValueError):
     """A policy cannot be replayed on a trace. The message has the reason and the remedy."""
@@ -39,8 +34,6 @@ class Decided(NamedTuple):
 
     index: int
     step: float
-    """Recorded step, or NaN if the step could not be read."""
-    attempt: int
     cause: Cause
     action: Action
     """Orders to the host, with ROLLBACK if a rollback was due."""
@@ -51,6 +44,7 @@ class Decided(NamedTuple):
     """z scores by signal, for signals that the row logs and the policy scores."""
     threshold: float | None
     """Gradient norm above which the row would be clipped, or None for no limit."""
+    attempt: int
     spent: bool
     """Whether the budget denied a due rollback. A live run ends here."""
 
@@ -61,58 +55,48 @@ class Replay:
 
     trace: Trace
     policy: str
-    engine: Engine
+    """Name of the policy."""
+    host: HostPolicy
     judged: JudgedRows
     summary: Summary
     incidents: tuple[Incident, ...]
-    """The first 1000 incidents, in order."""
 
     def __iter__(self) -> Iterator[Decided]:
         judged, record = self.judged, self.judged.record
         action, spent = judged.action, judged.spent
+        columns = {name: record[name] for name in record.dtype.names or ()}
         # A score of a row that does not log its signal is the score of an earlier row.
         scores = {}
-        config = self.engine.config
-        if config.clip is not None and not self.engine.per_tensor and "grad_norm" in judged.logged:
+        config, per_tensor = self.host.engine.config, self.host.engine.per_tensor
+        if config.clip is not None and not per_tensor and "grad_norm" in judged.logged:
             scores["grad_norm"] = (record.z, judged.logged["grad_norm"])
         if "loss" in judged.logged and "loss_spike" in dict(config.detectors):
             scores["loss"] = (record.z_loss, judged.logged["loss"])
-        for row in np.flatnonzero(judged.decided):
+        for row in np.flatnonzero(judged.decided).tolist():
             z = {name: shortest(values[row]) for name, (values, has) in scores.items() if has[row]}
             yield Decided(
                 index=int(judged.index[row]),
                 step=float(judged.step[row]),
-                attempt=int(judged.attempt[row]),
-                cause=Cause(int(record.cause[row])),
+                cause=Cause(int(columns["cause"][row])),
                 action=Action(int(action[row])),
-                skip=bool(record.skip[row]),
-                grad_scale=shortest(record.grad_scale[row]),
-                lr_scale=shortest(record.lr_scale[row]),
+                skip=bool(columns["skip"][row]),
+                grad_scale=shortest(columns["grad_scale"][row]),
+                lr_scale=shortest(columns["lr_scale"][row]),
                 z=z,
-                threshold=shortest(record.threshold[row]) if "grad_norm" in z else None,
+                threshold=shortest(columns["threshold"][row]) if "grad_norm" in z else None,
+                attempt=int(judged.attempt[row]),
                 spent=bool(spent[row]),
             )
 
     def lines(self) -> Iterator[str]:
         """Yields a line of JSON for each decided row, and a line for the summary."""
         for row in self:
-            line: dict[str, Any] = {
-                "trace": self.trace.name,
-                "index": row.index,
-                "step": _number(row.step),
-                "cause": _names(row.cause),
-                "action": _names(row.action),
-                "skip": row.skip,
-                "grad_scale": row.grad_scale,
-                "lr_scale": row.lr_scale,
-                "z": row.z,
-            }
-            if row.threshold is not None:
-                line["threshold"] = row.threshold
-            line |= {"attempt": row.attempt, "policy": self.policy}
-            if row.spent:
-                line["spent"] = True
-            yield _line(line)
+            line = row._asdict() | {"cause": names(row.cause), "action": names(row.action)}
+            spent = {"spent": True} if line.pop("spent") else {}
+            if row.threshold is None:
+                del line["threshold"]
+            line["step"] = _number(row.step)
+            yield _line({"trace": self.trace.name, **line, "policy": self.policy, **spent})
         fields = {
             name: _number(value) if isinstance(value, float) else value
             for name, value in asdict(self.summary).items()
@@ -121,16 +105,7 @@ class Replay:
         yield _line({"trace": fields.pop("trace"), "summary": True, "steps": steps, **fields})
 
 
-@functools.lru_cache(maxsize=4096, typed=True)  # typed: Cause(4) == Action(4)
-def _names(flags: Cause | Action) -> list[str]:
-    """Returns cached `names`: few combinations occur, and naming is the slowest part of a line."""
-    return names(flags)
-
-
-def _number(number: float) -> float | int | str:
-    """Converts integers to int, and NaN and Inf to text, because JSON has no such numbers."""
-    if not math.isfinite(number):
-        return str(number)
+def _number(number: float) -> float | int:
     return int(number) if number.is_integer() else number
 
 
@@ -138,25 +113,26 @@ def _line(line: dict[str, Any]) -> str:
     return json.dumps(line, allow_nan=False) + "\n"
 
 
-def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Replay:
+def replay(trace: Trace, policy: PolicyLike | HostPolicy, *, name: str | None = None) -> Replay:
     """Replays a policy over a trace.
 
     Args:
         trace: from `healcore.tools.traces.open_traces`.
-        policy: the name of a preset, a path of a TOML file, a `Policy`, an `Engine` or its config.
+        policy: the name of a preset, a path of a TOML file, a `Policy`, an `Engine` or its config,
+            or a `HostPolicy`, which saves time with several traces.
         name: name of the policy in the results, or None for the policy's own name.
 
     Raises:
         ReplayError: the policy has nothing to judge in this trace.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
-    host = HostPolicy.of(policy)
+    host = policy if isinstance(policy, HostPolicy) else HostPolicy.of(policy)
     name = name or host.name
     inactive = _find_inactive(host.engine, trace, name)
     judged = judge(host.engine, trace)
     incidents = find_incidents(judged)
     summary = summarize(trace, judged, incidents, name, host.fingerprint or "", inactive)
-    return Replay(trace, name, host.engine, judged, summary, tuple(incidents[:MAX_INCIDENTS]))
+    return Replay(trace, name, host, judged, summary, tuple(incidents))
 
 
 def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Builds the report of a replay, with a bounded number of points for a trace of any length."""
+"""Builds the report of a replay."""
 
 from __future__ import annotations
 
@@ -9,27 +9,35 @@ import numpy as np
 from healcore.core.verdict import Cause, names
 from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Mode
-from healcore.history.curves import thin
+from healcore.history.curves import thinned
 from healcore.history.incident import MOST_ALARMS
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
-from healcore.policy import PolicySource, dumps, load
-from healcore.tools.replay.judged import JudgedRows
 from healcore.tools.replay.replayed import Replay
 from healcore.tools.replay.summary import inactive_line
-from healcore.tools.report.run_report import RunReport
-from healcore.tools.traces import Trace
+from healcore.tools.report.run_report import RunReport, first_lines
 
 
-def replay_report(result: Replay, policy: PolicySource) -> RunReport:
-    """Returns the report of a replay of `policy`."""
-    summary, trace = result.summary, result.trace
-    alarms, notes = _alarm_marks(result.judged)
-    stops = () if summary.stopped_step is None else (Mark(summary.stopped_step),)
+def replay_report(result: Replay) -> RunReport:
+    """Returns the report of a replay."""
+    summary, trace, judged = result.summary, result.trace, result.judged
+    record = judged.record
+    alarms = np.flatnonzero((record.cause != 0) & ~record.incident_open & ~record.skip).tolist()
+    marks = [
+        Mark(
+            float(judged.step[row]),
+            EventRecord(kind="alarm", cause=names(Cause(int(record.cause[row])))),
+        )
+        for row in alarms[:MOST_ALARMS]
+    ]
+    notes = [inactive_line(*each) for each in summary.inactive.items()]
+    if len(alarms) > len(marks):
+        more = f"the plot marks the first {len(marks)}"
+        notes.append(f"{len(alarms):,} alarms outside of incidents: {more}")
     return RunReport(
         title=summary.trace,
         mode=Mode.REPLAY,
         policy_name=summary.policy,
-        policy_toml=dumps(load(policy)),
+        policy_toml=result.host.text or "",
         fingerprint=summary.fingerprint,
         curves=_curves(result),
         incidents=result.incidents,
@@ -42,71 +50,34 @@ def replay_report(result: Replay, policy: PolicySource) -> RunReport:
         ),
         # The fields of the summary's line of JSON, by the same names.
         facts={name: str(value) for name, value in asdict(summary).items() if value},
-        notes=(
-            *(inactive_line(*each) for each in summary.inactive.items()),
-            *notes,
-            *_trace_notes(trace),
+        notes=(*notes, *first_lines("not read", trace.problems), *trace.notes),
+        attempts=tuple(
+            RunAttempt(attempt.number, attempt.first_step, AttemptOrigin.RECORDED, attempt.source)
+            for attempt in trace.attempts
         ),
-        attempts=_attempts(trace),
-        marks=(*alarms, *stops),
+        marks=(*marks, *([] if summary.stopped_step is None else [Mark(summary.stopped_step)])),
     )
 
 
 def _curves(result: Replay) -> Curves:
     rows, judged = result.trace.rows, result.judged
-    curves = {name: rows.values[name] for name in ("loss", "grad_norm") if name in rows.values}
-    nonfinite = np.zeros(len(rows.index), bool)
-    for name, curve in curves.items():
-        nonfinite |= rows.logged[name] & ~np.isfinite(curve)
-    places = np.searchsorted(rows.index, judged.index)
-    for name in ("threshold", "lr_scale"):
-        curves[name] = np.full(len(rows.index), np.nan, np.float32)
-        curves[name][places] = getattr(judged.record, name)
-    curves["threshold"][curves["threshold"] == 0] = np.nan  # 0 means no limit
-    if np.isnan(curves["threshold"]).all():
-        del curves["threshold"]
-    kept = thin(rows.index, curves, 2000)
-    curves = {name: curve[kept] for name, curve in curves.items()}
-    return Curves(
-        loss=curves.get("loss", np.full(len(kept), np.nan, np.float32)),
-        grad_norm=curves.get("grad_norm"),
-        threshold=curves.get("threshold"),
-        lr_scale=curves["lr_scale"],
-        rows=len(rows.index),
-        step=rows.step[kept],
-        attempt=rows.attempt[kept],
-        nonfinite=nonfinite[kept],
+    threshold, lr_scale = np.full((2, len(rows.step)), np.nan, np.float32)
+    threshold[judged.index] = np.where(
+        judged.record.threshold == 0, np.nan, judged.record.threshold
     )
-
-
-def _alarm_marks(judged: JudgedRows) -> tuple[list[Mark], list[str]]:
-    """Returns marks of the first alarms outside of incidents, and a note if there are more."""
-    record = judged.record
-    rows = np.flatnonzero((record.cause != 0) & ~record.incident_open & ~record.skip)
-    marks = [
-        Mark(
-            float(judged.step[row]),
-            EventRecord(kind="alarm", cause=names(Cause(int(record.cause[row])))),
+    lr_scale[judged.index] = judged.record.lr_scale
+    nonfinite = np.zeros(len(rows.step), bool)
+    for name in ("loss", "grad_norm"):
+        if name in rows.values:
+            nonfinite |= rows.logged[name] & ~np.isfinite(rows.values[name])
+    return thinned(
+        Curves(
+            step=rows.step,
+            loss=rows.values.get("loss", np.full(len(rows.step), np.nan, np.float32)),
+            grad_norm=rows.values.get("grad_norm"),
+            threshold=threshold,  # a threshold of 0 means no limit
+            lr_scale=lr_scale,
+            attempt=rows.attempt,
+            nonfinite=nonfinite,
         )
-        for row in rows[:MOST_ALARMS]
-    ]
-    if len(marks) == rows.size:
-        return marks, []
-    first = f"the plot marks the first {len(marks)}"
-    return marks, [f"{rows.size:,} alarms outside of incidents: {first}"]
-
-
-def _trace_notes(trace: Trace) -> list[str]:
-    """Returns the problems and notes of a trace as text, problems first."""
-    lines = [*trace.problems, *trace.notes]
-    more = trace.problem_count - len(trace.problems)
-    return [*lines, *([f"and {more:,} more problems"] if more else [])]
-
-
-def _attempts(trace: Trace) -> tuple[RunAttempt, ...]:
-    if len(trace.attempts) < 2:
-        return ()
-    return tuple(
-        RunAttempt(attempt.number, attempt.first_step, AttemptOrigin.RECORDED, attempt.source)
-        for attempt in trace.attempts
     )

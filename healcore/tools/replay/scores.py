@@ -27,40 +27,23 @@ class LabelError(HealcoreError, ValueError):
     """A file of labels cannot be used. The message has the reason."""
 
 
-class Zone(NamedTuple):
-    """A range of rows, both ends included."""
-
-    onset: int
-    end: int
-
-    @property
-    def widened(self) -> tuple[int, int]:
-        """First row and end of the zone with margins; the end is excluded."""
-        return max(0, self.onset - EARLY_ROWS), self.end + LATE_ROWS + 1
-
-
 class Label(NamedTuple):
-    """The labelled events of one trace."""
+    """The labelled events of one trace. A zone is its first and its last row."""
 
     file: str
     points: int
-    spikes: tuple[Zone, ...]
-    ambiguous: tuple[Zone, ...]
+    spikes: list[tuple[int, int]]
+    ambiguous: list[tuple[int, int]]
 
 
 class Score(NamedTuple):
-    """Counts of orders and events; `plus` adds scores."""
+    """Orders and events of one or several traces."""
 
     events: int = 0
     latencies: tuple[int, ...] = ()
     """Rows from the onset to the first order, for each found event."""
     false: int = 0
     """Number of false alarms."""
-
-    @property
-    def found(self) -> int:
-        """Number of events with an order."""
-        return len(self.latencies)
 
     @property
     def in_time(self) -> int:
@@ -73,48 +56,41 @@ class Score(NamedTuple):
         return Score(*(left + right for left, right in pairs))
 
 
-def score(orders: np.ndarray, nonfinite: np.ndarray, label: Label) -> Score | None:
-    """Compares the orders of one trace with its events.
+def score(orders: np.ndarray, nonfinite: np.ndarray, label: Label) -> Score:
+    """Compares the orders of one trace with its events; an empty score if the trace is too short.
 
     `orders` are row numbers, int (n,), `nonfinite` rows without a finite loss, int (m,), both
-    increasing. Returns None if the trace is too short.
+    increasing.
     """
     if label.points < MIN_ROWS:
-        return None
-    latencies = []
-    for spike in label.spikes:
-        start, stop = spike.widened
-        found = orders[(start <= orders) & (orders < stop)]
-        if found.size:
-            latencies.append(max(int(found[0]) - spike.onset, 0))
-    false = orders[_is_false(orders, nonfinite, label)]
-    separate = int(np.count_nonzero(np.diff(false) > LATE_ROWS)) + bool(false.size)
-    return Score(len(label.spikes), tuple(latencies), separate)
+        return Score()
+
+    def within(onset: int, end: int) -> np.ndarray:
+        return (onset - EARLY_ROWS <= orders) & (orders <= end + LATE_ROWS)
+
+    found = [(onset, orders[within(onset, end)]) for onset, end in label.spikes]
+    latencies = tuple(max(int(rows[0]) - onset, 0) for onset, rows in found if rows.size)
+    allowed = orders < IGNORED_ROWS
+    for zone in (*label.ambiguous, *label.spikes):
+        allowed |= within(*zone)
+    # The last non-finite loss up to each order.
+    last = np.append(-np.inf, nonfinite)[np.searchsorted(nonfinite, orders, side="right")]
+    false = orders[~allowed & (orders - last > LATE_ROWS)]
+    separate = np.count_nonzero(np.diff(false) > LATE_ROWS) + bool(false.size)
+    return Score(len(label.spikes), latencies, int(separate))
 
 
-def _is_false(rows: np.ndarray, nonfinite: np.ndarray, label: Label) -> np.ndarray:
-    """Whether an order at each row (n,) is false, bool (n,)."""
-    allowed = rows < IGNORED_ROWS
-    for start, stop in (zone.widened for zone in (*label.ambiguous, *label.spikes)):
-        allowed |= (start <= rows) & (rows < stop)
-    last = np.searchsorted(nonfinite, rows, side="right") - 1  # last non-finite loss up to the row
-    allowed[last >= 0] |= (rows[last >= 0] - nonfinite[last[last >= 0]]) <= LATE_ROWS
-    return ~allowed
-
-
-def score_replay(replay: Replay, label: Label) -> Score | None:
+def score_replay(replay: Replay, label: Label) -> Score:
     """Scores the most severe order in the policy's rules: rollbacks, stops, skips, else alarms."""
-    judged, rules = replay.judged, replay.engine.config.rules
+    judged, rules = replay.judged, replay.host.engine.config.rules
     rows = judged.record.cause != 0
     if any(rule.skip for rule in rules):
         rows = judged.record.skip
     for action in (Action.STOP, Action.ROLLBACK):
         if any(rule.action & action for rule in rules):
             rows = judged.action & int(action) != 0
-    recorded = replay.trace.rows
-    loss = recorded.values.get("loss")
-    nonfinite = recorded.index[:0] if loss is None else recorded.index[~np.isfinite(loss)]
-    return score(judged.index[rows], nonfinite, label)
+    loss = replay.trace.rows.values.get("loss", np.zeros(0))
+    return score(judged.index[rows], np.flatnonzero(~np.isfinite(loss)), label)
 
 
 def label_of(labels: Sequence[Label], trace: str) -> Label | None:
@@ -143,10 +119,11 @@ def read_labels(path: Path) -> list[Label]:
 
 
 def _label(data: Any) -> Label:
-    def zones(name: str) -> tuple[Zone, ...]:
-        return tuple(Zone(_row(zone["onset"]), _row(zone["end"])) for zone in data.get(name, ()))
-
-    return Label(str(data["file"]), _row(data["points"]), zones("spikes"), zones("ambiguous"))
+    spikes, ambiguous = (
+        [(_row(zone["onset"]), _row(zone["end"])) for zone in data.get(name, ())]
+        for name in ("spikes", "ambiguous")
+    )
+    return Label(str(data["file"]), _row(data["points"]), spikes, ambiguous)
 
 
 def _row(number: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -83,7 +84,11 @@ def summarize(
     inactive: Mapping[str, tuple[str, ...]],
 ) -> Summary:
     """Counts the decisions of a replay."""
-    record, action = judged.record, judged.action
+
+    def count(rows: np.ndarray) -> int:
+        return int(np.count_nonzero(rows))
+
+    record, action, lr_scale = judged.record, judged.action, judged.record.lr_scale
     rollbacks = action & int(Action.ROLLBACK) != 0
     cuts = action & int(Action.CUT_LR) != 0
     stops = np.flatnonzero(judged.ends_run)
@@ -91,27 +96,25 @@ def summarize(
         trace=trace.name,
         policy=policy,
         fingerprint=fingerprint,
-        rows=len(trace.rows.index),
-        unjudged=len(trace.rows.index) - len(judged.index),
+        rows=len(trace.rows.step),
+        unjudged=len(trace.rows.step) - len(judged.index),
         first_step=float(trace.rows.step[0]),
         last_step=float(trace.rows.step[-1]),
-        alarms=int(np.count_nonzero(record.cause)),
+        alarms=count(record.cause),
         causes=_counts_by_flag(record.cause, Cause),
         actions=_counts_by_flag(action, Action),
-        skips=int(np.count_nonzero(record.skip)),
-        clips=int(np.count_nonzero(judged.clipped)),
+        skips=count(record.skip),
+        clips=count(judged.clipped),
         incidents=len(incidents),
-        rollbacks=int(np.count_nonzero(rollbacks)),
-        repeats=int(np.count_nonzero(rollbacks & judged.repeated)),
-        spent=int(np.count_nonzero(judged.spent)),
-        repeat_cuts=int(np.count_nonzero(cuts & judged.repeated)),
-        lowest_lr=shortest(record.lr_scale.min(initial=np.float32(1))),
-        lowest_lr_first=shortest(
-            record.lr_scale[cuts & ~judged.repeated].min(initial=np.float32(1))
-        ),
+        rollbacks=count(rollbacks),
+        repeats=count(rollbacks & judged.repeated),
+        spent=count(judged.spent),
+        repeat_cuts=count(cuts & judged.repeated),
+        lowest_lr=shortest(lr_scale.min(initial=np.float32(1))),
+        lowest_lr_first=shortest(lr_scale[cuts & ~judged.repeated].min(initial=np.float32(1))),
         stopped_step=float(judged.step[stops[0]]) if stops.size else None,
         inactive=dict(inactive),
-        problems=trace.problem_count,
+        problems=len(trace.problems),
     )
 
 
@@ -122,9 +125,8 @@ def _counts_by_flag(flags: np.ndarray, kind: type[Cause] | type[Action]) -> dict
 
 def inactive_line(signal: str, parts: Sequence[str]) -> str:
     """Describes the parts of a policy that are inactive without a signal."""
-    reason = {
-        "group_norms": "in any log (AdaGC reads the norm of every tensor)",
-    }.get(signal, "logged")
+    is_of_tensors = signal == "group_norms"
+    reason = "in any log (AdaGC reads the norm of every tensor)" if is_of_tensors else "logged"
     verb = "is" if len(parts) == 1 else "are"
     return f"no {signal} {reason}: {listed(parts)} {verb} inactive"
 
@@ -132,48 +134,38 @@ def inactive_line(signal: str, parts: Sequence[str]) -> str:
 def find_incidents(judged: JudgedRows) -> list[Incident]:
     """Finds the incidents. Each has the rows with an alarm from its first row to the next one's."""
     record = judged.record
-    first = np.diff(judged.attempt, prepend=-1) != 0
-    is_new = first & np.isin(judged.attempt, list(judged.separate))
-    number_before = np.concatenate(([0], record.incident))[:-1]
-    lr_before = np.concatenate(([np.float32(1)], record.lr_scale))[:-1]
-    opened = record.incident != np.where(is_new, 0, number_before)
+    opened = np.diff(record.incident, prepend=0) != 0
     alarmed = (record.incident_open | record.skip) & (record.cause != 0)
-    starts = np.flatnonzero(opened)
     # An attempt ends the incident of the attempt before it.
-    ends = np.flatnonzero(opened | first)
-    rows = np.flatnonzero(opened | alarmed)
+    begins = np.flatnonzero(opened | (np.diff(judged.attempt, prepend=0) != 0)).tolist()
     incidents = []
-    for number, start in enumerate(starts.tolist(), 1):
-        after = np.searchsorted(ends, start, side="right")
-        end = int(ends[after]) if after < len(ends) else len(first)
-        own = rows[slice(*np.searchsorted(rows, (start, end)))]
-        before = np.float32(1) if is_new[start] else lr_before[start]
-        incidents.append(_incident(judged, own, number, before))
+    for start, end in pairwise([*begins, len(opened)]):
+        if opened[start]:
+            rows = start + np.flatnonzero((opened | alarmed)[start:end])
+            incidents.append(_incident(judged, rows, len(incidents) + 1))
     return incidents
 
 
-def _incident(judged: JudgedRows, rows: np.ndarray, number: int, lr_before: np.float32) -> Incident:
+def _incident(judged: JudgedRows, rows: np.ndarray, number: int) -> Incident:
     """Builds an incident from the places of its rows among the judged rows, int (m,)."""
-    repeated, spent, ends_run = judged.repeated[rows], judged.spent[rows], judged.ends_run[rows]
-    stop = int(Action.STOP)
-    action = judged.action[rows]
-    action = np.where(ends_run, action, action & ~stop)
+    steps, lr_scale = judged.step[rows], judged.record.lr_scale
+    repeated, spent, action = judged.repeated[rows], judged.spent[rows], judged.action[rows]
+    action = np.where(judged.ends_run[rows], action, action & ~int(Action.STOP))
     rollback = action & int(Action.ROLLBACK) != 0
-    orders = rows[rollback | (action & stop != 0)]
-    place = orders[0] if orders.size else rows[-1]  # the place of an incident is its first order
-    cause = int(np.bitwise_or.reduce(judged.record.cause[rows]))
-    all_orders = int(np.bitwise_or.reduce(action))
-    firsts = rows[~repeated]
-    lr_after = judged.record.lr_scale[firsts[-1]] if firsts.size else lr_before
-    cut = all_orders & int(Action.CUT_LR)
+    orders = np.flatnonzero(action & int(Action.ROLLBACK | Action.STOP))
+    all_orders = Action(int(np.bitwise_or.reduce(action)))
+    first = np.flatnonzero(~repeated)
+    before = lr_scale[rows[0] - 1] if rows[0] else np.float32(1)
+    after = lr_scale[rows[first[-1]]] if first.size else before
     return Incident(
         number=number,
         attempt=int(judged.attempt[rows[0]]),
-        onset_step=float(judged.step[rows[0]]),
-        step=float(judged.step[place]),
-        last_step=float(judged.step[rows[-1]]),
-        cause=tuple(names(Cause(cause))),
-        action=tuple(names(Action(all_orders))),
+        onset_step=float(steps[0]),
+        # The place of an incident is its first order.
+        step=float(steps[orders[0] if orders.size else -1]),
+        last_step=float(steps[-1]),
+        cause=tuple(names(Cause(int(np.bitwise_or.reduce(judged.record.cause[rows]))))),
+        action=tuple(names(all_orders)),
         mode=Mode.REPLAY,
         skipped=int(np.count_nonzero(judged.record.skip[rows])),
         clipped=int(np.count_nonzero(judged.clipped[rows])),
@@ -181,5 +173,5 @@ def _incident(judged: JudgedRows, rows: np.ndarray, number: int, lr_before: np.f
         repeats=int(np.count_nonzero(repeated & rollback & ~spent)),
         repeat_denied=bool((repeated & spent).any()),
         denied=bool((~repeated & spent).any()),
-        lr_path=(shortest(lr_before), shortest(lr_after)) if cut else (),
+        lr_path=(shortest(before), shortest(after)) if Action.CUT_LR in all_orders else (),
     )

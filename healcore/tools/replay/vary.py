@@ -17,6 +17,7 @@ from rich.text import Text
 from healcore.core.errors import HealcoreError
 from healcore.policy import Policy, PolicyError, load
 from healcore.policy.loader import merged
+from healcore.runtime.host_policy import HostPolicy
 from healcore.tools.replay.replayed import ReplayError, replay
 from healcore.tools.replay.scores import Label, Score, label_of, score_replay
 from healcore.tools.traces import Trace
@@ -82,16 +83,17 @@ def count_variants(
     With labels also `events`, `found`, `in_time`, `latency` (median, rows) and `false` (alarms).
     """
     for name, policy in policies.items():
+        host = HostPolicy.of(policy)
         summaries, scores = [], []
         for trace in traces:
             try:
-                result = replay(trace, policy, name=name)
+                result = replay(trace, host, name=name)
             except ReplayError as error:
                 problems.append(str(error))
                 continue
             summaries.append(result.summary)
-            label = label_of(labels, trace.name)
-            scores += filter(None, [label and score_replay(result, label)])
+            if label := label_of(labels, trace.name):
+                scores.append(score_replay(result, label))
         if not summaries:
             continue
         row: dict[str, Any] = {"variant": name, "traces": len(summaries)}
@@ -99,7 +101,7 @@ def count_variants(
         row["rollbacks"] -= sum(each.repeats for each in summaries)
         if scores:
             total = functools.reduce(Score.plus, scores)
-            row |= {"events": total.events, "found": total.found, "in_time": total.in_time}
+            row |= {"events": total.events, "found": len(total.latencies), "in_time": total.in_time}
             row["latency"] = float(np.median(total.latencies)) if total.latencies else None
             row["false"] = total.false
         yield row
@@ -110,14 +112,12 @@ def variant_table(rows: Sequence[dict[str, Any]], policy: str) -> Table:
     title = Text(f"What variants of {policy} would have done", "bold")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("variant", overflow="fold")
-    labelled = any("false" in row for row in rows)
-    for name in (*_COUNTS[1:], *(("found", "in time", "latency", "false") if labelled else ())):
+    names = list(rows[0])[3:]  # without the variant, traces and rows
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        cells = [f"{row[name]:,}" for name in _COUNTS[1:]]
-        if "false" in row:
-            latency = "-" if row["latency"] is None else f"{row['latency']:g}"
-            cells += [f"{row['found']} of {row['events']}", str(row["in_time"]), latency]
-            cells += [f"{row['false']:,}"]
-        table.add_row(Text(row["variant"]), *cells)
+        table.add_row(
+            Text(row["variant"]),
+            *("-" if row[name] is None else f"{row[name]:,}" for name in names),
+        )
     return table

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -15,14 +14,16 @@ from healcore.extras import require
 from healcore.history import Incident, IncidentOutcome, Mode
 from healcore.history.process import RunState
 from healcore.runtime.postmortem.sentences import flag_names, outcome, step_range
-from healcore.tools.report import picture
+from healcore.tools.report.picture import draw
 from healcore.tools.report.run_report import RunReport, by_severity, short_names
 
 _MAX_INCIDENTS = 1000
 """Limit of rows in a table of incidents, because browsers cannot open pages with many more."""
+_MAX_DRAWN = 12
+"""Limit of runs with curves."""
 _MAX_ATTEMPTS = 50
 _MAX_TENSORS = 5
-_MAX_RANGES = 6
+_MAX_CUTS = 6
 _NOTHING = "–"
 
 _CAPTIONS = {
@@ -39,7 +40,7 @@ _OVERVIEW = ("Run", "Policy", "Rows", "Incidents", "Rollbacks", "Skips", "Clips"
 _COLUMNS = ("Incident", "Steps", "Cause", "Outcome", "Skipped", "LR ×", "Batches", "Evidence")
 
 
-def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
+def render(reports: Sequence[RunReport]) -> str:
     """Renders reports as a self-contained HTML page.
 
     The page's Content-Security-Policy forbids scripts and network access. So text from a log could
@@ -47,7 +48,6 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
 
     Args:
         reports: the runs, which the page sorts by severity.
-        left_out: number of further runs that the page mentions but does not show.
 
     Raises:
         MissingExtraError: jinja2 or matplotlib is not installed.
@@ -69,20 +69,10 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
         title=names[0] if len(names) == 1 else f"{len(names)} runs",
         heads=_OVERVIEW,
         overview=[_overview(*each) for each in zip(reports, names, strict=True)],
-        left_out=left_out,
-        sections=[
-            _section(report, drawn=i < picture.MAX_REPORTS) for i, report in enumerate(reports)
-        ],
+        sections=[_section(report, drawn=i < _MAX_DRAWN) for i, report in enumerate(reports)],
         columns=_COLUMNS,
         version=healcore.__version__,
     )
-
-
-def _figure(report: RunReport) -> str:
-    """The picture of a run as base64."""
-    file = io.BytesIO()
-    picture.draw([report], file)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def _overview(report: RunReport, name: str) -> tuple[str, ...]:
@@ -100,6 +90,7 @@ def _overview(report: RunReport, name: str) -> tuple[str, ...]:
 
 
 def _section(report: RunReport, *, drawn: bool) -> dict[str, Any]:
+    has_curves = drawn and len(report.curves.step)
     mood = "open" if report.state is None else _BADGES.get(report.state, "bad")
     badges = [(mood, report.ending())] if report.ending() else []
     if report.would:
@@ -112,7 +103,7 @@ def _section(report: RunReport, *, drawn: bool) -> dict[str, Any]:
         "report": report,
         "badges": badges,
         "tiles": _tiles(report),
-        "figure": _figure(report) if drawn and len(report.curves.step) else "",
+        "figure": base64.b64encode(draw(report)).decode() if has_curves else "",
         "caption": _CAPTIONS[report.mode],
         "rows": [_cells(report, incident) for incident in report.incidents[:_MAX_INCIDENTS]],
         "more": max(len(report.incidents) - _MAX_INCIDENTS, 0),
@@ -157,7 +148,7 @@ def _cells(report: RunReport, incident: Incident) -> tuple[str, ...]:
         flag_names(incident.cause),
         outcome(incident),
         str(incident.skipped),
-        " → ".join(path if len(path) < _MAX_RANGES else [path[0], "…", path[-1]]),
+        " → ".join(path if len(path) < _MAX_CUTS else [path[0], "…", path[-1]]),
         _batches(incident),
         ", ".join(f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in worst),
     )
@@ -165,21 +156,11 @@ def _cells(report: RunReport, incident: Incident) -> tuple[str, ...]:
 
 
 def _batches(incident: Incident) -> str:
-    ranges = _ranges(incident.skipped_batches or incident.batches)
-    text = "; ".join(
-        f"epoch {epoch}: {step_range(first, last)}" for epoch, first, last in ranges[:_MAX_RANGES]
-    )
-    more = len(ranges) - _MAX_RANGES
-    text += f"; and {more} more ranges" if more > 0 else ""
-    return f"{text} (skipped)" if text and incident.skipped_batches else text
-
-
-def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Groups consecutive (epoch, index) into (epoch, first, last)."""
-    ranges: list[tuple[int, int, int]] = []
-    for epoch, index in sorted(set(batches)):
-        if ranges and (epoch, index) == (ranges[-1][0], ranges[-1][2] + 1):
-            ranges[-1] = (epoch, ranges[-1][1], index)
-        else:
-            ranges.append((epoch, index, index))
-    return ranges
+    batches = sorted(incident.skipped_batches or incident.batches)
+    if not batches:
+        return ""
+    (epoch, first), (last_epoch, last) = batches[0], batches[-1]
+    text = f"epoch {epoch}: {step_range(first, last)}"
+    if epoch != last_epoch:
+        text = f"epoch {epoch}: {first} to epoch {last_epoch}: {last}"
+    return f"{text} ({len(batches)} skipped)" if incident.skipped_batches else text

@@ -1,57 +1,29 @@
-"""Draws reports as a PNG: loss, gradient norm and learning rate, with marked incidents."""
+"""Draws the curves of a report as a PNG: loss, gradient norm and learning rate, with incidents."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from typing import Any, BinaryIO
+import io
+from typing import Any
 
 import numpy as np
 
-from healcore.core.printable import clean
-from healcore.extras import require
-from healcore.history import Curves, Mode
-from healcore.tools.report.run_report import MARKERS, RunReport, by_severity, short_names
+from healcore.history import Curves
+from healcore.tools.report.run_report import MARKERS, RunReport
 
-MAX_REPORTS = 12
-"""Limit of runs in a picture."""
-
-_MAX_NAME = 80
-"""Limit of characters of a name."""
 _MAX_BANDS = 300
 """Limit of incidents drawn in a run."""
-_MODES = {Mode.HEAL: "", Mode.OBSERVE: "only observed", Mode.REPLAY: "replay"}
 _LOSS, _NORM, _THRESHOLD, _RATE = "#0072B2", "#007A5A", "#B3520C", "#6A4FB3"
 _UNDONE, _GRID, _QUIET, _BAD = "#9FB4C3", "#E6E9ED", "#5B6570", "#A3210F"
-_HEIGHT = 5.2
-"""Height of a run in inches."""
 
 
-def draw(reports: Sequence[RunReport], file: str | os.PathLike[str] | BinaryIO) -> None:
-    """Draws the first runs by severity one below the other into a PNG.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        ValueError: there is no report.
-        OSError: the file cannot be written.
-    """
-    if not reports:
-        raise ValueError("a picture needs at least one run")
-    require("report", "matplotlib")
+def draw(report: RunReport) -> bytes:
+    """Draws a run, or raises ImportError without matplotlib."""
     # Agg opens no window. pyplot would use the backend of the user's configuration.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = by_severity(reports)[:MAX_REPORTS]
-    figure = Figure(figsize=(12, _HEIGHT * len(shown)), layout="constrained")
+    figure = Figure(figsize=(12, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
-    blocks = figure.subfigures(len(shown), 1, squeeze=False)[:, 0]
-    for block, report, name in zip(blocks, shown, short_names(shown), strict=True):
-        _draw_report(block, report, name)
-    figure.savefig(file, dpi=120, format="png")
-
-
-def _draw_report(block: Any, report: RunReport, name: str) -> None:
     curves = report.curves
     drawn = [("loss", curves.loss, _LOSS, 5.0)]
     if curves.grad_norm is not None:
@@ -59,7 +31,7 @@ def _draw_report(block: Any, report: RunReport, name: str) -> None:
     if curves.lr_scale is not None:
         drawn.append(("LR ×", curves.lr_scale, _RATE, 1.3))
     heights = [share for *_, share in drawn]
-    axes = block.subplots(len(drawn), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    axes = figure.subplots(len(drawn), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     for axis, (curve, values, colour, _) in zip(axes, drawn, strict=True):
         undone = curves.undone()
         _draw_line(axis, curves, values, undone, color=_UNDONE)
@@ -82,22 +54,18 @@ def _draw_report(block: Any, report: RunReport, name: str) -> None:
     alarms = [mark.step for mark in report.marks if mark.kind == "alarm"]
     _mark(axes[0], alarms, 0.03, "|", color=_QUIET, ms=7, label="alarm", **edge)
     _draw_incidents(axes, report, edge)
-    parts = [_MODES[report.mode], report.ending(), report.fingerprint]
-    # matplotlib typesets text between dollar signs as a formula, and cannot draw half characters.
-    title = clean(f"{name[-_MAX_NAME:]} · {report.policy_name[:_MAX_NAME]}", "").replace("$", r"\$")
-    block.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
-    facts = clean(" · ".join(filter(None, parts))[:200], "").replace("$", r"\$")
-    block.supxlabel(facts, x=0.01, ha="left", fontsize=8.5, color=_QUIET)
     entries: dict[str, Any] = {}
     for axis in axes[:2]:
         handles, labels = axis.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    block.legend(
-        entries.values(), entries.keys(), ncols=10, frameon=False, fontsize=8.5, loc="upper right"
-    )
+    style = {"ncols": 10, "frameon": False, "fontsize": 8.5, "loc": "outside upper right"}
+    figure.legend(entries.values(), entries.keys(), **style)
+    file = io.BytesIO()
+    figure.savefig(file, dpi=120, format="png")
+    return file.getvalue()
 
 
-def _draw_incidents(axes: Sequence[Any], report: RunReport, edge: dict[str, Any]) -> None:
+def _draw_incidents(axes: Any, report: RunReport, edge: dict[str, Any]) -> None:
     """Draws a band from each onset to the last alarm, and a marker above the loss."""
     for kind, marker in reversed(MARKERS.items()):  # the most severe on top
         incidents = [each for each in report.incidents if each.outcome is kind][:_MAX_BANDS]

@@ -14,6 +14,9 @@ from healcore.history.process import RunState
 from healcore.history.run import Mark, RunAttempt
 from healcore.runtime.postmortem.sentences import STATES
 
+MAX_LINES = 20
+"""Limit of the lines of one kind that a report lists."""
+
 
 class Marker(NamedTuple):
     """Text and look of an outcome."""
@@ -101,3 +104,10 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
     short = {title: "/".join(title.split("/")[-2:]) for title in titles}
     counts = Counter(short.values())
     return [short[title] if counts[short[title]] == 1 else title for title in titles]
+
+
+def first_lines(prefix: str, lines: Sequence[str]) -> list[str]:
+    """Returns the first few lines, each with the prefix, and a line with the number of others."""
+    shown = [f"{prefix}: {line}" for line in lines[:MAX_LINES]]
+    more = len(lines) - len(shown)
+    return shown + ([f"{prefix}: {more} more"] if more > 0 else [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from healcore.history.incident import count_incidents
 from healcore.history.process import RunState
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.sentences import STATES, sentence
-from healcore.tools.report.run_report import RunReport
+from healcore.tools.report.run_report import MAX_LINES, RunReport, first_lines
 
-_MAX_LINES = 20
 _NO_CURVES = Curves(np.zeros(0), np.zeros(0))
 _WITHOUT_METRICS = "There are no metrics: logging=Logging(metrics=...) writes run.metrics.jsonl."
 
@@ -48,7 +46,8 @@ def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     if not history.events:
         raise ReportError(
             f"{path} has no event; {damage[0] if damage else 'it is empty'}. An events file has "
-            'one JSON object per line, with "schema", "seq", "run" and "kind" (docs/events.md)'
+            'one JSON object per line, with "schema", "seq", "run" and "kind" (docs/events.md). '
+            "For a training log type `healcore probe loss` or `healcore replay --report`"
         )
     runs = runs_of(history.runs())
     notes = first_lines(f"{path.name}: damaged", damage)
@@ -72,13 +71,6 @@ def find_events(path: Path) -> Path:
         f"{path} must have one events file (*events.jsonl) and has {found}: name the file of "
         "logging=Logging(events=...)"
     )
-
-
-def first_lines(prefix: str, lines: Sequence[str]) -> list[str]:
-    """Returns the first few lines, each with the prefix, and a line with the number of others."""
-    shown = [f"{prefix}: {line}" for line in lines[:_MAX_LINES]]
-    more = len(lines) - len(shown)
-    return shown + ([f"{prefix}: {more} more"] if more > 0 else [])
 
 
 def _report_on(path: Path, run: Run) -> RunReport:
@@ -174,7 +166,7 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         "Started": _time_of(first),
         "Last event": _time_of(run.processes[-1].last),
         "Duration": f"{timedelta(seconds=round(min(sum(seconds), 1e9)))}" if seconds else None,
-        "Faults": "; ".join(faults[:_MAX_LINES]),
+        "Faults": "; ".join(faults[:MAX_LINES]),
         "Step at the end": ends[-1].step if ends else written.get("step"),
         "Last known-good": written.get("last_good") if run.last_good is None else run.last_good,
         "Saved every": None if start.save_every is None else f"{start.save_every} steps",

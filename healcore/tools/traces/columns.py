@@ -1,7 +1,4 @@
-"""Defines traces: the recorded rows of one run as whole columns.
-
-`lineage` selects the rows that remain part of a resumed run.
-"""
+"""Defines logs and traces: the recorded rows of a run as whole columns."""
 
 from __future__ import annotations
 
@@ -21,23 +18,36 @@ STEP = "step"
 JUDGED = ("loss", "grad_norm")
 """A row can be judged if it has one of these. Only these show where a run was resumed."""
 
-_MAX_KEPT = 100
-"""Number of problems of a file that are kept; all are counted."""
-
 
 class TraceError(HealcoreError, ValueError):
     """A trace cannot be read. The message has the file, the rule and the remedy."""
 
 
+Problem = tuple[int, str]
+"""Unusable content: its line from 1, or 0 in a format without lines, and a description."""
+
+
+class Log(NamedTuple):
+    """The rows of one file, or of one run in a file, as written."""
+
+    path: str
+    run: str | None
+    """Name of the run in a file with several runs, or None."""
+    numbers: Mapping[str, np.ndarray]
+    """float64 (n,) by signal and "step", if the file has steps, which are finite."""
+    logged: Mapping[str, np.ndarray]
+    """As `Rows.logged`."""
+    problems: list[Problem]
+    notes: list[str]
+    """Remarks about usable content, each with the path."""
+
+
 class Rows(NamedTuple):
     """Rows of a trace. Every array is (n,)."""
 
-    index: np.ndarray
-    """int64, increasing: the row number from 0, over all files of the trace. In a CSV file,
-    unreadable lines count too, as in pandas. In other formats, merged rows are counted."""
     step: np.ndarray
-    """float64: the recorded step, or the row's index in a file without steps. Increases within
-    an attempt, except for repeated rows and rows that are written late (evaluations)."""
+    """float64: the recorded step, or the number of the row in a file without steps. Increases
+    within an attempt, except for repeated rows and rows that are written late (evaluations)."""
     attempt: np.ndarray
     """int64, from 0. Increases where the recorded run was resumed from an earlier step."""
     values: Mapping[str, np.ndarray]
@@ -48,13 +58,11 @@ class Rows(NamedTuple):
 
     def select(self, where: slice | np.ndarray) -> Rows:
         """Selects some rows."""
-        return Rows(
-            self.index[where],
-            self.step[where],
-            self.attempt[where],
-            {name: column[where] for name, column in self.values.items()},
-            {name: column[where] for name, column in self.logged.items()},
+        values, logged = (
+            {name: column[where] for name, column in columns.items()}
+            for columns in (self.values, self.logged)
         )
+        return Rows(self.step[where], self.attempt[where], values, logged)
 
 
 class Attempt(NamedTuple):
@@ -63,27 +71,11 @@ class Attempt(NamedTuple):
     number: int
     source: str
     """Path of the file in which the attempt begins."""
-    first_index: int
+    first_row: int
     first_step: float
     resumes_after: int | None
-    """Index of the last row before the attempt that is still part of the run: the row's step is
-    below `first_step`, and no later attempt replaced the row. None for an attempt from scratch."""
-
-
-class Findings:
-    """Problems (unusable content) and notes (other remarks) of one file."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-        """The first 100, each with file and line."""
-        self.problem_count = 0
-        self.notes: list[str] = []
-
-    def problem(self, source: str, line: int, text: str) -> None:
-        """Adds a problem. The line is 0 in a format without lines."""
-        self.problem_count += 1
-        if len(self.problems) < _MAX_KEPT:
-            self.problems.append(f"{source}, line {line}: {text}" if line else f"{source}: {text}")
+    """The last row before the attempt that is still part of the run: the row's step is below
+    `first_step`, and no later attempt replaced the row. None for an attempt from scratch."""
 
 
 class Unreadable(NamedTuple):
@@ -100,13 +92,13 @@ class Trace:
     name: str
     """The path as the user gave it, with `#run` for one run of an export of several runs."""
     rows: Rows
-    """All rows in the order of the files, including stale tails; at least one."""
+    """All rows in the order of the files, including stale tails; at least one. Records of one
+    step that log different signals are one row."""
     attempts: tuple[Attempt, ...]
     replaced: np.ndarray
     """bool (n,): rows that a later attempt replaced, because it began at their step or earlier."""
     problems: tuple[str, ...]
-    """The first lines, cells and records of each file that could not be used, at most 100."""
-    problem_count: int
+    """The lines, cells and records that could not be used, each with file and line."""
     notes: tuple[str, ...]
     """Remarks about usable content: a resume, a column that was not used."""
 

@@ -6,6 +6,7 @@ other characters as one "_": "train/loss" equals "train_loss".
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -87,6 +88,12 @@ def is_step(name: str) -> bool:
     return (STEP, normalize(name)) in _TIER
 
 
+@functools.lru_cache(maxsize=4096)
+def is_known(name: str) -> bool:
+    """Whether a name is a name of the step or of a signal."""
+    return any((signal, normalize(name)) in _TIER for signal in _NAMES)
+
+
 def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Finds the step and the signals among the names of columns, tags or keys in a file.
 
@@ -128,9 +135,11 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
         if others:
             notes.append(f"{signal} is read from '{found[signal]}', not from {quote_names(others)}")
     if "loss" not in found and "grad_norm" not in found:
+        candidates = [name for name in names if "loss" in normalize(name)]
+        example = candidates[0] if candidates else "NAME"
         raise TraceError(
             "no column or key has the name of a loss or a gradient norm, only "
-            f"{quote_names(names)}. Name one: --column loss=NAME"
+            f"{quote_names(candidates or names)}. Name one: --column loss={example}"
         )
     return found, notes
 

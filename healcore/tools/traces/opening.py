@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -10,16 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from healcore.tools.traces import records, tensorboard_file
-from healcore.tools.traces.attempts import Log, join_logs
-from healcore.tools.traces.columns import JUDGED, Trace, TraceError, Unreadable
+from healcore.tools.traces.attempts import join_logs
+from healcore.tools.traces.columns import JUDGED, Log, Problem, Trace, TraceError, Unreadable
 from healcore.tools.traces.names import check_columns, quote_names
-from healcore.tools.traces.tables import read_header, read_tables
-from healcore.tools.traces.text import read_head
-
-KNOWN = (
-    "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
-    "output of a Trainer, a TensorBoard event file, or healcore's own metrics"
-)
+from healcore.tools.traces.tables import read_tables
+from healcore.tools.traces.text import KNOWN_FORMATS, read_head
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
@@ -124,15 +118,12 @@ def _read_directory(path: str, columns: Mapping[str, str]) -> tuple[list[Log], b
             unusable.append(f"{file}: {_reason(error)}")
     if not logs:
         raise TraceError("; ".join(unusable))
-    logs[0].findings.problems += unusable
-    logs[0].findings.problem_count += len(unusable)
+    logs[0].notes.extend(unusable)
     return logs, form is not None and form.is_one_run
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [
-        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
-    ]
+def _natural(name: str) -> list[Any]:
+    return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", name))]
 
 
 def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[Log], bool]:
@@ -141,17 +132,19 @@ def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[Log], bool]:
     Returns as `_read_directory`. Raises TraceError, or OSError if the file cannot be read.
     """
     form = detect_format(read_head(path))
-    logs = form.read(path, columns)
+    if form.read is None:
+        logs = read_tables(path, columns)
+    else:
+        logs = records.read_records(path, form.read, form.is_step, columns)
     usable = [
         log for log in logs if any(log.logged[name].any() for name in JUDGED if name in log.logged)
     ]
     if usable:
         return usable, form.is_one_run
-    findings, rows = logs[-1].findings, len(logs[-1].line)
-    if not findings.problems:
-        why = f"none of its {rows:,} rows logs" if rows else "it does not log"
-        raise TraceError(f"no usable row: {why} a loss or a gradient norm")
-    raise TraceError(f"no usable row: {findings.problem_count:,} problems, {findings.problems[0]}")
+    if problems := logs[-1].problems:
+        line, text = problems[0]
+        raise TraceError(f"no usable row: {len(problems):,} problems, line {line}: {text}")
+    raise TraceError("no usable row: no row logs a loss or a gradient norm")
 
 
 # -- formats -------------------------------------------------------------------------------------
@@ -161,35 +154,20 @@ class Format(NamedTuple):
     """A format of logs."""
 
     name: str
-    read: Callable[[str, Mapping[str, str]], list[Log]]
-    """Reads the logs in a file. Raises TraceError or OSError."""
-    is_one_run: bool
+    read: Callable[[str, list[Problem]], records.Records] | None = None
+    """Yields the records of a file, and adds damage to the problems. None for tables."""
+    is_step: Callable[[records.Fields], bool] = bool
+    """Whether a record is a step of the run."""
+    is_one_run: bool = False
     """Whether the files in one directory are one run, not a run each."""
 
 
-def _read_table(path: str, columns: Mapping[str, str]) -> list[Log]:
-    header = read_header(path)
-    if len(header.names) == 1 and not columns and header.names[0].lower() != "loss":
-        raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN}")
-    return read_tables(path, header, columns)
-
-
-def _read_tensorboard(path: str, columns: Mapping[str, str]) -> list[Log]:
-    tensorboard_file.check_installed()
-    scalars = functools.partial(tensorboard_file.scalars, path)
-    return [records.rows_of_records(path, scalars, columns)]
-
-
-def _of_records(name: str, read: Any, is_step: Any, *, is_one_run: bool = False) -> Format:
-    return Format(name, functools.partial(records.read_records, read, is_step), is_one_run)
-
-
-_TYPED = _of_records("typed records", records.json_lines, records.is_typed_step, is_one_run=True)
-_DOCUMENT = _of_records("trainer_state.json", records.json_document, records.is_no_summary)
-_TABLE = Format("CSV", _read_table, False)
-_PLAIN = _of_records("JSON Lines", records.json_lines, bool)
-_TENSORBOARD = Format("TensorBoard events", _read_tensorboard, True)
-_CONSOLE = _of_records("console output", records.console_lines, records.is_no_summary)
+_TYPED = Format("typed records", records.json_lines, records.is_typed_step, is_one_run=True)
+_DOCUMENT = Format("trainer_state.json", records.json_document, records.is_no_summary)
+_TABLE = Format("CSV")
+_PLAIN = Format("JSON Lines", records.json_lines)
+_TENSORBOARD = Format("TensorBoard events", tensorboard_file.scalars, is_one_run=True)
+_CONSOLE = Format("console output", records.console_lines, records.is_no_summary)
 FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE)
 """Formats by preference. If a directory has several formats, only the first of these is read."""
 
@@ -202,7 +180,7 @@ def detect_format(start: bytes) -> Format:
         return _TENSORBOARD
     text = start.decode("utf-8-sig", errors="replace").lstrip()
     if "\0" in text[:512]:
-        raise TraceError(f"it is binary, and not {KNOWN}")
+        raise TraceError(f"it is binary, and not {KNOWN_FORMATS}")
     if any(records.printed_record(line) is not None for line in text.splitlines()):
         return _CONSOLE
     if text.startswith("[") or records.LOG_HISTORY.search(text):
@@ -211,7 +189,7 @@ def detect_format(start: bytes) -> Format:
     if found:
         return _TYPED if any(map(records.is_typed_step, found)) else _PLAIN
     if text.startswith("{"):
-        raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN}")
+        raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN_FORMATS}")
     return _TABLE
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from healcore.tools.traces.attempts import Log
-from healcore.tools.traces.columns import STEP, Findings, TraceError
-from healcore.tools.traces.names import resolve
-from healcore.tools.traces.text import RowCollector, open_text, quote_excerpt
+from healcore.tools.traces.columns import STEP, Log, Problem, TraceError
+from healcore.tools.traces.names import is_known, resolve
+from healcore.tools.traces.text import open_text, parse_rows, quote_excerpt
 
 Fields = dict[str, Any]
 """A record: JSON values by name."""
@@ -22,15 +20,13 @@ Records = Iterator[tuple[int, Fields]]
 _MAX_PRINTED = 1 << 12
 """Largest number of characters of a printed dict."""
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
-_LIST = re.compile(r"\s*\[")
-_GAP = re.compile(r"[\s,]*")
 _PYTHON = re.compile(
     r"""("[^"\\]*")|'([^'\\]*)'|\b(nan|inf|None|True|False)\b|(?:np\.\w+|tensor)\(|\.?\)"""
 )
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "None": "null", "True": "true", "False": "false"}
 
 
-def json_lines(path: str, findings: Findings) -> Records:
+def json_lines(path: str, problems: list[Problem]) -> Records:
     """Yields line number and object for each line of JSON. Skips damaged lines."""
     with open_text(path) as file:
         for number, line in enumerate(file, 1):
@@ -41,15 +37,15 @@ def json_lines(path: str, findings: Findings) -> Records:
                 value = json.loads(text)
             except (ValueError, RecursionError):
                 cut = "" if line.endswith(("\n", "\r")) else " (the last line is truncated)"
-                findings.problem(path, number, f"not JSON{cut}: {quote_excerpt(text)}: skipped")
+                problems.append((number, f"not JSON{cut}: {quote_excerpt(text)}: skipped"))
                 continue
             if isinstance(value, dict):
                 yield number, value
             else:
-                findings.problem(path, number, f"not a JSON object: {quote_excerpt(text)}: skipped")
+                problems.append((number, f"not a JSON object: {quote_excerpt(text)}: skipped"))
 
 
-def console_lines(path: str, findings: Findings) -> Records:
+def console_lines(path: str, problems: list[Problem]) -> Records:
     """Yields line number and record for each line that ends in a dict as Python prints it."""
     with open_text(path) as file:
         for number, line in enumerate(file, 1):
@@ -57,7 +53,7 @@ def console_lines(path: str, findings: Findings) -> Records:
             if record is not None:
                 yield number, record
             elif "{'" in line:
-                findings.problem(path, number, f"not a dict: {quote_excerpt(line)}: skipped")
+                problems.append((number, f"not a dict: {quote_excerpt(line)}: skipped"))
 
 
 def printed_record(line: str) -> Fields | None:
@@ -76,38 +72,22 @@ def _to_json(token: re.Match[str]) -> str:
     return quoted or (_JSON_NAMES.get(name, "") if text is None else json.dumps(text))
 
 
-def json_document(path: str, findings: Findings) -> Records:
-    """Yields line number and record for each record of a JSON document, up to damage.
+def json_document(path: str, problems: list[Problem]) -> Records:
+    """Yields each record of a JSON document.
 
     The document is a list of records, or an object with the list "log_history"
-    (`trainer_state.json` of Hugging Face's Trainer). The records are parsed one by one, because
-    `json.loads` returns nothing for a truncated document.
+    (`trainer_state.json` of Hugging Face's Trainer). Raises TraceError for a damaged document.
     """
     with open_text(path) as file:
-        text = file.read()
-    decode = json.JSONDecoder().raw_decode
-    opened = _LIST.match(text) or LOG_HISTORY.search(text)
-    at = opened.end() if opened else len(text)
-    line = 1 + text.count("\n", 0, at)
-    while opened:
-        gap = _GAP.match(text, at)
-        start = gap.end() if gap else at
-        line += text.count("\n", at, start)
-        if text.startswith("]", start):
-            return
         try:
-            value, at = decode(text, start)
-        except (ValueError, RecursionError):
-            rest = text[start : start + 60]
-            where = quote_excerpt(rest) if rest else "the end of the file"
-            problem = f"the document ends or is damaged at {where}: the rest is lost"
-            findings.problem(path, line, problem)
-            return
+            content = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"the document is damaged: {error}") from None
+    for value in content.get("log_history", ()) if isinstance(content, dict) else content:
         if isinstance(value, dict):
-            yield line, value
+            yield 0, value
         else:
-            findings.problem(path, line, f"not a record: {quote_excerpt(str(value))}: skipped")
-        line += text.count("\n", start, at)
+            problems.append((0, f"not a record: {quote_excerpt(str(value))}: skipped"))
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -137,57 +117,43 @@ def is_no_summary(record: Fields) -> bool:
 
 
 def read_records(
-    read: Callable[[str, Findings], Records],
-    is_step: Callable[[Fields], bool],
     path: str,
+    read: Callable[[str, list[Problem]], Records],
+    is_step: Callable[[Fields], bool],
     columns: Mapping[str, str],
 ) -> list[Log]:
     """Reads the logs in a file: one log, or one for each optimizer in healcore's metrics.
 
-    `read` yields the records, of which `is_step` selects the steps. Raises as `rows_of_records`.
+    `read` yields the records, of which `is_step` selects the steps. Raises TraceError if no record
+    has a loss or a gradient norm, or two keys may be the same signal.
     """
-
-    def steps_of(engine: str | None, findings: Findings) -> Records:
-        for line, record in read(path, findings):
-            if is_step(record) and (engine is None or record.get("engine") == engine):
-                yield line, _flatten(record)
-
-    engines: list[str | None] = []
-    if is_step is is_typed_step:
-        steps = (fields for _, fields in steps_of(None, Findings()) if "engine" in fields)
-        engines += dict.fromkeys(str(fields["engine"]) for fields in steps)
-    return [
-        rows_of_records(path, functools.partial(steps_of, engine), columns, run=engine)
-        for engine in (engines if len(engines) > 1 else [None])
-    ]
-
-
-def rows_of_records(
-    path: str,
-    records: Callable[[Findings], Records],
-    columns: Mapping[str, str],
-    *,
-    run: str | None = None,
-) -> Log:
-    """Reads one file of records twice: the first pass collects the keys.
-
-    `run` is the optimizer, if the file has several. Raises TraceError if no record has a loss or a
-    gradient norm, or two keys may be the same signal.
-    """
+    problems: list[Problem] = []
     names: dict[str, None] = {}  # a set that keeps the order of the file
-    findings = Findings()
-    for _, fields in records(findings):
-        if not fields.keys() <= names.keys():
+    engines: dict[str, None] = {}
+    steps: list[tuple[int, str, Fields]] = []
+    chosen = set(columns.values())
+    for line, record in read(path, problems):
+        if is_step(record):
+            fields = _flatten(record)
             names.update(dict.fromkeys(fields))
+            engine = str(fields.get("engine", "")) if is_step is is_typed_step else ""
+            engines |= {engine: None} if engine else {}
+            kept = {key: fields[key] for key in fields if key in chosen or is_known(key)}
+            steps.append((line, engine, kept))
     if not names:
-        first = f": {findings.problems[0]}" if findings.problems else ""
+        first = f": line {problems[0][0]}: {problems[0][1]}" if problems else ""
         raise TraceError(f"it has no record that could be read{first}")
     keys, notes = resolve(list(names), columns)
-    findings = Findings()
-    findings.notes += notes
-    collector = RowCollector(path, {name: f"'{key}'" for name, key in keys.items()}, findings)
-    for line, fields in records(findings):
-        cells = [fields.get(key) for key in keys.values()]
-        if any(cell is not None for name, cell in zip(keys, cells, strict=True) if name != STEP):
-            collector.add(cells, line)
-    return collector.log(run)
+    notes = [f"{path}: {note}" for note in notes]
+    labels = {name: f"'{key}'" for name, key in keys.items()}
+
+    def rows(engine: str | None) -> Iterator[tuple[int, list[Any]]]:
+        for line, own, fields in steps:
+            cells = [fields.get(key) for key in keys.values()]
+            if engine in (None, own) and any(
+                cell is not None for name, cell in zip(keys, cells, strict=True) if name != STEP
+            ):
+                yield line, cells
+
+    runs = list(engines) if len(engines) > 1 else [None]
+    return [parse_rows(path, run, labels, rows(run), list(problems), list(notes)) for run in runs]

@@ -1,22 +1,23 @@
-"""Reads CSV files."""
+"""Reads CSV files, and charts exported from Weights & Biases.
+
+An exported chart has one column for the steps and a column "RUN - METRIC" for every run. The
+columns "RUN - METRIC__MIN" and "RUN - METRIC__MAX" have the extremes of a bin and are not read.
+"""
 
 from __future__ import annotations
 
 import csv
 import itertools
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces.attempts import Log
-from healcore.tools.traces.columns import STEP, Findings, TraceError
+from healcore.tools.traces.columns import STEP, Log, Problem, TraceError
 from healcore.tools.traces.names import is_step, normalize, resolve
-from healcore.tools.traces.text import RowCollector, open_text, parse_number
+from healcore.tools.traces.text import KNOWN_FORMATS, open_text, parse_number, parse_rows
 
-_MAX_RUNS = 4096
-"""Largest number of runs in one export, because each run takes a pass over the file."""
 # Columns of a W&B export that all runs share, in addition to the step.
 _SHARED_NAMES = (
     "wall_time",
@@ -35,7 +36,7 @@ class TableHeader(NamedTuple):
     """Line number of the header, from 1. Blank lines may precede the header."""
 
 
-def read_header(path: str) -> TableHeader:
+def _read_header(path: str) -> TableHeader:
     """Reads the header. Raises TraceError if the first line is not a header."""
     with open_text(path) as file:
         number, line = next((at, line) for at, line in enumerate(file, 1) if line.strip())
@@ -43,153 +44,121 @@ def read_header(path: str) -> TableHeader:
         names = [cell.strip() for cell in next(csv.reader([line]))]
     except csv.Error as error:  # a cell of more than 131,072 characters
         raise TraceError(f"its first line cannot be read ({error}): this is not a table") from None
-    if all(_is_number(name) for name in names):
-        raise TraceError(
-            f"its first line is data, not a header: '{line.strip()[:60]}'. Write the names of the "
-            "columns above it: step,loss,grad_norm"
-        )
-    return TableHeader(names, number)
-
-
-def _is_number(cell: str) -> bool:
     try:
-        return parse_number(cell) is not None
+        numbers = list(map(parse_number, names))
     except ValueError:
-        return False
+        return TableHeader(names, number)
+    if None in numbers:
+        return TableHeader(names, number)
+    raise TraceError(
+        f"its first line is data, not a header: '{line.strip()[:60]}'. Write the names of the "
+        "columns above it: step,loss,grad_norm"
+    )
 
 
-def read_tables(path: str, header: TableHeader, columns: Mapping[str, str]) -> list[Log]:
+def read_tables(path: str, columns: Mapping[str, str]) -> list[Log]:
     """Reads the table of a file, or the runs in a W&B export.
 
-    Raises TraceError if no table has a column with a known name.
+    Raises TraceError if the file is not a table, or no run has a column with a known name.
     """
+    header = _read_header(path)
+    if len(header.names) == 1 and not columns and header.names[0].lower() != "loss":
+        raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN_FORMATS}")
+    table = _load_numbers(path, header)
     runs = _find_runs(header.names)
-    if runs is None:
-        found, notes = resolve(header.names, columns)
-        places = {name: header.names.index(column) for name, column in found.items()}
-        return [_read_table(path, header, places, notes)]
     logs: list[Log] = []
     reasons: list[str] = []
-    for run, metrics in runs.items():
+    for run, places in runs.items():
         # --column may name the metric, or the whole title of one run's column.
+        metrics = [header.names[place].removeprefix(f"{run} - ") for place in places]
         chosen = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
         try:
-            found, notes = resolve(list(metrics), chosen)
+            found, notes = resolve(metrics, chosen)
         except TraceError as error:
-            reasons.append(f"run '{run}': {error}")
+            reasons.append(f"run '{run}': {error}" if run else str(error))
             continue
-        places = {name: metrics[metric] for name, metric in found.items()}
-        logs.append(_read_table(path, header, places, notes, run if len(runs) > 1 else None))
+        used = {name: places[metrics.index(metric)] for name, metric in found.items()}
+        notes = [f"{path}: {note}" for note in notes]
+        title = run if len(runs) > 1 else None
+        logs.append(_read_run(path, title, header, used, table, notes))
     if not logs:
         raise TraceError(reasons[0])
-    logs[0].findings.notes += reasons
+    logs[0].notes.extend(f"{path}: {reason}" for reason in reasons)
     return logs
 
 
-def _find_runs(names: list[str]) -> dict[str, dict[str, int]] | None:
-    """Finds the runs in a chart exported from Weights & Biases.
+def _find_runs(names: list[str]) -> dict[str | None, list[int]]:
+    """Finds the places of each run's columns, including shared columns.
 
-    Such a table has one column for the steps and a column "RUN - METRIC" for every run. The columns
-    "RUN - METRIC__MIN" and "RUN - METRIC__MAX" have the extremes of a bin and are not read.
-
-    Returns:
-        By run, the places of the shared columns and of its own columns, or None for other tables.
-
-    Raises:
-        TraceError: the table has too many runs.
+    Returns one run, None, for a table that is not an exported chart.
     """
-    shared: dict[str, int] = {}
-    runs: dict[str, dict[str, int]] = {}
-    copies: dict[str, int] = {}
+    shared: list[int] = []
+    runs: dict[str | None, list[int]] = {}
     for place, name in enumerate(names):
         run, dash, metric = name.rpartition(" - ")
         if not dash:
             plain = normalize(name)
             if not (is_step(name) or plain in _SHARED_NAMES or plain.endswith("epoch")):
-                return None
-            shared[name] = place
+                return {None: list(range(len(names)))}
+            shared.append(place)
         elif not metric.endswith(("__MIN", "__MAX")) and metric not in ("_step", "_timestamp"):
-            copies[name] = copy = copies.get(name, 0) + 1
-            title = run if copy == 1 else f"{run} ({copy})"  # two runs with one name
-            runs.setdefault(title, {}).setdefault(metric, place)
-    if len(runs) > _MAX_RUNS or len(runs) * len(shared) > 1 << 20:
-        raise TraceError(f"it has {len(runs):,} runs. At most {_MAX_RUNS:,} are read")
-    return {run: {**shared, **own} for run, own in runs.items()} if runs else None
+            runs.setdefault(run, []).append(place)
+    if not runs:
+        return {None: shared}
+    return {run: [*shared, *own] for run, own in runs.items()}
 
 
-def _read_table(
+def _load_numbers(path: str, header: TableHeader) -> np.ndarray | None:
+    """Reads a table whose cells all are plain numbers, or returns None for any other table."""
+    with open_text(path) as file, warnings.catch_warnings(action="error"):
+        try:
+            table = np.loadtxt(file, delimiter=",", skiprows=header.line, comments=None, ndmin=2)
+        except (ValueError, UserWarning):  # a table without rows gives a warning
+            return None
+    return table if table.shape[1] == len(header.names) else None
+
+
+def _read_run(
     path: str,
+    run: str | None,
     header: TableHeader,
-    columns: Mapping[str, int],
-    notes: Sequence[str],
-    run: str | None = None,
+    places: Mapping[str, int],
+    table: np.ndarray | None,
+    notes: list[str],
 ) -> Log:
-    """Reads a table, or one run of a table; `columns` has the places of the step and the signals.
+    """Reads a table, or one run of a table; `places` are those of the step and the signals.
 
     With a `run`, rows without a signal are skipped, because they belong to other runs.
     """
-    findings = Findings()
-    findings.notes += notes
-    log = _load_numbers(path, header, columns, run, findings)
-    if log is not None:
-        return log
-    labels = {name: f"column '{header.names[at]}'" for name, at in columns.items()}
-    collector = RowCollector(path, labels, findings)
+    if table is not None:
+        numbers = {name: table[:, place] for name, place in places.items()}
+        if np.isfinite(numbers.get(STEP, 0)).all():
+            logged = {name: np.ones(len(table), bool) for name in places if name != STEP}
+            return Log(path, run, numbers, logged, [], notes)
+    labels = {name: f"column '{header.names[place]}'" for name, place in places.items()}
+    signals = [place for name, place in places.items() if name != STEP]
     width = len(header.names)
-    signals = [at for name, at in columns.items() if name != STEP]
-    count = 0
-    for line, cells in _rows(path, header, findings):
-        count += 1
-        if len(cells) < width or any(cells[width:]):
-            if cells:
+    problems: list[Problem] = []
+
+    def rows() -> Iterator[tuple[int, list[str]]]:
+        for line, cells in _csv_rows(path, header, problems):
+            if len(cells) < width or any(cells[width:]):
                 plural = "s" if len(cells) > 1 else ""
                 text = f"{len(cells)} cell{plural} where the header has {width}"
-                findings.problem(path, line, f"{text}: the row is skipped")
-        elif run is None or any(cells[at] for at in signals):
-            collector.add([cells[at] for at in columns.values()], line, count - 1)
-    return collector.log(run, count)
+                problems.append((line, f"{text}: the row is skipped"))
+            elif run is None or any(cells[place] for place in signals):
+                yield line, [cells[place] for place in places.values()]
+
+    return parse_rows(path, run, labels, rows(), problems, notes)
 
 
-def _load_numbers(
-    path: str,
-    header: TableHeader,
-    columns: Mapping[str, int],
-    run: str | None,
-    findings: Findings,
-) -> Log | None:
-    """Reads a table whose cells all are plain numbers, or returns None for any other table."""
-    lines = array("q")
+def _csv_rows(
+    path: str, header: TableHeader, problems: list[Problem]
+) -> Iterator[tuple[int, list[str]]]:
+    """Yields the last line and the cells of every row, and adds damage to the problems.
 
-    def plain_lines(file: Iterator[str]) -> Iterator[str]:
-        for number, line in enumerate(file, header.line + 1):
-            if line.count(",") == len(header.names) - 1 and '"' not in line:
-                lines.append(number)
-                yield line
-            elif line.strip():
-                raise ValueError("a row with other cells")
-
-    with open_text(path) as file:
-        text = plain_lines(itertools.islice(file, header.line, None))
-        places = tuple(columns.values())
-        try:
-            # loadtxt warns if there is no row.
-            rows = itertools.chain([next(text)], text)
-            table = np.loadtxt(rows, delimiter=",", usecols=places, comments=None, ndmin=2)
-        except (ValueError, StopIteration):
-            return None
-    numbers = dict(zip(columns, table.T, strict=True))
-    if len(table) != len(lines) or not np.isfinite(numbers.get(STEP, 0)).all():
-        return None
-    count = len(lines)
-    logged = dict.fromkeys((name for name in columns if name != STEP), np.ones(count, bool))
-    return Log(path, run, numbers, logged, np.array(lines), findings, np.arange(count), count)
-
-
-def _rows(path: str, header: TableHeader, findings: Findings) -> Iterator[tuple[int, list[str]]]:
-    """Yields the last line and the cells of every row, and reports damage.
-
-    A row without cells is damaged. csv ends a cell after 131,072 characters, so that an open quote
-    does not join the rest of the file to one row.
+    csv ends a cell after 131,072 characters, so that an open quote does not join the rest of the
+    file to one row.
     """
     with open_text(path) as file:
         rows = csv.reader(itertools.islice(file, header.line, None))
@@ -198,8 +167,7 @@ def _rows(path: str, header: TableHeader, findings: Findings) -> Iterator[tuple[
                 cells = next(rows, None)
             except csv.Error as error:
                 line = header.line + rows.line_num
-                findings.problem(path, line, f"{error}: the row is skipped")
-                yield line, []
+                problems.append((line, f"{error}: the row is skipped"))
                 continue
             if cells is None:
                 return

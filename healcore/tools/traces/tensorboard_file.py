@@ -7,22 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from healcore import extras, regular_file
-from healcore.tools.traces.columns import Findings, TraceError
+from healcore.tools.traces.columns import Problem, TraceError
 
 
-def check_installed() -> None:
-    """Raises TraceError if tensorboard is not installed."""
+def scalars(path: str, problems: list[Problem]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields every scalar as a separate record: {"step": step, tag: value}.
+
+    Raises TraceError if tensorboard is not installed.
+    """
     try:
         extras.require("tensorboard", "tensorboard")
-    except extras.MissingExtraError:
-        raise TraceError(
-            "it is a TensorBoard event file, and tensorboard is not installed in this environment. "
-            "In a checkout of healcore run: pip install '.[tensorboard]'"
-        ) from None
-
-
-def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields every scalar as a separate record: {"step": step, tag: value}."""
+    except extras.MissingExtraError as error:
+        raise TraceError(f"it is a TensorBoard event file: {error}") from None
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto import event_pb2
 
@@ -35,20 +31,20 @@ def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
             try:
                 event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
             except DecodeError:
-                findings.problem(path, 0, f"the record that ends at byte {end:,} is not an event")
+                problems.append((0, f"the record that ends at byte {end:,} is not an event"))
                 continue
             for value in event.summary.value:
                 try:
                     number = _scalar(value)
                 except (TypeError, ValueError, KeyError, OverflowError) as error:
                     what = f"'{value.tag[:60]}' at byte {end:,} is not a number"
-                    findings.problem(path, 0, f"{what}: {str(error)[:100]}")
+                    problems.append((0, f"{what}: {str(error)[:100]}"))
                     continue
                 if number is not None:
                     yield 0, {"step": event.step, value.tag: number}
         if end < size:
             rest = f"the last {size - end:,} bytes cannot be read"
-            findings.problem(path, 0, f"truncated or damaged at byte {end:,}: {rest}")
+            problems.append((0, f"truncated or damaged at byte {end:,}: {rest}"))
 
 
 def _records(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:

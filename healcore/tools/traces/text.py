@@ -1,18 +1,21 @@
-"""Opens text files, and collects their numbers."""
+"""Opens text files, and reads the numbers of their cells."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 import numpy as np
 
 from healcore import regular_file
-from healcore.tools.traces.attempts import Log
-from healcore.tools.traces.columns import STEP, Findings
+from healcore.tools.traces.columns import STEP, Log, Problem
 
+KNOWN_FORMATS = (
+    "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
+    "output of a Trainer, a TensorBoard event file, or healcore's own metrics"
+)
 _HEAD_BYTES = 1 << 20
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
@@ -56,60 +59,53 @@ def quote_excerpt(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
 
 
-class RowCollector:
-    """Collects the numbers of a file's rows, and the problems of its cells.
+def parse_rows(
+    path: str,
+    run: str | None,
+    labels: Mapping[str, str],
+    rows: Iterable[tuple[int, Sequence[Any]]],
+    problems: list[Problem],
+    notes: list[str],
+) -> Log:
+    """Parses the cells of a file, and adds damaged cells to its problems.
 
     Args:
         path: the file.
-        labels: what messages call each column, by signal and "step", if the file has steps.
-        findings: collects the problems.
+        run: name of the run in a file with several runs, or None.
+        labels: what problems call each column, by signal and "step", if the file has steps.
+        rows: line and cells or JSON values of each row, in the order of the labels. A row without
+            a finite step is skipped.
+        problems: unusable content found so far.
+        notes: remarks about usable content.
     """
-
-    def __init__(self, path: str, labels: Mapping[str, str], findings: Findings) -> None:
-        self._path, self._labels, self._findings = path, labels, findings
-        self._line, self._index = array("q"), array("q")
-        self._numbers = {name: array("d") for name in labels}
-        self._logged = {name: bytearray() for name in labels if name != STEP}
-
-    def add(self, cells: Iterable[Any], line: int, index: int = -1) -> None:
-        """Adds a row of cells or JSON values in the order of the labels, unless it has no step."""
+    columns = {name: array("d") for name in labels}
+    logged = {name: bytearray() for name in labels if name != STEP}
+    for line, cells in rows:
         numbers: list[float | None] = []
-        is_row = True
-        for (name, label), cell in zip(self._labels.items(), cells, strict=True):
+        for (name, label), cell in zip(labels.items(), cells, strict=True):
             number: float | None = None
             problem: object = None
             try:
                 number = parse_number(cell)
             except ValueError as error:
                 problem = error
-            effect = f"read without {name}"
             if name == STEP and (number is None or not math.isfinite(number)):
-                is_row, effect = False, "skipped"
                 problem = problem or ("missing" if number is None else number)
-            if problem is not None:
-                self._findings.problem(self._path, line, f"{label}: {problem}: the row is {effect}")
+                problems.append((line, f"{label}: {problem}: the row is skipped"))
+                break
+            if problem:
+                problems.append((line, f"{label}: {problem}: the row is read without {name}"))
             numbers.append(number)
-        if is_row:
-            self._line.append(line)
-            self._index.append(index)
-            for name, number in zip(self._labels, numbers, strict=True):
-                self._numbers[name].append(math.nan if number is None else number)
+        else:
+            for name, number in zip(labels, numbers, strict=True):
+                columns[name].append(math.nan if number is None else number)
                 if name != STEP:
-                    self._logged[name].append(number is not None)
-
-    def log(self, run: str | None = None, count: int | None = None) -> Log:
-        """Returns the rows of the file.
-
-        `count` is the number of rows of the file, or None if rows are numbered after they are
-        merged.
-        """
-        return Log(
-            self._path,
-            run,
-            {name: np.array(column) for name, column in self._numbers.items()},
-            {name: np.array(mask, bool) for name, mask in self._logged.items()},
-            np.array(self._line),
-            self._findings,
-            None if count is None else np.array(self._index),
-            count or 0,
-        )
+                    logged[name].append(number is not None)
+    return Log(
+        path,
+        run,
+        {name: np.array(column) for name, column in columns.items()},
+        {name: np.array(mask, bool) for name, mask in logged.items()},
+        problems,
+        notes,
+    )

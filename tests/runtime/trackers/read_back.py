@@ -122,19 +122,18 @@ def _tensorboard(folder: Path) -> Stored:
     """The scalars with healcore's own reader of logs, the texts with TensorBoard's."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    from healcore.tools.traces.columns import Findings
     from healcore.tools.traces.tensorboard_file import scalars
 
     rows: list[tuple[int, dict[str, float]]] = []
     texts = []
     for path in sorted((folder / "tb").iterdir()):
-        findings = Findings()
-        for _, record in scalars(str(path), findings):
+        problems: list[tuple[int, str]] = []
+        for _, record in scalars(str(path), problems):
             step, (name, value) = record.pop("step"), *record.items()
             if not rows or rows[-1][0] != step or name in rows[-1][1]:
                 rows.append((step, {}))
             rows[-1][1][name] = value
-        assert not findings.problems, findings
+        assert not problems
         for event in EventFileLoader(str(path)).Load():
             for value in event.summary.value:
                 if value.metadata.plugin_data.plugin_name == "text":

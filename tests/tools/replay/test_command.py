@@ -38,11 +38,13 @@ def cells(output: str, name: str) -> list[str]:
     return row.split()
 
 
-def test_the_table(run, spiked):
-    done = healcore_replay(spiked, "-p", "pretraining")
+def test_the_table_and_the_page(run, spiked, tmp_path):
+    page = tmp_path / "r.html"
+    done = healcore_replay(spiked, "-p", "pretraining", "--report", page)
     assert done.exit_code == 0, done.output
     assert cells(done.output, "spiked.csv")[:4] == ["spiked.csv", "300", "25", "1"]
     assert "0.25 (1)" in done.output
+    assert "spiked.csv" in page.read_text()
     both = healcore_replay(spiked, run)
     assert cells(both.output, "all 2")[2] == "600"
 
@@ -64,10 +66,6 @@ def test_lines_of_json(run, tmp_path):
     assert [row["index"] for row in rows] == sorted({row["index"] for row in rows})
     assert summary["summary"] is True
     assert summary["rows"] == 300 == summary["steps"] + summary["unjudged"]
-    causes = [cause for row in rows for cause in row["cause"]]
-    assert summary["causes"] == {cause: causes.count(cause) for cause in summary["causes"]}
-    actions = [action for row in rows for action in row["action"]]
-    assert summary["actions"] == {action: actions.count(action) for action in summary["actions"]}
     neutral = {"cause": [], "action": [], "skip": False, "grad_scale": 1.0, "lr_scale": 1.0}
     assert not [row for row in rows if neutral.items() <= row.items()]
 
@@ -86,20 +84,11 @@ def test_comparing_policies(spiked, tmp_path):
 
 
 def test_a_value_is_replaced_in_every_policy(spiked):
-    assert "0.25 (1)" in healcore_replay(spiked, "-p", "pretraining").output
     done = healcore_replay(spiked, "-p", "pretraining", "--set", "lr.factor=0.5")
     assert "0.5 (1)" in done.output
     done = healcore_replay(spiked, "--set", "lr.factor=2")
     assert done.exit_code == 2
     assert "lr.factor = 2" in done.stderr
-
-
-def test_the_page(spiked, tmp_path):
-    pytest.importorskip("jinja2")
-    page = tmp_path / "r.html"
-    done = healcore_replay(spiked, "--report", page)
-    assert done.exit_code == 0, done.output
-    assert "spiked.csv" in page.read_text()
 
 
 def test_some_traces_cannot_be_read(spiked, tmp_path):
@@ -118,7 +107,7 @@ def test_some_traces_cannot_be_read(spiked, tmp_path):
     [
         (["RUN", "--policy", "defualt"], "did you mean 'default'"),
         (["RUN", "--policy", "no.toml"], "No such file"),
-        (["RUN", "-p", "zclip", "-p", "zclip"], "--policy zclip is repeated"),
+        (["RUN", "-p", "zclip", "-p", "zclip"], "a policy is repeated"),
         (["RUN", "--column", "loss"], "SIGNAL=NAME, like loss=train/ce, got 'loss'"),
         (["RUN", "--column", "los=b"], "'los' is not a signal"),
         (["RUN", "--jsonl", "RUN"], "is an input: write to another file"),

@@ -1,4 +1,4 @@
-"""`healcore sweep`: its counts are the counts of `healcore replay` of the same policies."""
+"""`healcore sweep`: variants, and their counts, which are those of `healcore replay`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from healcore.policy import dumps
+from healcore.policy import dumps, to_dict
 from healcore.policy import load as load_policy
 from healcore.tools.cli import app
-from healcore.tools.replay.vary import variants
+from healcore.tools.replay.vary import VaryError, variants
 
 SPIKE = 300
+BASE = load_policy("pretraining")
 
 
 @pytest.fixture
@@ -75,3 +76,39 @@ def test_bad_options_and_unreadable_traces(traces, tmp_path):
     assert (partly.exit_code, "absent.csv" in partly.output) == (1, True)
     none = CliRunner().invoke(app, ["sweep", absent, "--vary", "max_skips=5"])
     assert none.exit_code == 2
+
+
+# -- the option --vary ---------------------------------------------------------------------------
+
+
+def test_all_combinations_and_the_base_first():
+    found = variants(BASE, ["detect.divergence.rise=5,6,7", "max_skips=5,10"])
+    assert list(found)[:3] == [
+        BASE.name,
+        "detect.divergence.rise=5 max_skips=5",
+        "detect.divergence.rise=5 max_skips=10",
+    ]
+    assert len(found) == 1 + 3 * 2
+    documents = [to_dict(policy) for policy in list(found.values())[1:]]
+    rises = [document["detect"]["divergence"]["rise"] for document in documents]
+    assert rises == [rise for rise in (5.0, 6.0, 7.0) for _ in range(2)]
+    assert [document["max_skips"] for document in documents] == [5, 10] * 3
+    assert found[BASE.name] == BASE
+
+
+@pytest.mark.parametrize(
+    ("option", "key_word"),
+    [
+        ("max_skips", "KEY=A,B,C"),
+        ("max_skips=", "KEY=A,B,C"),
+        ("max_skips=a", "KEY=A,B,C"),
+        ("max_skips=1,nan", "max_skips"),
+        ("max_skips=-1", "max_skips"),
+        ("detect.nothing.rise=1", "nothing"),
+        ("a b=1", "KEY=A,B,C"),
+        ("max_skips=" + ",".join(map(str, range(1, 200))), "at most 100"),
+    ],
+)
+def test_what_cannot_be_varied(option, key_word):
+    with pytest.raises(VaryError, match=key_word):
+        variants(BASE, [option])

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from healcore.policy import load
 from healcore.tools.replay import replay
 from healcore.tools.replay.report import replay_report
 from healcore.tools.replay.table import notes, summary_table
@@ -68,7 +67,7 @@ def test_alarms_that_change_nothing_are_in_the_table_and_the_plot(tmp_path):
     assert (result.summary.incidents, result.summary.alarms) == (0, 40)
     row = next(line.split() for line in shown([result.summary], 120).splitlines() if "hump" in line)
     assert row[1:4] == ["400", "40", "-"]
-    marks = replay_report(result, load("default")).marks
+    marks = replay_report(result).marks
     assert [mark.step for mark in marks] == list(range(200, 240))
     assert {mark.kind for mark in marks} == {"alarm"}
 

@@ -12,7 +12,7 @@ import pytest
 from healcore.history import Curves
 from healcore.tools.report.picture import draw
 from healcore.tools.report.runs import read_reports
-from tests.tools.report.test_page import EVIL, empty, hostile
+from tests.tools.report.test_page import empty, hostile
 
 ROWS = 40_000
 SPIKE, NAN, BACK, TO = 21_234, 27_777, 30_000, 25_000
@@ -63,7 +63,7 @@ def test_outliers_stay(long):
     assert series.step[series.undone()].min() >= TO
 
 
-def test_a_picture_of_anything(healed, stopped, tmp_path):
+def test_a_picture_of_anything():
     step = np.arange(100.0)
     nan, ones = np.full(100, np.nan), np.ones(100)
     odd = [
@@ -72,12 +72,5 @@ def test_a_picture_of_anything(healed, stopped, tmp_path):
         Curves(step, np.where(step == 5, np.inf, 1e30), grad_norm=ones, threshold=ones),
         Curves(step[:1], ones[:1], lr_scale=ones[:1]),
     ]
-    reports = [hostile()._replace(curves=series, title=f"$x^{{2$ {EVIL}") for series in odd]
-    draw(
-        [*read_reports(healed), *read_reports(stopped), *reports, empty()],
-        tmp_path / "a.png",
-    )
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    draw(reports * 4, tmp_path / "b.png")
-    with pytest.raises(ValueError, match="at least one"):
-        draw([], tmp_path / "c.png")
+    for report in (*(hostile()._replace(curves=curves) for curves in odd), empty()):
+        assert draw(report).startswith(b"\x89PNG")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.traces import Rows, Trace, lineage, open_traces
+from healcore.tools.traces import Trace, lineage, open_traces
 
 
 def open_one(path: str | os.PathLike[str], **options: Any) -> Trace:
@@ -41,15 +41,10 @@ def problems_of(trace: Trace) -> list[tuple[int | None, str]]:
 
 
 def lineage_of(trace: Trace) -> list[int]:
-    """Indices of the rows of the final lineage."""
-    return lineage(trace).index.tolist()
+    """The losses of the final lineage, which are the numbers of their rows."""
+    return lineage(trace).values["loss"].astype(int).tolist()
 
 
 def column(values: Any) -> list[float | str]:
     """The values in a form that compares NaN as equal."""
     return ["nan" if np.isnan(value) else float(value) for value in np.asarray(values)]
-
-
-def load(trace: Trace) -> Rows:
-    """All rows of a trace."""
-    return trace.rows

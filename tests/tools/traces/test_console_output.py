@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tools.traces.opened_traces import column, load, open_one, problems_of, write
+from tests.tools.traces.opened_traces import column, open_one, problems_of, write
 
 BAR = " 10%|█         | 6/60 [00:03<00:27,  1.9it/s]"
 LINES = {
@@ -39,7 +39,7 @@ def test_the_lines_of_a_trainer(tmp_path, lines, dicts):
     end = "{'train_runtime': 3.2, 'train_loss': 1.0}\n{'loss': 2.1, 'gra\n"
     path = write(tmp_path / "run.log", LINES[lines].format(*DICTS[dicts]) + end)
     trace = open_one(path)
-    rows = load(trace)
+    rows = trace.rows
     assert column(rows.values["loss"]) == [2.5, 0.0, -float("inf")]
     assert rows.logged["grad_norm"].tolist() == [False, True, False]
     assert [text[:10] for _, text in problems_of(trace)] == ["not a dict"]

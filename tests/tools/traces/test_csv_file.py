@@ -10,22 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.tools.traces import open_traces
-from tests.tools.traces.opened_traces import column, load, open_one, problems_of, refusal, write
+from tests.tools.traces.opened_traces import column, open_one, problems_of, refusal, write
 
 
 def test_a_plain_file(tmp_path):
     trace = open_one(
         write(tmp_path / "run.csv", "step,loss,grad_norm\n1,2.5,0.5\n2,nan,inf\n3,2.25,\n")
     )
-    table = load(trace)
-    assert table.index.tolist() == [0, 1, 2]
+    table = trace.rows
     assert table.step.tolist() == [1, 2, 3]
     assert column(table.values["loss"]) == [2.5, "nan", 2.25]
     assert column(table.values["grad_norm"]) == [0.5, np.inf, "nan"]
     assert table.logged["loss"].all()  # the text nan is a value
     assert table.logged["grad_norm"].tolist() == [True, True, False]  # an empty cell is not
     assert trace.signals == {"loss", "grad_norm"}
-    assert trace.problem_count == len(trace.notes) == 0
+    assert len(trace.problems) == len(trace.notes) == 0
 
 
 @pytest.mark.parametrize(
@@ -41,18 +40,17 @@ def test_a_plain_file(tmp_path):
     ],
 )
 def test_dialects(tmp_path, text):
-    table = load(open_one(write(tmp_path / "run.csv", text)))
+    table = open_one(write(tmp_path / "run.csv", text)).rows
     assert table.step.tolist() == [1, 2]
     assert table.values["loss"].tolist() == [2.5, 2.25]
 
 
-def test_bad_lines_are_reported_by_number_and_keep_their_index(tmp_path):
+def test_bad_lines_are_reported_by_number(tmp_path):
     text = (
         "step,loss\n1,2\n2,abc\n\n3,\nx,3\n5\n6,1,2\n7,1\n,4\nnan,4\n8,1_0\n"  # line 12 is the last
     )
     trace = open_one(write(tmp_path / "run.csv", text))
-    table = load(trace)
-    assert table.index.tolist() == [0, 1, 2, 6, 9]
+    table = trace.rows
     assert table.step.tolist() == [1, 2, 3, 7, 8]
     assert column(table.values["loss"]) == [2, "nan", "nan", 1, "nan"]
     assert table.logged["loss"].tolist() == [True, False, False, True, False]
@@ -70,7 +68,7 @@ def test_bad_lines_are_reported_by_number_and_keep_their_index(tmp_path):
 def test_a_column_can_be_named(tmp_path):
     path = write(tmp_path / "run.csv", "t,a,b\n5,1,2\n6,3,4\n")
     assert "--column loss=NAME" in refusal(path)
-    table = load(open_one(path, columns={"loss": "b", "step": "t"}))
+    table = open_one(path, columns={"loss": "b", "step": "t"}).rows
     assert (table.step.tolist(), table.values["loss"].tolist()) == ([5, 6], [2, 4])
     assert "it has 't', 'a', 'b'" in refusal(path, columns={"loss": "c"})
 
@@ -100,8 +98,7 @@ def test_any_cells_keep_the_numbers_that_pandas_gives(tmp_path_factory, cells, q
     path = write(tmp_path_factory.mktemp("cells") / "run.csv", written.getvalue())
     frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
     trace = open_one(path)
-    table = load(trace)
-    assert table.index.tolist() == list(range(len(frame)))
+    table = trace.rows
     assert table.step.tolist() == frame["step"].astype(float).tolist()
     unread = 0
     for at, cell in enumerate(frame["loss"]):
@@ -115,7 +112,7 @@ def test_any_cells_keep_the_numbers_that_pandas_gives(tmp_path_factory, cells, q
         else:
             with np.errstate(over="ignore"):
                 np.testing.assert_array_equal(table.values["loss"][at], np.float32(number))
-    assert trace.problem_count == unread
+    assert len(trace.problems) == unread
 
 
 # -- charts exported from Weights & Biases ---------------------------------------------------------
@@ -136,10 +133,8 @@ def test_several_runs_are_several_traces(tmp_path):
     (big, small), unreadable = open_traces([str(path)])
     assert not unreadable
     assert (big.name, small.name) == (f"{path}#big - 7b", f"{path}#small")
-    table = load(big)
+    table = big.rows
     assert table.step.tolist() == [10, 30]
-    assert table.index.tolist() == [0, 2]  # the file's rows
     assert table.values["loss"].tolist() == [2.5, 2]
     assert small.signals == {"loss", "grad_norm"}
-    assert load(small).index.tolist() == [1, 2]
     assert "several runs ('big - 7b', 'small')" in open_traces([str(path)], join=True)[1][0].problem

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.tools.traces import open_traces
-from tests.tools.traces.opened_traces import lineage_of, load, open_one, write
+from tests.tools.traces.opened_traces import lineage_of, open_one, write
 
 
 def csv(steps, first=0):
@@ -18,11 +18,11 @@ def csv(steps, first=0):
 
 def test_a_step_back_begins_an_attempt_that_replaces_the_tail(tmp_path):
     trace = open_one(write(tmp_path / "run.csv", csv([1, 2, 3, 4, 5, 3, 4, 5, 6])))
-    assert [(a.first_index, a.first_step, a.resumes_after) for a in trace.attempts] == [
+    assert [(a.first_row, a.first_step, a.resumes_after) for a in trace.attempts] == [
         (0, 1, None),
         (5, 3, 1),
     ]
-    assert load(trace).attempt.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert trace.rows.attempt.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
     assert trace.stale == 3
     assert lineage_of(trace) == [0, 1, 5, 6, 7, 8]
     (note,) = trace.notes
@@ -31,12 +31,12 @@ def test_a_step_back_begins_an_attempt_that_replaces_the_tail(tmp_path):
 
 def test_files_are_joined_in_the_order_given(tmp_path):
     first = write(tmp_path / "a.csv", csv([10, 20, 30, 40]))
-    second = write(tmp_path / "b.csv", csv([50, 60]))  # goes on: no new attempt
-    third = write(tmp_path / "c.csv", csv([40, 50, 60, 70]))  # its first step was the last but two
+    second = write(tmp_path / "b.csv", csv([50, 60], 4))  # goes on: no new attempt
+    third = write(tmp_path / "c.csv", csv([40, 50, 60, 70], 6))  # its first step was the last but 2
     (trace,), unreadable = open_traces([str(first), str(second), str(third)], join=True)
     assert not unreadable
     assert trace.name == f"{first} (+2)"
-    assert [(a.source, a.first_index, a.resumes_after) for a in trace.attempts] == [
+    assert [(a.source, a.first_row, a.resumes_after) for a in trace.attempts] == [
         (str(first), 0, None),
         (str(third), 6, 2),
     ]
@@ -46,21 +46,19 @@ def test_files_are_joined_in_the_order_given(tmp_path):
 def test_rows_of_one_step_with_different_signals_are_one_row(tmp_path):
     text = "step,loss,eval_loss\n1,5,\n1,,4\n2,,3\n2,4,\n3,3,\n"
     trace = open_one(write(tmp_path / "run.csv", text))
-    table = load(trace)
+    table = trace.rows
     assert table.step.tolist() == [1, 2, 3]
     assert table.values["loss"].tolist() == [5, 4, 3]
     assert table.values["eval_loss"][:2].tolist() == [4, 3]
-    assert table.index.tolist() == [0, 3, 4]  # the row with the loss gives the number
     assert not trace.notes
 
 
 def test_an_evaluation_that_is_written_late_is_no_resume(tmp_path):
     text = "step,loss,eval_loss\n1,5,\n2,4,\n3,3,\n2,,9\n4,2,\n1,,8\n"
     trace = open_one(write(tmp_path / "run.csv", text))
-    table = load(trace)
+    table = trace.rows
     assert len(trace.attempts) == 1
     assert table.step.tolist() == [1, 2, 3, 4]
-    assert table.index.tolist() == [0, 1, 2, 4]
     assert table.values["eval_loss"].tolist()[:2] == [8, 9]
 
 
@@ -75,7 +73,7 @@ def test_tables_in_one_folder_are_runs(tmp_path):
         "seedA.csv",
     ]
     (whole,), _ = open_traces([str(tmp_path)], join=True)
-    assert len(whole.rows.index) == 9
+    assert len(whole.rows.step) == 9
 
 
 @settings(max_examples=100)
@@ -87,7 +85,8 @@ def test_the_lineage_is_that_of_a_list_that_is_cut_back(tmp_path_factory, steps,
     folder = tmp_path_factory.mktemp("run")
     edges = sorted({0, len(steps), *(cut for cut in cuts if cut < len(steps))})
     paths = [
-        str(write(folder / f"{low}.csv", csv(steps[low:high]))) for low, high in pairwise(edges)
+        str(write(folder / f"{low}.csv", csv(steps[low:high], low)))
+        for low, high in pairwise(edges)
     ]
     (trace,), _ = open_traces(paths, join=True)
     run: list[tuple[int, int]] = []
@@ -105,4 +104,4 @@ def test_the_lineage_is_that_of_a_list_that_is_cut_back(tmp_path_factory, steps,
     assert trace.stale == replaced
     last = dict(run)  # of a repeated step the last row stays
     assert lineage_of(trace) == sorted(last.values())
-    assert len(trace.rows.index) == len(steps)
+    assert len(trace.rows.step) == len(steps)

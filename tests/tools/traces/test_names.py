@@ -69,6 +69,11 @@ def test_an_earlier_tier_wins_and_is_reported():
     ("names", "columns", "message"),
     [
         (["step", "a"], {}, "only 'step', 'a'. Name one: --column loss=NAME"),
+        (
+            ["epoch", "train/box_loss", "train/cls_loss"],
+            {},
+            "Name one: --column loss=train/box_loss",
+        ),
         (["train_loss", "train/loss"], {}, "may each be the loss"),
         (["loss", "iter", "iteration"], {}, "may each be the step"),
         (["loss"], {"loss": "x"}, "--column loss=x: the log has no 'x'; it has 'loss'"),

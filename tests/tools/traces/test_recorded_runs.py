@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from healcore.tools.traces import open_traces
-from tests.tools.traces.opened_traces import load
 
 TRACES = Path(__file__).parents[4] / "shared" / "traces"
 
@@ -23,8 +22,7 @@ def test_every_row_of_every_public_run(every):
     assert not unreadable
     assert [trace.name for trace in traces] == paths
     for trace in traces:
-        frame, table = pandas.read_csv(trace.name), load(trace)
-        assert table.index.tolist() == list(range(len(frame)))
+        frame, table = pandas.read_csv(trace.name), trace.rows
         assert table.step.tolist() == frame["step"].tolist()
         np.testing.assert_array_equal(table.values["loss"], frame["loss"].astype(np.float32))
-        assert (trace.problem_count, trace.notes, len(trace.attempts)) == (0, (), 1)
+        assert (len(trace.problems), trace.notes, len(trace.attempts)) == (0, (), 1)

@@ -7,7 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from tests.tools.traces.opened_traces import lineage_of, load, open_one, problems_of
+from healcore.tools.traces import lineage
+from tests.tools.traces.opened_traces import open_one, problems_of
 
 pytest.importorskip("tensorboard")
 writer = pytest.importorskip("torch.utils.tensorboard")
@@ -33,12 +34,12 @@ def file_in(folder):
 def test_scalars_and_tensors_of_one_step_are_one_row(tmp_path):
     log(tmp_path, 0, 50, evaluations={20})
     trace = open_one(file_in(tmp_path))
-    table = load(trace)
+    table = trace.rows
     assert table.step.tolist() == list(range(50))
     np.testing.assert_array_equal(table.values["loss"], 3 - np.arange(50, dtype=np.float32) / 64)
     assert table.logged["grad_norm"].all()
     assert np.flatnonzero(table.logged["eval_loss"]).tolist() == [19]  # written a step late
-    assert trace.problem_count == len(trace.notes) == 0
+    assert len(trace.problems) == len(trace.notes) == 0
     assert len(trace.attempts) == 1
 
 
@@ -50,7 +51,7 @@ def test_a_resumed_run_in_one_directory(tmp_path):
         (0, None),
         (20, 19),
     ]
-    assert lineage_of(trace) == [*range(20), *range(30, 50)]
+    assert lineage(trace).step.tolist() == list(range(40))
 
 
 def test_a_torn_record_and_a_damaged_one(tmp_path):
@@ -59,14 +60,14 @@ def test_a_torn_record_and_a_damaged_one(tmp_path):
     content = path.read_bytes()
     path.write_bytes(content[:-7])
     trace = open_one(path)
-    assert load(trace).step.tolist() == list(range(40))
+    assert trace.rows.step.tolist() == list(range(40))
     ((line, problem),) = problems_of(trace)
     assert line is None
     assert problem.startswith("truncated or damaged at byte ")
     path.write_bytes(content[:4000] + b"?" + content[4001:])
     trace = open_one(path)
-    rows = len(trace.rows.index)
+    rows = len(trace.rows.step)
     assert 10 < rows < 40
-    assert load(trace).step.tolist() == list(range(rows))
+    assert trace.rows.step.tolist() == list(range(rows))
     ((_, problem),) = problems_of(trace)
     assert problem.endswith(" bytes cannot be read")
