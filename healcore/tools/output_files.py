@@ -21,9 +21,9 @@ def check_outputs(outputs: Iterable[AnyPath], inputs: Iterable[AnyPath]) -> None
     """Checks that every output can be written and overwrites no input, before the work starts.
 
     Raises OutputError if an output is a folder, an input or named twice, or if its folder does not
-    exist. If an input is a folder, all files in the folder are inputs.
+    exist. If an input is a folder, all files in the folder except pages and pictures are inputs.
     """
-    input_files = [file for path in inputs for file in _log_files(Path(path))]
+    files = [file for path in inputs for file in _log_files(Path(path)) if file.is_file()]
     seen = set[str]()
     for path in map(Path, outputs):
         if not path.absolute().parent.is_dir():
@@ -34,20 +34,15 @@ def check_outputs(outputs: Iterable[AnyPath], inputs: Iterable[AnyPath]) -> None
         if real in seen:
             raise OutputError(f"{path} is the name of two outputs: name two files")
         seen.add(real)
-        if _is_any_of(path, input_files):
+        if path.is_file() and any(map(path.samefile, files)):
             raise OutputError(f"{path} is an input: write to another file")
 
 
-def check_default_path(path: Path) -> None:
-    """Raises OutputError if a path that healcore chose exists, but is not a regular file.
-
-    Another user may have created a link there.
-    """
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise OutputError(
-            f"{path} is a link or not a regular file, and healcore replaces neither at a default "
-            "path: remove it, or name another output"
-        )
+def _log_files(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+    for folder, _, names in os.walk(path):
+        yield from (Path(folder, name) for name in names if not name.endswith((".html", ".png")))
 
 
 @contextlib.contextmanager
@@ -64,13 +59,16 @@ def replacing(path: AnyPath, *, from_user: bool = True) -> Iterator[Path]:
         OutputError: `path` cannot be written.
     """
     target = Path(path)
-    if not from_user:
-        check_default_path(target)
-    direct = from_user and target.exists() and not target.is_file()
+    unusual = target.is_symlink() or (target.exists() and not target.is_file())
+    if unusual and not from_user:
+        raise OutputError(
+            f"{path} is a link or not a regular file, and healcore replaces neither at a default "
+            "path: remove it, or name another output"
+        )
     # `realpath`, so that the file is replaced instead of a link to it.
-    real = Path(os.path.realpath(target)) if from_user else target
+    real = Path(os.path.realpath(target))
     try:
-        if direct:
+        if real.exists() and not real.is_file():
             yield target
             return
         # The folder has an unpredictable name, so that no other user can create a link in it.
@@ -83,22 +81,3 @@ def replacing(path: AnyPath, *, from_user: bool = True) -> Iterator[Path]:
     except OSError as error:
         why = error.strerror or error
         raise OutputError(f"{target} cannot be written: {why}; name another file") from error
-
-
-def _log_files(path: Path) -> Iterator[Path]:
-    """Iterates over the files of a directory except pages and pictures, or over one file."""
-    if not path.is_dir():
-        yield path
-        return
-    for folder, _, names in os.walk(path):
-        yield from (Path(folder, name) for name in names if not name.endswith((".html", ".png")))
-
-
-def _is_any_of(path: Path, others: Iterable[Path]) -> bool:
-    if not path.exists():
-        return False
-    for other in others:
-        with contextlib.suppress(OSError):
-            if path.samefile(other) and path.is_file():
-                return True
-    return False

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from healcore import adapter_registry, regular_file
-from healcore.plugins.checkpoint_contents import Contents, Damaged, ProbeError
+from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line
+from healcore.extras import require
 from healcore.runtime.store import manifest
-from healcore.tools.probe.orbax_arrays import open_orbax
 from healcore.tools.probe.result import NothingToProbe
 
-_TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
+_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors"}
 TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
 """Numbers and flags that trainers save with a checkpoint."""
 _MAX_JSON_BYTES = 1 << 24
@@ -52,10 +55,9 @@ def _training_facts(folder: Path) -> dict[tuple[str, ...], Any]:
             content = json.loads(regular_file.read(path, _MAX_JSON_BYTES))
         except (OSError, ValueError, RecursionError):
             continue
-        if isinstance(content, dict):
-            for name in TRAINING_FACTS:
-                if isinstance(content.get(name), (bool, int, float)):
-                    facts[(path.stem, name)] = content[name]
+        for name in TRAINING_FACTS if isinstance(content, dict) else ():
+            if isinstance(content.get(name), (bool, int, float)):
+                facts[(path.stem, name)] = content[name]
     return facts
 
 
@@ -76,16 +78,15 @@ def _open_file(path: Path) -> Contents:
 
 def _open_store(root: Path, step: int | None) -> Contents:
     """Opens one checkpoint of a store."""
-    saves = manifest.complete(root)
+    saves = {each.step: each for each in manifest.listed(root, ())}
     steps = ", ".join(map(str, saves)) or "none"
     if not saves or (step is not None and step not in saves):
         which = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         raise NothingToProbe(f"{root} has no {which}; complete steps: {steps}")
-    status = {each.step: each.status for each in manifest.listed(root, ())}
-    good = [at for at in saves if status[at] == "good"]
-    chosen = max(good or saves) if step is None else step
-    contents = _open_folder(saves[chosen].folder)
-    which = f"step {chosen} ({status[chosen]})"
+    good = [each.step for each in saves.values() if each.status == "good"]
+    chosen = saves[max(good or saves) if step is None else step]
+    contents = _open_folder(Path(chosen.path or ""))
+    which = f"step {chosen.step} ({chosen.status})"
     note = f"{which}; complete steps: {steps}; to probe another, pass --step"
     return contents._replace(notes=(note, *contents.notes))
 
@@ -123,18 +124,87 @@ def _open_folder(path: Path) -> Contents:
             "of their contents: the checkpoint was not written or copied completely"
         )
     if (path / "_METADATA").is_file() or any(path.glob("*/_METADATA")):
-        return open_orbax(path)
+        return _open_orbax(path)
     steps = sorted((int(item.name), item) for item in path.iterdir() if item.name.isdecimal())
     for _, newest in reversed(steps):
         if newest.is_dir() and any(newest.glob("*/_METADATA")):
-            contents = _open_folder(newest)
-            return contents._replace(notes=(f"the newest of {len(steps)} steps: {newest.name}",))
+            note = f"the newest of {len(steps)} steps: {newest.name}"
+            return _open_orbax(newest)._replace(notes=(note,))
     return _open_files(path)
+
+
+def _open_orbax(folder: Path) -> Contents:
+    """Opens an item of an Orbax checkpoint, or a checkpoint with all of its items.
+
+    Uses TensorStore directly, because Orbax needs the devices of the run and reads whole trees.
+    Raises ProbeError if the checkpoint is damaged.
+    """
+    if (folder / "_METADATA").exists():
+        found = [*_open_item(folder, ())]
+    else:
+        items = sorted(path.parent for path in folder.glob("*/_METADATA"))
+        found = [each for item in items for each in _open_item(item, (item.name,))]
+    arrays = [each for each in found if isinstance(each, Array)]
+    values = {each: None for each in found if not isinstance(each, Array)}
+    return Contents("Orbax checkpoint", arrays, values)
+
+
+def _open_item(item: Path, prefix: tuple[str, ...]) -> Iterator[Array | tuple[str, ...]]:
+    """Opens the arrays of one item; of any other value, yields its path."""
+    index = item / "_METADATA"
+    try:
+        content = json.loads(regular_file.read(index))
+        entries = {
+            tuple(str(key["key"]) for key in entry["key_metadata"]): {**entry["value_metadata"]}
+            for entry in content["tree_metadata"].values()
+        }
+        is_ocdbt = bool(content.get("use_ocdbt", (item / "manifest.ocdbt").exists()))
+        driver = "zarr3" if content.get("use_zarr3", False) else "zarr"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ProbeError(f"{index} is damaged") from None
+    require("jax", "tensorstore")
+    import tensorstore
+
+    # All arrays share the context, so that TensorStore reads their common index once.
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
+    base = {"driver": "file", "path": f"{item}/"}
+    for keys, entry in entries.items():
+        # A key in healcore's own store is a dotted path.
+        path = (*prefix, *(part for key in keys for part in key.split(".")))
+        if entry.get("skip_deserialize") or entry.get("value_type") in ("None", "string"):
+            yield path
+            continue
+        name = ".".join(keys)
+        store: dict[str, Any] = {"driver": "file", "path": f"{item}/{name}/"}
+        if is_ocdbt:
+            store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        elif os.path.commonpath((item, os.path.normpath(store["path"]))) != str(item):
+            raise ProbeError(f"{item}: {name[:200]} is outside this directory")
+        spec = {"driver": driver, "kvstore": store}
+        try:
+            opened = tensorstore.open(spec, open=True, read=True, context=context).result()
+        except Exception as error:  # TensorStore raises ValueError for any damage
+            raise _damaged(item, name, error) from None
+
+        def read(opened: Any = opened, name: str = name) -> np.ndarray:
+            try:
+                values = np.asarray(opened.read().result()).reshape(-1)
+            except Exception as error:
+                raise _damaged(item, name, error) from None
+            # NumPy does not recognize NaN in the floats of ml_dtypes.
+            return values if values.dtype.kind in "fiubc" else values.astype(np.float32)
+
+        yield Array(path, opened.dtype.name, tuple(opened.shape), read)
+
+
+def _damaged(item: Path, name: str, error: Exception) -> ProbeError:
+    return ProbeError(f"{item}: {name[:200]} is damaged: {first_line(error)}")
 
 
 def _open_files(folder: Path) -> Contents:
     """Combines all checkpoint files of a directory: Trainer and Accelerate write several files."""
-    parts, notes = [], []
+    parts: list[Contents] = []
+    notes = []
     for path in _checkpoint_files(folder):
         try:
             part = _open_file(path)
@@ -146,10 +216,10 @@ def _open_files(folder: Path) -> Contents:
         name = path.name.partition(".")[0]
         arrays = [array._replace(path=(name, *array.path)) for array in part.arrays]
         values = {(name, *keys): value for keys, value in part.values.items()}
-        parts.append(Contents(part.format, arrays, values, part.notes))
+        parts.append(part._replace(arrays=arrays, values=values))
+    if not parts and notes:
+        raise ProbeError("; ".join(notes))
     if not parts:
-        if notes:
-            raise ProbeError("; ".join(notes))
         raise NothingToProbe(
             f"{folder} contains no checkpoint of a known format: no torch or safetensors file, "
             "no DCP or Orbax checkpoint, no healcore store"
@@ -162,10 +232,10 @@ def _open_files(folder: Path) -> Contents:
     )
 
 
-def _checkpoint_files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and (path.suffix in _TORCH_SUFFIXES or path.suffix == ".safetensors"):
-            yield path
+def _checkpoint_files(folder: Path) -> list[Path]:
+    return [
+        path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES and path.is_file()
+    ]
 
 
 def damaged_archives(path: Path) -> list[str] | None:
@@ -173,11 +243,10 @@ def damaged_archives(path: Path) -> list[str] | None:
 
     torch may read wrong values from a damaged archive. Returns None if there is no archive.
     """
-    damage, archives = [], 0
-    for file in [path] if path.is_file() else _checkpoint_files(path):
-        if file.suffix == ".distcp" or not zipfile.is_zipfile(file):
-            continue
-        archives += 1
+    files = [path] if path.is_file() else _checkpoint_files(path)
+    archives = [file for file in files if file.suffix != ".distcp" and zipfile.is_zipfile(file)]
+    damage = []
+    for file in archives:
         try:
             with zipfile.ZipFile(file) as archive:
                 record = archive.testzip()

@@ -21,8 +21,8 @@ from orbax.checkpoint import v1 as ocp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from healcore.tools.probe import checkpoint, optimizer
+from healcore.tools.probe.child import probe_paths
 from healcore.tools.probe.inputs import CheckpointInputs, OptimizerInputs
-from healcore.tools.probe.limited_process import probe_paths
 from healcore.tools.probe.result import dumps
 from tests.tools.cli.test_probe import strict
 from tests.tools.probe.curves import probe_values

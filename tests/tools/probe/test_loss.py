@@ -107,7 +107,7 @@ def test_the_thinned_curve_keeps_the_extremes(tmp_path):
     values[7_777], values[13_131], values[15_000] = 99.0, -5.0, np.nan
     curve = probe_values(tmp_path, values).facts["curve"]
     assert len(curve["value"]) == len(curve["step"]) <= 512
-    kept = dict(zip(curve["step"].tolist(), curve["value"].tolist(), strict=True))
+    kept = dict(zip(curve["step"], curve["value"], strict=True))
     assert kept[7_777] == 99.0
     assert kept[13_131] == -5.0
     assert np.isnan(kept[15_000])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from healcore.tools.probe.loss_events import (
+from healcore.tools.probe.loss_curve import (
     Event,
     detector_events,
     find_events,

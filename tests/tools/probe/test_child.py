@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from healcore.tools.probe.checkpoint import judge
+from healcore.tools.probe.child import probe_paths
 from healcore.tools.probe.inputs import CheckpointInputs
-from healcore.tools.probe.limited_process import probe_paths
 from healcore.tools.probe.result import ProbeResult
 from tests.hostile.pickles import BEGIN, END, called, torch_file
 

@@ -34,8 +34,7 @@ class Array(NamedTuple):
     """Name of the dtype in NumPy, ml_dtypes and torch: "bfloat16"."""
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
-    """Returns the elements, 1-d, in any order. NumPy can compare and add their dtype (float32 for
-    the smaller floats)."""
+    """Returns the elements, 1-d, in any order, with a dtype of NumPy (float32 for bfloat16)."""
     storage: Hashable | None = None
     """Equal values mark one array that is saved under several names."""
     in_order: bool = True
@@ -45,10 +44,6 @@ class Array(NamedTuple):
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-    def scalar(self) -> float:
-        """The value of an array of one element."""
-        return float(self.read()[0])
 
 
 class Contents(NamedTuple):
@@ -61,11 +56,6 @@ class Contents(NamedTuple):
     """Numbers, strings, booleans and None in the tree, except the arrays."""
     notes: tuple[str, ...] = ()
     """Names of parts that could not be read."""
-
-
-def dotted(path: Sequence[str]) -> str:
-    """Joins a path for messages: `optimizer.state.0.exp_avg_sq`."""
-    return ".".join(path)
 
 
 def first_line(error: Exception) -> str:

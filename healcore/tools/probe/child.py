@@ -24,7 +24,7 @@ _BASE_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 4
 """Memory limit in bytes, plus bytes for each stored byte, which may be compressed."""
 _BASE_SECONDS, _BYTES_PER_SECOND = 15, 4 << 20
 """Limit of processor time, including the import of torch, plus time to read the stored bytes."""
-_START = "from healcore.tools.probe.limited_process import serve; serve()"
+_START = "from healcore.tools.probe.child import serve; serve()"
 
 
 def probe_paths(
@@ -59,11 +59,8 @@ def probe_paths(
     return results
 
 
-# -- in the child process --------------------------------------------------------------------------
-
-
 def serve() -> None:
-    """Answers the request on standard input, with one result after the other."""
+    """In the child: answers the request on standard input, with one result after the other."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
     probe, judge, paths, inputs = pickle.load(sys.stdin.buffer)
@@ -74,7 +71,7 @@ def serve() -> None:
 
 
 def _set_limits(path: Path) -> None:
-    """Sets the limits for a file or a directory, by its size."""
+    """In the child: sets the limits for a file or a directory, by its size."""
     if sys.platform == "win32":
         return
     import resource
