@@ -184,10 +184,10 @@ def _validate(model: type[BaseModel], options: dict[str, Any], spec: Path | None
 
 def _show(result: ProbeResult) -> None:
     """Prints the verdict, the checks, the layers that deviate most and the notes."""
-    score = result.facts.get("score")
     lines = [f"{result.verdict.value:5} {result.subject}"]
-    if score is not None:
-        lines[0] += f"  score {score:.2f}"
+    for name, form in (("score", ".2f"), ("initial_loss", ".6g"), ("files", "d")):
+        value = result.facts.get(name)
+        lines[0] += "" if value is None else f"  {name.replace('_', ' ')} {value:{form}}"
     for check in result.checks:
         label = check.verdict.value if check.decides else "-"
         lines.append(f"  {label:5}  {check.name.replace('_', ' '):18}  {check.message}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,7 +13,6 @@ LossCheck = Literal[
     "finite", "final_loss", "progress", "convergence_ratio", "regret", "smoothness",
     "instability_events", "gradient_norm", "zero_loss", "eval_loss",
 ]  # fmt: skip
-LOSS_CHECKS: tuple[str, ...] = get_args(LossCheck)
 
 
 def _option(default: Any, description: str, **bounds: float) -> Any:

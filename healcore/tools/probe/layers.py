@@ -109,13 +109,11 @@ def _name_group(
 ) -> None:
     """Names the parameters of one group. A parameter without state is None."""
     shapes = [each and each.second.shape for each in members]
-    start, size, count = find_blocks(shapes)
-    layers: list[tuple[str, Model]] = []
     if not all(names):
         equal = [model for model, ordered in models if ordered and _has_shapes(model, shapes)]
         names = [name for name, _ in equal[0]] if equal else [None] * len(shapes)
-        blocks = [shapes[at : at + size] for at in range(start, start + count * size, size or 1)]
-        layers = next(filter(None, (_layers_of(model, blocks) for model, _ in models)), [])
+    found = filter(None, (_layers_of(model, shapes) for model, _ in models))
+    layers, (start, size, count) = next(found, ([], find_blocks(shapes)))
     for at, (number, each, name) in enumerate(zip(numbers, members, names, strict=True)):
         if each is None:
             continue
@@ -139,10 +137,11 @@ def _name_group(
             each.layer = f"group {group}, parameters {first} to {last}"
 
 
-def find_blocks(shapes: Sequence[Shape | None]) -> tuple[int, int, int]:
+def find_blocks(shapes: Sequence[Shape | None], layers: int = 0) -> tuple[int, int, int]:
     """Finds the longest run of at least three consecutive blocks with equal shapes.
 
-    The layers of most networks have equal shapes, so such blocks are taken for layers.
+    The layers of most networks have equal shapes, so such blocks are taken for layers. If the
+    number of layers is given, only runs of exactly that many whole blocks count.
 
     Returns:
         The first parameter, the size of a block, and the number of blocks; zeros without a run.
@@ -157,8 +156,9 @@ def find_blocks(shapes: Sequence[Shape | None]) -> tuple[int, int, int]:
             zip(begins, ends, strict=True), key=lambda run: run[1] - run[0], default=(0, 0)
         )
         length = int(end - begin)
-        if length > best and length >= (_MIN_BLOCKS - 1) * size:
-            best, blocks = length, (int(begin), size, length // size + 1)
+        count = length // size + 1
+        if length > best and count >= _MIN_BLOCKS and (not layers or length == (layers - 1) * size):
+            best, blocks = length, (int(begin), size, count)
     return blocks
 
 
@@ -169,8 +169,10 @@ def _has_shapes(model: Model, shapes: Sequence[Shape | None]) -> bool:
     )
 
 
-def _layers_of(model: Model, blocks: Sequence[Sequence[Shape | None]]) -> list[tuple[str, Model]]:
-    """Returns the model's layer for each block, or an empty list if the shapes do not match.
+def _layers_of(
+    model: Model, shapes: Sequence[Shape | None]
+) -> tuple[list[tuple[str, Model]], tuple[int, int, int]] | None:
+    """Returns the model's layers and a block of `shapes` for each, or None if no blocks match.
 
     safetensors files and adapters (PEFT) are sorted by name. Sorting keeps the order of the layers
     and loses the order of the parameters within a layer.
@@ -179,12 +181,15 @@ def _layers_of(model: Model, blocks: Sequence[Sequence[Shape | None]]) -> list[t
     for name, shape in model:
         if _NUMBER.search(layer_of(name)):
             by_layer.setdefault(layer_of(name), []).append((name, shape))
-    if len(by_layer) != len(blocks) or len({_NUMBER.sub("*", name) for name in by_layer}) > 1:
-        return []
+    if len({_NUMBER.sub("*", name) for name in by_layer}) != 1:
+        return None
     layers = sorted(by_layer.items(), key=lambda pair: list(map(int, _NUMBER.findall(pair[0]))))
-    pairs = zip(layers, blocks, strict=True)
-    fits = all(Counter(block) <= Counter(of for _, of in layer) for (_, layer), block in pairs)
-    return layers if fits else []
+    blocks = find_blocks(shapes)
+    start, size, count = blocks if blocks[2] == len(layers) else find_blocks(shapes, len(layers))
+    for at, (_, layer) in zip(range(start, start + count * size, size or 1), layers, strict=False):
+        if not Counter(shapes[at : at + size]) <= Counter(shape for _, shape in layer):
+            return None
+    return (layers, (start, size, count)) if count else None
 
 
 def _models(tree: Tree, optimizers: Sequence[tuple[str, ...]]) -> list[tuple[Model, bool]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.history.curves import thin
-from healcore.tools.probe.inputs import LOSS_CHECKS, LossInputs
+from healcore.tools.probe.inputs import LossInputs
 from healcore.tools.probe.loss_curve import (
     Events,
     Shape,
@@ -17,21 +17,30 @@ from healcore.tools.probe.loss_curve import (
     find_events,
     measure_shape,
 )
-from healcore.tools.probe.result import FAIL, PASS, SKIP, WARN, Check, NothingToProbe, ProbeResult
+from healcore.tools.probe.result import (
+    FAIL,
+    PASS,
+    SKIP,
+    WARN,
+    Check,
+    NothingToProbe,
+    ProbeResult,
+    ProbeVerdict,
+    score,
+)
 from healcore.tools.traces import Trace, lineage
 
 _CURVE_POINTS = 512
 _MAX_EVENTS = 1000
 _MIN_VALUES_FOR_SMOOTHNESS = 30
 """Values from which the smoothness counts. For noise, its standard deviation is 2 / sqrt(n)."""
-_LASTING_NORMS, _MIN_EVALUATIONS = 3, 4
+_LASTING_NORMS, _MIN_EVALUATIONS = 3, 3
 _RARE_NORMS = 0.05
 """Fraction of the norms that a loss scale may make infinite in a healthy run."""
 _NEAR_ZERO = 0.05
 """Fraction of the first loss from which a loss may reach exactly 0 by rounding or a margin."""
 _FATAL = ("finite", "gradient_norm", "zero_loss")
-"""Checks whose FAIL gives the score 0."""
-_CLOSENESS = {PASS: 1.0, WARN: 0.5, FAIL: 0.0}
+"""Checks whose FAIL gives the score 0, because the run ends without training."""
 
 
 class Column(NamedTuple):
@@ -80,6 +89,8 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     kept = thin(np.arange(len(curve.value)), {"value": curve.value}, _CURVE_POINTS)
     facts: dict[str, Any] = {
         "values": len(curve.value),
+        "files": trace.files,
+        "initial_loss": float(finite[0]) if len(finite) else None,
         "first_step": float(curve.step[0]),
         "last_step": float(curve.step[-1]),
         "best": float(finite.min()) if len(finite) else None,
@@ -112,25 +123,8 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
             _smoothness(curve, inputs),
             _events(events, inputs),
         ]
-    facts["score"] = score(checks, inputs)
+    facts["score"] = score(checks, _FATAL, {**inputs.weights})
     return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(_notes(trace)))
-
-
-def score(checks: Sequence[Check], inputs: LossInputs) -> float | None:
-    """Returns the score of a curve from 0 to 1, or None if the curve is too short.
-
-    The score is the weighted mean over the checks that count: 1 for PASS, 0.5 for WARN, 0 for FAIL.
-    A run that ends without training has 0.
-    """
-    counted = [check for check in checks if check.decides and check.name in LOSS_CHECKS]
-    if any(check.name in _FATAL and check.verdict is FAIL for check in counted):
-        return 0.0
-    if any(check.name == "length" for check in checks):
-        return None
-    given: dict[Any, float] = {**inputs.weights}
-    weights = [given.get(check.name, 1.0) for check in counted]
-    closeness = [_CLOSENESS[check.verdict] for check in counted]
-    return float(np.average(closeness, weights=weights)) if sum(weights) > 0 else None
 
 
 def _notes(trace: Trace) -> list[str]:
@@ -174,17 +168,30 @@ def _zero_loss(curve: Column, trained: np.ndarray, shape: Shape, inputs: LossInp
 
 
 def _eval_loss(evaluations: Column, training: Shape, inputs: LossInputs) -> Check:
-    """Judges a rise of the evaluation loss while the training loss falls, as `_regret`."""
+    """Judges a rise of the evaluation loss by the fall of the training loss."""
     if evaluations.trailing:
         return _finite(evaluations, inputs)._replace(name="eval_loss")
     values = block_medians(evaluations.finite)
-    shape = measure_shape(values)
-    least = inputs.warn_regret * (training.start - training.end)
-    rises = shape.regret > 2 * inputs.trend_sigmas * shape.noise or (np.diff(values[-4:]) > 0).all()
-    if not rises or not shape.regret > least > 0:
-        return Check("eval_loss", PASS, "it does not rise while the training loss falls")
-    shape = shape._replace(start=max(shape.start, shape.best + least), noise=0.0)
-    return _regret(shape, inputs)._replace(name="eval_loss")
+    shape = measure_shape(values, least=1)
+    fall = training.start - training.end
+    warn, fail = bound = [inputs.warn_regret, inputs.fail_regret]
+    # Three values have no measure of noise.
+    clear = len(values) > 3 and shape.regret > 2 * inputs.trend_sigmas * shape.noise
+    if fall <= 0 or not (clear or (np.diff(values[-3:]) > 0).all()):
+        message = "it does not rise while the training loss falls"
+        return Check("eval_loss", PASS, message, None, bound)
+    lost = shape.regret / fall
+    message = (
+        f"it has risen from {shape.best:.4g} to {shape.end:.4g}, by {lost:.1%} of the fall of the "
+        f"training loss; WARN above {warn:.0%}, FAIL above {fail:.0%}"
+    )
+    return Check("eval_loss", _above(lost, bound), message, lost, bound)
+
+
+def _above(value: float, bounds: Sequence[float]) -> ProbeVerdict:
+    """Compares a value with its bounds for WARN and FAIL."""
+    warn, fail = bounds
+    return FAIL if value > fail else WARN if value > warn else PASS
 
 
 def _final_loss(shape: Shape, inputs: LossInputs) -> Check:
@@ -251,9 +258,7 @@ def _regret(shape: Shape, inputs: LossInputs) -> Check:
         f"at the end, {lost:.1%} of the progress to the best ({shape.best:.4g}) is lost; "
         f"WARN above {warn:.0%}, FAIL above {fail:.0%}"
     )
-    return Check(
-        "regret", FAIL if lost > fail else WARN if lost > warn else PASS, message, lost, bound
-    )
+    return Check("regret", _above(lost, bound), message, lost, bound)
 
 
 def _smoothness(curve: Column, inputs: LossInputs) -> Check:

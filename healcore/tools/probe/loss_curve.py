@@ -23,7 +23,7 @@ _MEDIAN_TO_MEAN_SIGMA = 1.2533
 """Standard deviation of a median divided by that of a mean, for many values: sqrt(pi / 2)."""
 _TREND_POINTS = 64
 _ENDS = 0.05
-"""Fraction of the curve that counts as its start, and as its end; each has at least 3 values."""
+"""Fraction of the curve that counts as its start, and as its end."""
 
 _UNIT_VALUES = 64
 """Least number of values that the noise unit is estimated from."""
@@ -84,12 +84,12 @@ class Shape(NamedTuple):
         return max(0.0, self.end - self.best)
 
 
-def measure_shape(curve: np.ndarray) -> Shape:
-    """Measures a finite curve, float64 (b,) with b >= 4."""
+def measure_shape(curve: np.ndarray, least: int = 3) -> Shape:
+    """Measures a finite curve, float64 (b,) with b > `least`, the values of each end or more."""
     # Scaled by the largest value, so that differences of very large values stay finite.
     unit = float(np.abs(curve).max()) or 1.0
     scaled = curve / unit
-    width = max(3, round(_ENDS * len(curve)))
+    width = max(least, round(_ENDS * len(curve)))
     medians = np.median(sliding_window_view(scaled, width), axis=1)
     single = _deviation(scaled)
     # The larger of two estimates: from single values as if they were independent, and from medians

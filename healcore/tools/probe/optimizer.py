@@ -24,6 +24,7 @@ from healcore.tools.probe.result import (
     NothingToProbe,
     ProbeResult,
     first_three,
+    score,
 )
 
 Keys = tuple[str, ...]
@@ -45,7 +46,9 @@ def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> 
 def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     """Runs the probe in the current process, without limits. Raises any exception for damage."""
     contents = open_contents(path, inputs.step)
-    tree = Tree(contents)
+    beside = path.parent.glob("*model.safetensors") if path.stem == "optimizer" else ()
+    weights = [open_contents(file) for file in sorted(beside) if path.is_file()]
+    tree = Tree(contents, weights)
     found = find_moments(tree)
     moments = [each for each in found if each.second.size and "int" not in each.second.dtype]
     if not moments:
@@ -68,6 +71,7 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         checks += [_dead(judged, inputs), _outliers(compared, inputs)]
     facts = {
         "format": contents.format,
+        "score": score(checks, ("step", "finite")),
         "parameters": len(moments),
         "elements": sum(each.size for each in moments),
         "step": max((each.step for each in moments if each.step is not None), default=None),
@@ -93,12 +97,12 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
 
 
 class Tree:
-    """The contents of a checkpoint by path."""
+    """The contents of a checkpoint by path, and the weights in files beside an optimizer's file."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, weights: Sequence[Contents] = ()) -> None:
         self.arrays: dict[Keys, Array] = {}
-        for array in contents.arrays:
-            path = array.path
+        beside = [(("weights", *array.path), array) for each in weights for array in each.arrays]
+        for path, array in [*((array.path, array) for array in contents.arrays), *beside]:
             if path:
                 self.arrays[path[:-1] if len(path) > 1 and path[-1] in _WRAPPERS else path] = array
         self.values: Mapping[Keys, Any] = contents.values

@@ -34,6 +34,7 @@ class ProbeVerdict(enum.Enum):
 
 
 PASS, SKIP, WARN, ERROR, FAIL = ProbeVerdict
+_CLOSENESS = {PASS: 1.0, WARN: 0.5, FAIL: 0.0}
 
 
 class Check(NamedTuple):
@@ -91,6 +92,26 @@ def judged(
         message = f"{type(error).__name__}: {first_line(error)}"
     where = "" if subject in message else f"{subject} could not be judged: "
     return ProbeResult(probe, subject, (Check("readable", verdict, where + message),))
+
+
+def score(
+    checks: Sequence[Check], fatal: Sequence[str], weights: Mapping[str, float] = {}
+) -> float | None:
+    """Returns the score of a subject from 0 to 1, or None if a check that counts has no verdict.
+
+    The score is the weighted mean over the checks that count: 1 for PASS, 0.5 for WARN, 0 for FAIL.
+    It is 0 if a check of `fatal` fails.
+    """
+    counted = [check for check in checks if check.decides]
+    if any(check.name in fatal and check.verdict is FAIL for check in counted):
+        return 0.0
+    each = [weights.get(check.name, 1.0) for check in counted]
+    if any(check.verdict not in _CLOSENESS for check in counted) or not sum(each) > 0:
+        return None
+    closeness = [
+        _CLOSENESS[check.verdict] * weight for check, weight in zip(counted, each, strict=True)
+    ]
+    return sum(closeness) / sum(each)
 
 
 def first_three(items: Sequence[str], separator: str = ", ") -> str:

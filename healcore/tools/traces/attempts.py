@@ -82,6 +82,7 @@ def join_logs(name: str, logs: Sequence[Log]) -> Trace:
         problems=tuple(problem for log in logs for problem in log.findings.problems),
         problem_count=sum(log.findings.problem_count for log in logs),
         notes=tuple(f"{log.path}: {note}" for log in logs for note in log.findings.notes),
+        files=len({log.path for log in logs}),
     )
 
 

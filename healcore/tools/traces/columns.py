@@ -109,6 +109,8 @@ class Trace:
     problem_count: int
     notes: tuple[str, ...]
     """Remarks about usable content: a resume, a column that was not used."""
+    files: int = 1
+    """Number of files of the run."""
 
     @property
     def signals(self) -> frozenset[str]:

@@ -108,7 +108,8 @@ def test_several_attempts_of_one_run(tmp_path):
     first = write(tmp_path, np.append(values[:150], [50.0] * 30), "a.csv")
     second = write(tmp_path, values[150:], "b.csv", steps=np.arange(150, 300))
     assert run("loss", first).exit_code == 2
-    assert run("loss", first, second, "--join").exit_code == 0
+    joined = run("loss", first, second, "--join")
+    assert (joined.exit_code, "files 2" in joined.output) == (0, True)
 
 
 def test_the_optimizer_probe(tmp_path):
