@@ -43,7 +43,7 @@ class LossInputs(_Inputs):
         EVENT_SIGMAS, "Smallest height of an instability event, in noise units.", gt=0
     )
     rolling_window: int = _option(
-        16, "Number of preceding values whose median is the level of a value.", ge=4, le=1000
+        36, "Number of values from which level and noise are learnt.", ge=4, le=1000
     )
     max_events: int = _option(0, "WARN if there are more events.", ge=0)
     # A curve that ends in NaN or Inf always fails.

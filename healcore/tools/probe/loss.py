@@ -295,7 +295,7 @@ def _events(found: Events, inputs: LossInputs) -> Check:
         f"{first.step:.15g} for {first.values} values ({jumps})"
     )
     verdict = WARN if count > bound else PASS
-    if found.unfinished is not None:
-        message += f"; the curve ends in the event of step {found.unfinished.step:.15g}"
+    if found.unfinished:
+        message += f"; the curve ends in the event of step {found.events[-1].step:.15g}"
         verdict = FAIL
     return Check("instability_events", verdict, message, count, bound)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,21 +23,6 @@ _MEDIAN_TO_MEAN_SIGMA = 1.2533
 _TREND_POINTS = 64
 _ENDS = 0.05
 """Fraction of the curve that counts as its start, and as its end."""
-
-_UNIT_VALUES = 64
-"""Least number of values that the noise unit is estimated from."""
-_Q90_TO_SIGMA = 1 / 1.2816
-"""Standard deviation of Gaussian noise divided by its 90 % quantile."""
-_MIN_UNIT = 1e-3
-"""Lower bound of the noise unit relative to the level, for curves without noise."""
-_ONSET_VALUES, _HIGH_VALUES = 5, 3
-"""Consecutive values that decide whether an event begins, and how many of these must be high."""
-_RETURN_HEIGHT = 3.0
-"""An event ends at the first value less than this many units above the level before the event."""
-_MAX_EVENT_VALUES = 200
-"""Largest length of an event. A longer rise is a new level, and the baseline starts again."""
-_CHUNK = 4096
-"""Number of windows in memory at a time."""
 
 _MAX_VALUES = 16_384
 """Largest number of values for the detector. A longer curve is reduced to block medians."""
@@ -142,7 +126,7 @@ def _trend(curve: np.ndarray) -> float:
     return (score - math.copysign(1, score) if score else 0.0) / math.sqrt(variance)
 
 
-# -- instability events, by sliding windows and by the spike detector -----------------------------
+# -- instability events ----------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
@@ -151,7 +135,7 @@ class Event(NamedTuple):
     step: float
     values: int
     height: float
-    """Highest value minus the level before the event, in noise units."""
+    """Highest value minus the level before the event, in standard deviations of the noise."""
     back: bool
     """Whether the curve returned to the level before the event."""
     last: float
@@ -162,107 +146,27 @@ class Events(NamedTuple):
 
     events: tuple[Event, ...]
     jumps: int
-    """Number of single high values: bad batches."""
-    unfinished: Event | None
-    """The event that the curve ends in, or None."""
+    """Number of high values outside events: bad batches."""
+    unfinished: bool
+    """Whether the curve ends in the last event."""
 
 
 def find_events(steps: np.ndarray, values: np.ndarray, sigmas: float, window: int) -> Events:
-    """Finds the events of a curve, float64 (n,) both.
+    """Finds the events of a curve, float64 (n,) both, with the spike detector.
 
-    The detector adds the events that overlap no event of the windows.
-    """
-    found, jumps, unfinished = window_events(steps, values, sigmas, window)
-    new = [
-        other
-        for other in detector_events(steps, values, sigmas)
-        if not any(known.step <= other.last and other.step <= known.last for known in found)
-    ]
-    alone = sum(not any(event.step <= step <= event.last for event in new) for step in jumps)
-    return Events(tuple(sorted([*found, *new])), alone, unfinished)
-
-
-def window_events(
-    steps: np.ndarray, values: np.ndarray, sigmas: float, window: int
-) -> tuple[list[Event], list[float], Event | None]:
-    """Returns the events, the steps of single high values, and the event that the curve ends in.
-
-    The level of a value is the median of the `window` values before it. The noise unit is a robust
-    deviation of the last 64 values (or four windows) from their levels. The unit is the larger of
-    two estimates, from the median and from the upper tail, because noise may be one-sided. An
-    event begins where 3 of five values in a row are more than `sigmas` units high. A single high
-    value is a bad batch and counts as a jump.
-    """
-    unit_window = max(_UNIT_VALUES, 4 * window)
-    with np.errstate(invalid="ignore", over="ignore"):
-        levels = _rolling(values, window, lambda windows: np.median(windows, axis=1))
-        rises = values - levels
-        units = np.maximum(_rolling(rises, unit_window, _noise), _MIN_UNIT * np.abs(levels))
-        units = np.where(units > 0, units, np.inf)
-        high = np.flatnonzero(rises / units > sigmas)
-    events: list[Event] = []
-    jumps: list[float] = []
-    unfinished = None
-    following = 2 * window  # levels before this value are unreliable
-    for onset in high.tolist():
-        if onset < following:  # inside the previous event
-            continue
-        over = (values[onset : onset + _MAX_EVENT_VALUES] - levels[onset]) / units[onset]
-        # After many recent jumps, several high values in a row may be chance.
-        recent = rises[max(0, onset - unit_window) : onset] / units[onset] > sigmas
-        needed = _ONSET_VALUES + 2 * int(np.count_nonzero(recent))
-        if np.count_nonzero(over[:needed] > sigmas) < _HIGH_VALUES * needed / _ONSET_VALUES:
-            jumps.append(float(steps[onset]))
-            following = onset + 1
-            continue
-        # A low value among the first values does not end an event.
-        low = _HIGH_VALUES + np.flatnonzero(over[_HIGH_VALUES:] < _RETURN_HEIGHT)
-        length = int(low[0]) if len(low) else len(over)
-        following = onset + length
-        first, last = float(steps[onset]), float(steps[following - 1])
-        events.append(Event(first, length, float(over[:length].max()), bool(len(low)), last))
-        if not len(low) and length < _MAX_EVENT_VALUES:
-            unfinished = events[-1]
-    return events, jumps, unfinished
-
-
-def _rolling(
-    values: np.ndarray, window: int, function: Callable[[np.ndarray], np.ndarray]
-) -> np.ndarray:
-    """Applies a function to the `window` values before each value; NaN before the first value."""
-    if not len(values):
-        return np.empty(0)
-    windows = sliding_window_view(np.append(np.full(window, np.nan), values[:-1]), window)
-    parts = [function(windows[at : at + _CHUNK]) for at in range(0, len(windows), _CHUNK)]
-    return np.concatenate(parts)
-
-
-def _noise(windows: np.ndarray) -> np.ndarray:
-    """Robust standard deviation of the noise in each window, float64 (k, n) -> (k,)."""
-    # The NaN variants are several times slower, and only partly filled windows need them.
-    full = not np.isnan(windows).any()
-    known = windows if full else windows[~np.isnan(windows).all(axis=1)]
-    median, quantile = (np.median, np.quantile) if full else (np.nanmedian, np.nanquantile)
-    spread = MAD_TO_SIGMA * median(np.abs(known), axis=1)
-    units = np.maximum(spread, _Q90_TO_SIGMA * quantile(known, 0.9, axis=1))
-    return np.append(np.full(len(windows) - len(known), np.nan), units)
-
-
-def detector_events(steps: np.ndarray, values: np.ndarray, sigmas: float) -> list[Event]:
-    """Finds events with the spike detector, `LossSpikeConfig`.
-
-    The detector learns the noise of the run. It finds events that windows miss: a spike soon after
-    another spike, recurring high values, and rises that begin slowly. It takes about 40 us per
-    value, so a long curve is reduced to block medians. `sigmas` scales its threshold.
+    `LossSpikeConfig` learns the noise of the run from `window` values. `sigmas` scales its
+    threshold. It takes about 40 us per value, so a long curve is reduced to block medians.
     """
     default = LossSpikeConfig()
-    config = default._replace(z_threshold=default.z_threshold * sigmas / EVENT_SIGMAS)
+    threshold = default.z_threshold * sigmas / EVENT_SIGMAS
+    config = default._replace(z_threshold=threshold, window=window)
     steps, reduced = block_medians(steps, _MAX_VALUES), block_medians(values, _MAX_VALUES)
     size = max(1, round(len(values) / max(1, len(reduced))))
     votes, heights, sustained = _run_detector(map_leaves(_scalar, config), reduced)
     edges = np.diff(sustained.astype(np.int8), prepend=0, append=0)
     spans: list[tuple[int, int]] = []
     events: list[Event] = []
+    high_outside = heights > sigmas
     for onset, end in zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0), strict=True):
         first = max(0, onset - _MAX_LEAD)
         quiet = np.flatnonzero(votes[first:onset] < _QUIET_VOTES)
@@ -279,9 +183,11 @@ def detector_events(steps: np.ndarray, values: np.ndarray, sigmas: float) -> lis
         last = int(high[-1]) if len(high) else int(end) - 1
         back = bool(end < len(steps) and end - onset < 2 * config.window)
         spans.append((first, last))
+        high_outside[first:end] = False
         length = (last + 1 - first) * size
         events.append(Event(float(steps[first]), length, height, back, float(steps[last])))
-    return events
+    unfinished = bool(events) and events[-1].last == steps[-1]
+    return Events(tuple(events), int(np.count_nonzero(high_outside)), unfinished)
 
 
 def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
