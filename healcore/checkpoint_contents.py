@@ -7,7 +7,7 @@ nothing. `healcore.tools.probe` itself reads Orbax, which needs no framework.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +27,8 @@ class Damaged(ProbeError):
 
 
 class Array(NamedTuple):
-    """One array of a checkpoint."""
+    """One array of a checkpoint, which is not read yet."""
 
-    path: Path
     dtype: str
     """Name of the dtype in NumPy, ml_dtypes and torch: "bfloat16"."""
     shape: tuple[int, ...]
@@ -47,15 +46,19 @@ class Array(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """An opened checkpoint, whose arrays are not read yet."""
+    """An opened checkpoint."""
 
     format: str
     """Name of the format for messages: "torch file", "Orbax checkpoint"."""
-    arrays: Sequence[Array]
-    values: Mapping[Path, Any]
-    """Numbers, strings, booleans and None in the tree, except the arrays."""
+    leaves: Mapping[Path, Any]
+    """The arrays (`Array`), numbers, strings, booleans and None in the tree."""
     notes: tuple[str, ...] = ()
     """Names of parts that could not be read."""
+
+    @property
+    def arrays(self) -> dict[Path, Array]:
+        """The leaves that are arrays."""
+        return {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, Array)}
 
 
 def first_line(error: Exception) -> str:

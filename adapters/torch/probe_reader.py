@@ -44,11 +44,10 @@ def open_file(path: Path) -> Contents:
     if not is_safetensors:
         return _contents("torch file", _load(path, path, mmap=mapped))
     try:
-        contents = _contents("safetensors", load_file(path))
+        tensors = load_file(path)
     except SafetensorError as error:
         raise Damaged(f"{path}: safetensors rejects its header: {first_line(error)}") from None
-    # Writers sort by size and name, so the order of the model is lost.
-    return contents._replace(arrays=[each._replace(in_order=False) for each in contents.arrays])
+    return _contents("safetensors", tensors)
 
 
 def open_directory(folder: Path) -> Contents:
@@ -62,22 +61,20 @@ def open_directory(folder: Path) -> Contents:
     places: dict[str, list[_StorageInfo]] = {}
     for key, place in index.storage_data.items():
         places.setdefault(key.fqn, []).append(place)
-    arrays, values, notes = [], {}, []
+    leaves: dict[tuple[str, ...], Any] = {}
+    notes = []
     for name, entry in index.state_dict_metadata.items():
         path = _split(index.planner_data.get(name, (name,)))
         if isinstance(entry, TensorStorageMetadata):
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             read = partial(_read_sharded, folder, name, places.get(name, []), len(entry.chunks))
-            arrays.append(Array(path, dtype, tuple(entry.size), read, name))
+            leaves[path] = Array(dtype, tuple(entry.size), read, name)
         elif name in places:
             try:
-                part = _contents("", _part(folder, places[name][0]), path)
+                leaves |= _contents("", _part(folder, places[name][0]), path).leaves
             except ProbeError as error:
                 notes.append(f"{name} was not looked at: {error}")
-                continue
-            arrays += part.arrays
-            values |= part.values
-    return Contents("DCP directory", arrays, values, tuple(notes))
+    return Contents("DCP directory", leaves, tuple(notes))
 
 
 def _split(keys: Iterable[Any]) -> tuple[str, ...]:
@@ -111,7 +108,10 @@ def _load(source: Any, path: Path, *, mmap: bool = False) -> Any:
 
 
 def _contents(format: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
-    arrays, values, notes = [], {}, []
+    leaves: dict[tuple[str, ...], Any] = {}
+    notes = []
+    # Writers of safetensors sort by size and name, so the order of the model is lost.
+    in_order = format != "safetensors"
     for keys, leaf in _leaves(tree, at):
         path = _split(keys) or ("tensor",)  # the whole file is one tensor
         if isinstance(leaf, Tensor):
@@ -123,10 +123,10 @@ def _contents(format: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
             dtype, shape = str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape)
             # Tensors with the same part of a storage are one tensor. Empty tensors share nothing.
             storage = (leaf.data_ptr(), shape, leaf.stride(), dtype) if leaf.numel() else None
-            arrays.append(Array(path, dtype, shape, partial(_flat, leaf), storage))
+            leaves[path] = Array(dtype, shape, partial(_flat, leaf), storage, in_order)
         elif isinstance(leaf, (bool, int, float, str, type(None))):
-            values[path] = leaf
-    return Contents(format, arrays, values, tuple(notes))
+            leaves[path] = leaf
+    return Contents(format, leaves, tuple(notes))
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

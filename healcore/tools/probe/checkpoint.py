@@ -87,12 +87,12 @@ def _count_nonfinite(contents: Contents) -> dict[str, int]:
     """Counts NaN and Inf by array, in floating-point arrays with any."""
     nonfinite: dict[str, int] = {}
     seen = set()
-    for array in contents.arrays:
+    for path, array in contents.arrays.items():
         shared = array.storage is not None and array.storage in seen
         seen.add(array.storage)
         if not shared and not array.dtype.startswith(("int", "uint", "bool")):
             bad = int(np.count_nonzero(~np.isfinite(array.read())))
-            nonfinite |= {".".join(array.path): bad} if bad else {}
+            nonfinite |= {".".join(path): bad} if bad else {}
     return nonfinite
 
 

@@ -44,7 +44,7 @@ def open_contents(path: Path, step: int | None = None) -> Contents:
     if any(manifest.step_of(folder) is not None for folder in path.iterdir()):
         return _open_store(path, step)
     contents = _open_folder(path)
-    return contents._replace(values={**_training_facts(path), **contents.values})
+    return contents._replace(leaves={**_training_facts(path), **contents.leaves})
 
 
 def _training_facts(folder: Path) -> dict[tuple[str, ...], Any]:
@@ -115,7 +115,7 @@ def _values(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 def _open_folder(path: Path) -> Contents:
     if manifest.step_of(path) is not None and (path / manifest.DATA).is_dir():
         contents = _open_folder(path / manifest.DATA)
-        return contents._replace(values={**_stored_values(path), **contents.values})
+        return contents._replace(leaves={**_stored_values(path), **contents.leaves})
     if (path / ".metadata").is_file():
         return adapter_registry.find("torch", "checkpoint_reader").open_directory(path)
     if any(path.glob("*.distcp")):
@@ -140,17 +140,14 @@ def _open_orbax(folder: Path) -> Contents:
     Raises ProbeError if the checkpoint is damaged.
     """
     if (folder / "_METADATA").exists():
-        found = [*_open_item(folder, ())]
-    else:
-        items = sorted(path.parent for path in folder.glob("*/_METADATA"))
-        found = [each for item in items for each in _open_item(item, (item.name,))]
-    arrays = [each for each in found if isinstance(each, Array)]
-    values = {each: None for each in found if not isinstance(each, Array)}
-    return Contents("Orbax checkpoint", arrays, values)
+        return Contents("Orbax checkpoint", dict(_open_item(folder, ())))
+    items = sorted(path.parent for path in folder.glob("*/_METADATA"))
+    leaves = {path: leaf for item in items for path, leaf in _open_item(item, (item.name,))}
+    return Contents("Orbax checkpoint", leaves)
 
 
-def _open_item(item: Path, prefix: tuple[str, ...]) -> Iterator[Array | tuple[str, ...]]:
-    """Opens the arrays of one item; of any other value, yields its path."""
+def _open_item(item: Path, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Opens the arrays of one item. Other values are None."""
     index = item / "_METADATA"
     try:
         content = json.loads(regular_file.read(index))
@@ -172,7 +169,7 @@ def _open_item(item: Path, prefix: tuple[str, ...]) -> Iterator[Array | tuple[st
         # A key in healcore's own store is a dotted path.
         path = (*prefix, *(part for key in keys for part in key.split(".")))
         if entry.get("skip_deserialize") or entry.get("value_type") in ("None", "string"):
-            yield path
+            yield path, None
             continue
         name = ".".join(keys)
         store: dict[str, Any] = {"driver": "file", "path": f"{item}/{name}/"}
@@ -194,7 +191,7 @@ def _open_item(item: Path, prefix: tuple[str, ...]) -> Iterator[Array | tuple[st
             # NumPy does not recognize NaN in the floats of ml_dtypes.
             return values if values.dtype.kind in "fiubc" else values.astype(np.float32)
 
-        yield Array(path, opened.dtype.name, tuple(opened.shape), read)
+        yield path, Array(opened.dtype.name, tuple(opened.shape), read)
 
 
 def _damaged(item: Path, name: str, error: Exception) -> ProbeError:
@@ -203,8 +200,9 @@ def _damaged(item: Path, name: str, error: Exception) -> ProbeError:
 
 def _open_files(folder: Path) -> Contents:
     """Combines all checkpoint files of a directory: Trainer and Accelerate write several files."""
-    parts: list[Contents] = []
-    notes = []
+    leaves: dict[tuple[str, ...], Any] = {}
+    formats: list[str] = []
+    notes: list[str] = []
     for path in _checkpoint_files(folder):
         try:
             part = _open_file(path)
@@ -214,22 +212,17 @@ def _open_files(folder: Path) -> Contents:
             notes.append(str(error))
             continue
         name = path.name.partition(".")[0]
-        arrays = [array._replace(path=(name, *array.path)) for array in part.arrays]
-        values = {(name, *keys): value for keys, value in part.values.items()}
-        parts.append(part._replace(arrays=arrays, values=values))
-    if not parts and notes:
+        leaves |= {(name, *keys): leaf for keys, leaf in part.leaves.items()}
+        formats.append(part.format)
+        notes += part.notes
+    if not formats and notes:
         raise ProbeError("; ".join(notes))
-    if not parts:
+    if not formats:
         raise NothingToProbe(
             f"{folder} contains no checkpoint of a known format: no torch or safetensors file, "
             "no DCP or Orbax checkpoint, no healcore store"
         )
-    return Contents(
-        " and ".join(dict.fromkeys(part.format for part in parts)),
-        [array for part in parts for array in part.arrays],
-        {keys: value for part in parts for keys, value in part.values.items()},
-        (*notes, *(note for part in parts for note in part.notes)),
-    )
+    return Contents(" and ".join(dict.fromkeys(formats)), leaves, tuple(notes))
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,9 +50,6 @@ _MIN_GAP = math.log(10)
 """Smallest distance of two groups of layers, because healthy layers differ gradually."""
 _RISEN_FRACTION = 0.3
 """If a larger fraction of the layers is above the lowest group, that group is the baseline."""
-
-_Levels = dict[str, list[float]]
-"""Values of log v-hat by layer."""
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -259,7 +256,11 @@ def deviations(
     members = {kind: found for kind, found in members.items() if len(found) >= _MIN_SIMILAR}
     centre = float(np.median([log for _, log in logs]))
     spread_of_all = _spread([log - centre for _, log in logs], _MIN_SPREAD_OF_ALL)
-    baselines = _baselines(members)
+    # Parameters without a name or a place may be of any layer, which has no level.
+    baselines = {
+        kind: _lowest_group(found) if kind[0] else {layer for layer, _ in found}
+        for kind, found in members.items()
+    }
     by_kind = {
         kind: np.array([log for layer, log in found if layer in baselines[kind]])
         for kind, found in members.items()
@@ -293,39 +294,15 @@ def _logs(moments: Iterable[Moments]) -> list[tuple[Moments, float]]:
     return [(each, log) for each in moments if (log := each.log_v_hat) is not None]
 
 
-def _baselines(
-    members: Mapping[tuple[str, Shape], Sequence[tuple[str, float]]],
-) -> dict[tuple[str, Shape], set[str]]:
-    """Returns the baseline layers for each kind of parameter.
-
-    The level of a layer is the median over its parameters. If layers form no groups by level, each
-    kind of parameter has its own baseline.
-    """
-    all_logs: _Levels = defaultdict(list)
-    by_kind: dict[tuple[str, Shape], _Levels] = {}
-    for kind, found in members.items():
-        own = by_kind[kind] = defaultdict(list)
-        middle = float(np.median([log for _, log in found]))
-        for layer, log in found:
-            own[layer].append(log)
-            if kind[0]:
-                all_logs[layer].append(log - middle)
-    low = _lowest_group(all_logs)
-
-    def baseline(kind: tuple[str, Shape], own: _Levels) -> set[str]:
-        if not kind[0]:
-            return set(own)
-        return _lowest_group(own) if len(low) == len(all_logs) else low & set(own) or set(own)
-
-    return {kind: baseline(kind, own) for kind, own in by_kind.items()}
-
-
-def _lowest_group(logs: _Levels) -> set[str]:
+def _lowest_group(found: Iterable[tuple[str, float]]) -> set[str]:
     """Returns the layers of the lowest group, or all layers if few layers are above that group.
 
     A group has at least two layers, and a gap of `_MIN_GAP` separates it from the next group.
     """
-    levels = sorted((float(np.median(found)), layer) for layer, found in logs.items())
+    logs: dict[str, list[float]] = defaultdict(list)
+    for layer, log in found:
+        logs[layer].append(log)
+    levels = sorted((float(np.median(each)), layer) for layer, each in logs.items())
     groups = [levels[:1]]
     for before, level in pairwise(levels):
         if level[0] - before[0] > _MIN_GAP:

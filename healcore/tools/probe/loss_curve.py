@@ -28,8 +28,8 @@ _MAX_VALUES = 16_384
 """Largest number of values for the detector. A longer curve is reduced to block medians."""
 _HIGH_SIGMAS, _END_FRACTION = 3.0, 0.1
 """An event ends at its last value above 3 standard deviations and above 0.1 of its maximum."""
-_MAX_LEAD, _QUIET_VOTES = 12, 0.5
-"""An event begins at most 12 values before detection, after the last value with votes below 0.5."""
+_MAX_LEAD = 12
+"""An event begins at the first such value of the 12 values before its detection."""
 _CHANGE_TO_SIGMA = 0.886
 """Standard deviation of Gaussian noise divided by the mean absolute difference of neighbours."""
 
@@ -162,19 +162,17 @@ def find_events(steps: np.ndarray, values: np.ndarray, sigmas: float, window: in
     config = default._replace(z_threshold=threshold, window=window)
     steps, reduced = block_medians(steps, _MAX_VALUES), block_medians(values, _MAX_VALUES)
     size = max(1, round(len(values) / max(1, len(reduced))))
-    votes, heights, sustained = _run_detector(map_leaves(_scalar, config), reduced)
+    heights, sustained = _run_detector(map_leaves(_scalar, config), reduced)
     edges = np.diff(sustained.astype(np.int8), prepend=0, append=0)
     spans: list[tuple[int, int]] = []
     events: list[Event] = []
     high_outside = heights > sigmas
     for onset, end in zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0), strict=True):
         first = max(0, onset - _MAX_LEAD)
-        quiet = np.flatnonzero(votes[first:onset] < _QUIET_VOTES)
-        first += int(quiet[-1]) + 1 if len(quiet) else 0
         rising = first + np.flatnonzero(heights[first:onset] > _HIGH_SIGMAS)
         # A small sustained rise has no value above _HIGH_SIGMAS.
         first = int(rising[0]) if len(rising) else int(onset)
-        if spans and first <= spans[-1][1]:  # the votes have not faded, so the last event continues
+        if spans and first <= spans[-1][1]:  # the last event continues
             first = spans.pop()[0]
             events.pop()
         height = float(heights[first:end].max())
@@ -190,8 +188,8 @@ def find_events(steps: np.ndarray, values: np.ndarray, sigmas: float, window: in
     return Events(tuple(events), int(np.count_nonzero(high_outside)), unfinished)
 
 
-def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns votes, heights in standard deviations, and sustained flags, each (n,)."""
+def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns heights in standard deviations and sustained flags, each (n,)."""
     losses = numerics.bounded(values.astype(np.float32), True, xp=np)
     state = map_leaves(_scalar, config.init())
     true, false = np.bool_(True), np.bool_(False)
@@ -203,9 +201,9 @@ def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
             state, reading = update(state, observed)
             # `lasting` keeps an event open over single steps that return to the level.
             sustained = reading.sustained or state.lasting > 0
-            rows.append((state.votes, reading.z / _CHANGE_TO_SIGMA, sustained))
-    votes, heights, sustained = np.array(rows, np.float64).reshape(-1, 3).T
-    return votes, heights, sustained.astype(np.bool_)
+            rows.append((reading.z / _CHANGE_TO_SIGMA, sustained))
+    heights, sustained = np.array(rows, np.float64).reshape(-1, 2).T
+    return heights, sustained.astype(np.bool_)
 
 
 def _scalar(value: Any) -> Any:

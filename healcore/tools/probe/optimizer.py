@@ -100,12 +100,13 @@ class Tree:
     """The contents of a checkpoint by path, and the weights in files beside an optimizer's file."""
 
     def __init__(self, contents: Contents, weights: Sequence[Contents] = ()) -> None:
+        self.values: Mapping[Keys, Any] = contents.leaves
         self.arrays: dict[Keys, Array] = {}
-        beside = [(("weights", *array.path), array) for each in weights for array in each.arrays]
-        for path, array in [*((array.path, array) for array in contents.arrays), *beside]:
-            if path:
-                self.arrays[path[:-1] if len(path) > 1 and path[-1] in _WRAPPERS else path] = array
-        self.values: Mapping[Keys, Any] = contents.values
+        for path, array in contents.arrays.items():
+            is_wrapped = len(path) > 1 and path[-1] in _WRAPPERS
+            self.arrays[path[:-1] if is_wrapped else path] = array
+        for each in weights:
+            self.arrays |= {("weights", *path): array for path, array in each.arrays.items()}
         self.groups: dict[Keys, dict[str, str]] = {}
         """Index of the parameter group by optimizer and parameter, in the optimizer's order."""
         for path, value in self.values.items():
