@@ -9,6 +9,7 @@ child reads the other paths.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import signal
@@ -37,20 +38,18 @@ def probe_paths(
     paths, results = [Path(path) for path in paths], []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     while len(results) < len(paths):
-        with subprocess.Popen(
+        child = subprocess.run(
             [sys.executable, "-P", "-c", _START],  # -P: no imports from the current directory
-            stdin=subprocess.PIPE,
+            input=pickle.dumps((probe, judge, paths[len(results) :], inputs)),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-        ) as child:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            with contextlib.suppress(EOFError, pickle.UnpicklingError, BrokenPipeError):
-                child.stdin.write(pickle.dumps((probe, judge, paths[len(results) :], inputs)))
-                child.stdin.close()
-                while len(results) < len(paths):
-                    results.append(pickle.load(child.stdout))
+            check=False,
+        )
+        answers = io.BytesIO(child.stdout)
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            while len(results) < len(paths):
+                results.append(pickle.load(answers))
         if len(results) < len(paths):
             path, status = str(paths[len(results)]), child.returncode
             why = (signal.strsignal(-status) if status < 0 else None) or f"status {status}"

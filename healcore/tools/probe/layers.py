@@ -190,13 +190,11 @@ def _layers_of(
 
 
 def _models(tree: Tree, optimizers: Sequence[tuple[str, ...]]) -> list[tuple[Model, bool]]:
-    """Returns possible models, and whether each has the program's order.
+    """Returns possible models, the arrays outside optimizers by top-level key.
 
-    The arrays outside optimizers, by top-level key and all together.
+    Each has a flag for arrays in the program's order.
     """
-    models: dict[str, Model] = {}
-    everything: Model = []
-    is_sorted = set()
+    models: dict[tuple[str, bool], Model] = {}
     seen = set()
     for path, array in tree.arrays.items():
         if any(path[: len(at)] == at for at in optimizers if at) or "float" not in array.dtype:
@@ -204,12 +202,9 @@ def _models(tree: Tree, optimizers: Sequence[tuple[str, ...]]) -> list[tuple[Mod
         if path[-1] in _BUFFERS or (array.storage is not None and array.storage in seen):
             continue
         seen.add(array.storage)
-        models.setdefault(path[0], []).append((".".join(path[1:]) or path[0], array.shape))
-        everything.append((".".join(path), array.shape))
-        if not array.in_order:
-            is_sorted.add(path[0])
-    found = [(model, root not in is_sorted) for root, model in models.items()]
-    return [*found, (everything, not is_sorted)]
+        model = models.setdefault((path[0], array.in_order), [])
+        model.append((".".join(path[1:]) or path[0], array.shape))
+    return [(model, in_order) for (_, in_order), model in models.items()]
 
 
 # -- comparison ------------------------------------------------------------------------------------
@@ -218,10 +213,10 @@ def _models(tree: Tree, optimizers: Sequence[tuple[str, ...]]) -> list[tuple[Mod
 class Deviation(NamedTuple):
     """Comparison of one parameter with similar parameters."""
 
-    name: str
     layer: str
-    rms: float
-    """Square root of v-hat: the RMS of the gradients."""
+    parameter: str
+    gradient_rms: float
+    """Square root of v-hat."""
     ratio: float
     """v-hat divided by the v-hat of similar parameters."""
     sigmas: float
@@ -270,24 +265,19 @@ def deviations(
     within = _spread(np.concatenate(residuals), _MIN_SPREAD) if residuals else _MIN_SPREAD
     # Some parameters vary more between layers than others (the first bias of a block).
     spreads = {kind: _spread(found - centres[kind], within) for kind, found in by_kind.items()}
-    found = []
+    compared = []
     for each, log in logs:
         distance = log - centres.get(each.kind, centre)
+        ratio = math.exp(min(distance, 700.0))
         sigmas = distance / spreads.get(each.kind, spread_of_all)
+        outlier = abs(distance) > math.log(outlier_ratio) and abs(sigmas) > outlier_sigmas
         similar = each.kind in members
-        found.append(
-            Deviation(
-                each.name,
-                each.layer,
-                rms=math.exp(log / 2),
-                ratio=math.exp(min(distance, 700.0)),
-                sigmas=sigmas,
-                outlier=abs(distance) > math.log(outlier_ratio) and abs(sigmas) > outlier_sigmas,
-                similar=similar,
-                risen=similar and each.layer not in baselines[each.kind] and distance > 0,
-            )
+        risen = similar and each.layer not in baselines[each.kind] and distance > 0
+        rms = math.exp(log / 2)
+        compared.append(
+            Deviation(each.layer, each.name, rms, ratio, sigmas, outlier, similar, risen)
         )
-    return found
+    return compared
 
 
 def _logs(moments: Iterable[Moments]) -> list[tuple[Moments, float]]:

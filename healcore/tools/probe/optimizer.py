@@ -249,17 +249,7 @@ def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[st
     farthest: dict[str, Deviation] = {}
     for each in sorted(compared, key=lambda each: (not each.outlier, -abs(each.sigmas))):
         farthest.setdefault(each.layer, each)
-    return [
-        {
-            "layer": layer,
-            "parameter": each.name,
-            "gradient_rms": each.rms,
-            "ratio": each.ratio,
-            "sigmas": each.sigmas,
-            "outlier": each.outlier,
-        }
-        for layer, each in [*farthest.items()][: inputs.top]
-    ]
+    return [each._asdict() for each in [*farthest.values()][: inputs.top]]
 
 
 def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
@@ -322,7 +312,7 @@ def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
     far = sorted((each for each in compared if each.outlier), key=lambda each: -abs(each.sigmas))
     if not far:
         most = max(compared, key=lambda each: abs(math.log(each.ratio)))
-        message = f"none; the farthest is {most.name}, {_compared(most)}"
+        message = f"none; the farthest is {most.parameter}, {_compared(most)}"
         return Check("outliers", PASS, message, 0.0, bound)
     layers, far_layers = {each.layer for each in compared}, {each.layer for each in far}
     # The embedding and the head have no similar layers, so risen layers exclude them.
@@ -332,7 +322,7 @@ def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
     together = f", {len(risen)} of {len(similar)} similar layers" if risen else ""
     message = (
         f"{len(far_layers)} of {len(layers)} layers{together}: "
-        f"{far[0].name} has {_compared(far[0])}"
+        f"{far[0].parameter} has {_compared(far[0])}"
     )
     return Check("outliers", FAIL if fraction > bound else WARN, message, fraction, bound)
 
