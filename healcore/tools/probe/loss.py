@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,6 @@ from healcore.tools.probe.result import (
     Check,
     NothingToProbe,
     ProbeResult,
-    ProbeVerdict,
     score,
 )
 from healcore.tools.traces import Trace, lineage
@@ -168,7 +166,7 @@ def _zero_loss(curve: Column, trained: np.ndarray, shape: Shape, inputs: LossInp
 
 
 def _eval_loss(evaluations: Column, training: Shape, inputs: LossInputs) -> Check:
-    """Judges a rise of the evaluation loss by the fall of the training loss."""
+    """Judges a rise of the evaluation loss while the training loss falls."""
     if evaluations.trailing:
         return _finite(evaluations, inputs)._replace(name="eval_loss")
     values = block_medians(evaluations.finite)
@@ -181,17 +179,14 @@ def _eval_loss(evaluations: Column, training: Shape, inputs: LossInputs) -> Chec
         message = "it does not rise while the training loss falls"
         return Check("eval_loss", PASS, message, None, bound)
     lost = shape.regret / fall
+    # A minimum near 0 is no measure.
+    small = shape.regret <= warn * min(fall, max(shape.best, fall / 10))
     message = (
-        f"it has risen from {shape.best:.4g} to {shape.end:.4g}, by {lost:.1%} of the fall of the "
-        f"training loss; WARN above {warn:.0%}, FAIL above {fail:.0%}"
+        f"it has risen from {shape.best:.4g} to {shape.end:.4g}, while the training loss has "
+        f"fallen by {fall:.4g}"
     )
-    return Check("eval_loss", _above(lost, bound), message, lost, bound)
-
-
-def _above(value: float, bounds: Sequence[float]) -> ProbeVerdict:
-    """Compares a value with its bounds for WARN and FAIL."""
-    warn, fail = bounds
-    return FAIL if value > fail else WARN if value > warn else PASS
+    verdict = FAIL if lost > fail else PASS if small else WARN
+    return Check("eval_loss", verdict, message, lost, bound)
 
 
 def _final_loss(shape: Shape, inputs: LossInputs) -> Check:
@@ -258,7 +253,8 @@ def _regret(shape: Shape, inputs: LossInputs) -> Check:
         f"at the end, {lost:.1%} of the progress to the best ({shape.best:.4g}) is lost; "
         f"WARN above {warn:.0%}, FAIL above {fail:.0%}"
     )
-    return Check("regret", _above(lost, bound), message, lost, bound)
+    verdict = FAIL if lost > fail else WARN if lost > warn else PASS
+    return Check("regret", verdict, message, lost, bound)
 
 
 def _smoothness(curve: Column, inputs: LossInputs) -> Check:

@@ -181,12 +181,9 @@ CASES = {
         {"eval_loss": evaluations(5, 4, 3.5, 3.3, 3.6, 4, 4.5, 5, 5.6, 6.3)},
     ),
     "evaluations that only rise": ("FAIL", LOSS, {"eval_loss": evaluations(3, 4, 5, 6, 7)}),
-    "evaluations that rise by a fifth of the fall": (
-        "WARN",
-        LOSS / 10,
-        {"eval_loss": evaluations(0.32, 0.36, 0.42)},
-    ),
-    "evaluations that rise by little": ("PASS", LOSS, {"eval_loss": evaluations(0.32, 0.36, 0.42)}),
+    "a fine-tuning": ("WARN", LOSS, {"eval_loss": evaluations(0.32, 0.36, 0.42)}),
+    "evaluations that rise by 5 %": ("PASS", LOSS, {"eval_loss": evaluations(2.0, 2.05, 2.1)}),
+    "evaluations near 0": ("PASS", LOSS, {"eval_loss": evaluations(0.001, 0.002, 0.003)}),
     "NaN evaluations": ("FAIL", LOSS, {"eval_loss": evaluations(5, 4, 3, np.nan)}),
     "noisy evaluations": (
         "PASS",
