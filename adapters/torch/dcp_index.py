@@ -25,18 +25,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from healcore import regular_file
+from healcore.checkpoint_contents import first_line
 
 INDEX = ".metadata"
 
 _DCP = "torch.distributed.checkpoint"
-_RECORDS = {
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    *((f"{_DCP}.metadata", name) for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata")),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in (
-        "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
-}  # fmt: skip
+_RECORD_MODULES = (f"{_DCP}.filesystem", f"{_DCP}.metadata", "pathlib", "pathlib._local")
+_RECORDS = (
+    "_StorageInfo", "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+    "StorageMeta", "TensorProperties", "TensorStorageMetadata", "PosixPath", "WindowsPath",
+    "PurePosixPath", "PureWindowsPath",
+)  # fmt: skip
 _VALUES: dict[tuple[str, str], Any] = {
     ("builtins", "dict"): dict,
     ("builtins", "set"): set,
@@ -62,15 +61,14 @@ class _Record:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        self._kinds: dict[tuple[str, str], Any] = {}
+        # New classes for each file, because a pickle can set attributes of a class.
+        self._records = {name: type(name, (_Record,), {}) for name in _RECORDS}
 
     def find_class(self, module: str, name: str) -> Any:
-        kind = (module, name)
-        if kind in _RECORDS:
-            # New classes for each file, because a pickle can set attributes of a class.
-            return self._kinds.setdefault(kind, type(name, (_Record,), {}))
-        if kind in _VALUES:
-            return _VALUES[kind]
+        if module in _RECORD_MODULES and name in self._records:
+            return self._records[name]
+        if (module, name) in _VALUES:
+            return _VALUES[module, name]
         dtype = vars(torch).get(name) if module == "torch" else None
         if not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(f"it names {module}.{name}"[:200])
@@ -84,10 +82,9 @@ def read(path: Path) -> Metadata:
         index = _Unpickler(content).load()
         kinds = {name: _kind(kind) for name, kind in index.state_dict_metadata.items()}
         places = {_key(key): _place(info) for key, info in index.storage_data.items()}
-        return Metadata(kinds, index.planner_data or {}, places, StorageMeta())
     except Exception as error:  # crafted bytes may raise any exception
-        lines = str(error).splitlines() or [""]
-        raise ValueError(f"{type(error).__name__}: {lines[0][:200]}") from None
+        raise ValueError(f"{type(error).__name__}: {first_line(error)}") from None
+    return Metadata(kinds, index.planner_data or {}, places, StorageMeta())
 
 
 def _kind(kind: Any) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -11,7 +11,8 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from healcore import regular_file
-from healcore.plugins.checkpoint_contents import (
-    Array,
-    Contents,
-    Damaged,
-    ProbeError,
-    dotted,
-    first_line,
-)
+from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line
 from healcore.torch import dcp_index
-from healcore.torch.dcp_index import INDEX
-
-_SCALARS = (bool, int, float, str, type(None))
 
 
 def open_file(path: Path) -> Contents:
@@ -53,38 +44,42 @@ def open_file(path: Path) -> Contents:
     if not is_safetensors:
         return _contents("torch file", _load(path, path, mmap=mapped))
     try:
-        contents = _contents("safetensors", load_file(path))
+        tensors = load_file(path)
     except SafetensorError as error:
         raise Damaged(f"{path}: safetensors rejects its header: {first_line(error)}") from None
-    # Writers sort by size and name, so the order of the model is lost.
-    return contents._replace(arrays=[each._replace(in_order=False) for each in contents.arrays])
+    return _contents("safetensors", tensors)
 
 
 def open_directory(folder: Path) -> Contents:
     """Opens a directory of DCP. Raises ProbeError if the index cannot be read."""
     try:
-        index = dcp_index.read(folder / INDEX)
+        index = dcp_index.read(folder / dcp_index.INDEX)
     except ValueError as error:
-        raise ProbeError(f"{folder / INDEX} cannot be read: {first_line(error)}") from None
+        raise ProbeError(
+            f"{folder / dcp_index.INDEX} cannot be read: {first_line(error)}"
+        ) from None
     places: dict[str, list[_StorageInfo]] = {}
     for key, place in index.storage_data.items():
         places.setdefault(key.fqn, []).append(place)
-    arrays, values, notes = [], {}, []
+    leaves: dict[tuple[str, ...], Any] = {}
+    notes = []
     for name, entry in index.state_dict_metadata.items():
-        keys = index.planner_data.get(name, name.split("."))
-        path = tuple(part for key in keys for part in str(key).split("."))
+        path = _split(index.planner_data.get(name, (name,)))
         if isinstance(entry, TensorStorageMetadata):
-            arrays.append(_sharded(folder, path, name, entry, places.get(name, [])))
-            continue
-        for place in places.get(name, [])[:1]:
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            read = partial(_read_sharded, folder, name, places.get(name, []), len(entry.chunks))
+            leaves[path] = Array(dtype, tuple(entry.size), read, name)
+        elif name in places:
             try:
-                part = _contents("", _part(folder, place), path)
+                leaves |= _contents("", _part(folder, places[name][0]), path).leaves
             except ProbeError as error:
                 notes.append(f"{name} was not looked at: {error}")
-                continue
-            arrays += part.arrays
-            values |= part.values
-    return Contents("DCP directory", arrays, values, tuple(notes))
+    return Contents("DCP directory", leaves, tuple(notes))
+
+
+def _split(keys: Iterable[Any]) -> tuple[str, ...]:
+    """Splits the dotted keys of a path: "layers.0.weight"."""
+    return tuple(part for key in keys for part in str(key).split("."))
 
 
 def _load(source: Any, path: Path, *, mmap: bool = False) -> Any:
@@ -113,38 +108,33 @@ def _load(source: Any, path: Path, *, mmap: bool = False) -> Any:
 
 
 def _contents(format: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
-    arrays, values, notes = [], {}, []
+    leaves: dict[tuple[str, ...], Any] = {}
+    notes = []
+    # Writers of safetensors sort by size and name, so the order of the model is lost.
+    in_order = format != "safetensors"
     for keys, leaf in _leaves(tree, at):
-        path = tuple(part for key in keys for part in key.split("."))  # "layers.0.weight"
-        path = path or ("tensor",)  # the whole file is one tensor
+        path = _split(keys) or ("tensor",)  # the whole file is one tensor
         if isinstance(leaf, Tensor):
             if hasattr(leaf, "to_local"):  # a DTensor
                 leaf = leaf.to_local()  # type: ignore[attr-defined]
             if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
-                notes.append(f"{dotted(path)} was not looked at: a tensor of {leaf.layout}")
+                notes.append(f"{'.'.join(path)} was not looked at: a tensor of {leaf.layout}")
                 continue
-            arrays.append(_array(path, leaf))
-        elif isinstance(leaf, _SCALARS):
-            values[path] = leaf
-    return Contents(format, arrays, values, tuple(notes))
+            dtype, shape = str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape)
+            # Tensors with the same part of a storage are one tensor. Empty tensors share nothing.
+            storage = (leaf.data_ptr(), shape, leaf.stride(), dtype) if leaf.numel() else None
+            leaves[path] = Array(dtype, shape, partial(_flat, leaf), storage, in_order)
+        elif isinstance(leaf, (bool, int, float, str, type(None))):
+            leaves[path] = leaf
+    return Contents(format, leaves, tuple(notes))
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(tree, Mapping):
-        for key, part in tree.items():
+    if isinstance(tree, (Mapping, list, tuple)):
+        for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from _leaves(part, (*path, str(key)))
-    elif isinstance(tree, (list, tuple)):
-        for number, part in enumerate(tree):
-            yield from _leaves(part, (*path, str(number)))
     else:
         yield path, tree
-
-
-def _array(path: tuple[str, ...], tensor: Tensor) -> Array:
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    # Tensors with the same part of a storage are one tensor. Empty tensors share nothing.
-    storage = (tensor.data_ptr(), shape, tensor.stride(), dtype) if tensor.numel() else None
-    return Array(path, dtype, shape, lambda: _flat(tensor), storage)
 
 
 def _flat(tensor: Tensor) -> np.ndarray:
@@ -154,21 +144,10 @@ def _flat(tensor: Tensor) -> np.ndarray:
     return flat.resolve_conj().resolve_neg().numpy()
 
 
-def _sharded(
-    folder: Path,
-    path: tuple[str, ...],
-    name: str,
-    entry: TensorStorageMetadata,
-    places: list[_StorageInfo],
-) -> Array:
-    def read() -> np.ndarray:
-        if len(places) != len(entry.chunks):
-            counts = f"{len(places)} of {len(entry.chunks)} parts of {name} are present"
-            raise ProbeError(f"{folder}: {counts}")
-        return np.concatenate([_flat(_part(folder, place)) for place in places])
-
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
-    return Array(path, dtype, tuple(entry.size), read, name)
+def _read_sharded(folder: Path, name: str, places: list[_StorageInfo], count: int) -> np.ndarray:
+    if len(places) != count:
+        raise ProbeError(f"{folder}: {len(places)} of {count} parts of {name} are present")
+    return np.concatenate([_flat(_part(folder, place)) for place in places])
 
 
 def _part(folder: Path, place: _StorageInfo) -> Any:

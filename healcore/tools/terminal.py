@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -10,6 +11,7 @@ from healcore.core.printable import clean, clean_json
 
 if TYPE_CHECKING:  # a local import, so that other commands start fast
     from rich.console import Console
+    from rich.segment import Segment
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
@@ -24,22 +26,12 @@ def echo_json(text: str) -> None:
 
 def console(**options: Any) -> Console:
     """Returns a rich console that escapes control sequences in text, but not rich's own."""
-    from rich.console import Console, ConsoleOptions, RenderHook, RenderResult
-    from rich.control import Control
-    from rich.segment import Segment
+    from rich.console import Console
 
-    class CleanText:
-        def __init__(self, renderable: Any) -> None:
-            self._renderable = renderable
+    class CleanConsole(Console):
+        def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
+            for segment in super().render(*args, **kwargs):
+                text = segment.text if segment.control else clean(segment.text)
+                yield segment._replace(text=text)
 
-        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-            for text, style, control in console.render(self._renderable, options):
-                yield Segment(text if control else clean(text), style, control)
-
-    class CleanTextHook(RenderHook):
-        def process_renderables(self, renderables: list[Any]) -> list[Any]:
-            return [r if isinstance(r, Control) else CleanText(r) for r in renderables]
-
-    cleaning = Console(**options)
-    cleaning.push_render_hook(CleanTextHook())
-    return cleaning
+    return CleanConsole(**options)

@@ -42,8 +42,8 @@ CLASSES = exception_classes()
 RAISED = [each for each in CLASSES if each.__name__ not in INTERNAL | {"HealcoreError"}]
 
 
-# The commands print theirs, with an exit code; those of plugins reach a command or a test.
-OF_COMMANDS = ("healcore.tools.", "healcore.demo.", "healcore.plugins.")
+# The commands print theirs, with an exit code; those of readers reach a command or a test.
+OF_COMMANDS = ("healcore.tools.", "healcore.demo.", "healcore.checkpoint_contents")
 
 
 def test_each_has_the_base_and_can_be_imported_from_a_top_level_module():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "healcore"
-BASE = ("adapter_registry", "console", "regular_file")
+BASE = ("adapter_registry", "checkpoint_contents", "console", "regular_file")
 """Modules of the package itself that every floor may import."""
 FLOORS = (
     ("healcore.core", *(f"healcore.{name}" for name in BASE)),
@@ -16,14 +16,13 @@ FLOORS = (
     ("healcore.events",),
     ("healcore.history",),
     ("healcore.runtime",),
-    ("healcore.plugins",),
     ("healcore.demo",),
     ("healcore.tools",),
 )
 """From the lowest; a module is on the first floor that lists a prefix of its name."""
 MODULES = sorted(
     path
-    for floor in ("core", "policy", "events", "history", "runtime", "plugins", "demo")
+    for floor in ("core", "policy", "events", "history", "runtime", "demo")
     for path in (ROOT / floor).rglob("*.py")
 )
 
@@ -57,7 +56,7 @@ def test_imports_go_down(path):
 
 
 ADAPTERS = ROOT.parent / "adapters"
-PARTS = ("core", "policy", "events", "history", "runtime", "plugins", "extras", *BASE)
+PARTS = ("core", "policy", "events", "history", "runtime", "extras", *BASE)
 BELOW_TOOLS = tuple(f"healcore.{name}" for name in PARTS)
 
 

@@ -6,9 +6,9 @@ invalid command line). For several results it is the first of FAIL, ERROR, WARN,
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
@@ -16,28 +16,33 @@ import typer
 from pydantic import BaseModel, ValidationError
 from typer.core import TyperGroup
 
-from healcore.plugins.checkpoint_contents import ProbeError
+from healcore import regular_file
+from healcore.checkpoint_contents import ProbeError
 from healcore.tools.cli.options import ColumnOption, JoinOption, fail, parse_columns
-from healcore.tools.probe.inputs import CheckpointInputs, LossInputs, OptimizerInputs, read_spec
-from healcore.tools.terminal import echo_json
+from healcore.tools.probe.inputs import CheckpointInputs, LossInputs, OptimizerInputs
+from healcore.tools.terminal import clean, echo, echo_json
 
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from healcore.tools.probe.result import ProbeResult
 
-NO_VERDICT = 3
+_NO_VERDICT = 3
+_MAX_SPEC_BYTES = 1 << 20
 
 _UsageError: Any = typer.BadParameter.__bases__[0]
 """Click's `UsageError`. From typer, because newer releases of typer include a copy of click."""
 
 
-@contextlib.contextmanager
-def _no_verdict() -> Iterator[None]:
-    """Context manager: an invalid command line exits with 3, because click's 2 means FAIL here."""
-    try:
-        yield
-    except _UsageError as error:
-        error.exit_code = NO_VERDICT
-        raise
+_Checkpoints = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="torch or safetensors files, or directories of DCP, Orbax, Trainer or a store.",
+    ),
+]
+_Traces = Annotated[
+    list[str],
+    typer.Argument(metavar="TRACE", help="Logs of runs, in any format that replay reads."),
+]
 
 
 class Group(TyperGroup):
@@ -45,13 +50,20 @@ class Group(TyperGroup):
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parses the part of the command line before the probe."""
-        with _no_verdict():
-            return super().make_context(*args, **kwargs)
+        return _no_verdict(super().make_context, *args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         """Parses the rest of the command line, and runs the probe."""
-        with _no_verdict():
-            return super().invoke(ctx)
+        return _no_verdict(super().invoke, ctx)
+
+
+def _no_verdict(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a parser; an invalid command line exits with 3, because click's 2 means FAIL here."""
+    try:
+        return parse(*args, **kwargs)
+    except _UsageError as error:
+        error.exit_code = _NO_VERDICT
+        raise
 
 
 app = typer.Typer(
@@ -64,28 +76,46 @@ app = typer.Typer(
 
 def _add_command(model: type[BaseModel]) -> Callable[[Callable[..., list[Any]]], None]:
     """Decorator: adds a probe to the app, with `--json` and an option for each field of `model`."""
+
+    def keyword(name: str, kind: Any, **settings: Any) -> inspect.Parameter:
+        flag = kind is bool
+        option = typer.Option(f"--{name.replace('_', '-')}", **settings)
+        annotation = Annotated[kind if flag else kind | None, option]
+        default = False if flag else None
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+
     options = []
     for name, field in model.model_fields.items():
-        if isinstance(field.default, dict):
-            continue  # a table, only in a spec
+        if isinstance(field.default, dict):  # a table, which only a file can have
+            help_ = f"TOML file with these options as keys, and the score's [{name}]."
+            options.append(keyword("spec", Path, metavar="FILE", help=help_))
+            continue
         types = {field.annotation, *get_args(field.annotation)}
-        help_, metavar = field.description or "", None
+        help_ = field.description or ""
         kind: Any = next((known for known in (bool, int, float) if known in types), None)
-        if kind is None:
-            kind, metavar = list[str], "PATTERN"
-        elif kind is not bool and field.default is not None:
+        if kind in (int, float) and field.default is not None:
             help_ += f" [{field.default:g}]"
-        option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=help_)
-        options.append(_keyword(name, kind, option))
-    options.append(_keyword("as_json", bool, typer.Option("--json", help="JSON instead of text.")))
+        metavar = None if kind else "PATTERN"
+        options.append(keyword(name, kind or list[str], help=help_, metavar=metavar))
+    options.append(keyword("json", bool, help="JSON instead of text."))
 
     def add(command: Callable[..., list[Any]]) -> None:
         own = [*inspect.signature(command, eval_str=True).parameters.values()]
 
-        def run(as_json: bool, **arguments: Any) -> None:
+        def run(json: bool, **arguments: Any) -> None:
+            from healcore.tools.probe.result import dumps, worst
+
             values = {name: arguments.pop(name) for name in model.model_fields if name in arguments}
-            inputs = _validate(model, values, arguments.get("spec"))
-            _finish(command(inputs=inputs, **arguments), inputs, as_json)
+            inputs = _validate(model, values, arguments.pop("spec", None))
+            results = command(inputs=inputs, **arguments)
+            if json:
+                echo_json(dumps(results, inputs))
+            else:
+                for result in results:
+                    _show(result)
+            raise typer.Exit(worst(result.verdict for result in results).exit_code)
 
         own = [each.replace(kind=each.KEYWORD_ONLY) for each in own if each.name != "inputs"]
         run.__doc__ = command.__doc__
@@ -95,36 +125,11 @@ def _add_command(model: type[BaseModel]) -> Callable[[Callable[..., list[Any]]],
     return add
 
 
-def _keyword(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    """An option of typer, with the default False or None."""
-    flag = kind is bool
-    annotation = Annotated[kind if flag else kind | None, option]
-    default = False if flag else None
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
-
-
 @_add_command(LossInputs)
 def loss(
-    traces: Annotated[
-        list[str],
-        typer.Argument(metavar="TRACE", help="Logs of runs, in any format that replay reads."),
-    ],
-    inputs: LossInputs,
-    column: ColumnOption = None,
-    join: JoinOption = False,
-    spec: Annotated[
-        Path | None,
-        typer.Option(
-            "--spec",
-            metavar="FILE",
-            help="TOML file with the options below as keys, and the score's [weights].",
-        ),
-    ] = None,
+    traces: _Traces, inputs: LossInputs, column: ColumnOption = None, join: JoinOption = False
 ) -> list[Any]:
     """Judge a loss curve: does it fall, does it stay low, does it end well?"""
-    del spec  # `inputs` has its values
     from healcore.tools.probe.loss import probe_loss
     from healcore.tools.probe.result import ERROR, Check, ProbeResult, judged
     from healcore.tools.traces import TraceError, open_traces
@@ -140,37 +145,17 @@ def loss(
 
 
 @_add_command(OptimizerInputs)
-def optimizer(
-    checkpoints: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="torch or safetensors files, or directories of DCP, Orbax, Trainer or a store.",
-        ),
-    ],
-    inputs: OptimizerInputs,
-) -> list[Any]:
+def optimizer(checkpoints: _Checkpoints, inputs: OptimizerInputs) -> list[Any]:
     """Judge the state of Adam or a similar optimizer: are its second moments healthy?"""
-    from healcore.tools.probe.limited_process import probe_paths
-    from healcore.tools.probe.optimizer import judge
+    from healcore.tools.probe.optimizer import judge, probe_paths
 
     return probe_paths("optimizer", judge, checkpoints, inputs)
 
 
 @_add_command(CheckpointInputs)
-def checkpoint(
-    checkpoints: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="Stores, checkpoints of a store, or checkpoints of other programs.",
-        ),
-    ],
-    inputs: CheckpointInputs,
-) -> list[Any]:
+def checkpoint(checkpoints: _Checkpoints, inputs: CheckpointInputs) -> list[Any]:
     """Judge checkpoints: intact, finite, known-good? Changes no file, takes no lock."""
-    from healcore.tools.probe.checkpoint import judge
-    from healcore.tools.probe.limited_process import probe_paths
+    from healcore.tools.probe.checkpoint import judge, probe_paths
 
     return probe_paths("checkpoint", judge, checkpoints, inputs)
 
@@ -179,7 +164,13 @@ def _validate(model: type[BaseModel], options: dict[str, Any], spec: Path | None
     """Returns the inputs from the options, else the spec, else defaults. Exits if invalid."""
     options = {name: value for name, value in options.items() if value is not None}
     try:
-        return model(**{**(read_spec(spec) if spec else {}), **options})
+        text = regular_file.read(spec, _MAX_SPEC_BYTES).decode() if spec else ""
+        given = tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        _fail(f"{spec} cannot be read as a TOML spec: {reason}")
+    try:
+        return model(**{**given, **options})
     except ValidationError as error:
         first = error.errors()[0]
         if not first["loc"]:  # a rule for several inputs
@@ -191,18 +182,24 @@ def _validate(model: type[BaseModel], options: dict[str, Any], spec: Path | None
         _fail(str(error))
 
 
-def _finish(results: Sequence[ProbeResult], inputs: BaseModel, as_json: bool) -> NoReturn:
-    from healcore.tools.probe.result import dumps, worst
-
-    if as_json:
-        echo_json(dumps(results, inputs))
-    else:
-        from healcore.tools.probe.text import show
-
-        for result in results:
-            show(result)
-    raise typer.Exit(worst(result.verdict for result in results).exit_code)
+def _show(result: ProbeResult) -> None:
+    """Prints the verdict, the checks, the layers that deviate most and the notes."""
+    lines = [f"{result.verdict.value:5} {result.subject}"]
+    for name, form in (("score", ".2f"), ("initial_loss", ".6g"), ("files", "d")):
+        value = result.facts.get(name)
+        lines[0] += "" if value is None else f"  {name.replace('_', ' ')} {value:{form}}"
+    for check in result.checks:
+        label = check.verdict.value if check.decides else "-"
+        lines.append(f"  {label:5}  {check.name.replace('_', ' '):18}  {check.message}")
+    lines += [
+        f"  {layer['layer']}: {layer['parameter']} has a gradient rms of "
+        f"{layer['gradient_rms']:.2e}, and {layer['ratio']:.3g} times the second moment of similar "
+        f"parameters ({layer['sigmas']:+.1f} sigma)"
+        for layer in result.facts.get("top", ())
+    ]
+    lines += [f"  note: {note}" for note in result.notes]
+    echo("\n".join(clean(line, keep="") for line in lines))
 
 
 def _fail(why: str) -> NoReturn:
-    fail(f"healcore probe: {why}", NO_VERDICT)
+    fail(f"healcore probe: {why}", _NO_VERDICT)

@@ -8,16 +8,15 @@ formats do not record known-good checkpoints.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from healcore.plugins.checkpoint_contents import Contents, ProbeError, dotted
-from healcore.runtime.store import CheckpointDamaged, StoreError, inspection, manifest
-from healcore.runtime.store.protocol import Saved
+from healcore.checkpoint_contents import Contents, ProbeError
+from healcore.runtime.store import StoreError, inspection, manifest
+from healcore.tools.probe.child import probe_paths
 from healcore.tools.probe.formats import damaged_archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
-from healcore.tools.probe.limited_process import probe_paths
 from healcore.tools.probe.result import (
     ERROR,
     FAIL,
@@ -49,21 +48,6 @@ def judge(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     return (_probe_store if is_store else _probe_other)(path, inputs)
 
 
-def count_nonfinite(contents: Contents) -> dict[str, int]:
-    """Counts NaN and Inf by array, in floating-point arrays with any."""
-    nonfinite: dict[str, int] = {}
-    seen = set()
-    for array in contents.arrays:
-        shared = array.storage is not None and array.storage in seen
-        seen.add(array.storage)
-        if shared or array.dtype.startswith(("int", "uint", "bool")):
-            continue
-        bad = int(np.count_nonzero(~np.isfinite(array.read())))
-        if bad:
-            nonfinite[dotted(array.path)] = bad
-    return nonfinite
-
-
 # -- a checkpoint that was not written by a healcore store -----------------------------------------
 
 
@@ -72,7 +56,7 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     checks, facts, notes = [], {}, ()
     try:
         contents = open_contents(path)
-        found = count_nonfinite(contents)
+        found = _count_nonfinite(contents)
     except ProbeError as error:
         if not damage:
             raise
@@ -90,29 +74,29 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     if damage is None:
         message = "not known: only archives of torch and healcore stores have digests"
         checks.append(Check("digests", SKIP, message, decides=False))
-    elif damage:
-        checks.append(Check("digests", FAIL, first_three(damage, "; "), len(damage), 0))
     else:
-        checks.append(Check("digests", PASS, "the CRC-32 of all records match", 0, 0))
+        message = first_three(damage, "; ") or "the CRC-32 of all records match"
+        checks.append(Check("digests", FAIL if damage else PASS, message, len(damage), 0))
     message = "not known: only a healcore store records the health of later steps"
     checks.append(Check("known_good", SKIP, message, decides=inputs.require_good))
     facts["known_good"] = None
     return ProbeResult("checkpoint", str(path), tuple(checks), facts, notes)
 
 
+def _count_nonfinite(contents: Contents) -> dict[str, int]:
+    """Counts NaN and Inf by array, in floating-point arrays with any."""
+    nonfinite: dict[str, int] = {}
+    seen = set()
+    for path, array in contents.arrays.items():
+        shared = array.storage is not None and array.storage in seen
+        seen.add(array.storage)
+        if not shared and not array.dtype.startswith(("int", "uint", "bool")):
+            bad = int(np.count_nonzero(~np.isfinite(array.read())))
+            nonfinite |= {".".join(path): bad} if bad else {}
+    return nonfinite
+
+
 # -- a healcore store, or one checkpoint of it -----------------------------------------------------
-
-
-class ProbedCheckpoint(NamedTuple):
-    """One checkpoint of a store, with the results of the probe."""
-
-    saved: Saved
-    damage: tuple[CheckpointDamaged, ...]
-
-    @property
-    def restorable(self) -> bool:
-        """Whether a run could roll back to the checkpoint: intact, finite and known-good."""
-        return not self.damage and self.saved.finite and self.saved.status == "good"
 
 
 def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
@@ -128,75 +112,56 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         broken = [each for each in manifest.incomplete(root) if wanted(Path(each.path))]
     except StoreError as error:
         raise ProbeError(str(error)) from None
-    saved = manifest.listed(root, inputs.nonfinite_ok)
-    probed = [
-        ProbedCheckpoint(each, tuple(manifest.find_damage(found, sorted(found.manifest.files))))
-        for each, found in zip(saved, complete.values(), strict=True)
-        if wanted(found.folder)
-    ]
-    if not probed and not broken:
+    rows: list[dict[str, Any]] = []
+    damage, bad, good = [], [], []
+    damaged = len(broken)
+    for saved in manifest.listed(root, inputs.nonfinite_ok):
+        found = complete[saved.step]
+        if not wanted(found.folder):
+            continue
+        errors = manifest.find_damage(found, sorted(found.manifest.files))
+        row = {name: getattr(saved, name) for name in ("step", "status", "finite")}
+        row |= {"intact": not errors, "bytes": saved.bytes, "path": saved.path}
+        rows.append(row)
+        damaged += bool(errors)
+        damage += [f"step {saved.step}: {each.file} {each.difference}" for each in errors]
+        if not saved.finite:
+            bad.append(saved)
+        elif saved.status == "good" and not errors:  # a run could roll back to the checkpoint
+            good.append(saved.step)
+    damage += [f"{Path(each.path).name}: {each.file} {each.difference}" for each in broken]
+    if not rows and not broken:
         which = "" if inputs.step is None else f" of step {inputs.step}"
         raise NothingToProbe(f"{path} contains no checkpoint{which}")
-    checks = (_digests(probed, broken), _finite(probed), _known_good(probed, inputs))
-    newest = next((each.saved.step for each in reversed(probed) if each.restorable), None)
+    whole = (
+        f"all {len(rows)} checkpoint{'s' * (len(rows) != 1)}: every file has its recorded digest"
+    )
+    message = first_three(damage, "; ") or whole
+    digests = Check("digests", FAIL if damage else PASS, message, damaged, 0)
+
+    finite = Check("finite", PASS, "no NaN and no Inf were recorded at the save", 0, 0)
+    if bad:
+        names = ", ".join(bad[0].nonfinite[:3]) or "more arrays than are listed"
+        message = (
+            f"NaN or Inf in step {bad[0].step}: {names}; if the run allows it: --nonfinite-ok NAME"
+        )
+        if len(bad) > 1:
+            message += f"; and in {len(bad) - 1} more checkpoints"
+        finite = Check("finite", WARN if good else FAIL, message, len(bad), 0)
+
+    marked = any(row["status"] == "good" for row in rows)
+    verdict = PASS if good else FAIL if marked or inputs.require_good else WARN
+    if good:
+        message = f"{len(good)} of {len(rows)} checkpoints; the newest is step {good[-1]}"
+    elif marked:
+        message = "every known-good checkpoint is damaged"
+    else:
+        message = "none yet: a checkpoint becomes known-good after healthy steps"
+    known_good = Check("known_good", verdict, message, len(good), 1)
     facts = {
         "format": "store of healcore",
-        "checkpoints": [_row(each) for each in probed],
-        "newest_good": newest,
-        "known_good": newest is not None,
+        "checkpoints": rows,
+        "newest_good": good[-1] if good else None,
+        "known_good": bool(good),
     }
-    return ProbeResult("checkpoint", str(path), checks, facts)
-
-
-def _digests(probed: list[ProbedCheckpoint], broken: list[CheckpointDamaged]) -> Check:
-    """Compares the digest of every file with the recorded digest."""
-    bad = [
-        f"step {each.saved.step}: {wrong.file} {wrong.difference}"
-        for each in probed
-        for wrong in each.damage
-    ]
-    bad += [f"{Path(each.path).name}: {each.file} {each.difference}" for each in broken]
-    number = sum(bool(each.damage) for each in probed) + len(broken)
-    if not bad:
-        which = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"
-        return Check("digests", PASS, f"{which}: every file has its recorded digest", 0, 0)
-    return Check("digests", FAIL, first_three(bad, "; "), number, 0)
-
-
-def _finite(probed: list[ProbedCheckpoint]) -> Check:
-    """Checks the arrays for NaN and Inf that `nonfinite_ok` does not allow."""
-    bad = [each for each in probed if not each.saved.finite]
-    if not bad:
-        return Check("finite", PASS, "no NaN and no Inf were recorded at the save", 0, 0)
-    first = bad[0].saved
-    names = ", ".join(first.nonfinite[:3]) or "more arrays than are listed"
-    message = f"NaN or Inf in step {first.step}: {names}; if the run allows it: --nonfinite-ok NAME"
-    if len(bad) > 1:
-        message += f"; and in {len(bad) - 1} more checkpoints"
-    usable = any(each.restorable for each in probed)
-    return Check("finite", WARN if usable else FAIL, message, len(bad), 0)
-
-
-def _known_good(probed: list[ProbedCheckpoint], inputs: CheckpointInputs) -> Check:
-    good = [each.saved.step for each in probed if each.restorable]
-    if good:
-        message = f"{len(good)} of {len(probed)} checkpoints; the newest is step {good[-1]}"
-        return Check("known_good", PASS, message, len(good), 1)
-    marked = any(each.saved.status == "good" for each in probed)
-    message = (
-        "every known-good checkpoint is damaged"
-        if marked
-        else "none yet: a checkpoint becomes known-good after healthy steps"
-    )
-    return Check("known_good", FAIL if marked or inputs.require_good else WARN, message, 0, 1)
-
-
-def _row(each: ProbedCheckpoint) -> dict[str, Any]:
-    return {
-        "step": each.saved.step,
-        "status": each.saved.status,
-        "finite": each.saved.finite,
-        "intact": not each.damage,
-        "bytes": each.saved.bytes,
-        "path": each.saved.path,
-    }
+    return ProbeResult("checkpoint", str(path), (digests, finite, known_good), facts)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from healcore import adapter_registry, regular_file
-from healcore.plugins.checkpoint_contents import Contents, Damaged, ProbeError
+from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line
+from healcore.extras import require
 from healcore.runtime.store import manifest
-from healcore.tools.probe.orbax_arrays import open_orbax
 from healcore.tools.probe.result import NothingToProbe
 
-_TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
+_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors"}
 TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
 """Numbers and flags that trainers save with a checkpoint."""
 _MAX_JSON_BYTES = 1 << 24
@@ -41,7 +44,7 @@ def open_contents(path: Path, step: int | None = None) -> Contents:
     if any(manifest.step_of(folder) is not None for folder in path.iterdir()):
         return _open_store(path, step)
     contents = _open_folder(path)
-    return contents._replace(values={**_training_facts(path), **contents.values})
+    return contents._replace(leaves={**_training_facts(path), **contents.leaves})
 
 
 def _training_facts(folder: Path) -> dict[tuple[str, ...], Any]:
@@ -52,10 +55,9 @@ def _training_facts(folder: Path) -> dict[tuple[str, ...], Any]:
             content = json.loads(regular_file.read(path, _MAX_JSON_BYTES))
         except (OSError, ValueError, RecursionError):
             continue
-        if isinstance(content, dict):
-            for name in TRAINING_FACTS:
-                if isinstance(content.get(name), (bool, int, float)):
-                    facts[(path.stem, name)] = content[name]
+        for name in TRAINING_FACTS if isinstance(content, dict) else ():
+            if isinstance(content.get(name), (bool, int, float)):
+                facts[(path.stem, name)] = content[name]
     return facts
 
 
@@ -76,16 +78,15 @@ def _open_file(path: Path) -> Contents:
 
 def _open_store(root: Path, step: int | None) -> Contents:
     """Opens one checkpoint of a store."""
-    saves = manifest.complete(root)
+    saves = {each.step: each for each in manifest.listed(root, ())}
     steps = ", ".join(map(str, saves)) or "none"
     if not saves or (step is not None and step not in saves):
         which = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         raise NothingToProbe(f"{root} has no {which}; complete steps: {steps}")
-    status = {each.step: each.status for each in manifest.listed(root, ())}
-    good = [at for at in saves if status[at] == "good"]
-    chosen = max(good or saves) if step is None else step
-    contents = _open_folder(saves[chosen].folder)
-    which = f"step {chosen} ({status[chosen]})"
+    good = [each.step for each in saves.values() if each.status == "good"]
+    chosen = saves[max(good or saves) if step is None else step]
+    contents = _open_folder(Path(chosen.path or ""))
+    which = f"step {chosen.step} ({chosen.status})"
     note = f"{which}; complete steps: {steps}; to probe another, pass --step"
     return contents._replace(notes=(note, *contents.notes))
 
@@ -114,7 +115,7 @@ def _values(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 def _open_folder(path: Path) -> Contents:
     if manifest.step_of(path) is not None and (path / manifest.DATA).is_dir():
         contents = _open_folder(path / manifest.DATA)
-        return contents._replace(values={**_stored_values(path), **contents.values})
+        return contents._replace(leaves={**_stored_values(path), **contents.leaves})
     if (path / ".metadata").is_file():
         return adapter_registry.find("torch", "checkpoint_reader").open_directory(path)
     if any(path.glob("*.distcp")):
@@ -123,18 +124,85 @@ def _open_folder(path: Path) -> Contents:
             "of their contents: the checkpoint was not written or copied completely"
         )
     if (path / "_METADATA").is_file() or any(path.glob("*/_METADATA")):
-        return open_orbax(path)
+        return _open_orbax(path)
     steps = sorted((int(item.name), item) for item in path.iterdir() if item.name.isdecimal())
     for _, newest in reversed(steps):
         if newest.is_dir() and any(newest.glob("*/_METADATA")):
-            contents = _open_folder(newest)
-            return contents._replace(notes=(f"the newest of {len(steps)} steps: {newest.name}",))
+            note = f"the newest of {len(steps)} steps: {newest.name}"
+            return _open_orbax(newest)._replace(notes=(note,))
     return _open_files(path)
+
+
+def _open_orbax(folder: Path) -> Contents:
+    """Opens an item of an Orbax checkpoint, or a checkpoint with all of its items.
+
+    Uses TensorStore directly, because Orbax needs the devices of the run and reads whole trees.
+    Raises ProbeError if the checkpoint is damaged.
+    """
+    if (folder / "_METADATA").exists():
+        return Contents("Orbax checkpoint", dict(_open_item(folder, ())))
+    items = sorted(path.parent for path in folder.glob("*/_METADATA"))
+    leaves = {path: leaf for item in items for path, leaf in _open_item(item, (item.name,))}
+    return Contents("Orbax checkpoint", leaves)
+
+
+def _open_item(item: Path, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Opens the arrays of one item. Other values are None."""
+    index = item / "_METADATA"
+    try:
+        content = json.loads(regular_file.read(index))
+        entries = {
+            tuple(str(key["key"]) for key in entry["key_metadata"]): {**entry["value_metadata"]}
+            for entry in content["tree_metadata"].values()
+        }
+        is_ocdbt = bool(content.get("use_ocdbt", (item / "manifest.ocdbt").exists()))
+        driver = "zarr3" if content.get("use_zarr3", False) else "zarr"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ProbeError(f"{index} is damaged") from None
+    require("jax", "tensorstore")
+    import tensorstore
+
+    # All arrays share the context, so that TensorStore reads their common index once.
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
+    base = {"driver": "file", "path": f"{item}/"}
+    for keys, entry in entries.items():
+        # A key in healcore's own store is a dotted path.
+        path = (*prefix, *(part for key in keys for part in key.split(".")))
+        if entry.get("skip_deserialize") or entry.get("value_type") in ("None", "string"):
+            yield path, None
+            continue
+        name = ".".join(keys)
+        store: dict[str, Any] = {"driver": "file", "path": f"{item}/{name}/"}
+        if is_ocdbt:
+            store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        elif os.path.commonpath((item, os.path.normpath(store["path"]))) != str(item):
+            raise ProbeError(f"{item}: {name[:200]} is outside this directory")
+        spec = {"driver": driver, "kvstore": store}
+        try:
+            opened = tensorstore.open(spec, open=True, read=True, context=context).result()
+        except Exception as error:  # TensorStore raises ValueError for any damage
+            raise _damaged(item, name, error) from None
+
+        def read(opened: Any = opened, name: str = name) -> np.ndarray:
+            try:
+                values = np.asarray(opened.read().result()).reshape(-1)
+            except Exception as error:
+                raise _damaged(item, name, error) from None
+            # NumPy does not recognize NaN in the floats of ml_dtypes.
+            return values if values.dtype.kind in "fiubc" else values.astype(np.float32)
+
+        yield path, Array(opened.dtype.name, tuple(opened.shape), read)
+
+
+def _damaged(item: Path, name: str, error: Exception) -> ProbeError:
+    return ProbeError(f"{item}: {name[:200]} is damaged: {first_line(error)}")
 
 
 def _open_files(folder: Path) -> Contents:
     """Combines all checkpoint files of a directory: Trainer and Accelerate write several files."""
-    parts, notes = [], []
+    leaves: dict[tuple[str, ...], Any] = {}
+    formats: list[str] = []
+    notes: list[str] = []
     for path in _checkpoint_files(folder):
         try:
             part = _open_file(path)
@@ -144,28 +212,23 @@ def _open_files(folder: Path) -> Contents:
             notes.append(str(error))
             continue
         name = path.name.partition(".")[0]
-        arrays = [array._replace(path=(name, *array.path)) for array in part.arrays]
-        values = {(name, *keys): value for keys, value in part.values.items()}
-        parts.append(Contents(part.format, arrays, values, part.notes))
-    if not parts:
-        if notes:
-            raise ProbeError("; ".join(notes))
+        leaves |= {(name, *keys): leaf for keys, leaf in part.leaves.items()}
+        formats.append(part.format)
+        notes += part.notes
+    if not formats and notes:
+        raise ProbeError("; ".join(notes))
+    if not formats:
         raise NothingToProbe(
             f"{folder} contains no checkpoint of a known format: no torch or safetensors file, "
             "no DCP or Orbax checkpoint, no healcore store"
         )
-    return Contents(
-        " and ".join(dict.fromkeys(part.format for part in parts)),
-        [array for part in parts for array in part.arrays],
-        {keys: value for part in parts for keys, value in part.values.items()},
-        (*notes, *(note for part in parts for note in part.notes)),
-    )
+    return Contents(" and ".join(dict.fromkeys(formats)), leaves, tuple(notes))
 
 
-def _checkpoint_files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and (path.suffix in _TORCH_SUFFIXES or path.suffix == ".safetensors"):
-            yield path
+def _checkpoint_files(folder: Path) -> list[Path]:
+    return [
+        path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES and path.is_file()
+    ]
 
 
 def damaged_archives(path: Path) -> list[str] | None:
@@ -173,11 +236,10 @@ def damaged_archives(path: Path) -> list[str] | None:
 
     torch may read wrong values from a damaged archive. Returns None if there is no archive.
     """
-    damage, archives = [], 0
-    for file in [path] if path.is_file() else _checkpoint_files(path):
-        if file.suffix == ".distcp" or not zipfile.is_zipfile(file):
-            continue
-        archives += 1
+    files = [path] if path.is_file() else _checkpoint_files(path)
+    archives = [file for file in files if file.suffix != ".distcp" and zipfile.is_zipfile(file)]
+    damage = []
+    for file in archives:
         try:
             with zipfile.ZipFile(file) as archive:
                 record = archive.testzip()

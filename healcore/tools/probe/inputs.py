@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from healcore import regular_file
-from healcore.plugins.checkpoint_contents import ProbeError
+from healcore.checkpoint_contents import ProbeError
 
-_MAX_SPEC_BYTES = 1 << 20
 EVENT_SIGMAS = 5.0
 LossCheck = Literal[
-    "finite",
-    "final_loss",
-    "progress",
-    "convergence_ratio",
-    "regret",
-    "smoothness",
-    "instability_events",
-    "gradient_norm",
-    "zero_loss",
-    "eval_loss",
-]
-LOSS_CHECKS: tuple[str, ...] = get_args(LossCheck)
-
-
-def read_spec(path: Path) -> dict[str, Any]:
-    """Reads the inputs of a probe from a TOML file. Raises ProbeError if that fails."""
-    try:
-        return tomllib.loads(regular_file.read(path, _MAX_SPEC_BYTES).decode())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ProbeError(f"{path} cannot be read as a TOML spec: {reason}") from None
+    "finite", "final_loss", "progress", "convergence_ratio", "regret", "smoothness",
+    "instability_events", "gradient_norm", "zero_loss", "eval_loss",
+]  # fmt: skip
 
 
 def _option(default: Any, description: str, **bounds: float) -> Any:
@@ -65,7 +43,7 @@ class LossInputs(_Inputs):
         EVENT_SIGMAS, "Smallest height of an instability event, in noise units.", gt=0
     )
     rolling_window: int = _option(
-        16, "Number of preceding values whose median is the level of a value.", ge=4, le=1000
+        36, "Number of values from which level and noise are learnt.", ge=4, le=1000
     )
     max_events: int = _option(0, "WARN if there are more events.", ge=0)
     # A curve that ends in NaN or Inf always fails.

@@ -3,39 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from healcore.history.curves import thin
-from healcore.tools.probe.inputs import LOSS_CHECKS, LossInputs
-from healcore.tools.probe.loss_curve import Curve, Shape, block_medians, measure_shape
-from healcore.tools.probe.loss_events import Events, find_events
-from healcore.tools.probe.result import FAIL, PASS, SKIP, WARN, Check, NothingToProbe, ProbeResult
+from healcore.tools.probe.inputs import LossInputs
+from healcore.tools.probe.loss_curve import (
+    Events,
+    Shape,
+    block_medians,
+    find_events,
+    measure_shape,
+)
+from healcore.tools.probe.result import (
+    FAIL,
+    PASS,
+    SKIP,
+    WARN,
+    Check,
+    NothingToProbe,
+    ProbeResult,
+    score,
+)
 from healcore.tools.traces import Trace, lineage
 
 _CURVE_POINTS = 512
-_MAX_KEPT = 1000
+_MAX_EVENTS = 1000
 _MIN_VALUES_FOR_SMOOTHNESS = 30
-_LASTING_NORMS, _MIN_EVALUATIONS = 3, 4
+"""Values from which the smoothness counts. For noise, its standard deviation is 2 / sqrt(n)."""
+_LASTING_NORMS, _MIN_EVALUATIONS = 3, 3
 _RARE_NORMS = 0.05
 """Fraction of the norms that a loss scale may make infinite in a healthy run."""
 _NEAR_ZERO = 0.05
 """Fraction of the first loss from which a loss may reach exactly 0 by rounding or a margin."""
 _FATAL = ("finite", "gradient_norm", "zero_loss")
-"""Checks whose FAIL gives the score 0."""
-_CLOSENESS = {PASS: 1.0, WARN: 0.5, FAIL: 0.0}
+"""Checks whose FAIL gives the score 0, because the run ends without training."""
 
 
-class Columns(NamedTuple):
-    """The columns of the final run, without rows that a resume replaced."""
+class Column(NamedTuple):
+    """One logged column of a run, without rows that a resume replaced; float64 (n,) both."""
 
-    loss: Curve
-    norms: Curve
-    evaluations: Curve
-    nonzero: Curve
-    """Losses, with NaN for a loss of exactly 0 without a gradient norm above 0."""
+    step: np.ndarray
+    value: np.ndarray
+
+    @property
+    def finite(self) -> np.ndarray:
+        """The finite values."""
+        return self.value[np.isfinite(self.value)]
+
+    @property
+    def nonfinite(self) -> int:
+        """Number of NaN and Inf."""
+        return len(self.value) - len(self.finite)
+
+    @property
+    def trailing(self) -> int:
+        """Number of consecutive NaN and Inf at the end."""
+        finite = np.isfinite(self.value)
+        return int(finite[::-1].argmax()) if finite.any() else len(finite)
 
 
 def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
@@ -44,64 +70,59 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     Raises NothingToProbe if the trace does not log a loss.
     """
     inputs = inputs or LossInputs()
-    columns = _columns(trace)
-    curve = columns.loss
+    rows = lineage(trace)
+
+    def column(name: str) -> Column:
+        logged = rows.logged.get(name, np.zeros(len(rows.step), bool))
+        values = rows.values.get(name, rows.step)[logged]
+        return Column(rows.step[logged], values.astype(np.float64))
+
+    curve, norms = column("loss"), column("grad_norm")
     if not len(curve.value):
         raise NothingToProbe(f"{trace.name} logs no loss: pass --column loss=NAME")
-    events = find_events(curve.steps, curve.finite, inputs.event_sigmas, inputs.rolling_window)
+    finite = curve.finite
+    events = find_events(
+        curve.step[np.isfinite(curve.value)], finite, inputs.event_sigmas, inputs.rolling_window
+    )
     kept = thin(np.arange(len(curve.value)), {"value": curve.value}, _CURVE_POINTS)
     facts: dict[str, Any] = {
         "values": len(curve.value),
+        "files": trace.files,
+        "initial_loss": float(finite[0]) if len(finite) else None,
         "first_step": float(curve.step[0]),
         "last_step": float(curve.step[-1]),
-        "best": float(curve.finite.min()) if len(curve.finite) else None,
+        "best": float(finite.min()) if len(finite) else None,
         "nonfinite": curve.nonfinite,
-        "events": events.events[:_MAX_KEPT],
+        "events": events.events[:_MAX_EVENTS],
         "jumps": events.jumps,
-        "curve": {"step": curve.step[kept], "value": curve.value[kept]},
+        "curve": {"step": curve.step[kept].tolist(), "value": curve.value[kept].tolist()},
     }
-    checks = _checks(columns, events, inputs, facts)
-    facts["score"] = score(checks, inputs)
+    checks = [_finite(curve, inputs)]
+    if len(norms.value):
+        checks.append(_gradient_norm(norms))
+    if len(finite) < inputs.min_steps:
+        plural = "s" * (len(finite) != 1)
+        message = f"{len(finite)} finite value{plural}; a verdict needs at least {inputs.min_steps}"
+        checks.append(Check("length", SKIP, message, len(finite), inputs.min_steps))
+    else:
+        shape = measure_shape(block_medians(finite))
+        facts |= {"start": shape.start, "end": shape.end}
+        if finite[-1] == 0:
+            trained = norms.step[(norms.value > 0) & (norms.value < np.inf)]
+            checks.append(_zero_loss(curve, trained, shape, inputs))
+        evaluations = column("eval_loss")
+        if evaluations.trailing or len(evaluations.finite) >= _MIN_EVALUATIONS:
+            checks.append(_eval_loss(evaluations, shape, inputs))
+        checks += [
+            _final_loss(shape, inputs),
+            _progress(shape, finite, inputs),
+            _convergence_ratio(shape, finite, inputs),
+            _regret(shape, inputs),
+            _smoothness(curve, inputs),
+            _events(events, inputs),
+        ]
+    facts["score"] = score(checks, _FATAL, {**inputs.weights})
     return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(_notes(trace)))
-
-
-def _columns(trace: Trace) -> Columns:
-    rows = lineage(trace)
-    absent = np.full(len(rows.step), np.nan)
-    none = np.zeros(len(rows.step), bool)
-
-    def values(name: str) -> np.ndarray:
-        return rows.values.get(name, absent).astype(np.float64)
-
-    def curve(name: str, values: np.ndarray) -> Curve:
-        logged = rows.logged.get(name, none)
-        return Curve(rows.step[logged], values[logged])
-
-    loss, norm = values("loss"), values("grad_norm")
-    untrained = (loss == 0) & ~((norm > 0) & (norm < np.inf))
-    return Columns(
-        curve("loss", loss),
-        curve("grad_norm", norm),
-        curve("eval_loss", values("eval_loss")),
-        curve("loss", np.where(untrained, np.nan, loss)),
-    )
-
-
-def score(checks: Sequence[Check], inputs: LossInputs) -> float | None:
-    """Returns the score of a curve from 0 to 1, or None if the curve is too short.
-
-    The score is the weighted mean over the checks that count: 1 for PASS, 0.5 for WARN, 0 for FAIL.
-    A run that ends without training has 0.
-    """
-    counted = [check for check in checks if check.decides and check.name in LOSS_CHECKS]
-    if any(check.name in _FATAL and check.verdict is FAIL for check in counted):
-        return 0.0
-    if any(check.name == "length" for check in checks):
-        return None
-    given: dict[Any, float] = {**inputs.weights}
-    weights = [given.get(check.name, 1.0) for check in counted]
-    closeness = [_CLOSENESS[check.verdict] for check in counted]
-    return float(np.average(closeness, weights=weights)) if sum(weights) > 0 else None
 
 
 def _notes(trace: Trace) -> list[str]:
@@ -113,54 +134,20 @@ def _notes(trace: Trace) -> list[str]:
     return notes
 
 
-def _checks(
-    columns: Columns, events: Events, inputs: LossInputs, facts: dict[str, Any]
-) -> list[Check]:
-    curve, evaluations = columns.loss, columns.evaluations
-    first = [_finite(curve, inputs)]
-    if len(columns.norms.value):
-        first.append(_gradient_norm(columns.norms))
-    number = len(curve.finite)
-    if number < inputs.min_steps:
-        message = (
-            f"{number} finite value{'s' * (number != 1)}; a verdict needs at least "
-            f"{inputs.min_steps}"
-        )
-        return [*first, Check("length", SKIP, message, number, inputs.min_steps)]
-    shape = measure_shape(block_medians(curve.finite))
-    facts |= {"start": shape.start, "end": shape.end}
-    if curve.finite[-1] == 0:
-        first.append(_zero_loss(columns.nonzero, shape, inputs))
-    if evaluations.trailing or len(evaluations.finite) >= _MIN_EVALUATIONS:
-        first.append(_eval_loss(evaluations, shape, inputs))
-    return [
-        *first,
-        _final_loss(shape, inputs),
-        _progress(shape, curve, inputs),
-        _convergence_ratio(shape, curve, inputs),
-        _regret(shape, inputs),
-        _smoothness(curve, inputs),
-        _events(events, inputs),
-    ]
-
-
-def _finite(curve: Curve, inputs: LossInputs) -> Check:
+def _finite(column: Column, inputs: LossInputs) -> Check:
     """Counts NaN and Inf: FAIL at the end of the curve, WARN if the run recovered."""
-    bad, total = curve.nonfinite, len(curve.value)
-    name, bound = "finite", inputs.max_nonfinite
-    if curve.trailing:
-        last = "value is" if curve.trailing == 1 else f"{curve.trailing} values are"
-        message = f"it ends in NaN or Inf: the last {last} not finite ({bad} of {total} in all)"
-        return Check(name, FAIL, message, bad, bound)
-    if bad > bound:
-        first = curve.step[~np.isfinite(curve.value)][0]
-        message = f"{bad} of {total} values are NaN or Inf, first at step {first:.15g}"
-        return Check(name, WARN, message, bad, bound)
+    bad, total, trailing = column.nonfinite, len(column.value), column.trailing
+    verdict = FAIL if trailing else WARN if bad > inputs.max_nonfinite else PASS
     message = f"{bad} of {total} values are NaN or Inf" if bad else f"all {total} values are finite"
-    return Check(name, PASS, message, bad, bound)
+    if trailing:
+        last = "value is" if trailing == 1 else f"{trailing} values are"
+        message = f"it ends in NaN or Inf: the last {last} not finite ({bad} of {total} in all)"
+    elif verdict is WARN:
+        message += f", first at step {column.step[~np.isfinite(column.value)][0]:.15g}"
+    return Check("finite", verdict, message, bad, inputs.max_nonfinite)
 
 
-def _gradient_norm(norms: Curve) -> Check:
+def _gradient_norm(norms: Column) -> Check:
     """Counts norms that are NaN or Inf: FAIL for several at the end, WARN if they are not rare."""
     bad, total, last = norms.nonfinite, len(norms.value), norms.trailing
     verdict = FAIL if last >= _LASTING_NORMS else WARN if bad > _RARE_NORMS * total else PASS
@@ -168,125 +155,143 @@ def _gradient_norm(norms: Curve) -> Check:
     return Check("gradient_norm", verdict, message, bad, _RARE_NORMS)
 
 
-def _zero_loss(nonzero: Curve, shape: Shape, inputs: LossInputs) -> Check:
-    """Fails a loss that falls to exactly 0 at once and stays there."""
+def _zero_loss(curve: Column, trained: np.ndarray, shape: Shape, inputs: LossInputs) -> Check:
+    """Fails a loss that falls to exactly 0 at once and stays there, except at `trained` steps."""
+    untrained = (curve.value == 0) & ~np.isin(curve.step, trained)
+    nonzero = Column(curve.step, np.where(untrained, np.nan, curve.value))
     sudden = len(nonzero.finite) > 0 and nonzero.finite[-1] > _NEAR_ZERO * shape.start
     verdict = FAIL if sudden and nonzero.trailing >= inputs.min_steps else PASS
     message = f"the last {nonzero.trailing} losses are exactly 0 or not finite, without a gradient"
     return Check("zero_loss", verdict, message, nonzero.trailing, inputs.min_steps)
 
 
-def _eval_loss(evaluations: Curve, training: Shape, inputs: LossInputs) -> Check:
-    """Judges a rise of the evaluation loss while the training loss falls, as `_regret`."""
+def _eval_loss(evaluations: Column, training: Shape, inputs: LossInputs) -> Check:
+    """Judges a rise of the evaluation loss while the training loss falls."""
     if evaluations.trailing:
         return _finite(evaluations, inputs)._replace(name="eval_loss")
     values = block_medians(evaluations.finite)
-    shape = measure_shape(values)
-    least = inputs.warn_regret * (training.start - training.end)
-    rises = shape.regret > 2 * inputs.trend_sigmas * shape.noise or (np.diff(values[-4:]) > 0).all()
-    if not rises or not shape.regret > least > 0:
-        return Check("eval_loss", PASS, "it does not rise while the training loss falls")
-    shape = shape._replace(start=max(shape.start, shape.best + least), noise=0.0)
-    return _regret(shape, inputs)._replace(name="eval_loss")
+    shape = measure_shape(values, least=1)
+    fall = training.start - training.end
+    warn, fail = bound = [inputs.warn_regret, inputs.fail_regret]
+    # Three values have no measure of noise.
+    clear = len(values) > 3 and shape.regret > 2 * inputs.trend_sigmas * shape.noise
+    if fall <= 0 or not (clear or (np.diff(values[-3:]) > 0).all()):
+        message = "it does not rise while the training loss falls"
+        return Check("eval_loss", PASS, message, None, bound)
+    lost = shape.regret / fall
+    # A minimum near 0 is no measure.
+    small = shape.regret <= warn * min(fall, max(shape.best, fall / 10))
+    message = (
+        f"it has risen from {shape.best:.4g} to {shape.end:.4g}, while the training loss has "
+        f"fallen by {fall:.4g}"
+    )
+    verdict = FAIL if lost > fail else PASS if small else WARN
+    return Check("eval_loss", verdict, message, lost, bound)
 
 
 def _final_loss(shape: Shape, inputs: LossInputs) -> Check:
     value, bound = shape.end, inputs.max_final_loss
-    if bound is None:
-        return Check("final_loss", PASS, f"{value:.6g}; no bound is set", value)
-    message = f"{value:.6g}; should be at most {bound:g}"
-    return Check("final_loss", FAIL if value > bound else PASS, message, value, bound)
+    rule = "no bound is set" if bound is None else f"should be at most {bound:g}"
+    verdict = FAIL if bound is not None and value > bound else PASS
+    return Check("final_loss", verdict, f"{value:.6g}; {rule}", value, bound)
 
 
-def _progress(shape: Shape, curve: Curve, inputs: LossInputs) -> Check:
+def _progress(shape: Shape, finite: np.ndarray, inputs: LossInputs) -> Check:
     """Checks that the curve falls, by its trend or by its two ends."""
-    name, bound = "progress", inputs.trend_sigmas
-    span = f"from {shape.start:.4g} to {shape.end:.4g}"
+    bound, trend, end = inputs.trend_sigmas, shape.trend, f"{shape.end:.4g}"
+    if not _variance(finite) > 0:
+        message = f"the curve is constant: {end} at every step"
+        return Check("progress", WARN, message, trend, bound)
     rise, sigma = shape.end - shape.start, math.sqrt(2) * shape.noise
-    distance = rise / sigma if sigma > 0 else math.copysign(math.inf, rise) if rise else 0.0
-    if not curve.variance > 0:
-        message = f"the curve is constant: {shape.end:.4g} at every step"
-        return Check(name, WARN, message, shape.trend, bound)
+    sign = math.copysign(1, rise)
+    distance = rise / sigma if sigma > 0 else sign * math.inf if rise else 0.0
+    span = f"from {shape.start:.4g} to {end}"
     measured = (
-        f"trend {shape.trend:+.1f} sigma, end against start {distance:+.1f} sigma; "
+        f"trend {trend:+.1f} sigma, end against start {distance:+.1f} sigma; "
         f"significant from {bound:g} sigma"
     )
-    if rise and max(shape.trend * math.copysign(1, rise), abs(distance)) > bound:
-        by_trend = shape.trend * math.copysign(1, rise) > bound
+    if rise and max(trend * sign, abs(distance)) > bound:
         verdict, verb = (FAIL, "rises") if rise > 0 else (PASS, "falls")
-        value = shape.trend if by_trend else distance
-        return Check(name, verdict, f"it {verb}, {span} ({measured})", value, bound)
+        value = trend if trend * sign > bound else distance
+        return Check("progress", verdict, f"it {verb}, {span} ({measured})", value, bound)
     if shape.drop > bound:
-        message = (
-            f"it falls within its first values, by {shape.drop:.1f} sigma, and stays at "
-            f"{shape.end:.4g}"
-        )
-        return Check(name, PASS, message, shape.drop, bound)
-    value = max(shape.trend, distance, key=abs)
-    if abs(shape.trend) > bound:
-        message = f"{span}, but the trend has the opposite direction ({measured})"
-    else:
-        message = f"{span}: the change is within the noise ({measured})"
-    if curve.finite.min() <= 0 <= curve.finite.max():
+        message = f"it falls within its first values, by {shape.drop:.1f} sigma, and stays at {end}"
+        return Check("progress", PASS, message, shape.drop, bound)
+    value = max(trend, distance, key=abs)
+    opposite = ", but the trend has the opposite direction"
+    within = opposite if abs(trend) > bound else ": the change is within the noise"
+    message = f"{span}{within} ({measured})"
+    if finite.min() <= 0 <= finite.max():
         # The loss of a policy gradient is about 0 by construction.
         message += "; a curve with both signs need not progress"
-        return Check(name, PASS, message, value, bound)
-    return Check(name, WARN, f"{message}: no progress", value, bound)
+        return Check("progress", PASS, message, value, bound)
+    return Check("progress", WARN, f"{message}: no progress", value, bound)
 
 
-def _convergence_ratio(shape: Shape, curve: Curve, inputs: LossInputs) -> Check:
+def _convergence_ratio(shape: Shape, finite: np.ndarray, inputs: LossInputs) -> Check:
     name, bound = "convergence_ratio", inputs.max_convergence_ratio
-    if curve.finite.min() <= 0 or shape.start <= 0:
-        message = "only defined for losses above 0"
-        return Check(name, SKIP, message, None, bound, decides=False)
+    if finite.min() <= 0 or shape.start <= 0:
+        return Check(name, SKIP, "only defined for losses above 0", None, bound, decides=False)
     value = shape.end / shape.start
     noise = math.sqrt(2) * inputs.trend_sigmas * shape.noise / shape.start if bound >= 1 else 0.0
-    verdict = WARN if value > bound + noise else PASS
     message = f"the end is {value:.4g} of the start; should be at most {bound:g}"
-    return Check(name, verdict, message, value, bound)
+    return Check(name, WARN if value > bound + noise else PASS, message, value, bound)
 
 
 def _regret(shape: Shape, inputs: LossInputs) -> Check:
-    name, bound = "regret", [inputs.warn_regret, inputs.fail_regret]
-    lost = shape.relative_regret
-    if lost is None:
+    """Judges the share of the progress to the best value that is lost at the end."""
+    warn, fail = bound = [inputs.warn_regret, inputs.fail_regret]
+    if not shape.start > shape.best:
         message = "the curve was never better than at its start"
-        return Check(name, SKIP, message, None, bound, decides=False)
+        return Check("regret", SKIP, message, None, bound, decides=False)
+    lost = shape.regret / (shape.start - shape.best)
     # The bound is doubled, because noise alone puts the lowest of many medians below the curve.
     if shape.regret <= 2 * inputs.trend_sigmas * shape.noise:
         message = f"the curve ends at its best, {shape.best:.4g}, within the noise"
-        return Check(name, PASS, message, lost, bound)
-    verdict = FAIL if lost > bound[1] else WARN if lost > bound[0] else PASS
+        return Check("regret", PASS, message, lost, bound)
     message = (
         f"at the end, {lost:.1%} of the progress to the best ({shape.best:.4g}) is lost; "
-        f"WARN above {bound[0]:.0%}, FAIL above {bound[1]:.0%}"
+        f"WARN above {warn:.0%}, FAIL above {fail:.0%}"
     )
-    return Check(name, verdict, message, lost, bound)
+    verdict = FAIL if lost > fail else WARN if lost > warn else PASS
+    return Check("regret", verdict, message, lost, bound)
 
 
-def _smoothness(curve: Curve, inputs: LossInputs) -> Check:
-    name, bound, value = "smoothness", inputs.min_smoothness, curve.smoothness
-    if value is None:
+def _smoothness(curve: Column, inputs: LossInputs) -> Check:
+    """Compares 1 - var(dL) / var(L) of finite neighbours with its bound."""
+    bound, finite = inputs.min_smoothness, curve.finite
+    variance = _variance(finite)
+    if not 0 < variance < math.inf:
         message = "not defined for a constant curve"
-        return Check(name, SKIP, message, None, bound, decides=False)
+        return Check("smoothness", SKIP, message, None, bound, decides=False)
+    with np.errstate(invalid="ignore", over="ignore"):
+        changes = np.diff(curve.value)
+        changes = changes[np.isfinite(changes)]
+        value = 1 - _variance(changes) / variance
     message = f"{value:.3f}; should be at least {bound:g} (noise around a level has -1)"
-    # For pure noise, its standard deviation is 2 / sqrt(n), which is too large for small n.
-    reliable = len(curve.finite) >= _MIN_VALUES_FOR_SMOOTHNESS
-    return Check(name, WARN if value < bound else PASS, message, value, bound, decides=reliable)
+    reliable = len(finite) >= _MIN_VALUES_FOR_SMOOTHNESS
+    verdict = WARN if value < bound else PASS
+    return Check("smoothness", verdict, message, value, bound, decides=reliable)
+
+
+def _variance(values: np.ndarray) -> float:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(values.var()) if len(values) else 0.0
 
 
 def _events(found: Events, inputs: LossInputs) -> Check:
-    name, bound = "instability_events", inputs.max_events
-    count = len(found.events)
+    """Judges the number of instability events, and whether the curve ends in one."""
+    count, bound = len(found.events), inputs.max_events
     jumps = f"{found.jumps} single high value{'s' * (found.jumps != 1)}"
     if not count:
-        return Check(name, PASS, f"none ({jumps})", 0, bound)
+        return Check("instability_events", PASS, f"none ({jumps})", 0, bound)
     first = found.events[0]
     message = (
         f"{count} event{'s' * (count != 1)} far above the level before, the first at step "
         f"{first.step:.15g} for {first.values} values ({jumps})"
     )
-    if found.unfinished is not None:
-        message += f"; the curve ends in the event of step {found.unfinished.step:.15g}"
-        return Check(name, FAIL, message, count, bound)
-    return Check(name, WARN if count > bound else PASS, message, count, bound)
+    verdict = WARN if count > bound else PASS
+    if found.unfinished:
+        message += f"; the curve ends in the event of step {found.events[-1].step:.15g}"
+        verdict = FAIL
+    return Check("instability_events", verdict, message, count, bound)

@@ -1,12 +1,19 @@
-"""Measures a loss curve: statistics of its values, its ends, its noise and its trend."""
+"""Measures a loss curve: ends, noise, trend and instability events."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+
+from healcore.core import numerics
+from healcore.core.detectors import LossSpikeConfig
+from healcore.core.recorded import record
+from healcore.core.signals import Observed
+from healcore.core.tree import map_leaves
+from healcore.tools.probe.inputs import EVENT_SIGMAS
 
 BLOCKS = 1024
 MAD_TO_SIGMA = 1.4826
@@ -15,36 +22,16 @@ _MEDIAN_TO_MEAN_SIGMA = 1.2533
 """Standard deviation of a median divided by that of a mean, for many values: sqrt(pi / 2)."""
 _TREND_POINTS = 64
 _ENDS = 0.05
-"""Fraction of the curve that counts as its start, and as its end; each has at least 3 values."""
+"""Fraction of the curve that counts as its start, and as its end."""
 
-
-class Curve:
-    """One column of a log, and its statistics.
-
-    Attributes:
-        step: steps of the logged values, float64 (n,).
-        value: logged values, float64 (n,), with NaN and Inf as logged.
-        steps: steps of the finite values, float64 (m,).
-        finite: finite values, float64 (m,).
-        nonfinite: number of NaN and Inf.
-        trailing: number of consecutive NaN and Inf at the end.
-        variance: variance of the finite values.
-        smoothness: 1 - var(dL) / var(L) of finite neighbours, or None for a constant curve.
-    """
-
-    def __init__(self, step: np.ndarray, value: np.ndarray) -> None:
-        self.step, self.value = step, value
-        finite = np.isfinite(value)
-        self.steps, self.finite = step[finite], value[finite]
-        self.nonfinite = len(value) - len(self.finite)
-        self.trailing = int(finite[::-1].argmax()) if finite.any() else len(value)
-        with np.errstate(invalid="ignore", over="ignore"):
-            changes = np.diff(value)
-            changes = changes[np.isfinite(changes)]
-            self.variance = float(self.finite.var()) if len(self.finite) else 0.0
-            change = float(changes.var()) if len(changes) else 0.0
-        defined = 0 < self.variance < math.inf
-        self.smoothness = 1 - change / self.variance if defined else None
+_MAX_VALUES = 16_384
+"""Largest number of values for the detector. A longer curve is reduced to block medians."""
+_HIGH_SIGMAS, _END_FRACTION = 3.0, 0.1
+"""An event ends at its last value above 3 standard deviations and above 0.1 of its maximum."""
+_MAX_LEAD = 12
+"""An event begins at the first such value of the 12 values before its detection."""
+_CHANGE_TO_SIGMA = 0.886
+"""Standard deviation of Gaussian noise divided by the mean absolute difference of neighbours."""
 
 
 def block_medians(values: np.ndarray, most: int = BLOCKS) -> np.ndarray:
@@ -80,31 +67,24 @@ class Shape(NamedTuple):
         """End minus best."""
         return max(0.0, self.end - self.best)
 
-    @property
-    def relative_regret(self) -> float | None:
-        """`regret` divided by start minus best, or None if the curve was never below its start."""
-        progress = self.start - self.best
-        return self.regret / progress if progress > 0 else None
 
-
-def measure_shape(curve: np.ndarray) -> Shape:
-    """Measures a finite curve, float64 (b,) with b >= 4."""
+def measure_shape(curve: np.ndarray, least: int = 3) -> Shape:
+    """Measures a finite curve, float64 (b,) with b > `least`, the values of each end or more."""
     # Scaled by the largest value, so that differences of very large values stay finite.
     unit = float(np.abs(curve).max()) or 1.0
     scaled = curve / unit
-    width = max(3, round(_ENDS * len(curve)))
+    width = max(least, round(_ENDS * len(curve)))
     medians = np.median(sliding_window_view(scaled, width), axis=1)
     single = _deviation(scaled)
     # The larger of two estimates: from single values as if they were independent, and from medians
     # of adjacent windows, which include slow drift.
     noise = max(single * _MEDIAN_TO_MEAN_SIGMA / math.sqrt(width), _deviation(medians[::-width]))
-    drop = float(scaled[0] - medians[-1])
     return Shape(
         start=unit * float(medians[0]),
         end=unit * float(medians[-1]),
         best=unit * float(medians.min()),
         noise=unit * noise,
-        drop=drop / single if single > 0 else 0.0,
+        drop=float(scaled[0] - medians[-1]) / single if single > 0 else 0.0,
         trend=_trend(scaled),
     )
 
@@ -144,3 +124,87 @@ def _trend(curve: np.ndarray) -> float:
     bounded = min(max(correlation, 0.0), 0.9)
     variance *= (1 + bounded) / (1 - bounded) / 18
     return (score - math.copysign(1, score) if score else 0.0) / math.sqrt(variance)
+
+
+# -- instability events ----------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    """One instability event, from step `step` to step `last`, over `values` logged values."""
+
+    step: float
+    values: int
+    height: float
+    """Highest value minus the level before the event, in standard deviations of the noise."""
+    back: bool
+    """Whether the curve returned to the level before the event."""
+    last: float
+
+
+class Events(NamedTuple):
+    """Instability events of a curve, in order."""
+
+    events: tuple[Event, ...]
+    jumps: int
+    """Number of high values outside events: bad batches."""
+    unfinished: bool
+    """Whether the curve ends in the last event."""
+
+
+def find_events(steps: np.ndarray, values: np.ndarray, sigmas: float, window: int) -> Events:
+    """Finds the events of a curve, float64 (n,) both, with the spike detector.
+
+    `LossSpikeConfig` learns the noise of the run from `window` values. `sigmas` scales its
+    threshold. It takes about 40 us per value, so a long curve is reduced to block medians.
+    """
+    default = LossSpikeConfig()
+    threshold = default.z_threshold * sigmas / EVENT_SIGMAS
+    config = default._replace(z_threshold=threshold, window=window)
+    steps, reduced = block_medians(steps, _MAX_VALUES), block_medians(values, _MAX_VALUES)
+    size = max(1, round(len(values) / max(1, len(reduced))))
+    heights, sustained = _run_detector(map_leaves(_scalar, config), reduced)
+    edges = np.diff(sustained.astype(np.int8), prepend=0, append=0)
+    spans: list[tuple[int, int]] = []
+    events: list[Event] = []
+    high_outside = heights > sigmas
+    for onset, end in zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0), strict=True):
+        first = max(0, onset - _MAX_LEAD)
+        rising = first + np.flatnonzero(heights[first:onset] > _HIGH_SIGMAS)
+        # A small sustained rise has no value above _HIGH_SIGMAS.
+        first = int(rising[0]) if len(rising) else int(onset)
+        if spans and first <= spans[-1][1]:  # the last event continues
+            first = spans.pop()[0]
+            events.pop()
+        height = float(heights[first:end].max())
+        over = max(_HIGH_SIGMAS, _END_FRACTION * height)
+        high = first + np.flatnonzero(heights[first:end] > over)
+        last = int(high[-1]) if len(high) else int(end) - 1
+        back = bool(end < len(steps) and end - onset < 2 * config.window)
+        spans.append((first, last))
+        high_outside[first:end] = False
+        length = (last + 1 - first) * size
+        events.append(Event(float(steps[first]), length, height, back, float(steps[last])))
+    unfinished = bool(events) and events[-1].last == steps[-1]
+    return Events(tuple(events), int(np.count_nonzero(high_outside)), unfinished)
+
+
+def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns heights in standard deviations and sustained flags, each (n,)."""
+    losses = numerics.bounded(values.astype(np.float32), True, xp=np)
+    state = map_leaves(_scalar, config.init())
+    true, false = np.bool_(True), np.bool_(False)
+    rows, update = [], None
+    with np.errstate(all="ignore"):  # as in the engine
+        for loss in losses:
+            observed = Observed(loss, None, None, None, None, false, None, None, true, None, false)
+            update = update or record(config.update, state, observed)
+            state, reading = update(state, observed)
+            # `lasting` keeps an event open over single steps that return to the level.
+            sustained = reading.sustained or state.lasting > 0
+            rows.append((reading.z / _CHANGE_TO_SIGMA, sustained))
+    heights, sustained = np.array(rows, np.float64).reshape(-1, 2).T
+    return heights, sustained.astype(np.bool_)
+
+
+def _scalar(value: Any) -> Any:
+    return np.asarray(value)[()]

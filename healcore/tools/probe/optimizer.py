@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from healcore.checkpoint_contents import Array, Contents
+from healcore.tools.probe.child import probe_paths
 from healcore.tools.probe.formats import TRAINING_FACTS, open_contents
 from healcore.tools.probe.inputs import OptimizerInputs
-from healcore.tools.probe.limited_process import probe_paths
-from healcore.tools.probe.moments import Moments, Tree, find_moments
-from healcore.tools.probe.outliers import Deviation, deviations, find_rounding
-from healcore.tools.probe.parameter_names import name_parameters
+from healcore.tools.probe.layers import Deviation, Shape, deviations, find_rounding, name_parameters
 from healcore.tools.probe.result import (
     FAIL,
     PASS,
@@ -22,7 +24,15 @@ from healcore.tools.probe.result import (
     NothingToProbe,
     ProbeResult,
     first_three,
+    score,
 )
+
+Keys = tuple[str, ...]
+
+_WRAPPERS = ("value", "raw_value")
+"""Keys under which flax.nnx stores an array."""
+_BETA2 = 0.999
+"""Adam's beta2 if the state does not contain it, as the states of optax."""
 
 
 def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> ProbeResult:
@@ -36,7 +46,9 @@ def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> 
 def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     """Runs the probe in the current process, without limits. Raises any exception for damage."""
     contents = open_contents(path, inputs.step)
-    tree = Tree(contents)
+    beside = path.parent.glob("*model.safetensors") if path.stem == "optimizer" else ()
+    weights = [open_contents(file) for file in sorted(beside) if path.is_file()]
+    tree = Tree(contents, weights)
     found = find_moments(tree)
     moments = [each for each in found if each.second.size and "int" not in each.second.dtype]
     if not moments:
@@ -54,12 +66,12 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     if age.verdict is PASS:
         judged = [each for each in moments if each.step is None or each.step >= inputs.min_step]
         noise = find_rounding(judged)
-        compared = deviations(
-            each for each in judged if not each.negative and each.name not in noise
-        )
+        similar = [each for each in judged if not each.negative and each.name not in noise]
+        compared = deviations(similar, inputs.outlier_ratio, inputs.outlier_sigmas)
         checks += [_dead(judged, inputs), _outliers(compared, inputs)]
     facts = {
         "format": contents.format,
+        "score": score(checks, ("step", "finite")),
         "parameters": len(moments),
         "elements": sum(each.size for each in moments),
         "step": max((each.step for each in moments if each.step is not None), default=None),
@@ -79,6 +91,134 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
             f"norm, and are not compared: {first}"
         )
     return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
+
+
+# -- the moments in a checkpoint -------------------------------------------------------------------
+
+
+class Tree:
+    """The contents of a checkpoint by path, and the weights in files beside an optimizer's file."""
+
+    def __init__(self, contents: Contents, weights: Sequence[Contents] = ()) -> None:
+        self.values: Mapping[Keys, Any] = contents.leaves
+        self.arrays: dict[Keys, Array] = {}
+        for path, array in contents.arrays.items():
+            is_wrapped = len(path) > 1 and path[-1] in _WRAPPERS
+            self.arrays[path[:-1] if is_wrapped else path] = array
+        for each in weights:
+            self.arrays |= {("weights", *path): array for path, array in each.arrays.items()}
+        self.groups: dict[Keys, dict[str, str]] = {}
+        """Index of the parameter group by optimizer and parameter, in the optimizer's order."""
+        for path, value in self.values.items():
+            if path[-4:-3] == ("param_groups",) and path[-2] == "params":
+                self.groups.setdefault(path[:-4], {})[str(value)] = path[-3]
+
+    def number(self, *paths: Keys) -> float | None:
+        """Returns the first value saved as a number or as an array of one element, or None."""
+        for path in paths:
+            value = self.values.get(path)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return float(value) if abs(value) < 1e300 else math.inf
+            array = self.arrays.get(path)
+            if array is not None and array.size == 1:
+                return float(array.read()[0])
+        return None
+
+
+@dataclass
+class Moments:
+    """Adam's moments of one parameter."""
+
+    optimizer: Keys
+    key: str
+    """Dotted path of the parameter, or its number."""
+    second: Array
+    others: tuple[Array | None, ...]
+    """The other moments, which must also be finite."""
+    step: float | None
+    """Number of updates, or None if the state lacks the value."""
+    beta2: float = _BETA2
+
+    name: str = ""
+    """Name of the parameter, or its group and number."""
+    layer: str = ""
+    """Layer of the parameter, or the numbers of the parameters in the same block."""
+    kind: tuple[str, Shape] = ("", ())
+    """Key for comparisons: equal for the same parameter of similar layers, "" if unknown."""
+
+    size: int = 0
+    nonfinite: int = 0
+    """Number of NaN and Inf in all moments."""
+    negative: int = 0
+    """Number of second moments below 0, which no average of squares can be."""
+    dead: bool = False
+    """Whether every gradient so far was exactly 0."""
+    mean: float = math.nan
+    """Mean of the finite second moments."""
+
+    def measure(self, step: float | None) -> None:
+        """Reads the moments. `step` is the default for a missing value."""
+        self.step = step if self.step is None else self.step
+        second = self.second.read()
+        if np.iscomplexobj(second):
+            # For a complex parameter, torch averages squares of real and imaginary parts.
+            second = second.view(np.real(second).dtype)
+        finite = second[np.isfinite(second)]
+        others = [array.read() for array in self.others if array is not None]
+        self.size = len(second)
+        self.nonfinite = len(second) - len(finite)
+        self.nonfinite += sum(int(np.count_nonzero(~np.isfinite(each))) for each in others)
+        self.negative = int(np.count_nonzero(finite < 0))
+        self.dead = len(second) > 0 and not second.any()
+        self.mean = float(finite.mean(dtype=np.float64)) if len(finite) else math.nan
+
+    @property
+    def log_v_hat(self) -> float | None:
+        """Log of the bias-corrected mean second moment, or None if the mean is not positive."""
+        if not 0 < self.mean < math.inf:
+            return None
+        correction = 1.0
+        if self.step is not None and self.step > 0 and 0 < self.beta2 < 1:
+            correction = -math.expm1(self.step * math.log(self.beta2))
+        return math.log(self.mean) - math.log(correction)
+
+
+def find_moments(tree: Tree) -> list[Moments]:
+    """Finds the moments of Adam-like optimizers: torch, then optax, in saved order."""
+    return [*_torch_moments(tree), *_optax_moments(tree)]
+
+
+def _torch_moments(tree: Tree) -> Iterator[Moments]:
+    for path, array in tree.arrays.items():
+        # bitsandbytes names the moments state1 and state2; its 8-bit states are integers.
+        if path[-1] == "exp_avg_sq":
+            names = ("exp_avg", "max_exp_avg_sq")
+        elif path[-1] == "state2" and "float" in array.dtype:
+            names = ("state1",)
+        else:
+            continue
+        state = path[:-1]
+        last = len(state) - 1
+        at = max((at for at, key in enumerate(state[:-1]) if key == "state"), default=last)
+        optimizer, key = state[:at], ".".join(state[at + 1 :] or state[at:])
+        group = tree.groups.get(optimizer, {}).get(key, key)
+        hyper = (*optimizer, "param_groups", *group.split("."))
+        others = tuple(tree.arrays.get((*state, name)) for name in names)
+        step = tree.number((*state, "step"), (*hyper, "step"))
+        beta2 = tree.number((*hyper, "betas", "1"))
+        yield Moments(optimizer, key, array, others, step, _BETA2 if beta2 is None else beta2)
+
+
+def _optax_moments(tree: Tree) -> Iterator[Moments]:
+    for path, array in tree.arrays.items():
+        for at in (at for at, name in enumerate(path) if name == "nu"):
+            optimizer, parameter = path[:at], path[at + 1 :]
+            first = tree.arrays.get((*optimizer, "mu", *parameter))
+            if first is not None and first.shape == array.shape:
+                others = (first, tree.arrays.get((*optimizer, "nu_max", *parameter)))
+                step = tree.number((*optimizer, "count"))
+                yield Moments(optimizer, ".".join(parameter), array, others, step)
+                break
 
 
 def _training(tree: Tree) -> dict[str, Any]:
@@ -101,27 +241,15 @@ def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
     return f"it holds no exp_avg_sq of torch, and no mu and nu of optax{saved}"
 
 
+# -- checks ----------------------------------------------------------------------------------------
+
+
 def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[str, Any]]:
     """Returns the layers with the largest deviations, outliers first."""
-
-    def rank(each: Deviation) -> tuple[bool, float]:
-        return not _is_outlier(each, inputs), -abs(each.sigmas)
-
     farthest: dict[str, Deviation] = {}
-    for each in compared:
-        farthest[each.layer] = min(farthest.get(each.layer, each), each, key=rank)
-    ranked = sorted(farthest.items(), key=lambda pair: rank(pair[1]))
-    return [
-        {
-            "layer": layer,
-            "parameter": each.name,
-            "gradient_rms": each.rms,
-            "ratio": each.ratio,
-            "sigmas": each.sigmas,
-            "outlier": _is_outlier(each, inputs),
-        }
-        for layer, each in ranked[: inputs.top]
-    ]
+    for each in sorted(compared, key=lambda each: (not each.outlier, -abs(each.sigmas))):
+        farthest.setdefault(each.layer, each)
+    return [each._asdict() for each in [*farthest.values()][: inputs.top]]
 
 
 def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
@@ -129,9 +257,8 @@ def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     bad = [each for each in moments if each.nonfinite or each.negative]
     bound = inputs.fail_nonfinite
     if not bad:
-        return Check(
-            "finite", PASS, f"the moments of all {len(moments)} parameters are finite", 0, bound
-        )
+        message = f"the moments of all {len(moments)} parameters are finite"
+        return Check("finite", PASS, message, 0, bound)
     what = "NaN or Inf" if any(each.nonfinite for each in bad) else "below 0"
     message = (
         f"the moments of {len(bad)} of {len(moments)} parameters are not finite or below 0 "
@@ -142,21 +269,21 @@ def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     known = [each.step for each in moments if each.step is not None]
-    undecided = FAIL if inputs.fail_young else SKIP
+    bound, undecided = inputs.min_step, FAIL if inputs.fail_young else SKIP
     if not known:
         message = "the state does not contain its step: pass --global-step"
-        return Check("step", undecided, message, None, inputs.min_step)
+        return Check("step", undecided, message, None, bound)
     invalid = next((number for number in known if not math.isfinite(number)), None)
     if invalid is not None:
         message = f"step is {invalid:g}, which is not a number of updates"
-        return Check("step", FAIL, message, invalid, inputs.min_step)
+        return Check("step", FAIL, message, invalid, bound)
     latest = max(known)
-    if not latest >= inputs.min_step:
-        message = f"step {latest:g}: second moments cannot be judged before step {inputs.min_step}"
-        return Check("step", undecided, message, latest, inputs.min_step)
-    young = sum(number < inputs.min_step for number in known)
+    if not latest >= bound:
+        message = f"step {latest:g}: second moments cannot be judged before step {bound}"
+        return Check("step", undecided, message, latest, bound)
+    young = sum(number < bound for number in known)
     note = f"; {young} parameters have fewer steps and are not judged" if young else ""
-    return Check("step", PASS, f"step {latest:g}{note}", latest, inputs.min_step)
+    return Check("step", PASS, f"step {latest:g}{note}", latest, bound)
 
 
 def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
@@ -178,34 +305,26 @@ def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
     """Finds layers whose gradients are far larger or smaller than those in similar layers."""
-    name, bound = "outliers", inputs.fail_outliers
+    bound = inputs.fail_outliers
     if not compared:
         message = "fewer than 4 parameters can be compared"
-        return Check(name, SKIP, message, None, bound, decides=False)
-    far = [each for each in compared if _is_outlier(each, inputs)]
-    layers = {each.layer for each in compared}
-    far_layers = {each.layer for each in far}
+        return Check("outliers", SKIP, message, None, bound, decides=False)
+    far = sorted((each for each in compared if each.outlier), key=lambda each: -abs(each.sigmas))
+    if not far:
+        most = max(compared, key=lambda each: abs(math.log(each.ratio)))
+        message = f"none; the farthest is {most.parameter}, {_compared(most)}"
+        return Check("outliers", PASS, message, 0.0, bound)
+    layers, far_layers = {each.layer for each in compared}, {each.layer for each in far}
     # The embedding and the head have no similar layers, so risen layers exclude them.
     similar = {each.layer for each in compared if each.similar}
     risen = {each.layer for each in far if each.risen}
     fraction = max(len(far_layers) / len(layers), len(risen) / max(1, len(similar)))
-    if not far:
-        most = max(compared, key=lambda each: abs(math.log(each.ratio)))
-        message = f"none; the farthest is {most.name}, {_compared(most)}"
-        return Check(name, PASS, message, 0.0, bound)
-    far.sort(key=lambda each: -abs(each.sigmas))
     together = f", {len(risen)} of {len(similar)} similar layers" if risen else ""
     message = (
         f"{len(far_layers)} of {len(layers)} layers{together}: "
-        f"{far[0].name} has {_compared(far[0])}"
+        f"{far[0].parameter} has {_compared(far[0])}"
     )
-    return Check(name, FAIL if fraction > bound else WARN, message, fraction, bound)
-
-
-def _is_outlier(each: Deviation, inputs: OptimizerInputs) -> bool:
-    """Whether a deviation exceeds both bounds, the factor and the standard deviations."""
-    far = abs(math.log(each.ratio)) > math.log(inputs.outlier_ratio)
-    return far and abs(each.sigmas) > inputs.outlier_sigmas
+    return Check("outliers", FAIL if fraction > bound else WARN, message, fraction, bound)
 
 
 def _compared(each: Deviation) -> str:

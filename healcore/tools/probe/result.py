@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import enum
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from pydantic import BaseModel
 
+from healcore.checkpoint_contents import Damaged, ProbeError, first_line
 from healcore.core.errors import HealcoreError
-from healcore.plugins.checkpoint_contents import Damaged, ProbeError, first_line
+from healcore.events.json_lines import to_json
 
-SCHEMA = 1
+_SCHEMA = 1
 
 
 class ProbeVerdict(enum.Enum):
-    """Verdict of one check or of a whole probe."""
+    """Verdict of one check or of a whole probe, from the least severe."""
 
     PASS = "PASS"
-    WARN = "WARN"
-    FAIL = "FAIL"
     SKIP = "SKIP"
     """No verdict is possible: too early, too short, or nothing to judge."""
+    WARN = "WARN"
     ERROR = "ERROR"
+    """Outweighs WARN, because unreadable data may hide a failure."""
+    FAIL = "FAIL"
 
     @property
     def exit_code(self) -> int:
@@ -34,9 +33,8 @@ class ProbeVerdict(enum.Enum):
         return {"PASS": 0, "WARN": 1, "FAIL": 2}.get(self.name, 3)
 
 
-PASS, WARN, FAIL, SKIP, ERROR = ProbeVerdict
-_LEAST_SEVERE_FIRST = (PASS, SKIP, WARN, ERROR, FAIL)
-"""FAIL outweighs everything; ERROR outweighs WARN because unreadable data may hide a failure."""
+PASS, SKIP, WARN, ERROR, FAIL = ProbeVerdict
+_CLOSENESS = {PASS: 1.0, WARN: 0.5, FAIL: 0.0}
 
 
 class Check(NamedTuple):
@@ -75,25 +73,45 @@ class NothingToProbe(ProbeError):
 
 def worst(verdicts: Iterable[ProbeVerdict]) -> ProbeVerdict:
     """Returns the most severe verdict, or SKIP without verdicts."""
-    return max(verdicts, key=_LEAST_SEVERE_FIRST.index, default=SKIP)
+    return max(verdicts, key=list(ProbeVerdict).index, default=SKIP)
 
 
 def judged(
     probe: str, subject: str, judge: Callable[..., ProbeResult], *arguments: Any
 ) -> ProbeResult:
     """Calls a probe. Damaged files can raise any exception, and each exception becomes a result."""
+    verdict = ERROR
     try:
         return judge(*arguments)
     except (HealcoreError, OSError) as error:
-        verdict = SKIP if isinstance(error, NothingToProbe) else ERROR
-        verdict = FAIL if isinstance(error, Damaged) else verdict
+        verdict = {NothingToProbe: SKIP, Damaged: FAIL}.get(type(error), ERROR)
         message = str(error)
     except MemoryError:
-        verdict, message = ERROR, "it needs more memory than its limit"
+        message = "it needs more memory than its limit"
     except Exception as error:
-        verdict, message = ERROR, f"{type(error).__name__}: {first_line(error)}"
+        message = f"{type(error).__name__}: {first_line(error)}"
     where = "" if subject in message else f"{subject} could not be judged: "
     return ProbeResult(probe, subject, (Check("readable", verdict, where + message),))
+
+
+def score(
+    checks: Sequence[Check], fatal: Sequence[str], weights: Mapping[str, float] = {}
+) -> float | None:
+    """Returns the score of a subject from 0 to 1, or None if a check that counts has no verdict.
+
+    The score is the weighted mean over the checks that count: 1 for PASS, 0.5 for WARN, 0 for FAIL.
+    It is 0 if a check of `fatal` fails.
+    """
+    counted = [check for check in checks if check.decides]
+    if any(check.name in fatal and check.verdict is FAIL for check in counted):
+        return 0.0
+    each = [weights.get(check.name, 1.0) for check in counted]
+    if any(check.verdict not in _CLOSENESS for check in counted) or not sum(each) > 0:
+        return None
+    closeness = [
+        _CLOSENESS[check.verdict] * weight for check, weight in zip(counted, each, strict=True)
+    ]
+    return sum(closeness) / sum(each)
 
 
 def first_three(items: Sequence[str], separator: str = ", ") -> str:
@@ -106,33 +124,12 @@ def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
     """Returns the document that `--json` prints: strict JSON, without NaN and Infinity."""
     verdict = worst(result.verdict for result in results)
     document = {
-        "schema": SCHEMA,
+        "schema": _SCHEMA,
         "verdict": verdict,
         "exit_code": verdict.exit_code,
         "inputs": inputs.model_dump(),
         "results": [{**result._asdict(), "verdict": result.verdict} for result in results],
     }
-    text = json.dumps(_json_safe(document), indent=2, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(to_json(document), indent=2, allow_nan=False, ensure_ascii=False)
     # A lone surrogate in a file name cannot be encoded; JSON writes it as \udc80.
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _json_safe(value: Any) -> Any:
-    """Converts a value for JSON: arrays to lists, non-finite numbers to "nan", "inf" and "-inf"."""
-    if isinstance(value, Mapping):
-        return {str(key): _json_safe(part) for key, part in value.items()}
-    if isinstance(value, np.ndarray):
-        return _json_safe(value.tolist())
-    if isinstance(value, np.generic):
-        return _json_safe(value.item())
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _json_safe(value._asdict())  # type: ignore[attr-defined]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_json_safe(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    return value

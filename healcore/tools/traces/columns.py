@@ -101,6 +101,8 @@ class Trace:
     """The lines, cells and records that could not be used, each with file and line."""
     notes: tuple[str, ...]
     """Remarks about usable content: a resume, a column that was not used."""
+    files: int = 1
+    """Number of files of the run."""
 
     @property
     def signals(self) -> frozenset[str]:

@@ -108,7 +108,8 @@ def test_several_attempts_of_one_run(tmp_path):
     first = write(tmp_path, np.append(values[:150], [50.0] * 30), "a.csv")
     second = write(tmp_path, values[150:], "b.csv", steps=np.arange(150, 300))
     assert run("loss", first).exit_code == 2
-    assert run("loss", first, second, "--join").exit_code == 0
+    joined = run("loss", first, second, "--join")
+    assert (joined.exit_code, "files 2" in joined.output) == (0, True)
 
 
 def test_the_optimizer_probe(tmp_path):
@@ -157,7 +158,7 @@ def test_a_wrong_command_line_is_no_verdict(arguments):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"step,loss\n", b"a,b\n1,2\n", b"step,loss\n1,x\n2,y\n", b"\x00\xff\xfe" * 50, b"{}\n"],
+    [b"step,loss\n", b"a,b\n1,2\n", b"\x00\xff\xfe" * 50],
 )
 def test_bad_input_has_a_clear_message(tmp_path, content):
     path = tmp_path / "bad.csv"

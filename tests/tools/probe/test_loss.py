@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from healcore.tools.probe.inputs import LOSS_CHECKS
 from tests.tools.probe.curves import falling, probe, probe_values, verdict_of, write
 
 RANDOM = np.random.default_rng(20261120)
@@ -59,17 +60,12 @@ def test_a_curve_that_never_changes_warns(tmp_path):
     assert result.verdict.value == "WARN"
 
 
-class TestSigned:
-    """Losses of policy gradients: about 0, of both signs."""
-
-    def test_noise_around_0_passes(self, tmp_path):
-        values = 0.02 * RANDOM.normal(size=400)
-        assert probe_values(tmp_path, values).verdict.value == "PASS"
-
-    def test_falling_below_0_passes_without_a_ratio(self, tmp_path):
-        result = probe_values(tmp_path, np.linspace(-1, -3, 200) + 0.05 * RANDOM.normal(size=200))
-        assert result.verdict.value == "PASS"
-        assert verdict_of(result, "convergence_ratio") == "SKIP"
+def test_losses_of_policy_gradients_are_about_0_or_below(tmp_path):
+    noise = RANDOM.normal(size=400)
+    assert probe_values(tmp_path, 0.02 * noise).verdict.value == "PASS"
+    result = probe_values(tmp_path, np.linspace(-1, -3, 400) + 0.05 * noise)
+    assert result.verdict.value == "PASS"
+    assert verdict_of(result, "convergence_ratio") == "SKIP"
 
 
 def test_smoothness_follows_its_definition(tmp_path):
@@ -99,6 +95,8 @@ def test_steps_trained_again_count_once(tmp_path):
     assert result.verdict.value == "PASS", result.checks
     assert result.facts["values"] == 300
     assert 20 > result.facts["start"] > result.facts["end"] > 0
+    assert result.facts["initial_loss"] == np.float32(good[0])
+    assert result.facts["files"] == 1
     assert any("60 rows" in note for note in result.notes)
 
 
@@ -107,7 +105,7 @@ def test_the_thinned_curve_keeps_the_extremes(tmp_path):
     values[7_777], values[13_131], values[15_000] = 99.0, -5.0, np.nan
     curve = probe_values(tmp_path, values).facts["curve"]
     assert len(curve["value"]) == len(curve["step"]) <= 512
-    kept = dict(zip(curve["step"].tolist(), curve["value"].tolist(), strict=True))
+    kept = dict(zip(curve["step"], curve["value"], strict=True))
     assert kept[7_777] == 99.0
     assert kept[13_131] == -5.0
     assert np.isnan(kept[15_000])
@@ -115,22 +113,95 @@ def test_the_thinned_curve_keeps_the_extremes(tmp_path):
     assert kept[19_999] == np.float32(values[-1])
 
 
-class TestScore:
-    """How well a curve keeps the bounds, from 0 to 1."""
+def test_a_healthy_curve_has_score_1_and_one_that_ends_in_nan_0(tmp_path):
+    values = falling(300, 0.05)
+    assert probe_values(tmp_path, values).facts["score"] == 1.0
+    assert probe_values(tmp_path, np.append(values, np.nan)).facts["score"] == 0.0
+    assert probe_values(tmp_path, values[:5]).facts["score"] is None
 
-    def test_a_healthy_curve_has_1_and_one_that_ends_in_nan_0(self, tmp_path):
-        values = falling(300, 0.05)
-        assert probe_values(tmp_path, values).facts["score"] == 1.0
-        assert probe_values(tmp_path, np.append(values, np.nan)).facts["score"] == 0.0
-        assert probe_values(tmp_path, values[:5]).facts["score"] is None
 
-    def test_a_warning_counts_half_of_its_weight(self, tmp_path):
-        """The bounds that another tool's drift probe asserts."""
-        wanted = {"min_smoothness": 0.999}
-        alone = dict.fromkeys(LOSS_CHECKS, 0.0) | {"smoothness": 1.0}
-        values = falling(300, 0.6)
-        assert probe_values(tmp_path, values, **wanted, weights=alone).facts["score"] == 0.5
-        twice = probe_values(tmp_path, values, **wanted, weights={"smoothness": 2.0})
-        once = probe_values(tmp_path, values, **wanted)
-        assert twice.facts["score"] == 7 / 8
-        assert once.facts["score"] == 6.5 / 7
+def test_a_warning_counts_half_of_its_weight(tmp_path):
+    values = falling(300, 0.6)
+    checks = [check.name for check in probe_values(tmp_path, values).checks]
+    for weights, expected in (
+        ({}, 6.5 / 7),
+        ({"smoothness": 2.0}, 7 / 8),
+        (dict.fromkeys(checks, 0.0) | {"smoothness": 1.0}, 0.5),
+    ):
+        result = probe_values(tmp_path, values, min_smoothness=0.999, weights=weights)
+        assert result.facts["score"] == expected
+
+
+@settings(max_examples=60)
+@given(st.lists(st.floats(width=32), min_size=1, max_size=120))
+def test_any_curve_has_an_answer(tmp_path_factory, values):
+    verdict = probe_values(tmp_path_factory.mktemp("curve"), values).verdict.value
+    finite = np.isfinite(values)
+    if not finite[-1]:
+        assert verdict == "FAIL"
+    elif not finite.all():
+        assert verdict in ("WARN", "FAIL")
+    elif len(values) < 10:
+        assert verdict == "SKIP"
+
+
+# -- other columns ---------------------------------------------------------------------------------
+
+ROWS = 100
+LOSS = falling(ROWS, 0.02)
+NORM = np.linspace(2, 1, ROWS)
+COLLAPSED = np.where(np.arange(ROWS) < 40, LOSS, 0.0)
+
+
+def replaced(values: np.ndarray, where: slice | list[int], value: float) -> np.ndarray:
+    values = values.copy()
+    values[where] = value
+    return values
+
+
+def evaluations(*values: float) -> list[float | None]:
+    """A column with one of the values every tenth of the run."""
+    column: list[float | None] = [None] * ROWS
+    column[ROWS // len(values) - 1 :: ROWS // len(values)] = values
+    return column
+
+
+CASES = {
+    "NaN norms at the end": ("FAIL", LOSS, {"grad_norm": replaced(NORM, slice(-5, None), np.nan)}),
+    "NaN norms in the middle": ("WARN", LOSS, {"grad_norm": replaced(NORM, slice(30, 60), np.nan)}),
+    "overflows of a loss scale": ("PASS", LOSS, {"grad_norm": replaced(NORM, [0, 1, 50], np.inf)}),
+    "zero with NaN norms": ("FAIL", COLLAPSED, {"grad_norm": np.where(COLLAPSED, NORM, np.nan)}),
+    "zero without norms": ("FAIL", COLLAPSED, {}),
+    "zero from the start": ("FAIL", 0 * LOSS, {"grad_norm": np.nan * NORM}),
+    "zero with gradients": ("PASS", COLLAPSED, {"grad_norm": NORM}),
+    "zero by rounding": ("PASS", np.round(2.3 * np.exp(-np.arange(ROWS) / 6), 4), {}),
+    "overfitting": (
+        "FAIL",
+        LOSS,
+        {"eval_loss": evaluations(5, 4, 3.5, 3.3, 3.6, 4, 4.5, 5, 5.6, 6.3)},
+    ),
+    "evaluations that only rise": ("FAIL", LOSS, {"eval_loss": evaluations(3, 4, 5, 6, 7)}),
+    "a fine-tuning": ("WARN", LOSS, {"eval_loss": evaluations(0.32, 0.36, 0.42)}),
+    "evaluations that rise by 5 %": ("PASS", LOSS, {"eval_loss": evaluations(2.0, 2.05, 2.1)}),
+    "evaluations near 0": ("PASS", LOSS, {"eval_loss": evaluations(0.001, 0.002, 0.003)}),
+    "NaN evaluations": ("FAIL", LOSS, {"eval_loss": evaluations(5, 4, 3, np.nan)}),
+    "noisy evaluations": (
+        "PASS",
+        LOSS,
+        {"eval_loss": evaluations(5, 4.2, 3.9, 3.7, 3.8, 3.6, 3.7, 3.55, 3.6, 3.58)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_verdict_depends_on_the_other_columns(tmp_path, name):
+    verdict, loss, others = CASES[name]
+    lines = [f"step,loss,{','.join(others)}".rstrip(",")]
+    for step, cells in enumerate(zip(loss.tolist(), *map(list, others.values()), strict=True)):
+        lines.append(
+            ",".join(["" if cell is None else repr(float(cell)) for cell in (step, *cells)])
+        )
+    path = tmp_path / "run.csv"
+    path.write_text("\n".join(lines) + "\n")
+    result = probe(path)
+    assert result.verdict.value == verdict, result.checks

@@ -1,16 +1,11 @@
-"""Instability events, by windows and by healcore's detector: sustained spikes, not noise."""
+"""Instability events: sustained spikes, not noise."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from healcore.tools.probe.loss_events import (
-    Event,
-    detector_events,
-    find_events,
-    window_events,
-)
+from healcore.tools.probe.loss_curve import Events, find_events
 from tests.tools.probe.curves import probe_values, verdict_of
 
 NOISES = {
@@ -22,72 +17,42 @@ NOISES = {
 }
 
 
-def events(values: np.ndarray) -> tuple[list[Event], list[float], Event | None]:
-    return window_events(np.arange(len(values), dtype=float), values, 5.0, 16)
+def events(values: np.ndarray, sigmas: float = 5.0) -> Events:
+    return find_events(np.arange(len(values), dtype=float), values, sigmas, 36)
 
 
-def base(steps: int) -> np.ndarray:
-    return 1 + 9 * (1 + np.arange(steps) / 5) ** -0.4
+def base(steps: int, noise: str = "gauss", size: float = 0.02) -> np.ndarray:
+    random = np.random.default_rng(2)
+    return 1 + 9 * (1 + np.arange(steps) / 5) ** -0.4 + size * NOISES[noise](random, steps)
 
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_noise_is_no_event(noise):
-    random = np.random.default_rng(1)
-    counts = [len(events(base(5000) + 0.1 * NOISES[noise](random, 5000))[0]) for _ in range(2)]
-    assert sum(counts) <= 1
+    assert events(base(5000, noise, 0.1)).events == ()
 
 
-@pytest.mark.parametrize("length", [5, 20, 80])
+@pytest.mark.parametrize("length", [3, 5, 20, 60])
 @pytest.mark.parametrize("noise", sorted(NOISES.keys() - {"one in ten"}))
 def test_a_spike_that_lasts_is_one(noise, length):
-    random = np.random.default_rng(2)
-    values = base(2000) + 0.02 * NOISES[noise](random, 2000)
+    values = base(2000, noise)
     values[1200 : 1200 + length] += 3.0
-    (event,), _, unfinished = events(values)
+    found = events(values)
+    (event,) = found.events
     assert event.step == 1200
     assert event.back
     assert length - 2 <= event.values <= length + 2
-    assert unfinished is None
-
-
-def test_one_high_value_is_a_jump():
-    values = base(1000) + 0.02 * np.random.default_rng(3).normal(size=1000)
-    values[[300, 500, 700]] += 3.0
-    assert events(values) == ([], [300.0, 500.0, 700.0], None)
-
-
-# -- by healcore's own detector --------------------------------------------------------------------
-
-
-def incidents(values: np.ndarray, sigmas: float = 5.0) -> list[Event]:
-    return detector_events(np.arange(len(values), dtype=float), values, sigmas)
-
-
-@pytest.mark.parametrize("length", [3, 5, 20])
-def test_a_spike_is_one(length):
-    values = base(1000) + 0.02 * np.random.default_rng(2).normal(size=1000)
-    values[600 : 600 + length] += 3.0
-    (event,) = incidents(values)
-    assert event.step == 600
-    assert length - 1 <= event.values <= length + 1
-    assert event.back
     assert event.last == event.step + event.values - 1
-    assert incidents(values, sigmas=5000.0) == []
+    assert not found.unfinished
+    assert events(values, sigmas=5000.0) == ((), 0, False)
+    assert events(values[: 1200 + length]).unfinished
 
 
-def test_an_event_found_by_both_is_one_event():
-    values = base(1000) + 0.02 * np.random.default_rng(5).normal(size=1000)
-    values[600:620] += 3.0
-    assert len(find_events(np.arange(1000.0), values, 5.0, 16).events) == 1
-
-
-def test_high_values_again_and_again_are_an_event_and_no_single_ones(tmp_path):
-    values = base(400) + 0.02 * np.random.default_rng(6).normal(size=400)
-    values[[300, 302, 306, 308]] += 3.0
-    values[200] += 3.0
-    alone, jumps, _ = events(values)
-    assert not alone
-    both = find_events(np.arange(400.0), values, 5.0, 16)
-    assert len(both.events) == 1
-    assert both.jumps < len(jumps)
+def test_one_high_value_is_a_jump_and_high_values_again_and_again_are_an_event(tmp_path):
+    values = base(1000)
+    values[[300, 500, 700]] += 3.0
+    assert events(values) == ((), 3, False)
+    values[[502, 506, 508]] += 3.0
+    found = events(values)
+    assert [(event.step, event.last) for event in found.events] == [(500, 508)]
+    assert found.jumps == 2
     assert verdict_of(probe_values(tmp_path, values), "instability_events") == "WARN"

@@ -80,7 +80,7 @@ def labelled(pattern: str) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize(
     ("pattern", "spikes", "least", "most_elsewhere"),
-    [("mlperf_v5.1/llama31_8b*", 15, 15, 0), ("algoperf/spiky/*", 67, 64, 13)],
+    [("mlperf_v5.1/llama31_8b*", 15, 15, 0), ("algoperf/spiky/*", 67, 67, 10)],
 )
 def test_the_spikes_are_where_people_saw_them(pattern, spikes, least, most_elsewhere):
     there, found, events, elsewhere = labelled(pattern)

@@ -7,7 +7,7 @@ nothing. `healcore.tools.probe` itself reads Orbax, which needs no framework.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,15 +27,13 @@ class Damaged(ProbeError):
 
 
 class Array(NamedTuple):
-    """One array of a checkpoint."""
+    """One array of a checkpoint, which is not read yet."""
 
-    path: Path
     dtype: str
     """Name of the dtype in NumPy, ml_dtypes and torch: "bfloat16"."""
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
-    """Returns the elements, 1-d, in any order. NumPy can compare and add their dtype (float32 for
-    the smaller floats)."""
+    """Returns the elements, 1-d, in any order, with a dtype of NumPy (float32 for bfloat16)."""
     storage: Hashable | None = None
     """Equal values mark one array that is saved under several names."""
     in_order: bool = True
@@ -46,26 +44,21 @@ class Array(NamedTuple):
         """Number of elements."""
         return math.prod(self.shape)
 
-    def scalar(self) -> float:
-        """The value of an array of one element."""
-        return float(self.read()[0])
-
 
 class Contents(NamedTuple):
-    """An opened checkpoint, whose arrays are not read yet."""
+    """An opened checkpoint."""
 
     format: str
     """Name of the format for messages: "torch file", "Orbax checkpoint"."""
-    arrays: Sequence[Array]
-    values: Mapping[Path, Any]
-    """Numbers, strings, booleans and None in the tree, except the arrays."""
+    leaves: Mapping[Path, Any]
+    """The arrays (`Array`), numbers, strings, booleans and None in the tree."""
     notes: tuple[str, ...] = ()
     """Names of parts that could not be read."""
 
-
-def dotted(path: Sequence[str]) -> str:
-    """Joins a path for messages: `optimizer.state.0.exp_avg_sq`."""
-    return ".".join(path)
+    @property
+    def arrays(self) -> dict[Path, Array]:
+        """The leaves that are arrays."""
+        return {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, Array)}
 
 
 def first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ child reads the other paths.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import signal
@@ -24,7 +25,7 @@ _BASE_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 4
 """Memory limit in bytes, plus bytes for each stored byte, which may be compressed."""
 _BASE_SECONDS, _BYTES_PER_SECOND = 15, 4 << 20
 """Limit of processor time, including the import of torch, plus time to read the stored bytes."""
-_START = "from healcore.tools.probe.limited_process import serve; serve()"
+_START = "from healcore.tools.probe.child import serve; serve()"
 
 
 def probe_paths(
@@ -37,20 +38,18 @@ def probe_paths(
     paths, results = [Path(path) for path in paths], []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     while len(results) < len(paths):
-        with subprocess.Popen(
+        child = subprocess.run(
             [sys.executable, "-P", "-c", _START],  # -P: no imports from the current directory
-            stdin=subprocess.PIPE,
+            input=pickle.dumps((probe, judge, paths[len(results) :], inputs)),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-        ) as child:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            with contextlib.suppress(EOFError, pickle.UnpicklingError, BrokenPipeError):
-                child.stdin.write(pickle.dumps((probe, judge, paths[len(results) :], inputs)))
-                child.stdin.close()
-                while len(results) < len(paths):
-                    results.append(pickle.load(child.stdout))
+            check=False,
+        )
+        answers = io.BytesIO(child.stdout)
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            while len(results) < len(paths):
+                results.append(pickle.load(answers))
         if len(results) < len(paths):
             path, status = str(paths[len(results)]), child.returncode
             why = (signal.strsignal(-status) if status < 0 else None) or f"status {status}"
@@ -59,11 +58,8 @@ def probe_paths(
     return results
 
 
-# -- in the child process --------------------------------------------------------------------------
-
-
 def serve() -> None:
-    """Answers the request on standard input, with one result after the other."""
+    """In the child: answers the request on standard input, with one result after the other."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
     probe, judge, paths, inputs = pickle.load(sys.stdin.buffer)
@@ -74,7 +70,7 @@ def serve() -> None:
 
 
 def _set_limits(path: Path) -> None:
-    """Sets the limits for a file or a directory, by its size."""
+    """In the child: sets the limits for a file or a directory, by its size."""
     if sys.platform == "win32":
         return
     import resource
