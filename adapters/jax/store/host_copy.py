@@ -28,7 +28,7 @@ class Placement(NamedTuple):
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding | None
-    """Sharding, or None for a NumPy array and for a shape without sharding."""
+    """Sharding, or None for a NumPy array."""
     numpy: bool
     """Whether it is a NumPy array."""
     committed: bool
@@ -41,10 +41,10 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> Placement:
-        """The placement of an array or a ShapeDtypeStruct."""
+        """The placement of an array."""
         numpy = isinstance(value, np.ndarray)
         sharding = None if numpy else value.sharding
-        return cls(tuple(value.shape), sharding, numpy, getattr(value, "committed", True))
+        return cls(tuple(value.shape), sharding, numpy, numpy or value.committed)
 
 
 class JaxCopier(Copier):
@@ -55,8 +55,9 @@ class JaxCopier(Copier):
     """
 
     def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
-        """Returns a state's structure and arrays. A live state may hold ShapeDtypeStructs."""
-        encoder = _Encoder(shapes=live)
+        """Returns a state's structure and arrays. See `Copier.flatten`."""
+        del live
+        encoder = _Encoder()
         entries = {
             name: encoder.encode(name, value)
             for name, value in structure.checked_names(state).items()
@@ -78,8 +79,7 @@ class JaxCopier(Copier):
         sources = [np.asarray(parts[index]) for index in here]
         old = [part for part in old if isinstance(part, np.ndarray)]
         if [(each.shape, each.dtype) for each in old] != [(s.shape, s.dtype) for s in sources]:
-            raws = allocate([source.nbytes for source in sources])
-            old = list(map(self.view, raws, sources))
+            old = [self.view(allocate(source.nbytes), source) for source in sources]
         pairs = list(zip(old, sources, strict=True))
         map_in_threads(lambda pair: np.copyto(*pair), pairs, sum(part.nbytes for part in old))
         for index, copy in zip(here, old, strict=True):
@@ -124,13 +124,12 @@ class JaxCopier(Copier):
 
 
 class _Encoder:
-    """Encodes trees and collects their arrays; with `shapes` also ShapeDtypeStructs."""
+    """Encodes trees and collects their arrays."""
 
-    def __init__(self, shapes: bool) -> None:
+    def __init__(self) -> None:
         self.leaves: dict[str, Leaf] = {}
         self.treedefs: dict[str, Any] = {}
         self._names = structure.Names()
-        self._arrays = (jax.Array, jax.ShapeDtypeStruct) if shapes else (jax.Array,)
 
     def encode(self, name: str, value: Any) -> dict[str, Any]:
         if hasattr(value, "state_dict"):
@@ -155,13 +154,9 @@ class _Encoder:
     def _encode_array(self, path: tuple[Any, ...], value: Any) -> structure.Node | None:
         """Encodes an array, NumPy scalar or random key. Returns None for any other value."""
         extra = {}
-        if isinstance(value, self._arrays):
+        if isinstance(value, jax.Array):
             kind = "jax"
             if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-                if isinstance(value, jax.ShapeDtypeStruct):
-                    raise UnsavableState(
-                        f"{structure.place(path)} is the shape of a random key: pass a key instead"
-                    )
                 kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
                 value = jax.random.key_data(value)
         elif (
@@ -175,8 +170,7 @@ class _Encoder:
             return None
         name = self._names.at(path)
         shape, dtype = list(value.shape), np.dtype(value.dtype).name
-        shards = {} if isinstance(value, jax.ShapeDtypeStruct) else dict(shards_of(value))
-        self.leaves[name] = Leaf(name, dtype, shards, Placement.of(value))
+        self.leaves[name] = Leaf(name, dtype, dict(shards_of(value)), Placement.of(value))
         return {"array": {"name": name, "kind": kind, "dtype": dtype, "shape": shape, **extra}}
 
 

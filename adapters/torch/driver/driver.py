@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import check_engines
 from healcore.runtime.healthy_range import HealthyRange
-from healcore.runtime.store.protocol import CheckpointStore
+from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.runtime.store.ring import IN_MEMORY
 from healcore.runtime.store.structure import attribute
 from healcore.torch import gradients, live_state, optimizer_numbers
 from healcore.torch.attachment import attach as attach_to
@@ -29,9 +30,8 @@ from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.live_state import optimizers, parameter_names
-from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
+from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized
-from healcore.torch.store.state import flatten
 
 
 class TorchDriver:
@@ -292,27 +292,13 @@ class TorchDriver:
         """See `Driver.try_loss_fn`."""
         return self._evaluation.try_loss_fn(loss_fn, batch, redraw=redraw)
 
-    def state_bytes(self) -> int:
-        """Bytes of the arrays in the state. Assumes two moments for an optimizer without state."""
-        leaves = flatten(self.items(), live=True).leaves.values()
-        trained = sum(
-            parameter.nbytes
-            for healing in self.healings.values()
-            if not healing.optimizer.state
-            for group in healing.optimizer.param_groups
-            for parameter in group["params"]
-        )
-        return sum(leaf.parts[""].nbytes for leaf in leaves) + 2 * trained
-
-    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
-        """A `MemoryStore`, and with `where` also a `DCPStore`. Every rank has to call it."""
-        memory = MemoryStore(nonfinite_ok=nonfinite_ok)
+    def store(self, where: Any) -> CheckpointStore:
+        """A `MemoryStore`, or a `DCPStore` with copies in memory. Every rank has to call it."""
         if where is None:
-            return memory
+            return MemoryStore()
         members = self._members if initialized() else []
         group = GlooRanks(members=members).group if members else None
-        disk = DCPStore(where, nonfinite_ok=nonfinite_ok, process_group=group)
-        return TieredStore(memory, disk)
+        return DCPStore(where, in_memory=IN_MEMORY, process_group=group)
 
     def ranks(self) -> Ranks:
         """The ranks that step together, or all ranks if the engines decide alone.

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from healcore.runtime.store import manifest, ranks, structure
-from healcore.runtime.store.directory import DirectoryStore
+from healcore.runtime.store import CheckpointStore, manifest, ranks, structure
+from healcore.runtime.store.copies import StateCopy
 from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.structure import Flat, Leaf
+from healcore.runtime.store.retention import Keep
+from healcore.runtime.store.structure import Flat
 from healcore.torch import dcp_index
 from healcore.torch.plain_values import DTYPES
 from healcore.torch.store.gloo import GlooRanks, initialized
@@ -36,7 +37,7 @@ from healcore.torch.store.host_copy import TorchCopier
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
-class DCPStore(DirectoryStore):
+class DCPStore(CheckpointStore):
     """Checkpoints on disk, whose arrays torch.distributed.checkpoint writes and reads.
 
     Every rank saves and restores its own part of a DTensor. Other tensors must be equal on all
@@ -46,7 +47,7 @@ class DCPStore(DirectoryStore):
 
     Args:
         root: directory for this run's checkpoints only, the same for all ranks; created if needed.
-        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
+        in_memory: copies to keep in host memory too, for fast rollbacks, or None for no copies.
         process_group: a gloo group for the store alone; by default a new group, if the program has
             several ranks. Every rank has to create the store.
 
@@ -60,26 +61,26 @@ class DCPStore(DirectoryStore):
         self,
         root: str | os.PathLike[str],
         *,
-        nonfinite_ok: Collection[str] = (),
+        in_memory: Keep | None = None,
         process_group: Any | None = None,
     ) -> None:
         several = process_group is not None or initialized()
         processes = GlooRanks(process_group) if several else None
         copier = TorchCopier(processes.rank if processes else 0)
-        super().__init__(root, copier, nonfinite_ok=nonfinite_ok, ranks=processes)
+        super().__init__(copier, root, keep=in_memory, ranks=processes)
 
     @property
     def _group(self) -> Any:
         """The group for DCP, or None for one process."""
         return self.processes.group if isinstance(self.processes, GlooRanks) else None
 
-    def _write_arrays(self, leaves: dict[str, Leaf], folder: Path) -> None:
+    def _write_arrays(self, copy: StateCopy, folder: Path) -> None:
         # All ranks have the same names, so either every rank returns here or no rank does.
-        if not leaves:
+        if not copy.flat.leaves:
             return
         try:
             save(
-                {name: self.copier.array(leaf, None) for name, leaf in leaves.items()},
+                {name: self.copier.array(leaf, None) for name, leaf in copy.flat.leaves.items()},
                 # The store synchronizes all files at the end.
                 storage_writer=FileSystemWriter(folder, sync_files=False),
                 process_group=self._group,
@@ -217,7 +218,7 @@ def _empty_array(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, An
     """New memory to read an array into; a DTensor if `sharded` has its local part and spec."""
     shape = node["shape"]
     if node["kind"] != "tensor":
-        return torch.from_numpy(allocate([_nbytes(node)])[0])
+        return torch.from_numpy(allocate(_nbytes(node)))
     dtype = DTYPES[node["dtype"]]
     part, spec = sharded.get(node["name"], (None, None))
     if part is not None and spec is not None and list(spec.shape) == shape:
@@ -227,4 +228,4 @@ def _empty_array(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, An
             spec = copy.copy(spec)
             spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
         return DTensor(torch.empty_like(part, dtype=dtype), spec, requires_grad=False)
-    return torch.from_numpy(allocate([_nbytes(node)])[0]).view(dtype).reshape(shape)
+    return torch.from_numpy(allocate(_nbytes(node))).view(dtype).reshape(shape)

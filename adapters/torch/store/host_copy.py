@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.inspection import map_in_threads
 from healcore.runtime.store.structure import Flat, Leaf
 from healcore.torch.plain_values import value_of
-from healcore.torch.store.state import flatten, with_class, wrapper_tensor
+from healcore.torch.store.state import flatten, with_class
 
 
 class TorchCopier(Copier):
@@ -40,10 +39,9 @@ class TorchCopier(Copier):
         dense = [torch.empty_like(part, device="meta") for part in parts]
         copies = list(old)
         if list(map(_layout, old)) != list(map(_layout, dense)):
-            sizes = [part.nbytes for part in parts]
             pinned = any(part.is_cuda for part in parts)
-            raws = allocate(sizes, _pinned_memory) if pinned else allocate(sizes)
-            copies = list(map(self.view, raws, dense))
+            new = _pinned_memory if pinned else allocate
+            copies = [self.view(new(part.nbytes), part) for part in dense]
         on_host = []
         for part, copy in zip(parts, copies, strict=True):
             if part.device.type != "cpu":
@@ -93,9 +91,6 @@ class TorchCopier(Copier):
         """Decodes a tensor on its live device, or a value of torch."""
         if tag == "torch":
             return value_of(content)
-        if tag == "subclass":
-            inner = functools.partial(self.fetch, name, arrays=arrays, live=live)
-            return wrapper_tensor(name, content, inner)
         tensor = arrays[content["name"]]
         if content["kind"] == "tensor":
             leaf = None if live is None else live.leaves.get(content["name"])

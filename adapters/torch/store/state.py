@@ -64,13 +64,7 @@ class _Flattener:
 
     def _encode(self, path: tuple[Any, ...], value: Any) -> structure.Node | None:
         if isinstance(value, Tensor):
-            plain = value.detach()
-            if _is_wrapper(plain):
-                return {"subclass": self._encode_wrapper(path, plain)}
-            kind = _class_node(value)
-            if "class" in kind:  # files hold plain tensors only
-                plain = plain.as_subclass(Tensor)
-            return {"array": self._encode_tensor(path, plain) | kind}
+            return {"array": self._encode_tensor(path, value.detach()) | _class_node(value)}
         is_array = type(value) is np.ndarray or isinstance(value, np.generic)
         if is_array and _is_portable(value.dtype):
             return {"array": self._encode_numpy(path, value)}
@@ -79,41 +73,20 @@ class _Flattener:
         # Schedulers and loaders may have any object in their state, such as a partial or a path.
         return {"unsavable": structure.class_name(type(value))} if self._live else None
 
-    def _encode_wrapper(self, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-        """Encodes the inner tensors of a wrapper subclass, such as torchao's moments of 8 bits.
-
-        Splits the tensor like torch.compile. The program that reads it must define its class. The
-        context of the class (block sizes, dtypes) must be encodable.
-        """
-        if "<locals>" in type(value).__qualname__:
-            raise UnsavableState(
-                f"{structure.place(path)} is a {structure.class_name(type(value))}, a class that "
-                "the next process cannot find again: define it in a module"
-            )
-        names, context = value.__tensor_flatten__()
-        return {
-            "class": structure.class_name(type(value)),
-            "context": structure.encode(context, path, self._encode),
-            "shape": list(value.shape),
-            "stride": list(value.stride()),
-            "parts": [[name, self._encode((*path, name), getattr(value, name))] for name in names],
-        }
-
     def _encode_tensor(self, path: tuple[Any, ...], value: Tensor) -> dict[str, Any]:
         spec = getattr(value, "_spec", None) if hasattr(value, "to_local") else None
         local = value.to_local() if spec is not None else value  # type: ignore[attr-defined]
         if is_traceable_wrapper_subclass(local):
             raise UnsavableState(
-                f"{structure.place(path)} is a DTensor of {type(local).__name__}, whose inner "
-                "tensors have unknown sharding: under FSDP2, use an optimizer with ordinary "
-                "tensors for its moments"
+                f"{structure.place(path)} is a {type(local).__name__}, which holds its values in "
+                "other tensors: use an optimizer with ordinary tensors for its moments"
             )
         if local.layout is not torch.strided or local.is_quantized or local.is_meta:
             raise UnsavableState(
                 f"{structure.place(path)} is a tensor of layout {local.layout} on {local.device}: "
                 "only dense tensors with data can be saved; convert it first (to_dense())"
             )
-        local = local.resolve_conj().resolve_neg()
+        local = local.as_subclass(Tensor).resolve_conj().resolve_neg()
         key = _memory_key(local)
         if self._deduplicates and local.numel() and key in self._encoded:
             return self._encoded[key]
@@ -155,13 +128,8 @@ def with_class(tensor: Tensor, node: Mapping[str, Any], name: str) -> Tensor:
     if "parameter" in node:
         return nn.Parameter(tensor, requires_grad=bool(node["parameter"]))
     if "class" in node:
-        return tensor.as_subclass(tensor_class(node["class"], name, wrapper=False))
+        return tensor.as_subclass(_tensor_class(node["class"], name))
     return tensor
-
-
-def _is_wrapper(tensor: Any) -> bool:
-    """Whether a tensor holds its values in inner tensors; False for a DTensor."""
-    return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "to_local")
 
 
 def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
@@ -180,22 +148,9 @@ def _is_portable(dtype: np.dtype) -> bool:
     return not dtype.hasobject and dtype.names is None and np.dtype(dtype.str) == dtype
 
 
-def wrapper_tensor(name: str, content: Any, fetch: structure.Fetch) -> Any:
-    """Rebuilds a tensor of a wrapper subclass from its inner tensors."""
-    context = structure.decode(content["context"], fetch)
-    kind = tensor_class(content["class"], name, wrapper=True)
-    parts = {part: structure.decode(node, fetch) for part, node in content["parts"]}
-    shape, stride = torch.Size(content["shape"]), tuple(content["stride"])
-    return kind.__tensor_unflatten__(parts, context, shape, stride)
-
-
-def tensor_class(name: str, place: str, *, wrapper: bool) -> Any:
+def _tensor_class(name: str, place: str) -> Any:
     """The newest tensor class with this name in this program. Imports nothing."""
-    classes = [
-        kind
-        for kind in structure.subclasses(Tensor)
-        if structure.class_name(kind) == name and hasattr(kind, "__tensor_unflatten__") == wrapper
-    ]
+    classes = [each for each in structure.subclasses(Tensor) if structure.class_name(each) == name]
     if not classes:
         raise StoreError(
             f"{structure.place((place,))} holds a {name:.200}, but this program has no such tensor "

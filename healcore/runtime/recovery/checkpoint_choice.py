@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from healcore.runtime.store.errors import NoGoodCheckpoint
-from healcore.runtime.store.protocol import Saved, Status
+from healcore.runtime.store.saved import Saved, Status
 
 _WORST_FIRST: tuple[Status, ...] = ("abandoned", "candidate", "good")
 

@@ -57,12 +57,15 @@ class SaveFailed(StoreError):
     step: int
     doing: str
     error: BaseException
-    hint: str = ""
 
     def _message(self) -> str:
         error = f"{type(self.error).__name__}: {self.error}"
-        hint = f"; {self.hint}" if self.hint else ""
-        return f"step {self.step} was not saved, {self.doing}: {error}{hint}"
+        # torch hides the error of the system behind an error of its own.
+        system: BaseException | None = self.error
+        while system is not None and not isinstance(system, OSError):
+            system = system.__cause__ or system.__context__
+        reason = f" ({system})" if system is not None and system is not self.error else ""
+        return f"step {self.step} was not saved, {self.doing}: {error}{reason}"
 
 
 @dataclass(eq=False, repr=False)

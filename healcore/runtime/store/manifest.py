@@ -20,10 +20,9 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from healcore.runtime.store import checksummed_json, files
 from healcore.runtime.store.checksummed_json import ChecksumError
-from healcore.runtime.store.course import Course, newest
 from healcore.runtime.store.errors import CheckpointDamaged, StoreError
-from healcore.runtime.store.inspection import Digest, disallowed, file_digest, map_in_threads
-from healcore.runtime.store.protocol import Saved
+from healcore.runtime.store.inspection import Digest, file_digest, map_in_threads
+from healcore.runtime.store.saved import Course, Saved
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -32,7 +31,6 @@ STATE = "state.json"
 HEALING = "healing.json"
 DATA = "data"
 """Directory of the files that the framework writes."""
-MAX_NAMES = 1000
 DIFFERS = "is not what was written: its digest differs"
 _STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{1,18}")
 """Other versions of healcore had a random suffix."""
@@ -64,15 +62,12 @@ class Manifest(NamedTuple):
     """"dcp" or "orbax"."""
     files: Annotated[dict[_FilePath, Digest], Field(min_length=1)]
     """Relative path -> size and digest, for every file except this one and the healing state."""
-    arrays: _Count
     nonfinite: tuple[str, ...]
-    """Names of arrays with NaN or Inf, allowed or not; only the first 1000."""
+    """Names of arrays with NaN or Inf, allowed or not."""
     healing: bool
-    unnamed: _Count
-    """Number of arrays with NaN or Inf beyond the first 1000. No pattern can allow these."""
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Size of all files in bytes."""
         return sum(digest.bytes for digest in self.files.values())
 
@@ -111,7 +106,8 @@ def read(folder: Path) -> Manifest:
         content = checksummed_json.read(folder / MANIFEST)
         if content.pop("schema", None) != SCHEMA:
             raise _damaged(folder, "is of another version of healcore: resume with that version")
-        return _MANIFEST.validate_json(json.dumps(content), strict=True)
+        known = {key: content[key] for key in Manifest._fields if key in content}
+        return _MANIFEST.validate_json(json.dumps(known), strict=True)
     except OSError as error:
         raise _damaged(folder, f"cannot be read ({error.strerror})") from None
     except ChecksumError as error:
@@ -142,6 +138,18 @@ def missing_or_resized(folder: Path, manifest: Manifest) -> CheckpointDamaged | 
     return None
 
 
+def check(checkpoint: StoredCheckpoint, rank: int, world: int) -> None:
+    """Recomputes the digests of this rank's share of the files.
+
+    Raises:
+        CheckpointDamaged: a file is missing, or has another size or digest.
+    """
+    names = sorted(checkpoint.manifest.files)[rank::world]
+    resized = missing_or_resized(checkpoint.folder, checkpoint.manifest)
+    for error in [resized] if resized else find_damage(checkpoint, names):
+        raise error
+
+
 def find_damage(checkpoint: StoredCheckpoint, names: Iterable[str]) -> list[CheckpointDamaged]:
     """Recomputes the digests of the files `names`; returns an error for each damaged file."""
 
@@ -152,7 +160,7 @@ def find_damage(checkpoint: StoredCheckpoint, names: Iterable[str]) -> list[Chec
             return checkpoint.damaged(name, f"cannot be read ({error.strerror})")
         return None if same else checkpoint.damaged(name, DIFFERS)
 
-    errors = map_in_threads(compare, list(names), checkpoint.manifest.bytes)
+    errors = map_in_threads(compare, list(names), checkpoint.manifest.nbytes)
     return sorted((error for error in errors if error), key=lambda error: error.file)
 
 
@@ -170,80 +178,60 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def complete(root: Path) -> dict[int, StoredCheckpoint]:
-    """Complete checkpoints by step, ascending; of each step the save of the latest attempt.
+class Scan(NamedTuple):
+    """What a directory of checkpoints holds. The content of the files is not read."""
 
-    In a complete checkpoint the digests of manifest and healing state are right and every file has
-    its size. The content of the files is not read.
-    """
-    opened = [_open(folder) for folder in _checkpoint_folders(root)]
-    found = [each for each in opened if isinstance(each, StoredCheckpoint)]
-    found.sort(key=lambda each: (each.manifest.step, each.manifest.attempt))
-    return {each.manifest.step: each for each in found}
-
-
-def listed(root: Path, nonfinite_ok: Collection[str]) -> list[Saved]:
-    """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
-    entries = []
-    for folder, manifest, _ in complete(root).values():
-        nonfinite = disallowed(manifest.nonfinite, nonfinite_ok)
-        entry = Saved(
-            step=manifest.step,
-            status="candidate",
-            finite=not nonfinite and not manifest.unnamed,
-            bytes=manifest.bytes,
-            created=manifest.created,
-            attempt=manifest.attempt,
-            path=str(folder),
-            nonfinite=nonfinite,
-        )
-        entries.append(entry)
-    course = newest([(step, Course.of(each)) for step, each in healings(root).items()])
-    return course.judged(entries)
-
-
-def healings(root: Path) -> dict[int, dict[str, Any]]:
+    complete: dict[int, StoredCheckpoint]
+    """Complete checkpoints by step, ascending; of each step the save of the latest attempt. The
+    digests of manifest and healing state are right, and every file has its size."""
+    healings: dict[int, dict[str, Any]]
     """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
-    found = {}
-    for folder in _checkpoint_folders(root):
-        with suppress(OSError, ChecksumError):
-            found[step_of(folder) or 0] = checksummed_json.read(folder / HEALING)
-    return found
+    damaged: list[CheckpointDamaged]
+    """The errors of directories that have the name of a checkpoint and are not complete."""
 
 
-def incomplete(root: Path) -> list[CheckpointDamaged]:
-    """The errors of directories with the name of a checkpoint that are no complete checkpoint."""
-    opened = [_open(folder) for folder in _checkpoint_folders(root)]
-    # A directory that has disappeared since was being deleted.
-    return [
-        error
-        for error in opened
-        if isinstance(error, CheckpointDamaged) and os.path.exists(error.path)
-    ]
-
-
-def _checkpoint_folders(root: Path) -> list[Path]:
-    """The directories with the name of a checkpoint, sorted; StoreError if `root` is unreadable."""
+def scan(root: Path) -> Scan:
+    """Looks at every checkpoint; StoreError if the directory cannot be read."""
     try:
         folders = sorted(root.iterdir())
     except OSError as error:  # an empty list would look like a run without checkpoints
         raise StoreError(f"{root} cannot be read: {error.strerror}") from error
-    return [folder for folder in folders if step_of(folder) is not None]
+    found: list[StoredCheckpoint] = []
+    healings, damaged = {}, []
+    for folder in folders:
+        step = step_of(folder)
+        if step is None:
+            continue
+        with suppress(OSError, ChecksumError):
+            healings[step] = checksummed_json.read(folder / HEALING)
+        try:
+            found.append(_open(folder))
+        except CheckpointDamaged as error:
+            if folder.exists():  # else the checkpoint was being deleted
+                damaged.append(error)
+    found.sort(key=lambda each: (each.manifest.step, each.manifest.attempt))
+    return Scan({each.manifest.step: each for each in found}, healings, damaged)
 
 
-def _open(folder: Path) -> StoredCheckpoint | CheckpointDamaged:
-    try:
-        record = read(folder)
-    except CheckpointDamaged as error:
-        return error
+def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[Saved]:
+    """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
+    saves = found.complete.values()
+    entries = [Saved.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
+    return Course.newest(found.healings).judged(entries)
+
+
+def _open(folder: Path) -> StoredCheckpoint:
+    record = read(folder)
     if folder.name != step_directory(record.step, record.attempt):
-        return _damaged(folder, f"is of step {record.step}, attempt {record.attempt}")
+        raise _damaged(folder, f"is of step {record.step}, attempt {record.attempt}")
     healing = None
     if record.healing or (folder / HEALING).exists():
         try:
             healing = checksummed_json.read(folder / HEALING)
         except OSError as error:
-            return _damaged(folder, f"cannot be read ({error.strerror})", HEALING)
+            raise _damaged(folder, f"cannot be read ({error.strerror})", HEALING) from None
         except ChecksumError as error:
-            return _damaged(folder, str(error), HEALING)
-    return missing_or_resized(folder, record) or StoredCheckpoint(folder, record, healing)
+            raise _damaged(folder, str(error), HEALING) from None
+    if (resized := missing_or_resized(folder, record)) is not None:
+        raise resized
+    return StoredCheckpoint(folder, record, healing)

@@ -14,7 +14,7 @@ import numpy as np
 
 from healcore.plugins.checkpoint_contents import Contents, ProbeError, dotted
 from healcore.runtime.store import CheckpointDamaged, StoreError, inspection, manifest
-from healcore.runtime.store.protocol import Saved
+from healcore.runtime.store.saved import Saved
 from healcore.tools.probe.formats import damaged_archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
 from healcore.tools.probe.limited_process import probe_paths
@@ -124,14 +124,14 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         return of_step and (not is_checkpoint or folder.name == path.name)
 
     try:
-        complete = manifest.complete(root)
-        broken = [each for each in manifest.incomplete(root) if wanted(Path(each.path))]
+        scan = manifest.scan(root)
     except StoreError as error:
         raise ProbeError(str(error)) from None
-    saved = manifest.listed(root, inputs.nonfinite_ok)
+    broken = [each for each in scan.damaged if wanted(Path(each.path))]
+    saved = manifest.listed(scan, inputs.nonfinite_ok)
     probed = [
         ProbedCheckpoint(each, tuple(manifest.find_damage(found, sorted(found.manifest.files))))
-        for each, found in zip(saved, complete.values(), strict=True)
+        for each, found in zip(saved, scan.complete.values(), strict=True)
         if wanted(found.folder)
     ]
     if not probed and not broken:

@@ -76,12 +76,13 @@ def _open_file(path: Path) -> Contents:
 
 def _open_store(root: Path, step: int | None) -> Contents:
     """Opens one checkpoint of a store."""
-    saves = manifest.complete(root)
+    scan = manifest.scan(root)
+    saves = scan.complete
     steps = ", ".join(map(str, saves)) or "none"
     if not saves or (step is not None and step not in saves):
         which = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         raise NothingToProbe(f"{root} has no {which}; complete steps: {steps}")
-    status = {each.step: each.status for each in manifest.listed(root, ())}
+    status = {each.step: each.status for each in manifest.listed(scan, ())}
     good = [at for at in saves if status[at] == "good"]
     chosen = max(good or saves) if step is None else step
     contents = _open_folder(saves[chosen].folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from healcore.runtime.store.directory import sweep
 from tests.runtime.store import store_cases
 from tests.runtime.store.programs import run
 
@@ -61,7 +62,7 @@ def test_killed_while_deleting(root):
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert before - CLUTTER < files(root) < before
     store = store_cases.DCP.make(root)
-    assert len(store.swept) == 1
+    assert len(sweep(root)) == 1
     assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "good")]
     assert store.damaged() == []
     store.verify(1)
