@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,9 +54,8 @@ class JaxCopier(Copier):
     memory. JAX copies shards on a GPU to pinned host memory asynchronously, and handles donation.
     """
 
-    def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
+    def flatten(self, state: Mapping[str, Any]) -> Flat:
         """Returns a state's structure and arrays. See `Copier.flatten`."""
-        del live
         encoder = _Encoder()
         entries = {
             name: encoder.encode(name, value)
@@ -73,7 +72,12 @@ class JaxCopier(Copier):
         self, parts: Sequence[Any], old: Sequence[Any]
     ) -> tuple[list[Any], Callable[[], None]]:
         """Copies shards. See `Copier.copy_parts`."""
-        copies = [None if self.on_cpu(part) else _pinned(part) for part in parts]
+        copies = [
+            None
+            if self.on_cpu(part)
+            else jax.device_put(part, part.sharding.with_memory_kind(PINNED))
+            for part in parts
+        ]
         pinned = [copy for copy in copies if copy is not None]
         here = [index for index, copy in enumerate(copies) if copy is None]
         sources = [np.asarray(parts[index]) for index in here]
@@ -170,7 +174,7 @@ class _Encoder:
             return None
         name = self._names.at(path)
         shape, dtype = list(value.shape), np.dtype(value.dtype).name
-        self.leaves[name] = Leaf(name, dtype, dict(shards_of(value)), Placement.of(value))
+        self.leaves[name] = Leaf(name, dtype, _shards_of(value), Placement.of(value))
         return {"array": {"name": name, "kind": kind, "dtype": dtype, "shape": shape, **extra}}
 
 
@@ -187,33 +191,17 @@ def _assembled(leaf: Leaf) -> np.ndarray:
         )
     result = np.empty(shape, first.dtype)
     for index, shard in shards.items():
-        result[slices_of(index)] = shard
+        result[tuple(slice(start, stop) for start, stop in index)] = shard
     return result
 
 
-def _pinned(part: jax.Array) -> jax.Array:
-    """Starts to copy a shard to pinned host memory."""
-    return jax.device_put(part, part.sharding.with_memory_kind(PINNED))
-
-
-def shards_of(array: Any) -> Iterator[tuple[Index, Any]]:
-    """Yields this process's shards of an array, without replicas. A NumPy array is one shard."""
+def _shards_of(array: Any) -> dict[Index, Any]:
+    """This process's shards of an array, without replicas. A NumPy array is one shard."""
     if not isinstance(array, jax.Array):
-        yield tuple((0, size) for size in array.shape), array
-        return
-    seen = set()
-    for shard in array.addressable_shards:
-        index = index_of(shard.index, array.shape)
-        if index not in seen:
-            seen.add(index)
-            yield index, shard.data
+        return {tuple((0, size) for size in array.shape): array}
+    return {index_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
 
 
 def index_of(slices: Any, shape: tuple[int, ...]) -> Index:
     """Converts the slices of a shard to (start, stop) per axis."""
     return tuple(axis.indices(size)[:2] for axis, size in zip(slices, shape, strict=True))
-
-
-def slices_of(index: Index) -> tuple[slice, ...]:
-    """Converts (start, stop) per axis to slices."""
-    return tuple(slice(start, stop) for start, stop in index)

@@ -75,6 +75,7 @@ class OrbaxStore(CheckpointStore):
     """
 
     format = "orbax"
+    root: Path
 
     def __init__(self, root: str | os.PathLike[str], *, in_memory: Keep | None = None) -> None:
         processes = CoordinatedRanks() if jax.process_count() > 1 else None

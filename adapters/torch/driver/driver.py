@@ -296,9 +296,8 @@ class TorchDriver:
         """A `MemoryStore`, or a `DCPStore` with copies in memory. Every rank has to call it."""
         if where is None:
             return MemoryStore()
-        members = self._members if initialized() else []
-        group = GlooRanks(members=members).group if members else None
-        return DCPStore(where, in_memory=IN_MEMORY, process_group=group)
+        ranks = GlooRanks(members=self._members) if initialized() else None
+        return DCPStore(where, in_memory=IN_MEMORY, ranks=ranks)
 
     def ranks(self) -> Ranks:
         """The ranks that step together, or all ranks if the engines decide alone.

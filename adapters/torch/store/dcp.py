@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +21,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from healcore.runtime.store import CheckpointStore, manifest, ranks, structure
+from healcore.runtime.store import CheckpointStore, manifest, structure
 from healcore.runtime.store.copies import StateCopy
 from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
+from healcore.runtime.store.ranks import on_each
 from healcore.runtime.store.retention import Keep
 from healcore.runtime.store.structure import Flat
 from healcore.torch import dcp_index
@@ -48,26 +50,25 @@ class DCPStore(CheckpointStore):
     Args:
         root: directory for this run's checkpoints only, the same for all ranks; created if needed.
         in_memory: copies to keep in host memory too, for fast rollbacks, or None for no copies.
-        process_group: a gloo group for the store alone; by default a new group, if the program has
-            several ranks. Every rank has to create the store.
+        ranks: the ranks that save together, or None for all ranks of the program. Every rank has to
+            create the store.
 
     Raises:
         StoreError: the directory cannot be used.
     """
 
     format = "dcp"
+    root: Path
 
     def __init__(
         self,
         root: str | os.PathLike[str],
         *,
         in_memory: Keep | None = None,
-        process_group: Any | None = None,
+        ranks: GlooRanks | None = None,
     ) -> None:
-        several = process_group is not None or initialized()
-        processes = GlooRanks(process_group) if several else None
-        copier = TorchCopier(processes.rank if processes else 0)
-        super().__init__(copier, root, keep=in_memory, ranks=processes)
+        ranks = ranks or (GlooRanks() if initialized() else None)
+        super().__init__(TorchCopier(ranks.rank if ranks else 0), root, keep=in_memory, ranks=ranks)
 
     @property
     def _group(self) -> Any:
@@ -102,10 +103,7 @@ class DCPStore(CheckpointStore):
     ) -> dict[str, Tensor]:
         nodes = structure.nodes_of(entries)
         reader = self._reader(checkpoint, nodes)
-        sharded = {
-            name: (p.to_local(), p._spec)  # type: ignore[attr-defined,operator]
-            for name, p in _moments_of_dtensors(entries, like).items()
-        }
+        sharded = _moments_of_dtensors(nodes, like)
         for leaf in live.leaves.values():
             if leaf.layout is not None:
                 sharded[leaf.name] = (leaf.parts[""], leaf.layout)
@@ -122,7 +120,7 @@ class DCPStore(CheckpointStore):
                 failure = next(iter(error.failures.values()))[0]
                 lines = str(failure).splitlines() or [""]
                 why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
-                raise checkpoint.damaged(manifest.DATA, why, malformed=True) from error
+                raise checkpoint.damaged(manifest.DATA, why) from error
         return targets
 
     def _reader(self, checkpoint: StoredCheckpoint, nodes: Mapping[str, Any]) -> FileSystemReader:
@@ -133,7 +131,7 @@ class DCPStore(CheckpointStore):
         data = checkpoint.folder / manifest.DATA
         wanted = {name: _stored_type(node) for name, node in nodes.items()}
 
-        index = ranks.on_each(
+        index = on_each(
             self.processes, lambda: _checked_index(data, wanted) if wanted else Metadata({})
         )
         reader = FileSystemReader(data)
@@ -174,31 +172,25 @@ def _checked_index(
 
 
 def _moments_of_dtensors(
-    entries: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Array name of a saved moment -> the DTensor parameter that gives its sharding.
+    nodes: Mapping[str, Any], like: Mapping[str, Any]
+) -> dict[str, tuple[Tensor, Any]]:
+    """Array name of a saved moment -> local part and spec of its parameter, if that is a DTensor.
 
     A fresh optimizer has no moments to restore into. As plain tensors, moments of DTensors (FSDP2,
     tensor parallel) would be whole on every rank, and the first step would raise.
     """
-    parameters: dict[str, Tensor] = {}
+    sharded = {}
     for name, live in like.items():
         if not isinstance(live, Optimizer):
             continue
-        params = [p for group in live.param_groups for p in group["params"]]
-        for index, node in _pairs(dict(_pairs(entries[name]["tree"])).get("state")):
-            if not isinstance(index, int) or index >= len(params):
-                continue
-            p = params[index]
-            if hasattr(p, "to_local"):
-                arrays = structure.arrays_of(node)
-                parameters |= {a["name"]: p for a in arrays if a["shape"] == list(p.shape)}
-    return parameters
-
-
-def _pairs(node: Any) -> list[Any]:
-    """The (encoded key, node) pairs of a dictionary's node."""
-    return node.get("dict", []) if isinstance(node, dict) else []
+        params: list[Any] = [p for group in live.param_groups for p in group["params"]]
+        moments = re.compile(re.escape(name) + r"\.state\.(\d+)\.")
+        for array, node in nodes.items():
+            match = moments.match(array)
+            p = params[int(match[1])] if match and int(match[1]) < len(params) else None
+            if hasattr(p, "to_local") and node["shape"] == list(p.shape):
+                sharded[array] = p.to_local(), p._spec
+    return sharded
 
 
 def _stored_type(node: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:

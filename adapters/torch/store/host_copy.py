@@ -27,9 +27,9 @@ class TorchCopier(Copier):
         super().__init__()
         self.rank = rank
 
-    def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
+    def flatten(self, state: Mapping[str, Any]) -> Flat:
         """Splits a state into JSON and tensors. See `Copier.flatten`."""
-        return flatten(state, self.rank, live=live)
+        return flatten(state, self.rank)
 
     def copy_parts(
         self, parts: Sequence[Tensor], old: Sequence[Tensor]

@@ -21,17 +21,16 @@ from healcore.torch.live_state import identities
 from healcore.torch.plain_values import node_of
 
 
-def flatten(state: Mapping[str, Any], rank: int = 0, *, live: bool = False) -> Flat:
+def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
     """Splits a state into JSON and arrays, without copies. UnsavableState for an unsavable value.
 
     The part of a leaf is a plain tensor on any device: the tensor, the local part of a DTensor, or
     the bytes of a NumPy array. The layout is the DTensorSpec of a DTensor, else None.
 
     Writers assume that arrays of one name are equal on every rank. So arrays of an object with
-    ``per_rank = True`` (a random generator, a data loader) have the rank in their names. A `live`
-    state may hold values that cannot be saved.
+    ``per_rank = True`` (a random generator, a data loader) have the rank in their names.
     """
-    flattener = _Flattener(rank, live)
+    flattener = _Flattener(rank)
     entries = {
         name: flattener.entry(name, value) for name, value in structure.checked_names(state).items()
     }
@@ -43,11 +42,10 @@ def flatten(state: Mapping[str, Any], rank: int = 0, *, live: bool = False) -> F
 class _Flattener:
     """Collects the arrays while a tree is encoded."""
 
-    def __init__(self, rank: int, live: bool) -> None:
+    def __init__(self, rank: int) -> None:
         self.leaves: dict[str, Leaf] = {}
         self._names = structure.Names()
         self._rank = rank
-        self._live = live
         self._encoded: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._deduplicates = False
 
@@ -68,10 +66,8 @@ class _Flattener:
         is_array = type(value) is np.ndarray or isinstance(value, np.generic)
         if is_array and _is_portable(value.dtype):
             return {"array": self._encode_numpy(path, value)}
-        if (node := node_of(value)) is not None:
-            return {"torch": node}
-        # Schedulers and loaders may have any object in their state, such as a partial or a path.
-        return {"unsavable": structure.class_name(type(value))} if self._live else None
+        node = node_of(value)
+        return None if node is None else {"torch": node}
 
     def _encode_tensor(self, path: tuple[Any, ...], value: Tensor) -> dict[str, Any]:
         spec = getattr(value, "_spec", None) if hasattr(value, "to_local") else None
@@ -186,37 +182,21 @@ def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
 
 
 def _mismatches(name: str, live: Any, state: Any) -> list[str]:
+    wrong, pairs = [], [(name, live, state)]
     if isinstance(live, nn.Module):
-        return _tensor_mismatches(name, live.state_dict(), state)
-    if isinstance(live, torch.optim.Optimizer):
-        if not isinstance(state, Mapping) or "param_groups" not in state:
-            return [f"{name} is not an optimizer's state"]
-        sizes = [len(group["params"]) for group in live.param_groups]
-        saved = [len(group["params"]) for group in state["param_groups"]]
-        if sizes != saved:
-            return [f"{name} has groups of {saved} parameters, but {sizes} in the live state"]
-        return []
-    if hasattr(live, "load_state_dict"):
-        return []
-    if isinstance(live, Tensor) and isinstance(state, Tensor):
-        return _shape_mismatch(name, live, state)
-    if not isinstance(live, (dict, list)):
-        return [f'"{name}" is a {type(live).__name__}, which cannot be changed in place']
-    return []
-
-
-def _tensor_mismatches(name: str, live: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    wrong = [f"{name}.{key} is not in both states" for key in live.keys() ^ state.keys()]
-    for key in live.keys() & state.keys():
-        old, new = live[key], state[key]
-        if isinstance(old, Tensor) and isinstance(new, Tensor):
-            wrong += _shape_mismatch(f"{name}.{key}", old, new)
+        own = live.state_dict()
+        wrong = [f"{name}.{key} is not in both states" for key in own.keys() ^ state.keys()]
+        pairs = [(f"{name}.{key}", own[key], state[key]) for key in own.keys() & state.keys()]
+    elif hasattr(live, "load_state_dict"):
+        return []  # a restore has compared its identity
+    elif not isinstance(live, dict | list) and not (
+        isinstance(live, Tensor) and isinstance(state, Tensor)
+    ):
+        wrong = [f'"{name}" is a {type(live).__name__}, which cannot be changed in place']
+    for place, old, new in pairs:
+        if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape != new.shape:
+            wrong.append(f"{place} has the shape {tuple(new.shape)}, not {tuple(old.shape)}")
     return sorted(wrong)
-
-
-def _shape_mismatch(name: str, live: Tensor, state: Tensor) -> list[str]:
-    wrong = f"{name} has the shape {tuple(state.shape)}, not {tuple(live.shape)}"
-    return [] if live.shape == state.shape else [wrong]
 
 
 @torch.no_grad()

@@ -338,9 +338,7 @@ class Restorer:
             problem = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             path = next((s.path for s in self.saves() if s.step == result.step), None) or WHERE
             text = f"holds values that healcore does not write ({problem})"
-            self._log_damage(
-                CheckpointDamaged(result.step, path, "its content", text, malformed=True)
-            )
+            self._log_damage(CheckpointDamaged(result.step, path, "its content", text))
             left = left[left.index(result.step) + 1 :]
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} can be loaded: {problem}")
 

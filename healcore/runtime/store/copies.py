@@ -72,12 +72,8 @@ class Copier(ABC):
     # -- the framework's part -------------------------------------------------------------------
 
     @abstractmethod
-    def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
-        """The structure and arrays of a state, not copied; UnsavableState if it cannot be saved.
-
-        A `live` state is only compared with a saved state, and may hold values that cannot be
-        saved.
-        """
+    def flatten(self, state: Mapping[str, Any]) -> Flat:
+        """The structure and arrays of a state, not copied; UnsavableState if it cannot be saved."""
 
     @abstractmethod
     def copy_parts(
@@ -172,7 +168,7 @@ class Copier(ABC):
         live = {name: like[name] for name in like if name in saved or name not in optional}
         if not live:
             return {}, {}, Flat({}, {}, {})
-        flat = self.flatten(live, live=True)
+        flat = self.flatten(live)
         wrong = [f'"{name}" is missing in the saved state' for name in live if name not in saved]
         for name, entry in flat.entries.items():
             if name not in saved:

@@ -53,7 +53,7 @@ def only_written_by_healcore(checkpoint: StoredCheckpoint) -> Iterator[None]:
         raise
     except _CRAFTED as error:
         why = f"holds a state that healcore does not write ({type(error).__name__}: {error!s:.200})"
-        raise checkpoint.damaged(STATE, why, malformed=True) from error
+        raise checkpoint.damaged(STATE, why) from error
 
 
 def _rank_file(rank: int) -> str:

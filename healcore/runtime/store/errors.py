@@ -22,8 +22,6 @@ class CheckpointDamaged(StoreError):
     file: str
     """The file (or array) that differs, relative to `path`."""
     difference: str
-    malformed: bool = False
-    """Whether the digests are right but this version of healcore cannot read the content."""
 
     def _message(self) -> str:
         return (

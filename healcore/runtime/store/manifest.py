@@ -12,7 +12,6 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
 
@@ -83,10 +82,9 @@ class StoredCheckpoint(NamedTuple):
     healing: dict[str, Any] | None
     """The healing state, or None if the checkpoint has none."""
 
-    def damaged(self, file: str, difference: str, *, malformed: bool = False) -> CheckpointDamaged:
+    def damaged(self, file: str, difference: str) -> CheckpointDamaged:
         """Makes the error for a damaged file of this checkpoint."""
-        step = self.manifest.step
-        return CheckpointDamaged(step, str(self.folder), file, difference, malformed)
+        return _damaged(self.folder, difference, file)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -102,16 +100,12 @@ def read(folder: Path) -> Manifest:
     Raises:
         CheckpointDamaged: the manifest is missing, torn, altered or of another schema.
     """
+    content = _read_json(folder, MANIFEST)
+    if content.pop("schema", None) != SCHEMA:
+        raise _damaged(folder, "is of another version of healcore: resume with that version")
+    known = {key: content[key] for key in Manifest._fields if key in content}
     try:
-        content = checksummed_json.read(folder / MANIFEST)
-        if content.pop("schema", None) != SCHEMA:
-            raise _damaged(folder, "is of another version of healcore: resume with that version")
-        known = {key: content[key] for key in Manifest._fields if key in content}
         return _MANIFEST.validate_json(json.dumps(known), strict=True)
-    except OSError as error:
-        raise _damaged(folder, f"cannot be read ({error.strerror})") from None
-    except ChecksumError as error:
-        raise _damaged(folder, str(error)) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -119,34 +113,36 @@ def read(folder: Path) -> Manifest:
         raise _damaged(folder, why) from None
 
 
+def _read_json(folder: Path, file: str) -> dict[str, Any]:
+    try:
+        return checksummed_json.read(folder / file)
+    except OSError as error:
+        raise _damaged(folder, f"cannot be read ({error.strerror})", file) from None
+    except ChecksumError as error:
+        raise _damaged(folder, str(error), file) from None
+
+
 def _damaged(folder: Path, difference: str, file: str = MANIFEST) -> CheckpointDamaged:
     return CheckpointDamaged(step_of(folder) or 0, str(folder), file, difference)
 
 
-def missing_or_resized(folder: Path, manifest: Manifest) -> CheckpointDamaged | None:
-    """The error for the first file that is missing or has another size; reads no data."""
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointDamaged for a file that is missing or has another size; reads no data."""
     for name, digest in manifest.files.items():
         try:
             status = (folder / name).lstat()
         except OSError as error:
-            return _damaged(folder, f"is missing ({error.strerror})", name)
+            raise _damaged(folder, f"is missing ({error.strerror})", name) from None
         if not stat.S_ISREG(status.st_mode):
-            return _damaged(folder, "is no regular file", name)
+            raise _damaged(folder, "is no regular file", name)
         if status.st_size != digest.bytes:
             why = f"has {status.st_size} bytes instead of {digest.bytes}"
-            return _damaged(folder, why, name)
-    return None
+            raise _damaged(folder, why, name)
 
 
 def check(checkpoint: StoredCheckpoint, rank: int, world: int) -> None:
-    """Recomputes the digests of this rank's share of the files.
-
-    Raises:
-        CheckpointDamaged: a file is missing, or has another size or digest.
-    """
-    names = sorted(checkpoint.manifest.files)[rank::world]
-    resized = missing_or_resized(checkpoint.folder, checkpoint.manifest)
-    for error in [resized] if resized else find_damage(checkpoint, names):
+    """Recomputes the digests of a rank's share of the files; CheckpointDamaged for a difference."""
+    for error in find_damage(checkpoint, sorted(checkpoint.manifest.files)[rank::world]):
         raise error
 
 
@@ -197,15 +193,13 @@ def scan(root: Path) -> Scan:
     except OSError as error:  # an empty list would look like a run without checkpoints
         raise StoreError(f"{root} cannot be read: {error.strerror}") from error
     found: list[StoredCheckpoint] = []
-    healings, damaged = {}, []
+    healings: dict[int, dict[str, Any]] = {}
+    damaged: list[CheckpointDamaged] = []
     for folder in folders:
-        step = step_of(folder)
-        if step is None:
+        if step_of(folder) is None:
             continue
-        with suppress(OSError, ChecksumError):
-            healings[step] = checksummed_json.read(folder / HEALING)
         try:
-            found.append(_open(folder))
+            found.append(_open(folder, healings))
         except CheckpointDamaged as error:
             if folder.exists():  # else the checkpoint was being deleted
                 damaged.append(error)
@@ -220,18 +214,17 @@ def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[Saved]:
     return Course.newest(found.healings).judged(entries)
 
 
-def _open(folder: Path) -> StoredCheckpoint:
+def _open(folder: Path, healings: dict[int, dict[str, Any]]) -> StoredCheckpoint:
+    """Opens a complete checkpoint. Adds its healing state to `healings`, if that is intact."""
+    healing = damage = None
+    try:
+        healing = healings[step_of(folder) or 0] = _read_json(folder, HEALING)
+    except CheckpointDamaged as error:
+        damage = error
     record = read(folder)
     if folder.name != step_directory(record.step, record.attempt):
         raise _damaged(folder, f"is of step {record.step}, attempt {record.attempt}")
-    healing = None
-    if record.healing or (folder / HEALING).exists():
-        try:
-            healing = checksummed_json.read(folder / HEALING)
-        except OSError as error:
-            raise _damaged(folder, f"cannot be read ({error.strerror})", HEALING) from None
-        except ChecksumError as error:
-            raise _damaged(folder, str(error), HEALING) from None
-    if (resized := missing_or_resized(folder, record)) is not None:
-        raise resized
+    if damage is not None and (record.healing or (folder / HEALING).exists()):
+        raise damage
+    _check_sizes(folder, record)
     return StoredCheckpoint(folder, record, healing)

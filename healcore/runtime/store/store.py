@@ -217,7 +217,7 @@ class CheckpointStore(Writer):
         on_disk = {} if self.root is None else manifest.scan(self.root).healings
         return on_disk | self.ring.healings()
 
-    def verify(self, step: int) -> Saved:
+    def verify(self, step: int) -> None:
         """Recomputes every digest of the files, or of the copy in memory if there are no files.
 
         Raises:
@@ -229,7 +229,6 @@ class CheckpointStore(Writer):
             self._check_files(stored)
         elif copy is not None:
             ranks.on_each(self.processes, lambda: self.copier.check(copy))
-        return next(saved for saved in self.steps() if saved.step == step)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies a checkpoint and reads it, from memory if possible.
@@ -351,7 +350,7 @@ class CheckpointStore(Writer):
         if self.root is None:
             raise StoreError(f"{line}: pass a directory as the store")
         console.warning(f"{line}: checkpoints go to disk only")
-        self.ring = Ring(None)
+        self.ring.keep, self.ring.copies = None, {}
 
     def _inspected(self, copy: StateCopy) -> tuple[tuple[str, ...], float, bool]:
         """The names of arrays with NaN or Inf, the clock time, and whether memory has room."""

@@ -87,12 +87,11 @@ class Listed(CheckpointStore):
     def submit(self, step: int, job: Callable[[], None]) -> Any:
         job()
 
-    def verify(self, step: int) -> Saved:
+    def verify(self, step: int) -> None:
         if step not in self.saves:
             raise CheckpointNotFound(step, list(self.saves), "a list")
         if step in self.corrupt:
             raise CheckpointDamaged(step, "a list", "it", "is damaged")
-        return self.saves[step]
 
     def restore(self, step: int, like: Any) -> Restored:
         self.verify(step)

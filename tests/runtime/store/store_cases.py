@@ -229,13 +229,10 @@ def mark_good(store: CheckpointStore, step: int) -> None:
     store.commit(step, {**healing, "proven": step})
 
 
-def prune(store: CheckpointStore, keep: Keep) -> list[int]:
-    """Deletes superfluous checkpoints; returns their steps."""
-    before = [saved.step for saved in store.steps()]
+def prune(store: CheckpointStore, keep: Keep) -> None:
+    """Deletes superfluous checkpoints."""
     for step in superfluous(store.steps(), keep):
         store.delete(step)
-    remaining = {saved.step for saved in store.steps()}
-    return [step for step in before if step not in remaining]
 
 
 def held_bytes(store: CheckpointStore) -> int:

@@ -15,7 +15,7 @@ from healcore.runtime.store.directory import sweep
 from tests.runtime.store import store_cases
 from tests.runtime.store.programs import run
 
-# MemoryStore is not here: it dies with its process, and is only ever a tier before one of these.
+# MemoryStore is not here: it dies with its process.
 STORES = ("dcp", "torch-tiers", "orbax", "jax-tiers")
 KILLS = [
     pytest.param(10, STORES, id="10 each"),  # one process for all: importing takes longer

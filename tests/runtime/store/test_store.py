@@ -11,7 +11,15 @@ from healcore.runtime.store import (
     StateMismatch,
     StoreError,
 )
-from tests.runtime.store.store_cases import ALL, Cursor, StoreCase, over, same_states
+from tests.runtime.store.store_cases import (
+    ALL,
+    DISKS,
+    TIERS,
+    Cursor,
+    StoreCase,
+    over,
+    same_states,
+)
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 
@@ -128,3 +136,34 @@ def test_a_fault_while_the_copy_is_taken_loses_nothing(case, store):
     assert [saved.step for saved in store.steps()] == [7]
     store.verify(7)
     assert same_states(case.state(1), store.restore(7, case.state(1)).state)
+
+
+@over(*DISKS, *TIERS)  # memory keeps no such copy
+def test_they_can_be_named_later(case, tmp_path):
+    store = case.make(tmp_path)
+    store.save(1, case.with_nan(), healing={"attempts": [0], "proven": 9})
+    store.wait()
+    saved = store.steps()[0]
+    assert saved.status == "candidate"
+    assert not saved.finite
+    assert saved.nonfinite == ("weights.bfloat16",)
+    store.nonfinite_ok += ("weights.b*16",)
+    assert store.steps()[0].finite
+    assert store.steps()[0].nonfinite == ()
+    store.verify(1)
+    assert store.steps()[0].status == "good"
+    store.nonfinite_ok = ()
+    assert not store.steps()[0].finite
+
+
+@over(*ALL)
+def test_nonfinite_entries_are_found_without_a_save(case, tmp_path):
+    store = case.make(tmp_path)
+    assert store.nonfinite_in(case.state(0)) == ()
+    assert store.nonfinite_in(case.with_nan()) == ("weights.bfloat16",)
+    assert store.steps() == []
+    store.nonfinite_ok += store.nonfinite_in(case.with_nan())
+    store.save(1, case.with_nan())
+    store.save(2, case.state(0))
+    store.wait()
+    assert all(saved.finite for saved in store.steps())

@@ -142,9 +142,6 @@ def test_apply_touches_nothing_if_one_part_does_not_fit():
     restored = {"model": other.state_dict(), "optimizer": run.optimizer.state_dict()}
     with pytest.raises(StateMismatch, match=r"model\."):
         apply(run.state, restored)
-    small = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).state_dict()
-    with pytest.raises(StateMismatch, match="groups"):
-        apply(run.state, {"model": run.model.state_dict(), "optimizer": small})
     assert same(before, run.everything())
 
 
