@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from healcore.runtime.store import structure
 from healcore.runtime.store.copies import Copier
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.inspection import map_in_threads
 from healcore.runtime.store.structure import Flat, Leaf
+from healcore.torch.live_state import identities
 from healcore.torch.plain_values import value_of
-from healcore.torch.store.state import flatten, with_class
+from healcore.torch.store.state import Flattener, with_class
 
 
 class TorchCopier(Copier):
@@ -29,7 +31,11 @@ class TorchCopier(Copier):
 
     def flatten(self, state: Mapping[str, Any]) -> Flat:
         """Splits a state into JSON and tensors. See `Copier.flatten`."""
-        return flatten(state, self.rank)
+        flattener, named = Flattener(self.rank), structure.checked_names(state)
+        entries = {name: flattener.entry(name, value) for name, value in named.items()}
+        for name, identity in identities(state).items():
+            entries[name]["identity"] = identity
+        return Flat(entries, flattener.leaves, {})
 
     def copy_parts(
         self, parts: Sequence[Tensor], old: Sequence[Tensor]

@@ -16,13 +16,12 @@ from healcore.runtime.store.errors import (
     StoreError,
     UnsavableState,
 )
-from healcore.runtime.store.structure import Flat, Leaf
-from healcore.torch.live_state import identities
+from healcore.runtime.store.structure import Leaf
 from healcore.torch.plain_values import node_of
 
 
-def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
-    """Splits a state into JSON and arrays, without copies. UnsavableState for an unsavable value.
+class Flattener:
+    """Encodes values as JSON, and collects their arrays without copies.
 
     The part of a leaf is a plain tensor on any device: the tensor, the local part of a DTensor, or
     the bytes of a NumPy array. The layout is the DTensorSpec of a DTensor, else None.
@@ -30,17 +29,6 @@ def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
     Writers assume that arrays of one name are equal on every rank. So arrays of an object with
     ``per_rank = True`` (a random generator, a data loader) have the rank in their names.
     """
-    flattener = _Flattener(rank)
-    entries = {
-        name: flattener.entry(name, value) for name, value in structure.checked_names(state).items()
-    }
-    for name, identity in identities(state).items():
-        entries[name]["identity"] = identity
-    return Flat(entries, flattener.leaves, {})
-
-
-class _Flattener:
-    """Collects the arrays while a tree is encoded."""
 
     def __init__(self, rank: int) -> None:
         self.leaves: dict[str, Leaf] = {}
@@ -50,6 +38,7 @@ class _Flattener:
         self._deduplicates = False
 
     def entry(self, name: str, value: Any) -> dict[str, Any]:
+        """The entry of a value of the state; UnsavableState for an unsavable value."""
         stateful = hasattr(value, "state_dict")
         per_rank = bool(structure.attribute(value, "per_rank"))
         tree = value.state_dict() if stateful else value
