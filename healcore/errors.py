@@ -36,7 +36,6 @@ from healcore.runtime.store import (
     StoreInUse,
     UnsavableState,
 )
-from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.ranks import RankFailed
 
 __all__ = [
@@ -68,6 +67,5 @@ __all__ = [
     "UnknownState",
     "UnsavableState",
     "UnsplittableBatch",
-    "Untrusted",
     "UnusableLoader",
 ]

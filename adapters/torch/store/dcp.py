@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from healcore.runtime.store import CheckpointStore, manifest, structure
 from healcore.runtime.store.copies import StateCopy
-from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import on_each
@@ -128,33 +127,32 @@ class DCPStore(CheckpointStore):
 
         If one rank rejects the index, all ranks raise.
         """
-        data = checkpoint.folder / manifest.DATA
         wanted = {name: _stored_type(node) for name, node in nodes.items()}
-
-        index = on_each(
-            self.processes, lambda: _checked_index(data, wanted) if wanted else Metadata({})
-        )
-        reader = FileSystemReader(data)
+        index = on_each(self.processes, lambda: _checked_index(checkpoint, wanted))
+        reader = FileSystemReader(checkpoint.folder / manifest.DATA)
         reader.read_metadata = lambda *args, **kwargs: index  # DCP would unpickle its file
         return reader
 
 
 def _checked_index(
-    data: Path, wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    checkpoint: StoredCheckpoint, wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> Metadata:
     """DCP's index, with the part for some tensors, read without pickle.
 
     Other entries stay out, because DCP unpickles values that are not tensors.
 
     Args:
-        data: directory of DCP's files.
+        checkpoint: the checkpoint.
         wanted: name -> required dtype and shape of a tensor.
 
     Raises:
-        Untrusted: a tensor is missing or differs, or the index is not as DCP writes it.
+        CheckpointDamaged: a tensor is missing or differs, or the index is not as DCP writes it.
     """
+    if not wanted:
+        return Metadata({})
+    file = f"{manifest.DATA}/{dcp_index.INDEX}"
     try:
-        index = dcp_index.read(data / dcp_index.INDEX)
+        index = dcp_index.read(checkpoint.folder / file)
         for name, required in wanted.items():
             entry = index.state_dict_metadata.get(name)
             if not isinstance(entry, TensorStorageMetadata):
@@ -163,10 +161,7 @@ def _checked_index(
                 actual = f"{entry.properties.dtype}{list(entry.size)}"
                 raise ValueError(f"{name:.200} is {actual:.200}, not {required}")
     except (OSError, ValueError) as error:
-        raise Untrusted(
-            f"{data / dcp_index.INDEX} is not what DCP writes: {error}. Nothing was restored: use "
-            "an older checkpoint"
-        ) from None
+        raise checkpoint.damaged(file, f"is not what DCP writes: {error}") from None
     index.state_dict_metadata = {name: index.state_dict_metadata[name] for name in wanted}
     return index
 
@@ -187,7 +182,9 @@ def _moments_of_dtensors(
         moments = re.compile(re.escape(name) + r"\.state\.(\d+)\.")
         for array, node in nodes.items():
             match = moments.match(array)
-            p = params[int(match[1])] if match and int(match[1]) < len(params) else None
+            if match is None or int(match[1]) >= len(params):
+                continue
+            p = params[int(match[1])]
             if hasattr(p, "to_local") and node["shape"] == list(p.shape):
                 sharded[array] = p.to_local(), p._spec
     return sharded

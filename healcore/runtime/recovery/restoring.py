@@ -50,7 +50,6 @@ from healcore.runtime.store import (
     StoreError,
 )
 from healcore.runtime.store.copies import WHERE
-from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each, on_first
 from healcore.runtime.store.structure import attribute
 
@@ -325,7 +324,7 @@ class Restorer:
                 failure = error
             if isinstance(failure, StateMismatch) and failure.step is None:
                 failure = StateMismatch(result.step, failure.differences)
-            ends = isinstance(failure, (StateMismatch, Untrusted, MemoryError))
+            ends = isinstance(failure, (StateMismatch, MemoryError))
             outcomes = self.ranks.gather(None if failure is None else ends)
             if loaded is not None and not any(each is not None for each in outcomes):
                 if loaded[1].problem:

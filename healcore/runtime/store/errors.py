@@ -90,10 +90,6 @@ class UnsavableState(StoreError, TypeError):
     """The state holds a value that a checkpoint cannot hold."""
 
 
-class Untrusted(StoreError):
-    """A pickled index of DCP holds more than plain values: reading it could run code."""
-
-
 def unsavable_error(place: str, value: object) -> UnsavableState:
     """The error for a value at `place` that only pickle can save."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
