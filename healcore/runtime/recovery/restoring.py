@@ -28,7 +28,6 @@ from healcore.runtime.recovery.checkpoint_choice import (
     CheckpointChoice,
     choose,
     common_to_ranks,
-    newest_until,
 )
 from healcore.runtime.recovery.engine_states import (
     after_rollback,
@@ -184,7 +183,7 @@ class Restorer:
 
     def _choose(self, order: Order) -> CheckpointChoice:
         if order.better is not None:
-            return newest_until(self.saves(), order.better)
+            return choose(self.saves(), onset=order.better, exact=True)
         past = self.ledger.same_trouble(order.onset, self.policy.region)
         started = () if self.started_from is None else (self.started_from,)
         return choose(
