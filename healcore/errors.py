@@ -35,7 +35,6 @@ from healcore.runtime.store import (
     StoreInUse,
     UnsavableState,
 )
-from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.ranks import RankFailed
 
 __all__ = [
@@ -66,6 +65,5 @@ __all__ = [
     "Terminated",
     "UnknownState",
     "UnsavableState",
-    "Untrusted",
     "UnusableLoader",
 ]

@@ -36,7 +36,7 @@ from healcore.jax.optax_states import ScaleByHealLrState, scale_by_heal_lr, set_
 from healcore.jax.transform import ProtectState, heal, heal_zclip, protect  # noqa: E402
 
 if TYPE_CHECKING:
-    from healcore.jax.store import Keep, MemoryStore, OrbaxStore, TieredStore
+    from healcore.jax.store import Keep, MemoryStore, OrbaxStore
 
 __all__ = [
     "Action",
@@ -52,7 +52,6 @@ __all__ = [
     "ScaleByHealLrState",
     "SignalError",
     "StateError",
-    "TieredStore",
     "commit",
     "expect_change",
     "from_dict",
@@ -69,7 +68,7 @@ __all__ = [
     "without_heal_state",
 ]
 
-_STORES = frozenset({"Keep", "MemoryStore", "OrbaxStore", "TieredStore"})
+_STORES = frozenset({"Keep", "MemoryStore", "OrbaxStore"})
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.runtime.healing_report import HealingReport
-    from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
+    from healcore.torch.store import DCPStore, Keep, MemoryStore
     from healcore.torch.trainers.arctic import arctic_callbacks
     from healcore.torch.trainers.deepspeed.attachment import heal_engine
     from healcore.torch.trainers.deepspeed.state import engine_state
@@ -57,7 +57,6 @@ __all__ = [
     "Report",
     "SignalError",
     "StateError",
-    "TieredStore",
     "arctic_callbacks",
     "attach",
     "engine_state",
@@ -66,7 +65,7 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
+    **dict.fromkeys(("DCPStore", "Keep", "MemoryStore"), "healcore.torch.store"),
     "arctic_callbacks": "healcore.torch.trainers.arctic",
     "engine_state": "healcore.torch.trainers.deepspeed.state",
     "heal_engine": "healcore.torch.trainers.deepspeed.attachment",

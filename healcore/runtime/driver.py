@@ -17,7 +17,7 @@ from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.microbatches.window import Gradients
-from healcore.runtime.store.protocol import CheckpointStore
+from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.structure import attribute
 
@@ -243,15 +243,8 @@ class Driver(Protocol):
         """Opens every engine's grace window."""
         ...
 
-    def state_bytes(self) -> int:
-        """Bytes of one copy of the state in this process, including moments not created yet."""
-        ...
-
-    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
-        """The default store: host memory, and a directory unless `where` is None.
-
-        `nonfinite_ok` is an option of `healcore.Checkpoints`.
-        """
+    def store(self, where: Any) -> CheckpointStore:
+        """The default store: host memory, and a directory unless `where` is None."""
         ...
 
     def ranks(self) -> Ranks:

@@ -103,7 +103,7 @@ class Healer(Generic[State]):
         state: the live state, which checkpoints save. torch: name -> module, optimizer, scheduler,
             scaler, or any object with `state_dict`; the Healer attaches to the optimizers. JAX:
             the pytree that the step returns, or name -> nnx module and optimizer.
-        store: a directory for checkpoints (with a faster tier in host memory), a
+        store: a directory for checkpoints (with copies in host memory), a
             `CheckpointStore`, or None for host memory only, which is lost with the process.
         loss_fn: returns the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
             `loss_fn(state, batch)` if the state is a pytree. The Healer calls it with

@@ -15,17 +15,16 @@ import pytest
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.recovery.restoring import Restorer
-from healcore.runtime.store import files
-from healcore.runtime.store.tiered import TieredStore
+from healcore.runtime.store import CheckpointStore, files
 from tests.healer.crashes import Crash, end_without_log
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 POINTS = [
-    (TieredStore, "restore"),
+    (CheckpointStore, "restore"),
     (Restorer, "_load_state"),
     (LoaderRegistry, "rewind"),
     (CheckpointManager, "begin_attempt"),
-    (TieredStore, "commit"),
+    (CheckpointStore, "commit"),
     (files, "replace"),
     (CheckpointManager, "report_store_errors"),
 ]

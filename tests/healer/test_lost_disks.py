@@ -60,7 +60,7 @@ def test_a_directory_that_was_deleted(framework, tmp_path, caplog):
     problems = [event["problem"] for event in logged(found, "problem")]
     assert any("cannot be read" in each and "in memory" in each for each in problems)
     assert any("rollback is not on disk" in each for each in problems)
-    assert "has it been deleted" in logged(found, "save_failed")[-1]["problem"]
+    assert "No such file" in logged(found, "save_failed")[-1]["problem"]
 
 
 @BOTH
@@ -74,13 +74,13 @@ def test_a_disk_that_comes_back_has_nothing_of_the_branch_that_was_left(framewor
             healer.store.wait()
             folder.rename(away)
         if healer.rollbacks and healer.step == 22 and away.exists():
-            seen["before"] = statuses(healer.store.disk)
+            seen["before"] = statuses(healer.store)
             away.rename(folder)
-            seen["back"] = statuses(healer.store.disk)
+            seen["back"] = statuses(healer.store)
 
     def statuses(disk: Any) -> Any:
         try:
-            return {saved.step: saved.status for saved in disk.steps()}
+            return {saved.step: saved.status for saved in disk.steps_on_disk()}
         except StoreError:
             return "gone"
 

@@ -34,8 +34,6 @@ from healcore.runtime.loop.termination import (
     Terminated,
 )
 from healcore.runtime.store import Keep
-from healcore.runtime.store.memory import SnapshotStore
-from healcore.runtime.store.tiered import TieredStore
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt, with_answers
@@ -71,21 +69,18 @@ def does_not_list(healer: Healer, number: int) -> None:
 def forgets(healer: Healer, number: int) -> None:
     """This rank's memory has lost the snapshots that the other one's has."""
     if number == BAD:
-        assert isinstance(healer.store, TieredStore)
-        for saved in healer.store.memory.steps():
-            healer.store.memory.delete(saved.step)
+        healer.store.join()
+        healer.store.ring.copies = {}
 
 
 def rots(healer: Healer, number: int) -> None:
     """A bit of the newest snapshots in this rank's memory flips."""
     if number == BAD:
         store = healer.store
-        memory = store.memory if isinstance(store, TieredStore) else store
-        assert isinstance(memory, SnapshotStore)
-        for saved in memory.steps():
-            if saved.step >= 15:
-                with memory.reading(saved.step) as copy:
-                    next(memory.copier.blocks(copy.flat.leaves)).raw[0] ^= 1
+        store.join()
+        for step, copy in store.ring.copies.items():
+            if step >= 15:
+                next(store.copier.blocks(copy.flat.leaves)).raw[0] ^= 1
 
 
 def loses_a_shard(healer: Healer, number: int) -> None:
@@ -95,7 +90,7 @@ def loses_a_shard(healer: Healer, number: int) -> None:
         store.wait()
         forgets(healer, number)
         if dist.get_rank() == 1:
-            (shard,) = store.disk.root.glob("step-*15.*/**/__1_0.distcp")
+            (shard,) = store.root.glob("step-*15.*/**/__1_0.distcp")
             data = bytearray(shard.read_bytes())
             data[len(data) // 2] ^= 1
             shard.write_bytes(data)

@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from healcore.jax.store import OrbaxStore
+from healcore.runtime.store.directory import sweep
 from tests.jax.processes import free_port, join
 
 HEARTBEATS_S = 10
@@ -79,6 +80,8 @@ def one_process(process: int, port: str, root: Path, aim: Aim | None) -> int:
     faulthandler.dump_traceback_later(BOUND, exit=True)
     join(process, 2, port, heartbeat_timeout_seconds=HEARTBEATS_S)
     mesh = jax.make_mesh((2,), ("data",))
+    if process == 0:
+        sweep(root)  # as the next Healer does
     store = OrbaxStore(root)
     assert store.damaged() == [], store.damaged()
     found = [each.step for each in store.steps()]

@@ -90,7 +90,6 @@ SURFACE = {
         "Report",
         "SignalError",
         "StateError",
-        "TieredStore",
         "arctic_callbacks",
         "attach",
         "engine_state",

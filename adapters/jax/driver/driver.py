@@ -30,8 +30,9 @@ from healcore.jax.optax_states import (
 )
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import SAMPLE, Driver, WeightsChanged, json_setting
-from healcore.runtime.store.protocol import CheckpointStore
+from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.runtime.store.ring import IN_MEMORY
 
 if TYPE_CHECKING:
     from healcore.jax.driver.vote_marks import VoteMarks
@@ -280,23 +281,13 @@ class JaxDriver(Driver):
 
     # -- the run ----------------------------------------------------------------------------------
 
-    def state_bytes(self) -> int:
-        """Returns the size of this process's part of the state, in bytes."""
-        return sum(
-            sum(shard.data.nbytes for shard in leaf.addressable_shards if not shard.replica_id)
-            if isinstance(leaf, jax.Array)
-            else getattr(leaf, "nbytes", 0)
-            for leaf in jax.tree.leaves(self._live.read())
-        )
-
-    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
+    def store(self, where: Any) -> CheckpointStore:
         """Returns the default store: memory, and also Orbax if `where` is a directory."""
-        from healcore.jax.store import MemoryStore, OrbaxStore, TieredStore  # loads Orbax
+        from healcore.jax.store import MemoryStore, OrbaxStore  # loads Orbax
 
-        memory = MemoryStore(nonfinite_ok=nonfinite_ok)
         if where is None:
-            return memory
-        return TieredStore(memory, OrbaxStore(where, nonfinite_ok=nonfinite_ok))
+            return MemoryStore()
+        return OrbaxStore(where, in_memory=IN_MEMORY)
 
     def ranks(self) -> Ranks:
         """Returns the exchange between processes. All processes make the first call together."""

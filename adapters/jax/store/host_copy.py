@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ class Placement(NamedTuple):
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding | None
-    """Sharding, or None for a NumPy array and for a shape without sharding."""
+    """Sharding, or None for a NumPy array."""
     numpy: bool
     """Whether it is a NumPy array."""
     committed: bool
@@ -41,10 +41,10 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> Placement:
-        """The placement of an array or a ShapeDtypeStruct."""
+        """The placement of an array."""
         numpy = isinstance(value, np.ndarray)
         sharding = None if numpy else value.sharding
-        return cls(tuple(value.shape), sharding, numpy, getattr(value, "committed", True))
+        return cls(tuple(value.shape), sharding, numpy, numpy or value.committed)
 
 
 class JaxCopier(Copier):
@@ -54,9 +54,9 @@ class JaxCopier(Copier):
     memory. JAX copies shards on a GPU to pinned host memory asynchronously, and handles donation.
     """
 
-    def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
-        """Returns a state's structure and arrays. A live state may hold ShapeDtypeStructs."""
-        encoder = _Encoder(shapes=live)
+    def flatten(self, state: Mapping[str, Any]) -> Flat:
+        """Returns a state's structure and arrays. See `Copier.flatten`."""
+        encoder = _Encoder()
         entries = {
             name: encoder.encode(name, value)
             for name, value in structure.checked_names(state).items()
@@ -72,14 +72,18 @@ class JaxCopier(Copier):
         self, parts: Sequence[Any], old: Sequence[Any]
     ) -> tuple[list[Any], Callable[[], None]]:
         """Copies shards. See `Copier.copy_parts`."""
-        copies = [None if self.on_cpu(part) else _pinned(part) for part in parts]
+        copies = [
+            None
+            if self.on_cpu(part)
+            else jax.device_put(part, part.sharding.with_memory_kind(PINNED))
+            for part in parts
+        ]
         pinned = [copy for copy in copies if copy is not None]
         here = [index for index, copy in enumerate(copies) if copy is None]
         sources = [np.asarray(parts[index]) for index in here]
         old = [part for part in old if isinstance(part, np.ndarray)]
         if [(each.shape, each.dtype) for each in old] != [(s.shape, s.dtype) for s in sources]:
-            raws = allocate([source.nbytes for source in sources])
-            old = list(map(self.view, raws, sources))
+            old = [self.view(allocate(source.nbytes), source) for source in sources]
         pairs = list(zip(old, sources, strict=True))
         map_in_threads(lambda pair: np.copyto(*pair), pairs, sum(part.nbytes for part in old))
         for index, copy in zip(here, old, strict=True):
@@ -124,13 +128,12 @@ class JaxCopier(Copier):
 
 
 class _Encoder:
-    """Encodes trees and collects their arrays; with `shapes` also ShapeDtypeStructs."""
+    """Encodes trees and collects their arrays."""
 
-    def __init__(self, shapes: bool) -> None:
+    def __init__(self) -> None:
         self.leaves: dict[str, Leaf] = {}
         self.treedefs: dict[str, Any] = {}
         self._names = structure.Names()
-        self._arrays = (jax.Array, jax.ShapeDtypeStruct) if shapes else (jax.Array,)
 
     def encode(self, name: str, value: Any) -> dict[str, Any]:
         if hasattr(value, "state_dict"):
@@ -155,13 +158,9 @@ class _Encoder:
     def _encode_array(self, path: tuple[Any, ...], value: Any) -> structure.Node | None:
         """Encodes an array, NumPy scalar or random key. Returns None for any other value."""
         extra = {}
-        if isinstance(value, self._arrays):
+        if isinstance(value, jax.Array):
             kind = "jax"
             if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-                if isinstance(value, jax.ShapeDtypeStruct):
-                    raise UnsavableState(
-                        f"{structure.place(path)} is the shape of a random key: pass a key instead"
-                    )
                 kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
                 value = jax.random.key_data(value)
         elif (
@@ -175,8 +174,7 @@ class _Encoder:
             return None
         name = self._names.at(path)
         shape, dtype = list(value.shape), np.dtype(value.dtype).name
-        shards = {} if isinstance(value, jax.ShapeDtypeStruct) else dict(shards_of(value))
-        self.leaves[name] = Leaf(name, dtype, shards, Placement.of(value))
+        self.leaves[name] = Leaf(name, dtype, _shards_of(value), Placement.of(value))
         return {"array": {"name": name, "kind": kind, "dtype": dtype, "shape": shape, **extra}}
 
 
@@ -193,33 +191,17 @@ def _assembled(leaf: Leaf) -> np.ndarray:
         )
     result = np.empty(shape, first.dtype)
     for index, shard in shards.items():
-        result[slices_of(index)] = shard
+        result[tuple(slice(start, stop) for start, stop in index)] = shard
     return result
 
 
-def _pinned(part: jax.Array) -> jax.Array:
-    """Starts to copy a shard to pinned host memory."""
-    return jax.device_put(part, part.sharding.with_memory_kind(PINNED))
-
-
-def shards_of(array: Any) -> Iterator[tuple[Index, Any]]:
-    """Yields this process's shards of an array, without replicas. A NumPy array is one shard."""
+def _shards_of(array: Any) -> dict[Index, Any]:
+    """This process's shards of an array, without replicas. A NumPy array is one shard."""
     if not isinstance(array, jax.Array):
-        yield tuple((0, size) for size in array.shape), array
-        return
-    seen = set()
-    for shard in array.addressable_shards:
-        index = index_of(shard.index, array.shape)
-        if index not in seen:
-            seen.add(index)
-            yield index, shard.data
+        return {tuple((0, size) for size in array.shape): array}
+    return {index_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
 
 
 def index_of(slices: Any, shape: tuple[int, ...]) -> Index:
     """Converts the slices of a shard to (start, stop) per axis."""
     return tuple(axis.indices(size)[:2] for axis, size in zip(slices, shape, strict=True))
-
-
-def slices_of(index: Index) -> tuple[slice, ...]:
-    """Converts (start, stop) per axis to slices."""
-    return tuple(slice(start, stop) for start, stop in index)

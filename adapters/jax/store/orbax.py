@@ -7,7 +7,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from etils import epath
 
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.jax.store.host_copy import PINNED, JaxCopier, index_of
-from healcore.runtime.store import files, manifest, structure
-from healcore.runtime.store.directory import DirectoryStore
+from healcore.runtime.store import CheckpointStore, files, manifest, structure
+from healcore.runtime.store.copies import StateCopy
 from healcore.runtime.store.errors import StoreError
 from healcore.runtime.store.manifest import StoredCheckpoint
+from healcore.runtime.store.retention import Keep
 from healcore.runtime.store.structure import Flat, Leaf
 
 _ITEM = "state"
@@ -50,7 +51,7 @@ def _wait_for_no_signals() -> None:
     Contract.get_awaitable_signals_from_contract = staticmethod(signals)  # type: ignore[method-assign]
 
 
-class OrbaxStore(DirectoryStore):
+class OrbaxStore(CheckpointStore):
     """Stores checkpoints on disk in Orbax's format. Each process saves its shards.
 
     Orbax can read the arrays of a checkpoint without healcore:
@@ -67,17 +68,18 @@ class OrbaxStore(DirectoryStore):
     Args:
         root: directory for only this run's checkpoints, the same for all processes. Created if it
             does not exist.
-        nonfinite_ok: patterns of array names (`params.*.mask`) in which NaN and Inf are allowed.
+        in_memory: copies to keep in host memory too, for fast rollbacks, or None for no copies.
 
     Raises:
         StoreError: the directory cannot be used.
     """
 
     format = "orbax"
+    root: Path
 
-    def __init__(self, root: str | os.PathLike[str], *, nonfinite_ok: Collection[str] = ()) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, in_memory: Keep | None = None) -> None:
         processes = CoordinatedRanks() if jax.process_count() > 1 else None
-        super().__init__(root, JaxCopier(), nonfinite_ok=nonfinite_ok, ranks=processes)
+        super().__init__(JaxCopier(), root, keep=in_memory, ranks=processes)
         # Orbax's handler, and not its checkpointers: these number their operations in a variable of
         # the process without a lock, and the program's own manager may run in another thread. Not
         # compressed: trained weights would shrink by about 8 %, and a save would take two to three
@@ -85,11 +87,12 @@ class OrbaxStore(DirectoryStore):
         self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
         _wait_for_no_signals()
 
-    def _write_arrays(self, leaves: dict[str, Leaf], folder: Path) -> None:
+    def _write_arrays(self, copy: StateCopy, folder: Path) -> None:
         # Orbax does not save empty arrays.
-        saved = {name: leaf for name, leaf in leaves.items() if math.prod(leaf.layout.shape)}
+        leaves = copy.flat.leaves.items()
+        saved = {name: leaf for name, leaf in leaves if math.prod(leaf.layout.shape)}
         if self.processes.world > 1:
-            self._check_equal(saved)
+            self._check_equal(copy)
         if saved:
             (folder / _ITEM).mkdir(parents=True, exist_ok=True)
             arrays = {_escaped(name): self._to_write(leaf) for name, leaf in saved.items()}
@@ -118,11 +121,11 @@ class OrbaxStore(DirectoryStore):
             self._handler.finalize(epath.Path(folder / _ITEM))
             files.write_new(folder / "_CHECKPOINT_METADATA", b"{}")
 
-    def _check_equal(self, leaves: Mapping[str, Leaf]) -> None:
+    def _check_equal(self, copy: StateCopy) -> None:
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""
         digests = {
-            name: self.copier.inspect({name: leaf}).digests
-            for name, leaf in leaves.items()
+            name: [copy.digests[f"{name}{place}"] for place in leaf.parts]
+            for name, leaf in copy.flat.leaves.items()
             if not leaf.layout.spans
         }
         gathered = self.processes.gather(digests)
@@ -143,16 +146,11 @@ class OrbaxStore(DirectoryStore):
         live: Flat,
     ) -> dict[str, Any]:
         nodes = structure.nodes_of(entries)
-        leaves = {name: live.leaves.get(name) for name in nodes}
         # An array that is not committed to a device is read as NumPy's, and put there afterwards.
-        shardings = {
-            name: leaf.layout.sharding if leaf is not None and leaf.layout.committed else None
-            for name, leaf in leaves.items()
-        }
         wanted = {
             _escaped(name): ocp.RestoreArgs(restore_type=np.ndarray)
-            if shardings[name] is None
-            else ocp.ArrayRestoreArgs(sharding=shardings[name])
+            if (sharding := _sharding(live, name)) is None
+            else ocp.ArrayRestoreArgs(sharding=sharding)
             for name, node in nodes.items()
             if math.prod(node["shape"])
         }
@@ -162,27 +160,24 @@ class OrbaxStore(DirectoryStore):
             args = ocp.args.PyTreeRestore(item, restore_args=wanted, partial_restore=True)
             folder = epath.Path(checkpoint.folder / manifest.DATA / _ITEM)
             read = self._handler.restore(folder, args=args)
-        arrays = {
-            name: read[_escaped(name)]
-            if math.prod(node["shape"])
-            else np.empty(node["shape"], np.dtype(node["dtype"]))
-            for name, node in nodes.items()
-        }
-        return {
-            name: _placed(node, arrays[name], leaves[name], shardings[name])
-            for name, node in nodes.items()
-        }
+        placed = {}
+        for name, node in nodes.items():
+            shape, dtype = tuple(node["shape"]), np.dtype(node["dtype"])
+            array = read[_escaped(name)] if math.prod(shape) else np.empty(shape, dtype)
+            if (array.shape, array.dtype) != (shape, dtype):
+                actual = f"{array.dtype}{list(array.shape)}"
+                raise ValueError(f"{name} is stored as {actual}, not as {dtype}{list(shape)}")
+            leaf = live.leaves.get(name)
+            numpy = node["kind"] in ("numpy", "scalar") if leaf is None else leaf.layout.numpy
+            on_host = isinstance(array, np.ndarray) and not numpy
+            placed[name] = jax.device_put(array, _sharding(live, name)) if on_host else array
+        return placed
 
 
-def _placed(node: Mapping[str, Any], array: Any, live: Leaf | None, sharding: Any) -> Any:
-    """An array that was read, in the form of the live array."""
-    shape, dtype = tuple(node["shape"]), np.dtype(node["dtype"])
-    if (array.shape, array.dtype) != (shape, dtype):
-        actual = f"{array.dtype}{list(array.shape)}"
-        raise ValueError(f"{node['name']} is stored as {actual}, not as {dtype}{list(shape)}")
-    numpy = node["kind"] in ("numpy", "scalar") if live is None else live.layout.numpy
-    on_host = isinstance(array, np.ndarray) and not numpy
-    return jax.device_put(array, sharding) if on_host else array
+def _sharding(live: Flat, name: str) -> Any:
+    """The sharding of a live array, or None if JAX may move the array."""
+    leaf = live.leaves.get(name)
+    return leaf.layout.sharding if leaf is not None and leaf.layout.committed else None
 
 
 def _escaped(name: str) -> str:

@@ -16,8 +16,9 @@ from healcore import console
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import check_engines
 from healcore.runtime.healthy_range import HealthyRange
-from healcore.runtime.store.protocol import CheckpointStore
+from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.runtime.store.ring import IN_MEMORY
 from healcore.runtime.store.structure import attribute
 from healcore.torch import gradients, live_state, optimizer_numbers
 from healcore.torch.attachment import attach as attach_to
@@ -31,9 +32,8 @@ from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.live_state import optimizers, parameter_names
-from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
+from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized
-from healcore.torch.store.state import flatten
 
 WITHOUT_POLL = 100
 """Steps before the first poll after which a warning is logged."""
@@ -286,27 +286,12 @@ class TorchDriver:
         found = [p for p, norm in zip(params, norms, strict=True) if not norm.isfinite()]
         return parameter_names(self._state, found)
 
-    def state_bytes(self) -> int:
-        """Bytes of the arrays in the state. Assumes two moments for an optimizer without state."""
-        leaves = flatten(self.items(), live=True).leaves.values()
-        trained = sum(
-            parameter.nbytes
-            for healing in self.healings.values()
-            if not healing.optimizer.state
-            for group in healing.optimizer.param_groups
-            for parameter in group["params"]
-        )
-        return sum(leaf.parts[""].nbytes for leaf in leaves) + 2 * trained
-
-    def store(self, where: Any, nonfinite_ok: tuple[str, ...]) -> CheckpointStore:
-        """A `MemoryStore`, and with `where` also a `DCPStore`. Every rank has to call it."""
-        memory = MemoryStore(nonfinite_ok=nonfinite_ok)
+    def store(self, where: Any) -> CheckpointStore:
+        """A `MemoryStore`, or a `DCPStore` with copies in memory. Every rank has to call it."""
         if where is None:
-            return memory
-        members = self._members if initialized() else []
-        group = GlooRanks(members=members).group if members else None
-        disk = DCPStore(where, nonfinite_ok=nonfinite_ok, process_group=group)
-        return TieredStore(memory, disk)
+            return MemoryStore()
+        ranks = GlooRanks(members=self._members) if initialized() else None
+        return DCPStore(where, in_memory=IN_MEMORY, ranks=ranks)
 
     def ranks(self) -> Ranks:
         """The ranks that step together, or all ranks if the engines decide alone.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from healcore.runtime.store import manifest, ranks, structure
-from healcore.runtime.store.directory import DirectoryStore
-from healcore.runtime.store.errors import Untrusted
+from healcore.runtime.store import CheckpointStore, manifest, structure
+from healcore.runtime.store.copies import StateCopy
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.structure import Flat, Leaf
+from healcore.runtime.store.ranks import on_each
+from healcore.runtime.store.retention import Keep
+from healcore.runtime.store.structure import Flat
 from healcore.torch import dcp_index
 from healcore.torch.plain_values import DTYPES
 from healcore.torch.store.gloo import GlooRanks, initialized
@@ -36,7 +38,7 @@ from healcore.torch.store.host_copy import TorchCopier
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
-class DCPStore(DirectoryStore):
+class DCPStore(CheckpointStore):
     """Checkpoints on disk, whose arrays torch.distributed.checkpoint writes and reads.
 
     Every rank saves and restores its own part of a DTensor. Other tensors must be equal on all
@@ -46,40 +48,39 @@ class DCPStore(DirectoryStore):
 
     Args:
         root: directory for this run's checkpoints only, the same for all ranks; created if needed.
-        nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
-        process_group: a gloo group for the store alone; by default a new group, if the program has
-            several ranks. Every rank has to create the store.
+        in_memory: copies to keep in host memory too, for fast rollbacks, or None for no copies.
+        ranks: the ranks that save together, or None for all ranks of the program. Every rank has to
+            create the store.
 
     Raises:
         StoreError: the directory cannot be used.
     """
 
     format = "dcp"
+    root: Path
 
     def __init__(
         self,
         root: str | os.PathLike[str],
         *,
-        nonfinite_ok: Collection[str] = (),
-        process_group: Any | None = None,
+        in_memory: Keep | None = None,
+        ranks: GlooRanks | None = None,
     ) -> None:
-        several = process_group is not None or initialized()
-        processes = GlooRanks(process_group) if several else None
-        copier = TorchCopier(processes.rank if processes else 0)
-        super().__init__(root, copier, nonfinite_ok=nonfinite_ok, ranks=processes)
+        ranks = ranks or (GlooRanks() if initialized() else None)
+        super().__init__(TorchCopier(ranks.rank if ranks else 0), root, keep=in_memory, ranks=ranks)
 
     @property
     def _group(self) -> Any:
         """The group for DCP, or None for one process."""
         return self.processes.group if isinstance(self.processes, GlooRanks) else None
 
-    def _write_arrays(self, leaves: dict[str, Leaf], folder: Path) -> None:
+    def _write_arrays(self, copy: StateCopy, folder: Path) -> None:
         # All ranks have the same names, so either every rank returns here or no rank does.
-        if not leaves:
+        if not copy.flat.leaves:
             return
         try:
             save(
-                {name: self.copier.array(leaf, None) for name, leaf in leaves.items()},
+                {name: self.copier.array(leaf, None) for name, leaf in copy.flat.leaves.items()},
                 # The store synchronizes all files at the end.
                 storage_writer=FileSystemWriter(folder, sync_files=False),
                 process_group=self._group,
@@ -101,10 +102,7 @@ class DCPStore(DirectoryStore):
     ) -> dict[str, Tensor]:
         nodes = structure.nodes_of(entries)
         reader = self._reader(checkpoint, nodes)
-        sharded = {
-            name: (p.to_local(), p._spec)  # type: ignore[attr-defined,operator]
-            for name, p in _moments_of_dtensors(entries, like).items()
-        }
+        sharded = _moments_of_dtensors(nodes, like)
         for leaf in live.leaves.values():
             if leaf.layout is not None:
                 sharded[leaf.name] = (leaf.parts[""], leaf.layout)
@@ -121,7 +119,7 @@ class DCPStore(DirectoryStore):
                 failure = next(iter(error.failures.values()))[0]
                 lines = str(failure).splitlines() or [""]
                 why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
-                raise checkpoint.damaged(manifest.DATA, why, malformed=True) from error
+                raise checkpoint.damaged(manifest.DATA, why) from error
         return targets
 
     def _reader(self, checkpoint: StoredCheckpoint, nodes: Mapping[str, Any]) -> FileSystemReader:
@@ -129,33 +127,32 @@ class DCPStore(DirectoryStore):
 
         If one rank rejects the index, all ranks raise.
         """
-        data = checkpoint.folder / manifest.DATA
         wanted = {name: _stored_type(node) for name, node in nodes.items()}
-
-        index = ranks.on_each(
-            self.processes, lambda: _checked_index(data, wanted) if wanted else Metadata({})
-        )
-        reader = FileSystemReader(data)
+        index = on_each(self.processes, lambda: _checked_index(checkpoint, wanted))
+        reader = FileSystemReader(checkpoint.folder / manifest.DATA)
         reader.read_metadata = lambda *args, **kwargs: index  # DCP would unpickle its file
         return reader
 
 
 def _checked_index(
-    data: Path, wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    checkpoint: StoredCheckpoint, wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> Metadata:
     """DCP's index, with the part for some tensors, read without pickle.
 
     Other entries stay out, because DCP unpickles values that are not tensors.
 
     Args:
-        data: directory of DCP's files.
+        checkpoint: the checkpoint.
         wanted: name -> required dtype and shape of a tensor.
 
     Raises:
-        Untrusted: a tensor is missing or differs, or the index is not as DCP writes it.
+        CheckpointDamaged: a tensor is missing or differs, or the index is not as DCP writes it.
     """
+    if not wanted:
+        return Metadata({})
+    file = f"{manifest.DATA}/{dcp_index.INDEX}"
     try:
-        index = dcp_index.read(data / dcp_index.INDEX)
+        index = dcp_index.read(checkpoint.folder / file)
         for name, required in wanted.items():
             entry = index.state_dict_metadata.get(name)
             if not isinstance(entry, TensorStorageMetadata):
@@ -164,40 +161,33 @@ def _checked_index(
                 actual = f"{entry.properties.dtype}{list(entry.size)}"
                 raise ValueError(f"{name:.200} is {actual:.200}, not {required}")
     except (OSError, ValueError) as error:
-        raise Untrusted(
-            f"{data / dcp_index.INDEX} is not what DCP writes: {error}. Nothing was restored: use "
-            "an older checkpoint"
-        ) from None
+        raise checkpoint.damaged(file, f"is not what DCP writes: {error}") from None
     index.state_dict_metadata = {name: index.state_dict_metadata[name] for name in wanted}
     return index
 
 
 def _moments_of_dtensors(
-    entries: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Array name of a saved moment -> the DTensor parameter that gives its sharding.
+    nodes: Mapping[str, Any], like: Mapping[str, Any]
+) -> dict[str, tuple[Tensor, Any]]:
+    """Array name of a saved moment -> local part and spec of its parameter, if that is a DTensor.
 
     A fresh optimizer has no moments to restore into. As plain tensors, moments of DTensors (FSDP2,
     tensor parallel) would be whole on every rank, and the first step would raise.
     """
-    parameters: dict[str, Tensor] = {}
+    sharded = {}
     for name, live in like.items():
         if not isinstance(live, Optimizer):
             continue
-        params = [p for group in live.param_groups for p in group["params"]]
-        for index, node in _pairs(dict(_pairs(entries[name]["tree"])).get("state")):
-            if not isinstance(index, int) or index >= len(params):
+        params: list[Any] = [p for group in live.param_groups for p in group["params"]]
+        moments = re.compile(re.escape(name) + r"\.state\.(\d+)\.")
+        for array, node in nodes.items():
+            match = moments.match(array)
+            if match is None or int(match[1]) >= len(params):
                 continue
-            p = params[index]
-            if hasattr(p, "to_local"):
-                arrays = structure.arrays_of(node)
-                parameters |= {a["name"]: p for a in arrays if a["shape"] == list(p.shape)}
-    return parameters
-
-
-def _pairs(node: Any) -> list[Any]:
-    """The (encoded key, node) pairs of a dictionary's node."""
-    return node.get("dict", []) if isinstance(node, dict) else []
+            p = params[int(match[1])]
+            if hasattr(p, "to_local") and node["shape"] == list(p.shape):
+                sharded[array] = p.to_local(), p._spec
+    return sharded
 
 
 def _stored_type(node: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -217,7 +207,7 @@ def _empty_array(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, An
     """New memory to read an array into; a DTensor if `sharded` has its local part and spec."""
     shape = node["shape"]
     if node["kind"] != "tensor":
-        return torch.from_numpy(allocate([_nbytes(node)])[0])
+        return torch.from_numpy(allocate(_nbytes(node)))
     dtype = DTYPES[node["dtype"]]
     part, spec = sharded.get(node["name"], (None, None))
     if part is not None and spec is not None and list(spec.shape) == shape:
@@ -227,4 +217,4 @@ def _empty_array(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, An
             spec = copy.copy(spec)
             spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
         return DTensor(torch.empty_like(part, dtype=dtype), spec, requires_grad=False)
-    return torch.from_numpy(allocate([_nbytes(node)])[0]).view(dtype).reshape(shape)
+    return torch.from_numpy(allocate(_nbytes(node))).view(dtype).reshape(shape)

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from healcore.runtime.store.errors import StoreError
-
 MIN_TIMEOUT = timedelta(minutes=10)
 """Ranks write their parts of a checkpoint at different speeds, and wait for the slowest rank."""
 
@@ -24,23 +22,17 @@ class GlooRanks:
     time-out equals the default group's, but is at least `MIN_TIMEOUT`.
 
     Args:
-        group: a gloo group that no other code uses, or None for a new group. All ranks of a new
-            group have to create this object at the same place in the program.
-        members: default-group numbers of the new group's ranks; empty for all ranks. Other ranks
-            need not create this object.
+        members: default-group numbers of the ranks; empty for all ranks. These ranks have to create
+            this object at the same place in the program.
     """
 
-    def __init__(self, group: Any | None = None, *, members: Sequence[int] = ()) -> None:
-        if group is None and members and len(members) < dist.get_world_size():
-            group = _new_group(members, _timeout())
-        elif group is None:
-            group = dist.new_group(timeout=_timeout(), backend="gloo")
-        elif dist.get_backend(group) != "gloo":
-            raise StoreError(
-                f"a store needs a gloo group, got backend {dist.get_backend(group)}: pass "
-                'dist.new_group(backend="gloo"), or leave process_group out'
-            )
-        self._group: Any = group
+    def __init__(self, *, members: Sequence[int] = ()) -> None:
+        group: Any = (
+            _new_group(members, _timeout())
+            if members and len(members) < dist.get_world_size()
+            else dist.new_group(timeout=_timeout(), backend="gloo")
+        )
+        self._group = group
         self._pool = ThreadPoolExecutor(1, "healcore-exchange")
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from healcore.runtime.store import structure
 from healcore.runtime.store.copies import Copier
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.inspection import map_in_threads
 from healcore.runtime.store.structure import Flat, Leaf
+from healcore.torch.live_state import identities
 from healcore.torch.plain_values import value_of
-from healcore.torch.store.state import flatten, with_class, wrapper_tensor
+from healcore.torch.store.state import Flattener, with_class
 
 
 class TorchCopier(Copier):
@@ -28,9 +29,13 @@ class TorchCopier(Copier):
         super().__init__()
         self.rank = rank
 
-    def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
+    def flatten(self, state: Mapping[str, Any]) -> Flat:
         """Splits a state into JSON and tensors. See `Copier.flatten`."""
-        return flatten(state, self.rank, live=live)
+        flattener, named = Flattener(self.rank), structure.checked_names(state)
+        entries = {name: flattener.entry(name, value) for name, value in named.items()}
+        for name, identity in identities(state).items():
+            entries[name]["identity"] = identity
+        return Flat(entries, flattener.leaves, {})
 
     def copy_parts(
         self, parts: Sequence[Tensor], old: Sequence[Tensor]
@@ -40,10 +45,9 @@ class TorchCopier(Copier):
         dense = [torch.empty_like(part, device="meta") for part in parts]
         copies = list(old)
         if list(map(_layout, old)) != list(map(_layout, dense)):
-            sizes = [part.nbytes for part in parts]
             pinned = any(part.is_cuda for part in parts)
-            raws = allocate(sizes, _pinned_memory) if pinned else allocate(sizes)
-            copies = list(map(self.view, raws, dense))
+            new = _pinned_memory if pinned else allocate
+            copies = [self.view(new(part.nbytes), part) for part in dense]
         on_host = []
         for part, copy in zip(parts, copies, strict=True):
             if part.device.type != "cpu":
@@ -93,9 +97,6 @@ class TorchCopier(Copier):
         """Decodes a tensor on its live device, or a value of torch."""
         if tag == "torch":
             return value_of(content)
-        if tag == "subclass":
-            inner = functools.partial(self.fetch, name, arrays=arrays, live=live)
-            return wrapper_tensor(name, content, inner)
         tensor = arrays[content["name"]]
         if content["kind"] == "tensor":
             leaf = None if live is None else live.leaves.get(content["name"])

@@ -16,42 +16,29 @@ from healcore.runtime.store.errors import (
     StoreError,
     UnsavableState,
 )
-from healcore.runtime.store.structure import Flat, Leaf
-from healcore.torch.live_state import identities
+from healcore.runtime.store.structure import Leaf
 from healcore.torch.plain_values import node_of
 
 
-def flatten(state: Mapping[str, Any], rank: int = 0, *, live: bool = False) -> Flat:
-    """Splits a state into JSON and arrays, without copies. UnsavableState for an unsavable value.
+class Flattener:
+    """Encodes values as JSON, and collects their arrays without copies.
 
     The part of a leaf is a plain tensor on any device: the tensor, the local part of a DTensor, or
     the bytes of a NumPy array. The layout is the DTensorSpec of a DTensor, else None.
 
     Writers assume that arrays of one name are equal on every rank. So arrays of an object with
-    ``per_rank = True`` (a random generator, a data loader) have the rank in their names. A `live`
-    state may hold values that cannot be saved.
+    ``per_rank = True`` (a random generator, a data loader) have the rank in their names.
     """
-    flattener = _Flattener(rank, live)
-    entries = {
-        name: flattener.entry(name, value) for name, value in structure.checked_names(state).items()
-    }
-    for name, identity in identities(state).items():
-        entries[name]["identity"] = identity
-    return Flat(entries, flattener.leaves, {})
 
-
-class _Flattener:
-    """Collects the arrays while a tree is encoded."""
-
-    def __init__(self, rank: int, live: bool) -> None:
+    def __init__(self, rank: int) -> None:
         self.leaves: dict[str, Leaf] = {}
         self._names = structure.Names()
         self._rank = rank
-        self._live = live
         self._encoded: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._deduplicates = False
 
     def entry(self, name: str, value: Any) -> dict[str, Any]:
+        """The entry of a value of the state; UnsavableState for an unsavable value."""
         stateful = hasattr(value, "state_dict")
         per_rank = bool(structure.attribute(value, "per_rank"))
         tree = value.state_dict() if stateful else value
@@ -64,56 +51,27 @@ class _Flattener:
 
     def _encode(self, path: tuple[Any, ...], value: Any) -> structure.Node | None:
         if isinstance(value, Tensor):
-            plain = value.detach()
-            if _is_wrapper(plain):
-                return {"subclass": self._encode_wrapper(path, plain)}
-            kind = _class_node(value)
-            if "class" in kind:  # files hold plain tensors only
-                plain = plain.as_subclass(Tensor)
-            return {"array": self._encode_tensor(path, plain) | kind}
+            return {"array": self._encode_tensor(path, value.detach()) | _class_node(value)}
         is_array = type(value) is np.ndarray or isinstance(value, np.generic)
         if is_array and _is_portable(value.dtype):
             return {"array": self._encode_numpy(path, value)}
-        if (node := node_of(value)) is not None:
-            return {"torch": node}
-        # Schedulers and loaders may have any object in their state, such as a partial or a path.
-        return {"unsavable": structure.class_name(type(value))} if self._live else None
-
-    def _encode_wrapper(self, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-        """Encodes the inner tensors of a wrapper subclass, such as torchao's moments of 8 bits.
-
-        Splits the tensor like torch.compile. The program that reads it must define its class. The
-        context of the class (block sizes, dtypes) must be encodable.
-        """
-        if "<locals>" in type(value).__qualname__:
-            raise UnsavableState(
-                f"{structure.place(path)} is a {structure.class_name(type(value))}, a class that "
-                "the next process cannot find again: define it in a module"
-            )
-        names, context = value.__tensor_flatten__()
-        return {
-            "class": structure.class_name(type(value)),
-            "context": structure.encode(context, path, self._encode),
-            "shape": list(value.shape),
-            "stride": list(value.stride()),
-            "parts": [[name, self._encode((*path, name), getattr(value, name))] for name in names],
-        }
+        node = node_of(value)
+        return None if node is None else {"torch": node}
 
     def _encode_tensor(self, path: tuple[Any, ...], value: Tensor) -> dict[str, Any]:
         spec = getattr(value, "_spec", None) if hasattr(value, "to_local") else None
         local = value.to_local() if spec is not None else value  # type: ignore[attr-defined]
         if is_traceable_wrapper_subclass(local):
             raise UnsavableState(
-                f"{structure.place(path)} is a DTensor of {type(local).__name__}, whose inner "
-                "tensors have unknown sharding: under FSDP2, use an optimizer with ordinary "
-                "tensors for its moments"
+                f"{structure.place(path)} is a {type(local).__name__}, which holds its values in "
+                "other tensors: use an optimizer with ordinary tensors for its moments"
             )
         if local.layout is not torch.strided or local.is_quantized or local.is_meta:
             raise UnsavableState(
                 f"{structure.place(path)} is a tensor of layout {local.layout} on {local.device}: "
                 "only dense tensors with data can be saved; convert it first (to_dense())"
             )
-        local = local.resolve_conj().resolve_neg()
+        local = local.as_subclass(Tensor).resolve_conj().resolve_neg()
         key = _memory_key(local)
         if self._deduplicates and local.numel() and key in self._encoded:
             return self._encoded[key]
@@ -155,13 +113,8 @@ def with_class(tensor: Tensor, node: Mapping[str, Any], name: str) -> Tensor:
     if "parameter" in node:
         return nn.Parameter(tensor, requires_grad=bool(node["parameter"]))
     if "class" in node:
-        return tensor.as_subclass(tensor_class(node["class"], name, wrapper=False))
+        return tensor.as_subclass(_tensor_class(node["class"], name))
     return tensor
-
-
-def _is_wrapper(tensor: Any) -> bool:
-    """Whether a tensor holds its values in inner tensors; False for a DTensor."""
-    return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "to_local")
 
 
 def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
@@ -180,22 +133,9 @@ def _is_portable(dtype: np.dtype) -> bool:
     return not dtype.hasobject and dtype.names is None and np.dtype(dtype.str) == dtype
 
 
-def wrapper_tensor(name: str, content: Any, fetch: structure.Fetch) -> Any:
-    """Rebuilds a tensor of a wrapper subclass from its inner tensors."""
-    context = structure.decode(content["context"], fetch)
-    kind = tensor_class(content["class"], name, wrapper=True)
-    parts = {part: structure.decode(node, fetch) for part, node in content["parts"]}
-    shape, stride = torch.Size(content["shape"]), tuple(content["stride"])
-    return kind.__tensor_unflatten__(parts, context, shape, stride)
-
-
-def tensor_class(name: str, place: str, *, wrapper: bool) -> Any:
+def _tensor_class(name: str, place: str) -> Any:
     """The newest tensor class with this name in this program. Imports nothing."""
-    classes = [
-        kind
-        for kind in structure.subclasses(Tensor)
-        if structure.class_name(kind) == name and hasattr(kind, "__tensor_unflatten__") == wrapper
-    ]
+    classes = [each for each in structure.subclasses(Tensor) if structure.class_name(each) == name]
     if not classes:
         raise StoreError(
             f"{structure.place((place,))} holds a {name:.200}, but this program has no such tensor "
@@ -231,37 +171,21 @@ def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
 
 
 def _mismatches(name: str, live: Any, state: Any) -> list[str]:
+    wrong, pairs = [], [(name, live, state)]
     if isinstance(live, nn.Module):
-        return _tensor_mismatches(name, live.state_dict(), state)
-    if isinstance(live, torch.optim.Optimizer):
-        if not isinstance(state, Mapping) or "param_groups" not in state:
-            return [f"{name} is not an optimizer's state"]
-        sizes = [len(group["params"]) for group in live.param_groups]
-        saved = [len(group["params"]) for group in state["param_groups"]]
-        if sizes != saved:
-            return [f"{name} has groups of {saved} parameters, but {sizes} in the live state"]
-        return []
-    if hasattr(live, "load_state_dict"):
-        return []
-    if isinstance(live, Tensor) and isinstance(state, Tensor):
-        return _shape_mismatch(name, live, state)
-    if not isinstance(live, (dict, list)):
-        return [f'"{name}" is a {type(live).__name__}, which cannot be changed in place']
-    return []
-
-
-def _tensor_mismatches(name: str, live: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    wrong = [f"{name}.{key} is not in both states" for key in live.keys() ^ state.keys()]
-    for key in live.keys() & state.keys():
-        old, new = live[key], state[key]
-        if isinstance(old, Tensor) and isinstance(new, Tensor):
-            wrong += _shape_mismatch(f"{name}.{key}", old, new)
+        own = live.state_dict()
+        wrong = [f"{name}.{key} is not in both states" for key in own.keys() ^ state.keys()]
+        pairs = [(f"{name}.{key}", own[key], state[key]) for key in own.keys() & state.keys()]
+    elif hasattr(live, "load_state_dict"):
+        return []  # a restore has compared its identity
+    elif not isinstance(live, dict | list) and not (
+        isinstance(live, Tensor) and isinstance(state, Tensor)
+    ):
+        wrong = [f'"{name}" is a {type(live).__name__}, which cannot be changed in place']
+    for place, old, new in pairs:
+        if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape != new.shape:
+            wrong.append(f"{place} has the shape {tuple(new.shape)}, not {tuple(old.shape)}")
     return sorted(wrong)
-
-
-def _shape_mismatch(name: str, live: Tensor, state: Tensor) -> list[str]:
-    wrong = f"{name} has the shape {tuple(state.shape)}, not {tuple(live.shape)}"
-    return [] if live.shape == state.shape else [wrong]
 
 
 @torch.no_grad()

@@ -22,8 +22,6 @@ ITEM = "healcore"
 
 _GENERATORS = ("python", "numpy", "framework")
 _DATA = "data"
-_WATCHED = 3
-"""Number of first steps after which all generators are compared. Later only saves compare them."""
 
 
 class HostParts(NamedTuple):
@@ -55,13 +53,7 @@ class HostState:
         """Takes a function that returns the loaders' positions, and the framework's generators."""
         self._position = position
         self._generators = generators
-        self._steps = 0
-        self._last_compared: dict[str, str] = {}
-        """All random states at the last comparison, as text."""
-        self._drawn = {"framework"}
-        """Generators that the loop draws from, which are copied after each step. A copy of the
-        others takes 100 µs, and most loops never draw from them."""
-        self._after_step: dict[str, Any] = {}
+        self._after_step: dict[str, Any] | None = None
         self._earlier: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,20 +62,11 @@ class HostState:
             return self._earlier
         # Positions first, because a loader may draw random numbers to give its position.
         data = self._position()
-        return {**self._compared(), _DATA: data}
+        return _as_text(self._current()) | {_DATA: data}
 
     def after_step(self) -> None:
         """Keeps the random states after a step."""
-        self._steps += 1
-        if self._steps == 1:
-            self._last_compared.clear()  # numbers drawn before the loop do not count
-        if self._steps <= _WATCHED:
-            self._compared()
-        self._after_step = self.drawn()
-
-    def drawn(self) -> dict[str, Any]:
-        """Current states of the generators that the loop draws from, for `set_generators`."""
-        return {name: self._current(name) for name in self._drawn}
+        self._after_step = self._current()
 
     @contextmanager
     def before_batches(self, data: dict[str, Any]) -> Iterator[None]:
@@ -93,39 +76,22 @@ class HostState:
             data: the loaders' positions after that step.
 
         Raises:
-            StoreError: a random state after that step is not known.
+            StoreError: no step was taken.
         """
-        states = {name: self._to_text(name, state) for name, state in self._after_step.items()}
-        for name in set(_GENERATORS) - set(states):
-            states[name] = self._to_text(name, self._current(name))
-            if states[name] != self._last_compared.get(name):
-                raise StoreError(
-                    f"the random state of {name} after the last step is not known: this step drew "
-                    "from it for the first time"
-                )
-        self._earlier = {**states, _DATA: data}
+        if self._after_step is None:
+            raise StoreError("no step was taken since the start or the last rollback")
+        self._earlier = _as_text(self._after_step) | {_DATA: data}
         try:
             yield
         finally:
             self._earlier = None
 
-    def _compared(self) -> dict[str, str]:
-        """All current random states as text; updates the generators that the loop draws from."""
-        now = {name: self._to_text(name, self._current(name)) for name in _GENERATORS}
-        before, self._last_compared = self._last_compared, now
-        changed = {name for name, state in now.items() if before.get(name, state) != state}
-        self._drawn = {"framework"} | changed
-        return dict(now)
-
-    def _current(self, name: str) -> Any:
-        if name == "python":
-            return random.getstate()
-        if name == "numpy":
-            return np.random.get_state()  # noqa: NPY002 (the global generator)
-        return None if self._generators is None else self._generators.state_dict()
-
-    def _to_text(self, name: str, state: Any) -> str:
-        return json_codec.dumps(state, (ITEM, name))
+    def _current(self) -> dict[str, Any]:
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),  # noqa: NPY002 (the global generator)
+            "framework": None if self._generators is None else self._generators.state_dict(),
+        }
 
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
         """Decodes and checks a checkpoint's item; None without an item. Sets nothing.
@@ -148,21 +114,21 @@ class HostState:
         return parts
 
     def put_back(self, parts: HostParts) -> None:
-        """Sets the generators. Call it after moving the loaders, because that draws numbers."""
-        self._steps = 0
-        self.set_generators({name: getattr(parts, name) for name in _GENERATORS})
+        """Sets the generators, except those without a state.
 
-    def set_generators(self, states: Mapping[str, Any]) -> None:
-        """Sets generators by name, except where the state is None."""
-        for name, state in states.items():
-            if state is None:
-                continue
-            if name == "python":
-                random.setstate(state)
-            elif name == "numpy":
-                np.random.set_state(state)  # noqa: NPY002
-            elif self._generators is not None:
-                self._generators.load_state_dict(state)
+        Call it after moving the loaders, because that draws numbers.
+        """
+        self._after_step = None
+        if parts.python is not None:
+            random.setstate(parts.python)
+        if parts.numpy is not None:
+            np.random.set_state(parts.numpy)  # noqa: NPY002
+        if parts.framework is not None and self._generators is not None:
+            self._generators.load_state_dict(parts.framework)
+
+
+def _as_text(states: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: json_codec.dumps(state, (ITEM, name)) for name, state in states.items()}
 
 
 def _check_generators(parts: HostParts) -> None:

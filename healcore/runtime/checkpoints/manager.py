@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from healcore.runtime.incidents.ledger import Ledger
@@ -24,8 +23,8 @@ from healcore.runtime.store import (
     UnsavableState,
     superfluous,
 )
+from healcore.runtime.store.copies import WHERE
 from healcore.runtime.store.inspection import disallowed
-from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import Ranks, on_first
 
 
@@ -68,8 +67,7 @@ class CheckpointManager:
         self._log = log
         self._finite: dict[int, bool] = {}
         """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
-        self._protected: frozenset[int] = frozenset()
-        self._left_alone: frozenset[int] = frozenset()
+        self._left_alone: set[int] = set()
         """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
         self._pruned = -1
         """`course.proven` at the last deletion."""
@@ -94,8 +92,8 @@ class CheckpointManager:
 
     def listed(self) -> list[Saved]:
         """The checkpoints, without those that are known to be damaged."""
-        saves = [saved for saved in self.store.steps() if saved.step not in self._lost]
-        return self.course.judged(saves)
+        saves = self.course.judged(self.store.steps())
+        return [saved for saved in saves if saved.step not in self._lost]
 
     def begin_attempt(self, step: int, course: Course | None = None) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned.
@@ -109,13 +107,11 @@ class CheckpointManager:
         attempts, proven = course or self.course
         self._pruned = min(self._pruned, step, proven)
         self.course = Course((*attempts, step), min(proven, step))
-        self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
         if course is not None:
-            saves = [
-                saved for saved in course.judged(self.store.steps()) if saved.status != "abandoned"
-            ]
-            self._finite = {saved.step: saved.finite for saved in saves if saved.step <= step}
-            self._left_alone = frozenset(saved.step for saved in saves if saved.step > step)
+            saves = course.judged(self.store.steps())
+            self._finite = {each.step: each.finite for each in saves if each.status != "abandoned"}
+            self._left_alone = {at for at in self._finite if at > step}
+        self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
 
     @property
     def restorable(self) -> set[int]:
@@ -137,10 +133,6 @@ class CheckpointManager:
         return max((at for at in self.restorable if at < step), default=0)
 
     # -- saving ---------------------------------------------------------------------------------
-
-    def due(self, step: int, taken: int = 1) -> bool:
-        """Whether a save is due after `step` steps, the last `taken` of them in one dispatch."""
-        return step // self.every != (step - taken) // self.every
 
     def save(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any], why: str
@@ -176,26 +168,13 @@ class CheckpointManager:
         """
         if self.course.proven <= self._pruned:
             return
-        self._pruned = self.course.proven
+        self._pruned, course = self.course.proven, self.course
         last = ledger.same_trouble(ledger.next_step, self._region)[-1:]
-        tier = self.store.disk or self.store
         target = last[0].target if last else None
-        job = partial(
-            self._prune, tier, step, self.course, self._protected | self._left_alone, target
-        )
-        if tier.queue is None:
-            job()
-        else:
-            tier.queue.submit(step, "while deleting older checkpoints", job)
+        stays = self.store.ring.protected | self._left_alone
+        self.store.submit(step, lambda: self._prune(step, course, stays, target))
 
-    def _prune(
-        self,
-        tier: CheckpointStore,
-        step: int,
-        course: Course,
-        protected: frozenset[int],
-        target: int | None,
-    ) -> None:
+    def _prune(self, step: int, course: Course, stays: Iterable[int], target: int | None) -> None:
         """Deletes superfluous checkpoints, if the save of `step` is in the store.
 
         The decision uses `course` as saved, so that a restart knows the same known-good ones. The
@@ -203,36 +182,36 @@ class CheckpointManager:
         """
 
         def chosen() -> tuple[list[int], set[int], int | None]:
-            saves = course.judged(tier.steps())
+            saves = course.judged(self.store.steps())
+            saves = [saved for saved in saves if saved.path or not self.store.durable]
             good = [saved.step for saved in saves if saved.status == "good"]
-            stay = {*protected, target, *[at for at in good if target and at < target][-1:]}
+            stay = {*stays, target, *[at for at in good if target and at < target][-1:]}
             there = any((s.step, s.attempt) == (step, len(course.attempts)) for s in saves)
             surplus = [at for at in superfluous(saves, self._keep) if there and at not in stay]
             abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
             return surplus, {*surplus} - abandoned, max(good, default=None)
 
         try:
-            surplus, own, newest = on_first(tier.processes, chosen)
+            surplus, own, newest = on_first(self.store.processes, chosen)
             if surplus and newest not in (None, self._verified):
-                tier.verify(newest)
+                self.store.verify(newest)
                 self._verified = newest
             for old in surplus:
                 with suppress(CheckpointNotFound):
-                    tier.delete(old)
+                    self.store.delete(old)
             self._results.append(own)
         except Exception as error:
             self._results.append(error)
-
-    def protect(self, steps: Iterable[int]) -> None:
-        """Protects the checkpoints of these steps from deletion, and no others."""
-        self._protected = frozenset(steps)
-        for tier in self.store.tiers:
-            tier.protected = self._protected
 
     def is_unsaved(self, step: int) -> bool:
         """Whether the write of a checkpoint has failed. Waits for the disk."""
         self.wait()
         return step in self.unsaved
+
+    def wait(self) -> None:
+        """Waits until the background is done, and reports failed saves."""
+        self.store.join()
+        self._report_failed_saves()
 
     # -- known-good -----------------------------------------------------------------------------
 
@@ -241,8 +220,7 @@ class CheckpointManager:
 
         Called once per step. Does not wait for the disk.
         """
-        for failure in self.store.failures():
-            self._save_failed(failure.step, failure)
+        self._report_failed_saves()
         self._read_results(ledger.next_step)
         if ledger.open:
             return
@@ -254,13 +232,16 @@ class CheckpointManager:
     def _read_results(self, now: int) -> None:
         while self._results:
             result = self._results.popleft()
-            if isinstance(result, CheckpointDamaged):
-                self._log_lost(result)
-            elif isinstance(result, Exception):
-                self._log.event("problem", step=now, problem=str(result))
-            else:
+            if isinstance(result, set):
                 for step in result:
                     self._finite.pop(step, None)
+            elif isinstance(result, CheckpointDamaged):
+                self.log_damage(result)
+                if result.step not in self.store.steps_in_memory():
+                    self._lost.add(result.step)
+                    self._finite.pop(result.step, None)
+            else:
+                self._log.event("problem", step=now, problem=str(result))
 
     def prove(self, ledger: Ledger, *, before: int | None = None) -> None:
         """Extends the known-good checkpoints to those whose probation is over.
@@ -283,7 +264,7 @@ class CheckpointManager:
     def nonfinite_checkpoints(self) -> dict[int, tuple[str, ...]]:
         """Step -> names of arrays with disallowed NaN or Inf, since the last rollback or start.
 
-        Collective. Copies in memory are checked at once, other checkpoints when they are written.
+        Collective. Waits until the last save is inspected, and not for the disk.
         """
         self._read_nonfinite()
         united: dict[int, tuple[str, ...]] = {}
@@ -293,25 +274,22 @@ class CheckpointManager:
         return united
 
     def _read_nonfinite(self) -> None:
+        """Reports each checkpoint with disallowed NaN or Inf, once."""
         for step, names in self.store.nonfinite_found():
-            self._log_nonfinite(step, names)
-
-    def _log_nonfinite(self, step: int, names: Sequence[str]) -> None:
-        """Reports a checkpoint with disallowed NaN or Inf, once."""
-        if step in self._finite:
-            self._finite[step] = False
-        if step in self._nonfinite:
-            return
-        problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
-        self._log.event("problem", step=step, problem=problem)
-        if not self.nonfinite:
-            self._log.warning(
-                f"{problem}: it can never be known-good. A skipped step does not undo changes by "
-                "the forward pass. If NaN or Inf is expected in these arrays, name them in "
-                "nonfinite_ok"
-            )
-        self._nonfinite[step] = tuple(names)
-        self.nonfinite.append((step, tuple(names)))
+            if step in self._finite:
+                self._finite[step] = False
+            if step in self._nonfinite:
+                continue
+            problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
+            self._log.event("problem", step=step, problem=problem)
+            if not self.nonfinite:
+                self._log.warning(
+                    f"{problem}: it can never be known-good. A skipped step does not undo changes "
+                    "by the forward pass. If NaN or Inf is expected in these arrays, name them in "
+                    "nonfinite_ok"
+                )
+            self._nonfinite[step] = names
+            self.nonfinite.append((step, names))
 
     def allow_nonfinite_in(self, state: Mapping[str, Any]) -> list[str]:
         """Allows NaN and Inf in the arrays of a first state that hold them; returns the names."""
@@ -331,15 +309,12 @@ class CheckpointManager:
     # -- errors ---------------------------------------------------------------------------------
 
     def report_store_errors(self, now: int) -> None:
-        """Reports errors of one tier for which another tier was used instead."""
-        reported = set()
-        for error in self.store.trouble():
+        """Reports errors for which another copy was used instead."""
+        for error in {str(error): error for error in self.store.trouble()}.values():
             if isinstance(error, CheckpointDamaged):
                 self.log_damage(error)
                 self._log.warning(f"{error}; another copy was used")
-                continue
-            if str(error) not in reported:
-                reported.add(str(error))
+            else:
                 self._log.problem(now, f"{error}; the run continues with the checkpoints in memory")
 
     def log_damage(self, error: CheckpointDamaged) -> None:
@@ -350,34 +325,12 @@ class CheckpointManager:
             self._damaged_paths.add(error.path)
         self._log.event("damaged", step=error.step, problem=str(error))
 
-    def wait(self) -> None:
-        """Waits until everything is written and verified, and reports failed saves."""
-        while True:
-            try:
-                self.store.wait()
-            except SaveFailed as failure:
-                self._save_failed(failure.step, failure)
-            else:
-                break
-        self.close()
+    def _report_failed_saves(self) -> None:
+        for failure in self.store.failures():
+            self._save_failed(failure.step, failure)
 
-    def _log_lost(self, error: CheckpointDamaged) -> None:
-        """Reports a damaged checkpoint, and uses it no more unless memory has a copy."""
-        self.log_damage(error)
-        memory = self.store.memory
-        if memory is None or error.step not in {saved.step for saved in memory.steps()}:
-            self._lost.add(error.step)
-            self._finite.pop(error.step, None)
-
-    def close(self) -> None:
-        """Waits for the background."""
-        for tier in self.store.tiers:
-            if tier.queue is not None:
-                tier.queue.join()
-
-    def _save_failed(self, step: int, error: Exception) -> None:
-        tiers = self.store.tiers
-        if len(tiers) == 1 or step not in {saved.step for saved in tiers[0].steps()}:
+    def _save_failed(self, step: int, error: SaveFailed | StoreError | OSError) -> None:
+        if step not in self.store.steps_in_memory():
             self._finite.pop(step, None)
         self.unsaved.add(step)
         self.failures += 1

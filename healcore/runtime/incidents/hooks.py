@@ -11,7 +11,7 @@ from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Action, Cause, Decision
 from healcore.runtime.faults.failures import Failure, failures_of
-from healcore.runtime.store.protocol import Saved
+from healcore.runtime.store.saved import Saved
 
 Batch = tuple[int, int]
 """Id of a batch: epoch, and index within the epoch. `BatchId` is a subtype."""

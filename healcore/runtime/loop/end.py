@@ -144,7 +144,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     for close_part in (
         loop.guard.close,
         ranks.close,
-        saver.checkpoints.close,
+        saver.checkpoints.store.join,
         loop.driver.close,
         partial(release, loop),
         loop.log.close,
@@ -247,7 +247,7 @@ def _save_and_log_fault(loop: Loop, fault: Fault, error: Exception) -> None:
     """Saves if a rule of the policy says so, and logs the exception that ends the run."""
     answer, why_not = None, ""
     # The ranks that have not raised do not take part in a save; memory ends with the process.
-    alone = loop.ranks.world == 1 and loop.saver.checkpoints.store.disk is not None
+    alone = loop.ranks.world == 1 and loop.saver.checkpoints.store.durable
     if alone and "save" in loop.policy.answers(fault.cause):
         try:
             if loop.count_last_step():
@@ -268,7 +268,7 @@ def _is_lost_on_any_rank(loop: Loop, saved: bool, problems: list[str]) -> bool:
     """Whether the last state is lost on any rank. A rank that does not answer counts as lost."""
     checkpoints = loop.saver.checkpoints
     lost = loop.data.step in checkpoints.unsaved or not saved
-    lost = lost and checkpoints.store.disk is not None  # memory ends with the process in any case
+    lost = lost and checkpoints.store.durable  # memory ends with the process in any case
     try:
         return any(loop.ranks.gather(lost))
     except Exception as problem:
@@ -278,9 +278,8 @@ def _is_lost_on_any_rank(loop: Loop, saved: bool, problems: list[str]) -> bool:
 
 def _unsaved_state_text(loop: Loop, problems: list[str]) -> str:
     checkpoints = loop.saver.checkpoints
-    store = checkpoints.store
     try:  # the checkpoints that survive the process
-        newest = max((save.step for save in (store.disk or store).steps()), default=None)
+        newest = max((save.step for save in checkpoints.store.steps_on_disk()), default=None)
         target = "starts from the beginning"
         if newest is not None:
             target = f"resumes from the checkpoint of step {newest}"

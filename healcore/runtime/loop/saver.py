@@ -43,15 +43,9 @@ class Saver:
         self._monitor = recovery.monitor
         self._dominance = recovery.dominance
         # Whether a run can resume exactly from a save at an exception.
-        self._can_resume_exactly = (
-            self.checkpoints.store.disk is not None and restorer.ranks.world == 1
-        )
+        self._can_resume_exactly = self.checkpoints.store.durable and restorer.ranks.world == 1
         self._next_warning = _UNSAVED_INTERVALS * self.checkpoints.every
         """Number of steps without a save at which the next warning is written."""
-        self._counted_to = 0
-        """Step of the last call of `due`; a dispatch may have several steps."""
-        self._due_since = 0
-        """Step at which the pending save became due, or 0 without a pending save."""
         self._saved = -1
         """Step of the last checkpoint or of the start."""
         self._known_nonfinite: set[int] = set()
@@ -59,11 +53,11 @@ class Saver:
     def start(self, step: int) -> None:
         """Starts from the checkpoint of `step`, or from the initial state."""
         self.restorer.started_from = step
-        self._saved, self._due_since, self._counted_to = step, 0, step
+        self._saved = step
 
     def on_rollback(self, target: int) -> None:
         """Starts over at the checkpoint of `target`."""
-        self._saved, self._due_since, self._counted_to = target, 0, target
+        self._saved = target
         self._known_nonfinite.clear()
 
     def after_step(self) -> None:
@@ -75,12 +69,14 @@ class Saver:
 
     def due(self) -> bool:
         """Whether a regular save is due, and possible. Called once per dispatch."""
-        step = self._data.step
-        steps, self._counted_to = step - self._counted_to, step
-        if self.checkpoints.due(step, steps):
-            self._due_since = self._due_since or step
         self._warn_if_unsaved()
-        return bool(self._due_since) and self._alarm_free and self._between_accumulations
+        return self._intervals > 0 and self.may_save() and self._between_accumulations
+
+    @property
+    def _intervals(self) -> int:
+        """Number of regular saves that were due since the last checkpoint."""
+        every = self.checkpoints.every
+        return self._data.step // every - self._saved // every
 
     def _warn_if_unsaved(self) -> None:
         """Warns if nothing was saved for three intervals, then at twice the distance each time."""
@@ -97,18 +93,12 @@ class Saver:
         )
 
     def may_save(self) -> bool:
-        """Whether the steps that were read since `due` permit the save."""
-        return self._alarm_free
-
-    @property
-    def _alarm_free(self) -> bool:
         """Whether no recent alarm, which may begin an incident, delays a regular save.
 
         The delay is at most one interval, because a run with occasional alarms has an incident open
         most of the time. A checkpoint after an onset does no harm: a rollback abandons it.
         """
-        late = self._data.step - self._due_since >= self.checkpoints.every
-        return not self._recent_alarm or late or self._policy.observes
+        return not self._recent_alarm or self._intervals > 1 or self._policy.observes
 
     @property
     def _between_accumulations(self) -> bool:
@@ -123,7 +113,7 @@ class Saver:
         """Saves a checkpoint of this step, for the reason `why`."""
         step = self._data.step
         self._next_warning = _UNSAVED_INTERVALS * self.checkpoints.every
-        self._due_since, self._saved = 0, step
+        self._saved = step
         self.restorer.save(step, why)
         if why in ("first", "regular"):
             self.keep_anchor()
@@ -131,7 +121,8 @@ class Saver:
     def keep_anchor(self) -> None:
         """Adds the current weights as an anchor, and protects the anchors' checkpoints."""
         self._dominance.keep(self._data.step, self.checkpoints.restorable)
-        self.checkpoints.protect(each.step for each in self._dominance.anchors)
+        anchors = {each.step for each in self._dominance.anchors}
+        self.checkpoints.store.ring.protected = frozenset(anchors)
 
     def poll(self) -> None:
         """Reports background work, and computes the known-good checkpoints."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore import console
 from healcore.events import Log
 from healcore.events.metrics import Metrics, path_next_to
 from healcore.policy import PolicyError
@@ -44,9 +43,7 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.run_options import Checkpoints, Logging
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
-from healcore.runtime.store.commit import sweep
-from healcore.runtime.store.host_memory import fits
-from healcore.runtime.store.memory import SMALL
+from healcore.runtime.store.directory import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.trackers import Selection, Trackers
 
@@ -152,7 +149,9 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
         nonlocal own_claim
         folder.mkdir(parents=True, exist_ok=True)
         own_claim = claim(folder)
-        sweep(folder, claimed=True)
+        if isinstance(given, CheckpointStore):
+            given.join()  # its temporary files are in use
+        sweep(folder)
         return own_claim.warning
 
     try:
@@ -214,7 +213,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
 
 def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None) -> Loop:
     policy = options.policy
-    store = _store(options, driver, ranks)
+    store = _store(options, driver)
     folder = store.root
     group = RankGroup(ranks, driver, options.stop_file)
     # A rank whose reports reach rank 0 needs no events file of its own.
@@ -291,33 +290,12 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     )
 
 
-def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
-    given, nonfinite_ok = options.store, tuple(options.checkpoints.nonfinite_ok)
-    if given is None or isinstance(given, str | os.PathLike):
-        own = driver.store(given, nonfinite_ok)
-        return _store_that_fits(own, driver, ranks, options)
-    if nonfinite_ok:
-        given.nonfinite_ok = (*given.nonfinite_ok, *nonfinite_ok)
-    return given
-
-
-def _store_that_fits(
-    store: CheckpointStore, driver: Driver, ranks: Ranks, options: Options
-) -> CheckpointStore:
-    """The default store, or its disk alone if snapshots do not fit into host memory."""
-    copies, nbytes = SMALL.most + len(store.tiers), driver.state_bytes()
-    # Assumes that all ranks share this machine: a slow rollback is better than an OOM kill.
-    fit = all(ranks.gather(fits(copies, nbytes, ranks.world)))
-    if fit:
-        return store
-    needed = f"{copies} copies of the state ({nbytes / 1e9:.3g} GB each, {ranks.world} ranks)"
-    if store.disk is None:
-        raise StoreError(
-            f"{needed} do not fit into half of the free host memory: pass a directory as the store"
-        )
-    line = f"{needed} do not fit into half of the free host memory: checkpoints go to disk"
-    console.warning(line, options.logging.console)
-    return store.disk
+def _store(options: Options, driver: Driver) -> CheckpointStore:
+    store = options.store
+    if store is None or isinstance(store, str | os.PathLike):
+        store = driver.store(store)
+    store.nonfinite_ok = (*store.nonfinite_ok, *options.checkpoints.nonfinite_ok)
+    return store
 
 
 def _given_folder(given: Any) -> Path | None:

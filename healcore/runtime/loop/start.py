@@ -102,7 +102,7 @@ def begin(
     loop.ranks.termination.start()
     store = checkpoints.store
     where = "in host memory only" if store.accepts("regular") else "by the trainer only"
-    if store.disk is not None:
+    if store.durable:
         where = f"in {type(store).__name__ if store.root is None else store.root}"
     line = start_line(
         loop.policy,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from healcore.runtime.store.errors import NoGoodCheckpoint
-from healcore.runtime.store.protocol import Saved, Status
+from healcore.runtime.store.saved import Saved, Status
 
 _WORST_FIRST: tuple[Status, ...] = ("abandoned", "candidate", "good")
 
@@ -45,17 +45,16 @@ def choose(
             older, because newer known-good checkpoints lead into the same trouble.
         initial: steps of the snapshot that the run began with, and of the checkpoint that this
             process resumed from, which need not be known-good.
-        exact: whether the state is known to be sound up to the onset. Then each finite checkpoint
-            before it can be restored, known-good or not.
+        exact: whether the state is known to be sound up to the onset, or its weights have been
+            compared. Then each finite checkpoint up to the onset can be restored.
 
     Raises:
         NoGoodCheckpoint: there is no such checkpoint.
     """
     usable = [save for save in saves if save.finite and save.step <= onset]
-    good = sorted((save.step for save in usable if save.status == "good"), reverse=True)
+    known_good = {save.step for save in usable if save.status == "good"}
     candidates = {save.step for save in usable if save.status == "candidate"}
-    if exact:
-        good = sorted({*good, *candidates}, reverse=True)
+    good = sorted(known_good | candidates if exact else known_good, reverse=True)
     choices = good + sorted(candidates & {*initial} - {*good}, reverse=True)
     if not choices:
         raise NoGoodCheckpoint(_no_checkpoint_text(saves, onset))
@@ -68,24 +67,8 @@ def choose(
     order = [step for step in choices if step <= chosen]
     return CheckpointChoice(
         order=tuple(order),
-        initial=chosen not in good,
+        initial=chosen not in known_good and (not exact or len(choices) == 1),
         repeated=chosen in tried,
-    )
-
-
-def newest_until(saves: Sequence[Saved], step: int) -> CheckpointChoice:
-    """Chooses the checkpoint of a step, or else the newest before this step.
-
-    Used if the weights of this step are better than the current weights. The checkpoint need not be
-    known-good: its weights have been compared. Raises NoGoodCheckpoint if no checkpoint is usable.
-    """
-    usable = [save for save in saves if save.finite and save.status != "abandoned"]
-    order = sorted((save.step for save in usable if save.step <= step), reverse=True)
-    if not order:
-        raise NoGoodCheckpoint(_no_checkpoint_text(saves, step))
-    good = {save.step for save in usable if save.status == "good"}
-    return CheckpointChoice(
-        order=tuple(order), initial=order[-1] == order[0] not in good, repeated=False
     )
 
 

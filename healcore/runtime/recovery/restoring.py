@@ -28,7 +28,6 @@ from healcore.runtime.recovery.checkpoint_choice import (
     CheckpointChoice,
     choose,
     common_to_ranks,
-    newest_until,
 )
 from healcore.runtime.recovery.engine_states import (
     after_rollback,
@@ -42,19 +41,23 @@ from healcore.runtime.recovery.trials import Trial
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
+    CheckpointNotFound,
     NoGoodCheckpoint,
-    RestoreResult,
+    Restored,
     Saved,
     StateMismatch,
     StoreError,
-    restore_first_intact,
 )
-from healcore.runtime.store.errors import Untrusted
-from healcore.runtime.store.memory import WHERE
+from healcore.runtime.store.copies import WHERE
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each, on_first
 from healcore.runtime.store.structure import attribute
 
 T = TypeVar("T")
+
+
+class _Result(NamedTuple):
+    step: int
+    restored: Restored
 
 
 class _Content(NamedTuple):
@@ -141,7 +144,7 @@ class Restorer:
             broken = (1.0 if lr is None else lr) * float(min(scales, default=1.0))
         order = replace(order, lr_at_fault=broken)
 
-        def load(result: RestoreResult, saved: _Content) -> tuple[HostParts | None, Rollback]:
+        def load(result: _Result, saved: _Content) -> tuple[HostParts | None, Rollback]:
             engines = after_rollback(engine, live, saved.engines)
             if order.trial == Trial.ACCEPT:
                 engines = with_lr_states(engines, order.lr_states)
@@ -180,7 +183,7 @@ class Restorer:
 
     def _choose(self, order: Order) -> CheckpointChoice:
         if order.better is not None:
-            return newest_until(self.saves(), order.better)
+            return choose(self.saves(), onset=order.better, exact=True)
         past = self.ledger.same_trouble(order.onset, self.policy.region)
         started = () if self.started_from is None else (self.started_from,)
         return choose(
@@ -197,8 +200,8 @@ class Restorer:
         store, step = self.checkpoints.store, done.target
         try:
             self.commit(step)
-            disk = store.disk
-            if disk and on_first(self.ranks, lambda: all(s.step != step for s in disk.steps())):
+            stored = lambda: any(s.step == step for s in store.steps_on_disk())  # noqa: E731
+            if store.durable and not on_first(self.ranks, stored):
                 self.save(step, "rollback")
         except (StoreError, OSError) as error:
             self.log.problem(
@@ -228,7 +231,7 @@ class Restorer:
         an older checkpoint that fits would lose the steps since then.
         """
 
-        def load(result: RestoreResult, saved: _Content) -> tuple[Record, HostParts | None]:
+        def load(result: _Result, saved: _Content) -> tuple[Record, HostParts | None]:
             own = saved.record or Record(first_step=result.step, step=result.step)
             engines, source = saved.engines, own
             if newest is not None and len(newest.ledger.rollbacks) > len(own.ledger.rollbacks):
@@ -302,7 +305,7 @@ class Restorer:
         self.checkpoints.log_damage(error)
 
     def _load_first_intact(
-        self, order: Sequence[int], load: Callable[[RestoreResult, _Content], T], now: int = -1
+        self, order: Sequence[int], load: Callable[[_Result, _Content], T], now: int = -1
     ) -> tuple[T, _Content]:
         """Returns the result of `load` for the first checkpoint that all ranks can load.
 
@@ -320,7 +323,7 @@ class Restorer:
                 failure = error
             if isinstance(failure, StateMismatch) and failure.step is None:
                 failure = StateMismatch(result.step, failure.differences)
-            ends = isinstance(failure, (StateMismatch, Untrusted, MemoryError))
+            ends = isinstance(failure, (StateMismatch, MemoryError))
             outcomes = self.ranks.gather(None if failure is None else ends)
             if loaded is not None and not any(each is not None for each in outcomes):
                 if loaded[1].problem:
@@ -333,27 +336,29 @@ class Restorer:
             problem = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             path = next((s.path for s in self.saves() if s.step == result.step), None) or WHERE
             text = f"holds values that healcore does not write ({problem})"
-            self._log_damage(
-                CheckpointDamaged(result.step, path, "its content", text, malformed=True)
-            )
+            self._log_damage(CheckpointDamaged(result.step, path, "its content", text))
             left = left[left.index(result.step) + 1 :]
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} can be loaded: {problem}")
 
-    def _restore(self, order: Sequence[int]) -> RestoreResult:
+    def _restore(self, order: Sequence[int]) -> _Result:
         """Reads the first checkpoint that is intact on every rank; copies in memory may differ."""
-        store, like = self.checkpoints.store, self.items()
-        if self.ranks.world == 1:
-            return restore_first_intact(store, order, like, self._log_damage)
+        store, like, damaged = self.checkpoints.store, self.items(), []
         for step in order:
-            result = None
-            with suppress(NoGoodCheckpoint):
-                result = restore_first_intact(store, [step], like, self._log_damage)
-            if all(self.ranks.gather(result is not None)):
-                assert result is not None
-                return result
-        raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} is intact on every rank")
+            restored = None
+            try:
+                restored = store.restore(step, like)
+            except CheckpointNotFound:
+                pass
+            except CheckpointDamaged as error:
+                damaged.append(str(error))
+                self._log_damage(error)
+            if all(self.ranks.gather(restored is not None)):
+                assert restored is not None
+                return _Result(step, restored)
+        reasons = "; ".join(damaged) or "none of them is on every rank"
+        raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} can be restored: {reasons}")
 
-    def _checked_content(self, result: RestoreResult) -> _Content:
+    def _checked_content(self, result: _Result) -> _Content:
         """Checks healcore's part. Malformed values raise any exception."""
         healing, own = result.restored.healing, result.restored.state.get(ITEM)
         record = None if healing is None else records.read(healing)
@@ -369,7 +374,7 @@ class Restorer:
         return _Content(record, dict(engines), problem, host)
 
     def _load_state(
-        self, result: RestoreResult, saved: _Content, engines: dict[str, Any], *, reset: bool
+        self, result: _Result, saved: _Content, engines: dict[str, Any], *, reset: bool
     ) -> HostParts | None:
         """Loads state and engines. Returns the part for `HostState`."""
         host_state = self._adapt_to_world(result, saved)
@@ -380,7 +385,7 @@ class Restorer:
         self.driver.load_healing(engines)
         return host_state
 
-    def _adapt_to_world(self, result: RestoreResult, saved: _Content) -> HostParts | None:
+    def _adapt_to_world(self, result: _Result, saved: _Content) -> HostParts | None:
         """Adapts this rank's part if the number of ranks has changed: all continue as rank 0.
 
         Random generators stay as the program has set them: added ranks have no saved state.

@@ -6,7 +6,6 @@ The stores come from the adapters: `healcore.torch.store`, `healcore.jax.store`.
 from __future__ import annotations
 
 from healcore.runtime.store.claim import StoreInUse
-from healcore.runtime.store.course import Course
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -16,13 +15,9 @@ from healcore.runtime.store.errors import (
     StoreError,
     UnsavableState,
 )
-from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved, Status
-from healcore.runtime.store.retention import (
-    Keep,
-    RestoreResult,
-    restore_first_intact,
-    superfluous,
-)
+from healcore.runtime.store.retention import Keep, superfluous
+from healcore.runtime.store.saved import Course, Restored, Saved, Status
+from healcore.runtime.store.store import CheckpointStore
 
 __all__ = [
     "CheckpointDamaged",
@@ -31,7 +26,6 @@ __all__ = [
     "Course",
     "Keep",
     "NoGoodCheckpoint",
-    "RestoreResult",
     "Restored",
     "SaveFailed",
     "Saved",
@@ -40,6 +34,5 @@ __all__ = [
     "StoreError",
     "StoreInUse",
     "UnsavableState",
-    "restore_first_intact",
     "superfluous",
 ]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from healcore.runtime.store import checksummed_json, inspection, protocol
-from healcore.runtime.store.course import Course
-from healcore.runtime.store.errors import SaveFailed, StateMismatch, StoreError
+from healcore.runtime.store import checksummed_json, inspection
+from healcore.runtime.store.errors import CheckpointDamaged, SaveFailed, StateMismatch, StoreError
 from healcore.runtime.store.inspection import Block, Inspection
+from healcore.runtime.store.saved import Course
 from healcore.runtime.store.structure import (
     Flat,
     Leaf,
@@ -24,8 +24,11 @@ from healcore.runtime.store.structure import (
     nodes_of,
 )
 
+WHERE = "memory"
+"""Place of a copy in messages."""
 
-@dataclass
+
+@dataclass(eq=False)
 class StateCopy:
     """A copy of the state after one step in host memory."""
 
@@ -36,15 +39,15 @@ class StateCopy:
     """Waits for the copies from an accelerator, which are asynchronous."""
     healing: bytes | None
     created: float
-    attempt: int = 1
-    inspecting: Future[None] | None = None
-    """The job that inspects a copy for memory, or None."""
-    inspected: Inspection | None = None
-    """None until the copy is complete and inspected. Then the copy enters the ring in memory."""
-    holders: int = 0
-    """Number of users of the memory."""
-    dropped: bool = False
-    """Whether the copy is not in the ring."""
+    attempt: int
+    ready: threading.Event = field(default_factory=threading.Event)
+    """Set when the copy is inspected, or has failed."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Key of a block -> digest, once the copy is inspected."""
+    nonfinite: tuple[str, ...] = ()
+    """Names of the arrays with NaN or Inf on any rank, allowed or not."""
+    path: str | None = None
+    """Directory of the checkpoint, or None while it is in memory only."""
 
     @property
     def nbytes(self) -> int:
@@ -52,33 +55,9 @@ class StateCopy:
         return sum(part.nbytes for part in parts_of(self.flat))
 
     @property
-    def digests(self) -> dict[str, str]:
-        """Key of a block -> digest."""
-        assert self.inspected is not None, "copies in the ring are inspected"
-        return self.inspected.digests
-
-    @property
-    def course(self) -> Course:
-        """The course in the healing state."""
-        return Course.of(self.healing_state)
-
-    @property
     def healing_state(self) -> dict[str, Any] | None:
         """A fresh copy of the healing state."""
         return None if self.healing is None else checksummed_json.loads(self.healing)
-
-    def settle(self) -> None:
-        """Waits until the copy is complete, and inspected if it is for memory.
-
-        Raises:
-            StoreError: the copy failed.
-        """
-        if self.inspecting is None:
-            self.copied()
-            return
-        self.inspecting.result()
-        if self.inspected is None:
-            raise StoreError(f"the copy of step {self.step} could not be completed")
 
 
 class Copier(ABC):
@@ -93,12 +72,8 @@ class Copier(ABC):
     # -- the framework's part -------------------------------------------------------------------
 
     @abstractmethod
-    def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
-        """The structure and arrays of a state, not copied; UnsavableState if it cannot be saved.
-
-        A `live` state is only compared with a saved state: shapes may replace its arrays, and it
-        may hold values that cannot be saved.
-        """
+    def flatten(self, state: Mapping[str, Any]) -> Flat:
+        """The structure and arrays of a state, not copied; UnsavableState if it cannot be saved."""
 
     @abstractmethod
     def copy_parts(
@@ -137,8 +112,8 @@ class Copier(ABC):
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None
     ) -> StateCopy:
         """Copies a state. Arguments and errors as for `CheckpointStore.save`."""
-        step = protocol.checked_step(step)
-        healing_bytes = None if healing is None else protocol.encode_healing(healing)
+        step = checked_step(step)
+        healing_bytes = None if healing is None else encode_healing(healing)
         spare, self._spare = self._spare, None
         try:
             flat = self.flatten(state)
@@ -160,7 +135,7 @@ class Copier(ABC):
         """Names of the arrays in a state that hold NaN or Inf, allowed or not."""
         copy = self.copy(0, state, None)
         try:
-            copy.settle()
+            copy.copied()
             return self.inspect(copy.flat.leaves).nonfinite
         finally:
             self.release(copy)  # the first save reuses it
@@ -177,16 +152,24 @@ class Copier(ABC):
 
     # -- restoring ------------------------------------------------------------------------------
 
-    def flatten_matching(
-        self, step: int | None, saved: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any]
-    ) -> Flat:
-        """Flattens the live state; StateMismatch if the saved entries do not fit it.
+    def match(
+        self, step: int, saved: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], Flat]:
+        """The saved entries, the live values, and the live values flattened, by name.
 
-        Trees must have the same arrays. For objects with `state_dict` only names and identities are
-        compared: a fresh optimizer has no moments yet, and `load_state_dict` checks the rest.
+        Without optional values that the checkpoint lacks. Trees must have the same arrays. For
+        objects with `state_dict` only names and identities are compared: a fresh optimizer has no
+        moments yet, and `load_state_dict` checks the rest.
+
+        Raises:
+            StateMismatch: the checkpoint of `step` does not fit.
         """
-        flat = self.flatten(like, live=True)
-        wrong = [f'"{name}" is missing in the saved state' for name in like if name not in saved]
+        optional = [name for name in like if getattr(like[name], "optional", False) is True]
+        live = {name: like[name] for name in like if name in saved or name not in optional}
+        if not live:
+            return {}, {}, Flat({}, {}, {})
+        flat = self.flatten(live)
+        wrong = [f'"{name}" is missing in the saved state' for name in live if name not in saved]
         for name, entry in flat.entries.items():
             if name not in saved:
                 continue
@@ -199,7 +182,7 @@ class Copier(ABC):
                 wrong += _differences(array_types(name, saved[name]), array_types(name, entry))
         if wrong:
             raise StateMismatch(step, wrong)
-        return flat
+        return {name: saved[name] for name in live}, live, flat
 
     def assemble(
         self,
@@ -227,23 +210,23 @@ class Copier(ABC):
                 state[name] = decode(entry["tree"], fetch)
         return state
 
-    def restore(
-        self, copy: StateCopy, like: Mapping[str, Any], changed: Callable[[str], Exception]
-    ) -> dict[str, Any]:
+    def check(self, copy: StateCopy) -> None:
+        """Recomputes the digests of an inspected copy; CheckpointDamaged if one differs."""
+        for name, digest in self.inspect(copy.flat.leaves).digests.items():
+            if digest != copy.digests[name]:
+                raise _damaged(copy, name)
+
+    def restore(self, copy: StateCopy, like: Mapping[str, Any]) -> dict[str, Any]:
         """The state of an inspected copy in fresh memory, on the devices of `like`.
 
         Raises:
             StateMismatch: the state does not fit.
-            Exception: `changed(key)`, if the digest of a block differs.
+            CheckpointDamaged: a digest differs.
         """
-        saved = copy.flat.entries
-        like = protocol.values_to_restore(saved, like)
-        if not like:
-            return {}
-        live = self.flatten_matching(None, saved, like)
-        entries = {name: saved[name] for name in like}
+        entries, like, live = self.match(copy.step, copy.flat.entries, like)
         leaves = {name: copy.flat.leaves[name] for name in nodes_of(entries)}
-        raws = inspection.checked_copies([*self.blocks(leaves)], copy.digests, changed)
+        blocks = [*self.blocks(leaves)]
+        raws = inspection.checked_copies(blocks, copy.digests, lambda name: _damaged(copy, name))
         old = [part for leaf in leaves.values() for part in leaf.parts.values()]
         fresh = _with_parts(leaves, map(self.view, raws, old))
         arrays = {name: self.array(leaf, live.leaves.get(name)) for name, leaf in fresh.items()}
@@ -271,3 +254,24 @@ def _differences(saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]
         if saved[key] != live[key]:
             wrong.append(f"{key} is {saved[key]} in the saved and {live[key]} in the live state")
     return sorted(wrong)
+
+
+def _damaged(copy: StateCopy, name: str) -> CheckpointDamaged:
+    return CheckpointDamaged(copy.step, WHERE, name, "is not what was saved: its digest differs")
+
+
+def checked_step(step: Any) -> int:
+    """The step as an int; StoreError if it is not a whole number >= 0."""
+    if isinstance(step, bool) or not hasattr(step, "__index__") or (number := int(step)) < 0:
+        raise StoreError(f"step is a whole number >= 0, not {step!r}: pass the optimizer step")
+    return number
+
+
+def encode_healing(healing: Mapping[str, Any]) -> bytes:
+    """The healing state as JSON bytes with a digest; StoreError if it is not JSON-safe."""
+    try:
+        return checksummed_json.dumps(healing)
+    except (TypeError, ValueError) as error:
+        raise StoreError(
+            f"the healing state must be JSON-safe ({error}): pass the adapter's to_dict()"
+        ) from None

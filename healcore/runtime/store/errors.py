@@ -22,8 +22,6 @@ class CheckpointDamaged(StoreError):
     file: str
     """The file (or array) that differs, relative to `path`."""
     difference: str
-    malformed: bool = False
-    """Whether the digests are right but this version of healcore cannot read the content."""
 
     def _message(self) -> str:
         return (
@@ -57,12 +55,15 @@ class SaveFailed(StoreError):
     step: int
     doing: str
     error: BaseException
-    hint: str = ""
 
     def _message(self) -> str:
         error = f"{type(self.error).__name__}: {self.error}"
-        hint = f"; {self.hint}" if self.hint else ""
-        return f"step {self.step} was not saved, {self.doing}: {error}{hint}"
+        # torch hides the error of the system behind an error of its own.
+        system: BaseException | None = self.error
+        while system is not None and not isinstance(system, OSError):
+            system = system.__cause__ or system.__context__
+        reason = f" ({system})" if system is not None and system is not self.error else ""
+        return f"step {self.step} was not saved, {self.doing}: {error}{reason}"
 
 
 @dataclass(eq=False, repr=False)
@@ -87,10 +88,6 @@ class StateMismatch(StoreError):
 
 class UnsavableState(StoreError, TypeError):
     """The state holds a value that a checkpoint cannot hold."""
-
-
-class Untrusted(StoreError):
-    """A pickled index of DCP holds more than plain values: reading it could run code."""
 
 
 def unsavable_error(place: str, value: object) -> UnsavableState:

@@ -21,8 +21,6 @@ NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 _CLOSED_IN_CHILDREN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 _TEMPORARY = re.compile(r"\.tmp-healcore-[0-9a-f]{16}")
-_in_use: set[str] = set()
-"""Temporary names that this process is using."""
 
 
 def create(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> int:
@@ -41,8 +39,6 @@ def replace(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    finally:
-        end_temporary(temporary.name)
     sync_directory(path.parent)
 
 
@@ -93,17 +89,10 @@ def list_below(folder: Path) -> list[str]:
 
 
 def new_temporary() -> str:
-    """A new name for work in progress, in use by this process until `end_temporary`."""
-    name = f".tmp-healcore-{secrets.token_hex(8)}"
-    _in_use.add(name)
-    return name
+    """A new name for work in progress."""
+    return f".tmp-healcore-{secrets.token_hex(8)}"
 
 
-def end_temporary(name: str) -> None:
-    """Ends this process's use of a temporary name."""
-    _in_use.discard(name)
-
-
-def is_abandoned(name: str) -> bool:
-    """Whether a name is a temporary name that this process is not using."""
-    return _TEMPORARY.fullmatch(name) is not None and name not in _in_use
+def is_temporary(name: str) -> bool:
+    """Whether a name is a name for work in progress."""
+    return _TEMPORARY.fullmatch(name) is not None

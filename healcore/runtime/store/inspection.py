@@ -127,7 +127,7 @@ def checked_copies(
     blocks: Sequence[Block], digests: dict[str, str], changed: Callable[[str], Exception]
 ) -> list[np.ndarray]:
     """Copies of the blocks in fresh memory; raises `changed(key)` where the digest differs."""
-    copies = allocate([len(block.raw) for block in blocks])
+    copies = [allocate(len(block.raw)) for block in blocks]
 
     def copy(pair: tuple[Block, np.ndarray]) -> None:
         block, into = pair
@@ -158,52 +158,38 @@ def disallowed(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str
 # an integer, are then at least the bits of infinity. This test needs no bfloat16 type, raises no
 # warnings and allocates nothing.
 
-
-class _Layout(NamedTuple):
-    """The bit layout of a number format."""
-
-    unsigned: type[np.unsignedinteger]
-    signed: type[np.signedinteger] | None
-    """None for a format without a sign."""
-    infinity: int
-    """The bits of infinity, as an integer."""
-
-
-_HALF = _Layout(np.uint16, np.int16, 0x7C00)
-_SINGLE = _Layout(np.uint32, np.int32, 0x7F80_0000)
-_DOUBLE = _Layout(np.uint64, np.int64, 0x7FF0_0000_0000_0000)
-
-_LAYOUTS = {
-    "float16": _HALF,
-    "bfloat16": _Layout(np.uint16, np.int16, 0x7F80),
-    "float32": _SINGLE,
-    "float64": _DOUBLE,
-    "complex32": _HALF,
-    "complex64": _SINGLE,
-    "complex128": _DOUBLE,
-    "float8_e3m4": _Layout(np.uint8, np.int8, 0x70),
-    "float8_e4m3": _Layout(np.uint8, np.int8, 0x78),
-    "float8_e5m2": _Layout(np.uint8, np.int8, 0x7C),
-    "float8_e4m3fn": _Layout(np.uint8, np.int8, 0x7F),  # no Inf, one NaN
-    "float8_e8m0fnu": _Layout(np.uint8, None, 0xFF),  # no sign, no Inf, one NaN
+_INFINITY = {
+    "float16": (2, 0x7C00),
+    "bfloat16": (2, 0x7F80),
+    "float32": (4, 0x7F80_0000),
+    "float64": (8, 0x7FF0_0000_0000_0000),
+    "complex32": (2, 0x7C00),
+    "complex64": (4, 0x7F80_0000),
+    "complex128": (8, 0x7FF0_0000_0000_0000),
+    "float8_e3m4": (1, 0x70),
+    "float8_e4m3": (1, 0x78),
+    "float8_e5m2": (1, 0x7C),
+    "float8_e4m3fn": (1, 0x7F),  # no Inf, one NaN
 }
-# In these formats NaN has the bits of minus zero.
-_NAN_IS_MINUS_ZERO = {"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"}
+"""Format -> size of a number in bytes, and the bits of infinity."""
+_NAN = {
+    "float8_e4m3fnuz": 0x80,
+    "float8_e5m2fnuz": 0x80,
+    "float8_e4m3b11fnuz": 0x80,
+    "float8_e8m0fnu": 0xFF,
+}
+"""Format of one byte without Inf -> the bits of its only NaN."""
 # All other formats (integers, bool, 4-bit and 6-bit floats) have no NaN and no Inf.
 
 
 def finite(raw: np.ndarray, dtype: str) -> bool:
     """Whether an array's bytes, uint8 (n,), hold no NaN or Inf; `dtype` is a name: "bfloat16"."""
-    if dtype in _NAN_IS_MINUS_ZERO:
-        return not bool((raw == 0x80).any())
-    layout = _LAYOUTS.get(dtype)
-    if layout is None or not len(raw):
+    if dtype in _NAN:
+        return not bool((raw == _NAN[dtype]).any())
+    if dtype not in _INFINITY or not len(raw):
         return True
     # Two maxima: the signed maximum finds positive numbers, the unsigned maximum negative numbers.
     # One maximum over the bits without the sign would need fresh memory, which takes longer.
-    bits = raw.view(layout.unsigned)
-    if layout.signed is None:
-        return bool(bits.max() < layout.infinity)
-    minus_infinity = layout.infinity | 1 << 8 * bits.itemsize - 1
-    positive, negative = bits.view(layout.signed).max(), bits.max()
-    return bool(positive < layout.infinity and negative < minus_infinity)
+    size, infinity = _INFINITY[dtype]
+    positive, negative = raw.view(f"i{size}").max(), raw.view(f"u{size}").max()
+    return bool(positive < infinity and negative < infinity | 1 << 8 * size - 1)

@@ -12,7 +12,6 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
 
@@ -20,10 +19,9 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from healcore.runtime.store import checksummed_json, files
 from healcore.runtime.store.checksummed_json import ChecksumError
-from healcore.runtime.store.course import Course, newest
 from healcore.runtime.store.errors import CheckpointDamaged, StoreError
-from healcore.runtime.store.inspection import Digest, disallowed, file_digest, map_in_threads
-from healcore.runtime.store.protocol import Saved
+from healcore.runtime.store.inspection import Digest, file_digest, map_in_threads
+from healcore.runtime.store.saved import Course, Saved
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -32,7 +30,6 @@ STATE = "state.json"
 HEALING = "healing.json"
 DATA = "data"
 """Directory of the files that the framework writes."""
-MAX_NAMES = 1000
 DIFFERS = "is not what was written: its digest differs"
 _STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{1,18}")
 """Other versions of healcore had a random suffix."""
@@ -64,15 +61,12 @@ class Manifest(NamedTuple):
     """"dcp" or "orbax"."""
     files: Annotated[dict[_FilePath, Digest], Field(min_length=1)]
     """Relative path -> size and digest, for every file except this one and the healing state."""
-    arrays: _Count
     nonfinite: tuple[str, ...]
-    """Names of arrays with NaN or Inf, allowed or not; only the first 1000."""
+    """Names of arrays with NaN or Inf, allowed or not."""
     healing: bool
-    unnamed: _Count
-    """Number of arrays with NaN or Inf beyond the first 1000. No pattern can allow these."""
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Size of all files in bytes."""
         return sum(digest.bytes for digest in self.files.values())
 
@@ -88,10 +82,9 @@ class StoredCheckpoint(NamedTuple):
     healing: dict[str, Any] | None
     """The healing state, or None if the checkpoint has none."""
 
-    def damaged(self, file: str, difference: str, *, malformed: bool = False) -> CheckpointDamaged:
+    def damaged(self, file: str, difference: str) -> CheckpointDamaged:
         """Makes the error for a damaged file of this checkpoint."""
-        step = self.manifest.step
-        return CheckpointDamaged(step, str(self.folder), file, difference, malformed)
+        return _damaged(self.folder, difference, file)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -107,15 +100,12 @@ def read(folder: Path) -> Manifest:
     Raises:
         CheckpointDamaged: the manifest is missing, torn, altered or of another schema.
     """
+    content = _read_json(folder, MANIFEST)
+    if content.pop("schema", None) != SCHEMA:
+        raise _damaged(folder, "is of another version of healcore: resume with that version")
+    known = {key: content[key] for key in Manifest._fields if key in content}
     try:
-        content = checksummed_json.read(folder / MANIFEST)
-        if content.pop("schema", None) != SCHEMA:
-            raise _damaged(folder, "is of another version of healcore: resume with that version")
-        return _MANIFEST.validate_json(json.dumps(content), strict=True)
-    except OSError as error:
-        raise _damaged(folder, f"cannot be read ({error.strerror})") from None
-    except ChecksumError as error:
-        raise _damaged(folder, str(error)) from None
+        return _MANIFEST.validate_json(json.dumps(known), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -123,23 +113,37 @@ def read(folder: Path) -> Manifest:
         raise _damaged(folder, why) from None
 
 
+def _read_json(folder: Path, file: str) -> dict[str, Any]:
+    try:
+        return checksummed_json.read(folder / file)
+    except OSError as error:
+        raise _damaged(folder, f"cannot be read ({error.strerror})", file) from None
+    except ChecksumError as error:
+        raise _damaged(folder, str(error), file) from None
+
+
 def _damaged(folder: Path, difference: str, file: str = MANIFEST) -> CheckpointDamaged:
     return CheckpointDamaged(step_of(folder) or 0, str(folder), file, difference)
 
 
-def missing_or_resized(folder: Path, manifest: Manifest) -> CheckpointDamaged | None:
-    """The error for the first file that is missing or has another size; reads no data."""
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointDamaged for a file that is missing or has another size; reads no data."""
     for name, digest in manifest.files.items():
         try:
             status = (folder / name).lstat()
         except OSError as error:
-            return _damaged(folder, f"is missing ({error.strerror})", name)
+            raise _damaged(folder, f"is missing ({error.strerror})", name) from None
         if not stat.S_ISREG(status.st_mode):
-            return _damaged(folder, "is no regular file", name)
+            raise _damaged(folder, "is no regular file", name)
         if status.st_size != digest.bytes:
             why = f"has {status.st_size} bytes instead of {digest.bytes}"
-            return _damaged(folder, why, name)
-    return None
+            raise _damaged(folder, why, name)
+
+
+def check(checkpoint: StoredCheckpoint, rank: int, world: int) -> None:
+    """Recomputes the digests of a rank's share of the files; CheckpointDamaged for a difference."""
+    for error in find_damage(checkpoint, sorted(checkpoint.manifest.files)[rank::world]):
+        raise error
 
 
 def find_damage(checkpoint: StoredCheckpoint, names: Iterable[str]) -> list[CheckpointDamaged]:
@@ -152,7 +156,7 @@ def find_damage(checkpoint: StoredCheckpoint, names: Iterable[str]) -> list[Chec
             return checkpoint.damaged(name, f"cannot be read ({error.strerror})")
         return None if same else checkpoint.damaged(name, DIFFERS)
 
-    errors = map_in_threads(compare, list(names), checkpoint.manifest.bytes)
+    errors = map_in_threads(compare, list(names), checkpoint.manifest.nbytes)
     return sorted((error for error in errors if error), key=lambda error: error.file)
 
 
@@ -170,80 +174,57 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def complete(root: Path) -> dict[int, StoredCheckpoint]:
-    """Complete checkpoints by step, ascending; of each step the save of the latest attempt.
+class Scan(NamedTuple):
+    """What a directory of checkpoints holds. The content of the files is not read."""
 
-    In a complete checkpoint the digests of manifest and healing state are right and every file has
-    its size. The content of the files is not read.
-    """
-    opened = [_open(folder) for folder in _checkpoint_folders(root)]
-    found = [each for each in opened if isinstance(each, StoredCheckpoint)]
-    found.sort(key=lambda each: (each.manifest.step, each.manifest.attempt))
-    return {each.manifest.step: each for each in found}
-
-
-def listed(root: Path, nonfinite_ok: Collection[str]) -> list[Saved]:
-    """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
-    entries = []
-    for folder, manifest, _ in complete(root).values():
-        nonfinite = disallowed(manifest.nonfinite, nonfinite_ok)
-        entry = Saved(
-            step=manifest.step,
-            status="candidate",
-            finite=not nonfinite and not manifest.unnamed,
-            bytes=manifest.bytes,
-            created=manifest.created,
-            attempt=manifest.attempt,
-            path=str(folder),
-            nonfinite=nonfinite,
-        )
-        entries.append(entry)
-    course = newest([(step, Course.of(each)) for step, each in healings(root).items()])
-    return course.judged(entries)
-
-
-def healings(root: Path) -> dict[int, dict[str, Any]]:
+    complete: dict[int, StoredCheckpoint]
+    """Complete checkpoints by step, ascending; of each step the save of the latest attempt. The
+    digests of manifest and healing state are right, and every file has its size."""
+    healings: dict[int, dict[str, Any]]
     """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
-    found = {}
-    for folder in _checkpoint_folders(root):
-        with suppress(OSError, ChecksumError):
-            found[step_of(folder) or 0] = checksummed_json.read(folder / HEALING)
-    return found
+    damaged: list[CheckpointDamaged]
+    """The errors of directories that have the name of a checkpoint and are not complete."""
 
 
-def incomplete(root: Path) -> list[CheckpointDamaged]:
-    """The errors of directories with the name of a checkpoint that are no complete checkpoint."""
-    opened = [_open(folder) for folder in _checkpoint_folders(root)]
-    # A directory that has disappeared since was being deleted.
-    return [
-        error
-        for error in opened
-        if isinstance(error, CheckpointDamaged) and os.path.exists(error.path)
-    ]
-
-
-def _checkpoint_folders(root: Path) -> list[Path]:
-    """The directories with the name of a checkpoint, sorted; StoreError if `root` is unreadable."""
+def scan(root: Path) -> Scan:
+    """Looks at every checkpoint; StoreError if the directory cannot be read."""
     try:
         folders = sorted(root.iterdir())
     except OSError as error:  # an empty list would look like a run without checkpoints
         raise StoreError(f"{root} cannot be read: {error.strerror}") from error
-    return [folder for folder in folders if step_of(folder) is not None]
-
-
-def _open(folder: Path) -> StoredCheckpoint | CheckpointDamaged:
-    try:
-        record = read(folder)
-    except CheckpointDamaged as error:
-        return error
-    if folder.name != step_directory(record.step, record.attempt):
-        return _damaged(folder, f"is of step {record.step}, attempt {record.attempt}")
-    healing = None
-    if record.healing or (folder / HEALING).exists():
+    found: list[StoredCheckpoint] = []
+    healings: dict[int, dict[str, Any]] = {}
+    damaged: list[CheckpointDamaged] = []
+    for folder in folders:
+        if step_of(folder) is None:
+            continue
         try:
-            healing = checksummed_json.read(folder / HEALING)
-        except OSError as error:
-            return _damaged(folder, f"cannot be read ({error.strerror})", HEALING)
-        except ChecksumError as error:
-            return _damaged(folder, str(error), HEALING)
-    return missing_or_resized(folder, record) or StoredCheckpoint(folder, record, healing)
+            found.append(_open(folder, healings))
+        except CheckpointDamaged as error:
+            if folder.exists():  # else the checkpoint was being deleted
+                damaged.append(error)
+    found.sort(key=lambda each: (each.manifest.step, each.manifest.attempt))
+    return Scan({each.manifest.step: each for each in found}, healings, damaged)
+
+
+def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[Saved]:
+    """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
+    saves = found.complete.values()
+    entries = [Saved.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
+    return Course.newest(found.healings).judged(entries)
+
+
+def _open(folder: Path, healings: dict[int, dict[str, Any]]) -> StoredCheckpoint:
+    """Opens a complete checkpoint. Adds its healing state to `healings`, if that is intact."""
+    healing = damage = None
+    try:
+        healing = healings[step_of(folder) or 0] = _read_json(folder, HEALING)
+    except CheckpointDamaged as error:
+        damage = error
+    record = read(folder)
+    if folder.name != step_directory(record.step, record.attempt):
+        raise _damaged(folder, f"is of step {record.step}, attempt {record.attempt}")
+    if damage is not None and (record.healing or (folder / HEALING).exists()):
+        raise damage
+    _check_sizes(folder, record)
+    return StoredCheckpoint(folder, record, healing)

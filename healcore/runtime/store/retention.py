@@ -1,4 +1,4 @@
-"""Chooses the checkpoints to delete and the checkpoint to restore.
+"""Chooses the checkpoints to delete.
 
 The newest known-good checkpoint always stays. While there is none, the oldest finite candidate
 stays, because it is the first that can become known-good.
@@ -6,16 +6,11 @@ stays, because it is the first that can become known-good.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from healcore.runtime.store.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    NoGoodCheckpoint,
-    StoreError,
-)
-from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved
+from healcore.runtime.store.errors import StoreError
+from healcore.runtime.store.saved import Saved
 
 
 class Keep(NamedTuple):
@@ -51,13 +46,6 @@ class Keep(NamedTuple):
         return self
 
 
-class RestoreResult(NamedTuple):
-    """The checkpoint that was restored."""
-
-    step: int
-    restored: Restored
-
-
 def superfluous(saves: Sequence[Saved], keep: Keep, *, nonfinite: int = 2) -> list[int]:
     """The steps to delete, ascending; `saves` are all checkpoints of a store, in any order.
 
@@ -75,39 +63,6 @@ def superfluous(saves: Sequence[Saved], keep: Keep, *, nonfinite: int = 2) -> li
         *_surplus_candidates(candidates, keep.candidates),
     }
     return sorted(dropped)
-
-
-def restore_first_intact(
-    store: CheckpointStore,
-    order: Sequence[int],
-    like: Mapping[str, Any],
-    on_damage: Callable[[CheckpointDamaged], None],
-) -> RestoreResult:
-    """Restores the first intact checkpoint of `order`.
-
-    Args:
-        store: store of the checkpoints.
-        order: steps to try, in this order.
-        like: the live state, as for `CheckpointStore.restore`.
-        on_damage: called with the error of each damaged checkpoint.
-
-    Raises:
-        NoGoodCheckpoint: no checkpoint is intact.
-        StateMismatch: a checkpoint does not fit; older ones would not fit either.
-    """
-    damaged: list[CheckpointDamaged] = []
-    for step in order:
-        try:
-            return RestoreResult(step, store.restore(step, like))
-        except CheckpointNotFound:
-            continue
-        except CheckpointDamaged as error:
-            damaged.append(error)
-            on_damage(error)
-    reasons = "; ".join(str(error) for error in damaged) or "none of them exists"
-    raise NoGoodCheckpoint(
-        f"none of the checkpoints of steps {list(order)} can be restored: {reasons}"
-    )
 
 
 def _one_per_doubling(good: Sequence[int], newest: int) -> set[int]:

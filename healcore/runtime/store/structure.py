@@ -44,14 +44,22 @@ _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
         for factory in _FACTORIES
     },
 }
-
+_ENCODERS: dict[type, Callable[[Any], Any]] = {
+    float: repr,  # NaN and Inf
+    complex: lambda value: [repr(value.real), repr(value.imag)],
+    range: lambda value: [value.start, value.stop, value.step],
+    bytes: lambda value: base64.b64encode(value).decode(),
+    bytearray: lambda value: base64.b64encode(value).decode(),
+}
+"""Type -> the content of its node. The tag is the name of the type."""
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "float": float,
-    "bytes": base64.b64decode,
     "complex": lambda content: complex(float(content[0]), float(content[1])),
     "range": lambda content: range(*content),
+    "bytes": base64.b64decode,
     "bytearray": lambda content: bytearray(base64.b64decode(content)),
 }
+_CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def attribute(item: object, name: str) -> Any:
@@ -147,30 +155,19 @@ def encode(value: Any, path: Path, special: Special) -> Node:
     """A value as a node; UnsavableState if nothing can encode it."""
     # By exact type: an enum or a NumPy number, which may also be an int, would lose its type.
     kind = type(value)
-    if kind in _SIMPLE:
+    if kind in _SIMPLE or (kind is float and math.isfinite(value)):
         return value
-    if kind is float:
-        return value if math.isfinite(value) else {"float": repr(value)}
+    if kind in _ENCODERS:
+        return {kind.__name__: _ENCODERS[kind](value)}
     if (mapping := _mapping_of(value)) is not None:
         return _encode_dict(value, mapping, path, special)
-    if kind in (list, tuple, set, frozenset):
+    if kind.__name__ in _CONTAINERS and kind is _CONTAINERS[kind.__name__]:
         return {kind.__name__: _encode_parts(value, path, special)}
     if kind is deque:
         return {"deque": {"parts": _encode_parts(value, path, special), "maxlen": value.maxlen}}
-    if kind in (bytes, bytearray):
-        return {kind.__name__: base64.b64encode(value).decode()}
-    if kind is complex:
-        return {"complex": [repr(value.real), repr(value.imag)]}
-    if kind is range:
-        return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
-        return {
-            "named": {
-                "class": class_name(kind),
-                "fields": list(fields),
-                "parts": _encode_parts(value, path, special),
-            }
-        }
+        parts = _encode_parts(value, path, special)
+        return {"named": {"class": class_name(kind), "fields": list(fields), "parts": parts}}
     node = special(path, value)
     if node is None:
         raise unsavable_error(place(path), value)
@@ -232,18 +229,16 @@ def decode(node: Node, fetch: Fetch) -> Any:
     if "dict" in node:
         return _decode_dict(node, fetch)
     ((tag, content),) = node.items()
-    if tag in ("list", "tuple"):
+    if tag in _CONTAINERS:
         if dict in set(map(type, content)):
             content = [decode(part, fetch) for part in content]
-        return list(content) if tag == "list" else tuple(content)
+        return _CONTAINERS[tag](content)
     if tag == "named":
         kind = _named_tuple(content["class"], content["fields"])
         parts = zip(content["fields"], content["parts"], strict=True)
         return tuple.__new__(kind, [decode(part, fetch) for _, part in parts])
     if tag == "deque":
         return deque((decode(part, fetch) for part in content["parts"]), content["maxlen"])
-    if tag in ("set", "frozenset"):
-        return (set if tag == "set" else frozenset)(decode(part, fetch) for part in content)
     return _DECODERS[tag](content) if tag in _DECODERS else fetch(tag, content)
 
 

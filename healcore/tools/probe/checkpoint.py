@@ -108,15 +108,15 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         return of_step and (not is_checkpoint or folder.name == path.name)
 
     try:
-        complete = manifest.complete(root)
-        broken = [each for each in manifest.incomplete(root) if wanted(Path(each.path))]
+        scan = manifest.scan(root)
     except StoreError as error:
         raise ProbeError(str(error)) from None
+    broken = [each for each in scan.damaged if wanted(Path(each.path))]
     rows: list[dict[str, Any]] = []
     damage, bad, good = [], [], []
     damaged = len(broken)
-    for saved in manifest.listed(root, inputs.nonfinite_ok):
-        found = complete[saved.step]
+    listed = manifest.listed(scan, inputs.nonfinite_ok)
+    for saved, found in zip(listed, scan.complete.values(), strict=True):
         if not wanted(found.folder):
             continue
         errors = manifest.find_damage(found, sorted(found.manifest.files))

@@ -78,7 +78,7 @@ def _open_file(path: Path) -> Contents:
 
 def _open_store(root: Path, step: int | None) -> Contents:
     """Opens one checkpoint of a store."""
-    saves = {each.step: each for each in manifest.listed(root, ())}
+    saves = {each.step: each for each in manifest.listed(manifest.scan(root), ())}
     steps = ", ".join(map(str, saves)) or "none"
     if not saves or (step is not None and step not in saves):
         which = "complete checkpoint" if step is None else f"checkpoint of step {step}"

@@ -20,7 +20,7 @@ LINE = r"healer\.update\(step\(healer\.state, batch\)\)"
 def went_back(run: Any, *, to: int = 2, steps: int = 5) -> tuple[JaxDriver, Any]:
     """The driver after a rollback, and a copy of the state that it came from."""
     driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None, ())
+    store = driver.store(None)
     advance(driver, run, [batch(i) for i in range(to)])
     store.save(to, driver.items(), healing=driver.healing())
     advance(driver, run, [batch(i) for i in range(to, steps)])

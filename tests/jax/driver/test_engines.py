@@ -170,7 +170,7 @@ def test_without_its_healing_part_a_state_is_that_of_plain_optax(healed, plain_o
 def test_a_checkpoint_of_a_run_without_healing_restores(where, tmp_path):
     run = plain(epoch=4)
     driver = JaxDriver(run.state, POLICY)
-    store = driver.store(tmp_path if where == "disk" else None, ())
+    store = driver.store(tmp_path if where == "disk" else None)
     advance(driver, run, [batch(0)])
     tx = optax.adamw(1e-2)
     params = jax.tree.map(lambda leaf: leaf + 1, driver.state["params"])

@@ -38,12 +38,12 @@ def saved(driver: JaxDriver) -> Any:
 def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, tmp_path):
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
-    store = driver.store(tmp_path if where == "disk" else None, ())
+    store = driver.store(tmp_path if where == "disk" else None)
     advance(driver, run, BATCHES[:2])
     store.save(2, driver.items(), healing=driver.healing())
     store.wait()
     if where == "disk":
-        store.memory.delete(2)  # type: ignore[attr-defined]
+        store.ring.forget(2)
     first = advance(driver, run, BATCHES[2:])
     after, compiled = saved(driver), run.compiled()
 
@@ -64,7 +64,7 @@ def test_the_first_state_of_all_can_be_restored(kind):
     """A TrainState's step begins as the number 0 and is an array from then on."""
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None, ())
+    store = driver.store(None)
     store.save(0, driver.items())
     begun = saved(driver)
     advance(driver, run, BATCHES[:2])
@@ -80,7 +80,7 @@ def test_the_first_state_of_all_can_be_restored(kind):
 def test_a_new_process_continues_from_it(kind):
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None, ())
+    store = driver.store(None)
     advance(driver, run, BATCHES[:3])
     store.save(3, driver.items(), healing=driver.healing())
     advance(driver, run, BATCHES[3:])
@@ -102,7 +102,7 @@ def test_nnx_objects_stay_the_users_own():
     kernel, moment = model.first.kernel, optimizer.opt_state.inner_state[0].mu["first"]["kernel"]
     driver = JaxDriver(run.state, POLICY)
     before = jax.tree.map(jnp.copy, {"a": kernel[...], "b": moment[...]})
-    store = driver.store(None, ())
+    store = driver.store(None)
     store.save(0, driver.items())
     advance(driver, run, BATCHES)
     assert int(optimizer.step[...]) == 6
@@ -119,7 +119,7 @@ def test_python_numbers_come_back_as_they_were():
     extra = {"epoch": 3, "mean": 0.1 + 0.2, "done": True, "far": 2**70, "best": float("inf")}
     run = plain(**extra)
     driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None, ())
+    store = driver.store(None)
     store.save(0, driver.items())
     assert store.steps()[0].finite
     driver.update({**run.state, "epoch": 9, "mean": 9.0, "done": False, "far": 9, "best": 0.0})
@@ -132,7 +132,7 @@ def test_python_numbers_come_back_as_they_were():
 def test_a_number_that_a_step_makes_an_array_goes_back_too():
     run = plain(rate=0.1)
     driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None, ())
+    store = driver.store(None)
     store.save(0, driver.items())
     advance(driver, run, BATCHES[:2])
     assert isinstance(driver.state["rate"], jax.Array)
@@ -151,7 +151,7 @@ def test_sharded_and_committed_arrays_stay_so():
     run = plain(optax.adamw(1e-3))  # compiled by nobody else
     run = run._replace(state=jax.device_put(run.state, sharding))
     driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None, ())
+    store = driver.store(None)
     advance(driver, run, BATCHES[:1])
     store.save(1, driver.items(), healing=driver.healing())
     advance(driver, run, BATCHES[1:3])
@@ -223,7 +223,7 @@ def test_accumulated_gradients_are_dropped_and_never_saved(outside):
 def test_the_norm_of_the_last_update_goes_back_with_the_engine():
     run = plain(policy=policies.UPDATES)
     driver = JaxDriver(run.state, policies.UPDATES)
-    store = driver.store(None, ())
+    store = driver.store(None)
     advance(driver, run, BATCHES[:2])
     norm = float(driver.state["opt_state"].heal_update_norm)
     store.save(2, driver.items())
@@ -242,7 +242,7 @@ def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
     policy = policies.SKIP._replace(rules=(cuts,), lr=POLICY.lr._replace(reset_moments=True))
     run = plain(policy=policy)
     driver = JaxDriver(run.state, policy)
-    store = driver.store(None, ())
+    store = driver.store(None)
     advance(driver, run, [*BATCHES, 1e3 * BATCHES[0]])
     store.save(7, driver.items(), healing=driver.healing())
     advance(driver, run, BATCHES[1:2])
@@ -283,7 +283,7 @@ def test_a_state_without_its_healing_part_is_refused():
 def test_a_step_may_widen_a_leaf(before, after, tmp_path):
     healing = protect(optax.sgd(0.1), policies.SKIP).init(jnp.ones(2))
     live = live_state_of({"moment": before, "heal": healing})
-    store = JaxDriver(live.state, policies.SKIP).store(tmp_path, ())
+    store = JaxDriver(live.state, policies.SKIP).store(tmp_path)
     for step, leaf in enumerate((before, after)):
         live.state = {"moment": leaf, "heal": healing}
         live.check() if step else None
@@ -292,7 +292,7 @@ def test_a_step_may_widen_a_leaf(before, after, tmp_path):
     for step, leaf in enumerate((before, after)):
         for drop in (False, True):
             if drop:
-                store.memory.delete(step)  # type: ignore[attr-defined]
+                store.ring.forget(step)
             for fresh in (live, live_state_of({"moment": before, "heal": healing})):
                 restored = fresh.restored(store.restore(step, fresh.items()).state)["moment"]
                 assert bool(jnp.all(restored == leaf))

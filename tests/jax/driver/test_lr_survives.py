@@ -67,7 +67,7 @@ def moved(driver: JaxDriver, run: Any, seed: int) -> np.ndarray:
 def test_the_parameters_move_by_the_cut_rate(name, wrap):
     run = plain(OPTIMIZERS[name], wrap=wrap)
     driver, engine = JaxDriver(run.state, POLICY), Engine(POLICY)
-    store = driver.store(None, ())
+    store = driver.store(None)
     advance(driver, run, [batch(seed) for seed in range(4)])
     store.save(4, driver.items(), healing=driver.healing())
     *_, cut = advance(driver, run, [batch(4), batch(5, bad=True)])
@@ -93,7 +93,7 @@ def test_the_parameters_move_by_the_cut_rate(name, wrap):
 def test_a_new_process_continues_at_the_cut_rate(wrap):
     run = plain(OPTIMIZERS["injected schedule"], wrap=wrap)
     driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None, ())
+    store = driver.store(None)
     advance(driver, run, [batch(0), batch(1), batch(2, bad=True), batch(3)])
     store.save(4, driver.items(), healing=driver.healing())
     steps = []
@@ -110,7 +110,7 @@ def test_a_new_process_continues_at_the_cut_rate(wrap):
 def test_the_way_back_ends_exactly_on_the_schedule():
     run = plain(OPTIMIZERS["warm-up and cosine"])
     driver, engine = JaxDriver(run.state, POLICY), Engine(POLICY)
-    store = driver.store(None, ())
+    store = driver.store(None)
     advance(driver, run, [batch(0)])
     store.save(1, driver.items(), healing=driver.healing())
     advance(driver, run, [batch(5, bad=True)])

@@ -181,7 +181,7 @@ def test_a_healing_state_that_was_put_back_orders_nothing_itself(replaced):
     """`Engine.on_rollback` keeps the last decision, which is the order that it answers."""
     run = plain(wrap=every_third)
     driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None, ())
+    store = driver.store(None)
     store.save(0, driver.items())
     advance(driver, run, [batch(i, bad=i == 1) for i in range(3)])
     if replaced:

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from healcore.jax.store import Keep, MemoryStore, OrbaxStore, TieredStore
-from healcore.runtime.store import memory
+from healcore.jax.store import Keep, MemoryStore, OrbaxStore
+from healcore.runtime.store import CheckpointStore
 from tests.jax.store.pinned import PinningCopier
 
 root, KEEP = Path(sys.argv[1]), Keep()
@@ -47,8 +47,8 @@ def data(leaf):
 stores = {
     "orbax": OrbaxStore(root / "orbax"),
     "memory": MemoryStore(KEEP),
-    "pinned": memory.SnapshotStore(PinningCopier(), KEEP),
-    "tiers": TieredStore(MemoryStore(KEEP), OrbaxStore(root / "tiers")),
+    "pinned": CheckpointStore(PinningCopier(), keep=KEEP),
+    "tiers": OrbaxStore(root / "tiers", in_memory=KEEP),
 }
 for name, store in stores.items():
     state = fresh()

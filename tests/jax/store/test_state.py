@@ -16,14 +16,14 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import healcore.jax
-from healcore.runtime.store import StateMismatch, UnsavableState, memory
+from healcore.runtime.store import CheckpointStore, StateMismatch, UnsavableState
 from tests.jax.store.pinned import PinningCopier
 from tests.runtime.store.store_cases import JAX_MEMORY, JAX_TIERS, ORBAX, StoreCase, over, same
 
 PINNED = StoreCase(
     "jax-pinned",
     # As on an accelerator: arrays go to pinned host memory by themselves. Here it is a CPU's.
-    lambda root, **options: memory.SnapshotStore(PinningCopier(), **options),
+    lambda root, **options: CheckpointStore(PinningCopier(), **options),
     JAX_MEMORY.state,
     JAX_MEMORY.spoil,
 )
@@ -150,19 +150,6 @@ def test_what_an_object_holds_keeps_its_type(case, tmp_path):
     for lost in (np.ma.masked_array([1.0], [True]), type("Settings", (dict,), {})(a=1)):
         with pytest.raises(UnsavableState, match=r"state\['loader'\]\['last'\] is a "):
             store.save(2, {"loader": Loader({"last": lost})})
-
-
-@over(*CASES)
-def test_into_shapes_instead_of_arrays(case, tmp_path):
-    """For a program that has not made its state yet."""
-    store = case.make(tmp_path)
-    params = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(3, jnp.bfloat16)}
-    store.save(1, {"params": params})
-    store.wait()
-    shapes = jax.eval_shape(lambda: params)
-    assert same(params, store.restore(1, {"params": shapes}).state["params"])
-    with pytest.raises(UnsavableState, match="ShapeDtypeStruct"):
-        store.save(2, {"params": shapes})
 
 
 @over(*CASES)

@@ -7,7 +7,7 @@ histories. Killing it means: the list stays, all the rest is gone.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from healcore.core.verdict import Cause
@@ -28,9 +28,7 @@ from healcore.runtime.store import (
     Keep,
     Restored,
     Saved,
-    SaveFailed,
 )
-from healcore.runtime.store.course import newest
 from healcore.runtime.store.ranks import Alone
 from tests.healer.step_records import record
 from tests.healer.training_loops import rules
@@ -49,7 +47,11 @@ class Killed(BaseException):
 class Listed(CheckpointStore):
     """A CheckpointStore that remembers what was saved and holds no arrays."""
 
+    durable = property(lambda self: True)  # type: ignore[assignment]
+
     def __init__(self) -> None:
+        copier: Any = None
+        super().__init__(copier)
         self.saves: dict[int, Saved] = {}
         self.records: dict[int, Any] = {}
         self.corrupt: set[int] = set()
@@ -70,21 +72,26 @@ class Listed(CheckpointStore):
     def save(self, step: int, state: Any, *, healing: Mapping[str, Any] | None = None) -> None:
         self.passes()
         attempt = max(1, len(Course.of(healing).attempts))
-        self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, attempt, None)
+        self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, attempt, "a list")
         self.records[step] = json.loads(json.dumps(healing))
         self.corrupt.discard(step)
         self.bad += [] if self.finite else [(step, ("weights",))]
 
     def steps(self) -> list[Saved]:
-        course = newest([(step, Course.of(each)) for step, each in self.records.items()])
+        course = Course.newest(self.records)
         return course.judged(self.saves[step] for step in sorted(self.saves))
 
-    def verify(self, step: int) -> Saved:
+    def steps_on_disk(self) -> list[Saved]:
+        return self.steps()
+
+    def submit(self, step: int, job: Callable[[], None]) -> Any:
+        job()
+
+    def verify(self, step: int) -> None:
         if step not in self.saves:
             raise CheckpointNotFound(step, list(self.saves), "a list")
         if step in self.corrupt:
             raise CheckpointDamaged(step, "a list", "it", "is damaged")
-        return self.saves[step]
 
     def restore(self, step: int, like: Any) -> Restored:
         self.verify(step)
@@ -102,12 +109,6 @@ class Listed(CheckpointStore):
     def delete(self, step: int) -> None:
         self.passes()
         del self.saves[step], self.records[step]
-
-    def wait(self) -> None:
-        pass
-
-    def failures(self) -> list[SaveFailed]:
-        return []
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         found, self.bad = self.bad, []

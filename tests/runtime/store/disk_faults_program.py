@@ -35,7 +35,7 @@ def file_size_limit(case: StoreCase, root: Path) -> None:
     try:
         store.wait()
     except SaveFailed as error:
-        print("failed", error.step, error.hint)
+        print("failed", error.step)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     store.save(3, case.state(3))
     store.wait()

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -146,16 +146,6 @@ class StoreCase:
         return state
 
 
-def _torch_tiers(root: Path, keep: Keep = KEEP, **options: Any) -> Any:
-    memory, disk = torch_stores.MemoryStore(keep, **options), torch_stores.DCPStore(root, **options)
-    return torch_stores.TieredStore(memory, disk)
-
-
-def _jax_tiers(root: Path, keep: Keep = KEEP, **options: Any) -> Any:
-    memory, disk = jax_stores.MemoryStore(keep, **options), jax_stores.OrbaxStore(root, **options)
-    return jax_stores.TieredStore(memory, disk)
-
-
 DCP = StoreCase("dcp", torch_stores.DCPStore, torch_state, torch_spoil)
 ORBAX = StoreCase("orbax", jax_stores.OrbaxStore, jax_state, jax_spoil)
 TORCH_MEMORY = StoreCase(
@@ -170,8 +160,12 @@ JAX_MEMORY = StoreCase(
     jax_state,
     jax_spoil,
 )
-TORCH_TIERS = StoreCase("torch-tiers", _torch_tiers, torch_state, torch_spoil)
-JAX_TIERS = StoreCase("jax-tiers", _jax_tiers, jax_state, jax_spoil)
+TORCH_TIERS = StoreCase(
+    "torch-tiers", partial(torch_stores.DCPStore, in_memory=KEEP), torch_state, torch_spoil
+)
+JAX_TIERS = StoreCase(
+    "jax-tiers", partial(jax_stores.OrbaxStore, in_memory=KEEP), jax_state, jax_spoil
+)
 
 DISKS = (DCP, ORBAX)
 MEMORIES = (TORCH_MEMORY, JAX_MEMORY)
@@ -185,11 +179,16 @@ def over(*cases: StoreCase) -> Any:
 
 
 def damage_in_memory(store: Any, step: int) -> str:
-    """Flips a bit of the largest array in a memory store; returns the array's name."""
-    with store.reading(step) as copy:
-        block = max(store.copier.blocks(copy.flat.leaves), key=lambda each: len(each.raw))
-        block.raw[3] ^= 1
+    """Flips a bit of the largest array of a copy in memory; returns the array's name."""
+    copy = store.ring.copies[step]
+    block = max(store.copier.blocks(copy.flat.leaves), key=lambda each: len(each.raw))
+    block.raw[3] ^= 1
     return block.name
+
+
+def forget(store: Any) -> None:
+    """Empties the memory of a store, as a new process finds it."""
+    store.ring.copies = {}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -230,13 +229,10 @@ def mark_good(store: CheckpointStore, step: int) -> None:
     store.commit(step, {**healing, "proven": step})
 
 
-def prune(store: CheckpointStore, keep: Keep) -> list[int]:
-    """Deletes superfluous checkpoints; returns their steps."""
-    before = [saved.step for saved in store.steps()]
+def prune(store: CheckpointStore, keep: Keep) -> None:
+    """Deletes superfluous checkpoints."""
     for step in superfluous(store.steps(), keep):
         store.delete(step)
-    remaining = {saved.step for saved in store.steps()}
-    return [step for step in before if step not in remaining]
 
 
 def held_bytes(store: CheckpointStore) -> int:

@@ -13,7 +13,6 @@ import pytest
 
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
-from healcore.torch.store import DCPStore
 from tests.forked_programs import ROOT
 from tests.hostile.run_directories import cut_short, go_on
 from tests.runtime.store.programs import start
@@ -98,7 +97,8 @@ def test_the_work_of_pods_that_are_gone_is_removed_by_a_run_that_has_the_lock(tm
     for path in (old, inside, foreign):
         (path / "data").mkdir(parents=True)
     held = claim(tmp_path)
-    DCPStore(tmp_path)
+    with pytest.raises(StoreInUse):
+        go_on("torch", tmp_path)
     assert old.exists(), "another run may be at work"
     held.release()
     go_on("torch", tmp_path)

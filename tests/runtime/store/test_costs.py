@@ -10,13 +10,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 import torch
 
-from healcore.runtime.store import Keep
+from healcore.runtime.store import Keep, SaveFailed, host_memory
 from tests.runtime.store.store_cases import (
     ALL,
     DISKS,
+    JAX_TIERS,
     TIERS,
+    TORCH_MEMORY,
     StoreCase,
     held_bytes,
     jax_state,
@@ -64,13 +67,27 @@ def test_a_save_takes_one_copy_and_the_next_one_uses_its_memory_again(case, tmp_
 
 @over(*TIERS)
 def test_tiers_take_the_copy_in_memory_to_disk_and_make_no_second_one(case, tmp_path):
-    store, state = case.make(tmp_path, keep=SMALL), large(case)
+    store, state = case.make(tmp_path, in_memory=SMALL), large(case)
     for step in range(6):
         store.save(step, state)
         store.wait()
         # One each for the ring, the one being taken, and the one on its way to disk.
         assert held_bytes(store) <= (SMALL.most + 2) * 1.1 * BYTES
-    assert store.disk.copier is store.memory.copier
+
+
+@over(TORCH_MEMORY, JAX_TIERS)
+def test_copies_that_do_not_fit_into_memory(case, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(host_memory, "_free_on_machine", lambda: 10_000)
+    store = case.make(tmp_path)
+    store.save(1, case.state(1))
+    if store.durable:
+        store.wait()
+        assert [saved.step for saved in store.steps_on_disk()] == [1]
+        assert "checkpoints go to disk only" in caplog.text
+    else:
+        with pytest.raises(SaveFailed, match="pass a directory"):
+            store.wait()
+    assert store.steps_in_memory() == set()
 
 
 @over(*DISKS)
@@ -87,7 +104,6 @@ def test_save_does_not_wait_for_the_disk(case, tmp_path):
     state = case.state(1)
     store.save(1, state)
     case.spoil(state)
-    assert store.busy
     assert store.steps() == []
     assert store.failures() == []
     gate.set()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.store import SaveFailed, StoreError
+from healcore.runtime.store.directory import sweep
 from tests.runtime.store import store_cases
 from tests.runtime.store.disk_faults import read_only, small_disk
 from tests.runtime.store.disk_faults_program import large
@@ -33,25 +34,24 @@ def test_disk_full(case, tmp_path):
         with pytest.raises(SaveFailed, match="step 2 was not saved") as error:
             store.wait()
         assert error.value.step == 2
-        assert "free some space" in str(error.value)
+        assert "No space left" in str(error.value)
         store.wait()  # raised once
-        disk = getattr(store, "disk", store)
-        assert [saved.step for saved in disk.steps()] == [1]
+        assert [saved.step for saved in store.steps_on_disk()] == [1]
         assert temporaries(root) == []
-        disk.verify(1)
+        store.verify(1)
         store.save(3, case.state(3))
         store.wait()
-        assert [saved.step for saved in disk.steps()] == [1, 3]
-        assert same_states(case.state(3), disk.restore(3, case.state(1)).state)
-        assert same_states(case.state(1), disk.restore(1, case.state(1)).state)
+        assert [saved.step for saved in store.steps_on_disk()] == [1, 3]
+        new = case.make(root)
+        assert same_states(case.state(3), new.restore(3, case.state(1)).state)
+        assert same_states(case.state(1), new.restore(1, case.state(1)).state)
 
 
 @over(*DISKS)
 def test_file_size_limit(case, tmp_path):
     """The same through a limit of the system, which needs no rights to set."""
     done = run(PROGRAM, "file_size_limit", case.name, tmp_path)
-    hint = "the limit on file sizes is too small for this checkpoint"
-    assert done.stdout.splitlines() == [f"failed 2 {hint}", "[1, 3] []"], done.stderr
+    assert done.stdout.splitlines() == ["failed 2", "[1, 3] []"], done.stderr
 
 
 @over(*DISKS)
@@ -66,7 +66,7 @@ def test_read_only_directory(case, tmp_path):
         store = case.make(root)
         assert same_states(case.state(1), store.restore(1, case.state(2)).state)
         store.save(2, case.state(2))
-        with pytest.raises(SaveFailed, match="point the store at a directory that can be written"):
+        with pytest.raises(SaveFailed, match=r"[Rr]ead-only|denied"):
             store.wait()
         for call in (lambda: mark_good(store, 1), lambda: store.delete(1)):
             with pytest.raises(StoreError, match="step 1 cannot be"):
@@ -74,7 +74,7 @@ def test_read_only_directory(case, tmp_path):
         assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "candidate")]
         with pytest.raises(StoreError, match="cannot be used for checkpoints"):
             case.make(root / "new")
-    assert case.make(root).swept == [stale.name]
+    assert sweep(root) == [stale.name]
 
 
 @over(*DISKS)
@@ -87,7 +87,7 @@ def test_a_failed_background_write_shows_at_wait_and_once(case, tmp_path):
     store.join()
     failures = store.failures()
     assert [failure.step for failure in failures] == [1, 2]
-    assert "has it been deleted" in str(failures[0])
+    assert "No such file" in str(failures[0])
     assert store.failures() == []
     store.wait()
     with pytest.raises(StoreError, match="cannot be read"):
@@ -120,8 +120,7 @@ def test_stale_files_are_removed_and_nothing_else(tmp_path):
     link = tmp_path / f"{name}f"
     link.symlink_to(outside, target_is_directory=True)
 
-    store = store_cases.DCP.make(tmp_path)
-    assert len(store.swept) == len(ours) + 1
+    assert len(sweep(tmp_path)) == len(ours) + 1
     assert not any(path.exists() for path in ours)
     assert not link.is_symlink()
     assert (outside / "precious").exists()

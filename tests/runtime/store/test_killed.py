@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from healcore.runtime.store.directory import sweep
 from tests.runtime.store import store_cases
 from tests.runtime.store.programs import run
 
-# MemoryStore is not here: it dies with its process, and is only ever a tier before one of these.
+# MemoryStore is not here: it dies with its process.
 STORES = ("dcp", "torch-tiers", "orbax", "jax-tiers")
 KILLS = [
     pytest.param(10, STORES, id="10 each"),  # one process for all: importing takes longer
@@ -61,7 +62,7 @@ def test_killed_while_deleting(root):
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert before - CLUTTER < files(root) < before
     store = store_cases.DCP.make(root)
-    assert len(store.swept) == 1
+    assert len(sweep(root)) == 1
     assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "good")]
     assert store.damaged() == []
     store.verify(1)

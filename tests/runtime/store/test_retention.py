@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.store import Keep, Saved, superfluous
-from tests.runtime.store.store_cases import ALL, mark_good, over, prune
 
 CODES = {"g": "good", "c": "candidate", "a": "abandoned", "n": "candidate"}
 
@@ -77,16 +76,3 @@ def test_always(text, good, candidates):
         oldest = [s for s in everything if s.status == "candidate" and s.finite][:1]
         assert all(save in left for save in oldest)
     assert superfluous(left, keep) == []
-
-
-@over(*ALL)
-def test_prune(case, tmp_path):
-    store = case.make(tmp_path)
-    for step in range(4):
-        store.save(step, case.state(step))
-    store.wait()
-    for step in (0, 1):
-        mark_good(store, step)
-    assert prune(store, Keep(good=1, candidates=2)) == [0]
-    assert [saved.step for saved in store.steps()] == [1, 2, 3]
-    assert prune(store, Keep(good=1, candidates=2)) == []

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.store import Course
+from tests.runtime.store.disk_faults import read_only
 from tests.runtime.store.store_cases import ALL, DISKS, TIERS, StoreCase, over, same_states
 
 
@@ -41,8 +42,8 @@ def test_a_rollback_and_the_same_steps_again(case, store):
     for step in (1, 2, 3):
         save(case, store, step, step)
     roll_back(store, 1, 1)
-    if store.memory is not store:  # memory deletes them at once
-        assert statuses(store.disk) == [(1, "good"), (2, "abandoned"), (3, "abandoned")]
+    if store.durable:  # memory deletes them at once
+        assert statuses(store) == [(1, "good"), (2, "abandoned"), (3, "abandoned")]
     save(case, store, 2, 12, 1)
     assert statuses(store)[:2] == [(1, "good"), (2, "candidate")]
     assert holds(case, store, 2, 12)
@@ -71,12 +72,14 @@ def test_an_older_save_on_disk_is_another_one(case, tmp_path):
     save(case, store, 1, 1)
     save(case, store, 3, 3)
     roll_back(store, 1, 1)
-    save(case, store.memory, 3, 13, 1)
+    with read_only(store.root):
+        store.save(3, case.state(13), healing={"seed": 13, "attempts": [0, 1], "proven": 1})
+        store.join()
+    assert [failure.step for failure in store.failures()] == [3]
     assert statuses(store) == [(1, "good"), (3, "candidate")]
     assert holds(case, store, 3, 13)
-    assert statuses(store.disk) == [(1, "good"), (3, "abandoned")]
     # Gone from memory, it is the older one again.
-    store.memory.delete(3)
+    store.delete(3)
     assert statuses(store)[-1] == (3, "abandoned")
 
 

@@ -110,7 +110,7 @@ def rolled_back() -> bool:
     rank = dist.get_rank()
     assert (ranks.rank, ranks.world) == (rank, 2)
     assert ranks.gather(rank) == [0, 1]
-    store = driver.store(folder() / "rollback", ())
+    store = driver.store(folder() / "rollback")
 
     def step(target: torch.Tensor) -> list[torch.Tensor]:
         before = local()

@@ -123,7 +123,7 @@ def test_two_optimizers_restore_their_own_layers(where: str, optimizer: Any, ski
 
 def test_a_rollback_and_a_load_are_not_undone_by_the_next_skip():
     run = NormRun(FUSED)
-    store = run.driver.store(None, ())
+    store = run.driver.store(None)
     run.step(0)
     store.save(1, run.driver.items(), healing=run.driver.healing())
     saved = run.statistics

@@ -116,7 +116,7 @@ def test_an_interrupted_step_leaves_no_cut_rate_in_a_checkpoint():
 
 
 def test_random_generators_are_saved_and_restored():
-    store = TorchDriver(Run(adam).state).store(None, ())
+    store = TorchDriver(Run(adam).state).store(None)
     state = {"rng": RngState()}
     store.save(0, state)
     first = torch.randn(3)

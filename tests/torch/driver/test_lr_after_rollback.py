@@ -53,7 +53,7 @@ def both(optimizer: str, scheduler: str, where: str) -> tuple[Any, ...]:
     for factor in (NAN, 1.0):
         run = Run(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
         driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
-        store = driver.store(None, ())
+        store = driver.store(None)
         for i in range(CUT + 1):
             if i == SAVED:
                 store.save(i, driver.items(), healing=driver.healing())
@@ -92,7 +92,7 @@ def test_each_optimizer_has_its_own_cut():
     generator, critic = nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)
     optimizers = {"slow": SGD(generator.parameters(), lr=1.0), "fast": SGD(critic.parameters(), 4)}
     driver = TorchDriver({"generator": generator, "critic": critic, **optimizers}, ROLLS_BACK)
-    store = driver.store(None, ())
+    store = driver.store(None)
     store.save(0, driver.items(), healing=driver.healing())
 
     def step(factor: float) -> list[float]:

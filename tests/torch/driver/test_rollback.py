@@ -32,7 +32,7 @@ def test_the_same_steps_again_are_the_same_to_the_bit(optimizer: str, saved: int
     """Also from the snapshot before the first step, whose optimizer has no moments yet."""
     run = Run(OPTIMIZERS[optimizer], partial(ExponentialLR, gamma=0.9))
     driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
-    store = driver.store(None, ())
+    store = driver.store(None)
     seen = []
     for i in range(5):
         if i == saved:
@@ -55,7 +55,7 @@ def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
     """Fused SGD makes its buffer at that step and leaves what lay in the memory."""
     run, twin = Run(OPTIMIZERS[optimizer]), Run(OPTIMIZERS[optimizer])
     driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
-    store = driver.store(None, ())
+    store = driver.store(None)
     store.save(0, driver.items(), healing=driver.healing())
     live = driver.healing()
     run.step(0)
@@ -71,7 +71,7 @@ def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
 def test_gradients_and_losses_of_an_unfinished_step_are_dropped():
     run = Run(OPTIMIZERS["AdamW"])
     driver = TorchDriver(run.state, ROLLS_BACK)
-    store = driver.store(None, ())
+    store = driver.store(None)
     store.save(0, driver.items(), healing=driver.healing())
     driver.observe(1e6)
     run.backward(0, NAN)
@@ -89,7 +89,7 @@ def test_the_scalers_state_is_restored_too(fused: bool):
     run = Run(partial(AdamW, lr=0.01, fused=fused), dtype=torch.float32)
     state = {**run.state, "scaler": scaler}
     driver = TorchDriver(state, ROLLS_BACK)
-    store = driver.store(None, ())
+    store = driver.store(None)
 
     def step(i: int, factor: float = 1.0) -> None:
         run.optimizer.zero_grad()

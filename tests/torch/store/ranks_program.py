@@ -19,7 +19,8 @@ from healcore.runtime.store import (
     files,
     superfluous,
 )
-from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
+from healcore.torch.store import DCPStore, MemoryStore, apply
+from tests.runtime.store.store_cases import forget
 
 rank, root = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
@@ -152,11 +153,11 @@ memory = MemoryStore()
 memory.save(1, fresh(1.0), healing={"step": 1})
 memory.wait()
 check(memory, 1, 1.0)
-tiers = TieredStore(MemoryStore(), DCPStore(root / "tiers"))
+tiers = DCPStore(root / "tiers", in_memory=Keep())
 tiers.save(7, fresh(7.0), healing={"step": 7})
 tiers.wait()
 check(tiers, 7, 7.0)
-tiers.memory.delete(7)
+forget(tiers)
 check(tiers, 7, 7.0)
 dist.barrier()
 dist.destroy_process_group()

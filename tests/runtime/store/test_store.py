@@ -8,12 +8,18 @@ import pytest
 
 from healcore.runtime.store import (
     CheckpointNotFound,
-    CheckpointStore,
     StateMismatch,
     StoreError,
 )
-from tests.runtime.recovery.simulated_run import Listed
-from tests.runtime.store.store_cases import ALL, DISKS, TIERS, Cursor, StoreCase, over, same_states
+from tests.runtime.store.store_cases import (
+    ALL,
+    DISKS,
+    TIERS,
+    Cursor,
+    StoreCase,
+    over,
+    same_states,
+)
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 
@@ -24,53 +30,22 @@ def store(case: StoreCase, tmp_path):
 
 
 @over(*ALL)
-def test_it_is_a_checkpoint_store(case, store):
-    assert isinstance(store, CheckpointStore)
-    assert store.steps() == []
-    assert store.damaged() == []
-    store.wait()
-
-
-def test_a_store_of_your_own_needs_nine_methods():
-    nine = "save steps verify restore healings commit delete wait failures"
-    assert CheckpointStore.__abstractmethods__ == {*nine.split()}
-    store = Listed()
-    assert (store.tiers, store.disk, store.memory, store.root) == ((store,), store, None, None)
-    assert store.nonfinite_in({}) == ()
-    assert store.damaged() == store.trouble() == store.nonfinite_found() == []
-
-
-@over(*ALL)
-def test_round_trip_is_exact(case, store):
-    state = case.state(1)
-    store.save(7, state, healing=HEALING)
-    store.wait()
-    restored = store.restore(7, case.state(2))
-    assert same_states(case.state(1), restored.state)
-    assert restored.healing == HEALING
-
-
-@over(*ALL)
-def test_changing_the_state_does_not_change_the_save(case, store):
-    healing = json.loads(json.dumps(HEALING))
-    state = case.state(1)
+def test_a_save_is_exact_and_shares_no_memory_with_the_live_or_a_restored_state(case, store):
+    assert store.steps() == store.damaged() == []
+    healing, state = json.loads(json.dumps(HEALING)), case.state(1)
     store.save(7, state, healing=healing)
     case.spoil(state)
     healing["state"]["heal_step"] = -1
     store.wait()
-    assert same_states(case.state(1), store.restore(7, case.state(1)).state)
-    assert store.restore(7, case.state(1)).healing == HEALING
-
-
-@over(*ALL)
-def test_changing_a_restored_state_does_not_change_the_store(case, store):
-    store.save(7, case.state(1))
-    store.wait()
-    first = store.restore(7, case.state(1)).state
-    first["weights"] = dict(first["weights"])
-    case.spoil({**first, "cursor": _Holder(first["cursor"])})
-    store.verify(7)
-    assert same_states(case.state(1), store.restore(7, case.state(1)).state)
+    for _ in range(2):
+        restored = store.restore(7, case.state(2))
+        assert same_states(case.state(1), restored.state)
+        assert restored.healing == HEALING
+        weights = dict(restored.state["weights"])
+        case.spoil(
+            {**restored.state, "weights": weights, "cursor": _Holder(restored.state["cursor"])}
+        )
+        store.verify(7)
 
 
 class _Holder:
@@ -94,19 +69,11 @@ def test_optional_names_that_a_checkpoint_lacks_are_left_out(case, store):
     like = {**case.state(2), "healcore": Newcomer()}
     assert same_states(case.state(1), store.restore(7, like).state)
     assert store.restore(8, like).state["healcore"]["at"] == 5
-    assert store.restore(7, {"healcore": Newcomer()}).state == {}
+    assert store.restore(7, {"healcore": Newcomer()}) == ({}, None)
+    assert store.healings() == {}
     for same_but_needed in (Cursor(), {"optional": True}):
         with pytest.raises(StateMismatch, match='"healcore" is missing in the saved state'):
             store.restore(7, {**like, "healcore": same_but_needed})
-
-
-@over(*ALL)
-def test_without_healing_state(case, store):
-    """Old checkpoints, and those of others, restore into a run that heals."""
-    store.save(7, case.state(1))
-    store.wait()
-    assert store.healings() == {}
-    assert store.restore(7, case.state(1)).healing is None
 
 
 @over(*ALL)
@@ -146,20 +113,11 @@ def test_statuses_follow_from_the_newest_healing_state(case, store):
     store.wait()
     assert [saved.status for saved in store.steps()] == ["good", "candidate", "candidate"]
     store.commit(2, {"attempts": [0, 2], "proven": 2})
-    assert [s.status for s in (store.disk or store).steps()][:2] == ["good", "good"]
+    assert [s.status for s in store.steps()][:2] == ["good", "good"]
     for saved in store.steps()[2:]:  # memory has deleted it
         assert saved.status == "abandoned"
     store.delete(1)
     assert store.steps()[0].step == 2
-
-
-@over(*DISKS, *TIERS)  # memory keeps no such copy
-def test_a_nonfinite_state_is_never_known_good(case, store):
-    store.save(7, case.with_nan(), healing={"attempts": [0], "proven": 9})
-    store.wait()
-    (saved,) = store.steps()
-    assert (saved.finite, saved.status) == (False, "candidate")
-    assert saved.nonfinite == ("weights.bfloat16",)
 
 
 @over(*ALL)
@@ -178,3 +136,34 @@ def test_a_fault_while_the_copy_is_taken_loses_nothing(case, store):
     assert [saved.step for saved in store.steps()] == [7]
     store.verify(7)
     assert same_states(case.state(1), store.restore(7, case.state(1)).state)
+
+
+@over(*DISKS, *TIERS)  # memory keeps no such copy
+def test_they_can_be_named_later(case, tmp_path):
+    store = case.make(tmp_path)
+    store.save(1, case.with_nan(), healing={"attempts": [0], "proven": 9})
+    store.wait()
+    saved = store.steps()[0]
+    assert saved.status == "candidate"
+    assert not saved.finite
+    assert saved.nonfinite == ("weights.bfloat16",)
+    store.nonfinite_ok += ("weights.b*16",)
+    assert store.steps()[0].finite
+    assert store.steps()[0].nonfinite == ()
+    store.verify(1)
+    assert store.steps()[0].status == "good"
+    store.nonfinite_ok = ()
+    assert not store.steps()[0].finite
+
+
+@over(*ALL)
+def test_nonfinite_entries_are_found_without_a_save(case, tmp_path):
+    store = case.make(tmp_path)
+    assert store.nonfinite_in(case.state(0)) == ()
+    assert store.nonfinite_in(case.with_nan()) == ("weights.bfloat16",)
+    assert store.steps() == []
+    store.nonfinite_ok += store.nonfinite_in(case.with_nan())
+    store.save(1, case.with_nan())
+    store.save(2, case.state(0))
+    store.wait()
+    assert all(saved.finite for saved in store.steps())

@@ -1,4 +1,4 @@
-"""A queue of jobs in the background of the training loop."""
+"""`Writer`: a queue of jobs in the background of the training loop."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from healcore.events import fork_safety
 from healcore.runtime.store.errors import SaveFailed
 
 
-class Background:
-    """One worker thread, which runs jobs in the order in which they were submitted.
+class Writer:
+    """One thread, which saves and deletes in the order of submission.
 
     The error of a job is stored as a SaveFailed and reported once; its future holds no error. A
     program that ends waits for all jobs and logs failures that were not reported. In a forked child
     the queue is empty: the jobs belong to the parent.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._jobs: deque[Future[None]] = deque()
         self._worker = 0
         self._failures: list[SaveFailed] = []
         fork_safety.watch(self)
 
-    def submit(self, step: int, doing: str, job: Callable[[], None]) -> Future[None]:
-        """Queues a job; `step` and `doing` ("while …") describe it in errors."""
+    def submit(self, step: int, job: Callable[[], None]) -> Future[None]:
+        """Runs a job in the background, after the jobs so far. Its errors name `step`."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="healcore-writer")
             _call_before_exit(self._finish)
 
         def run() -> None:
@@ -44,34 +43,40 @@ class Background:
             except SaveFailed as failure:
                 self._failures.append(failure)
             except BaseException as error:
-                self._failures.append(SaveFailed(step, doing, error))
+                self._failures.append(SaveFailed(step, "in the background", error))
 
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft()
         self._jobs.append(self._pool.submit(run))
         return self._jobs[-1]
 
-    def join(self) -> None:
-        """Waits for all queued jobs; raises no errors."""
-        if threading.get_ident() == self._worker:
-            return  # called by a job, which would wait for itself
-        for job in tuple(self._jobs):
-            job.result()
-
     @property
     def busy(self) -> bool:
-        """Whether any job is not done."""
+        """Whether there are jobs to wait for. False for a job, which would wait for itself."""
+        if threading.get_ident() == self._worker:
+            return False
         return not all(job.done() for job in tuple(self._jobs))
 
+    def join(self) -> None:
+        """Waits for the background; raises no failures."""
+        if self.busy:
+            for job in tuple(self._jobs):
+                job.result()
+
     def wait(self) -> None:
-        """Waits for all jobs, then raises the oldest failure that was not reported."""
+        """Waits until every save is complete.
+
+        Raises:
+            SaveFailed: a save failed. Each call raises one failure. A failure is raised here or
+                listed by `failures`, never both.
+        """
         self.join()
         if self._failures:
             failure = self._failures.pop(0)
             raise failure from failure.error
 
     def failures(self) -> list[SaveFailed]:
-        """The failures that were not reported yet, without waiting."""
+        """The failures since the last call that `wait` has not raised. Does not wait."""
         return [self._failures.pop(0) for _ in range(len(self._failures))]
 
     def forked(self) -> None:

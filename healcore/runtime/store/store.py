@@ -1,0 +1,447 @@
+"""`CheckpointStore`: the checkpoints of one run, in host memory and in a directory.
+
+    root/
+      step-0000000120.1/               step and attempt of the save
+        data/                          files that the framework writes
+        state.json                     structure of the state, Python values
+        state-rank-00001.json          the same for per-rank values, if the state has any
+        manifest.json                  size and digest of all files above
+        healing.json                   the healing state, if one was saved; a rollback replaces it
+      .tmp-healcore-…/                 work in progress: a save, or a checkpoint being deleted
+
+A save takes one copy of the state. The background inspects the copy, keeps it in memory, and writes
+it to the directory. A save is written to a temporary directory, which gets its final name when its
+files are on disk. A deletion is the reverse. The next start of a run removes what a crash leaves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from healcore import console
+from healcore.runtime.store import directory, entries, files, inspection, manifest, ranks
+from healcore.runtime.store.copies import WHERE, Copier, StateCopy, checked_step, encode_healing
+from healcore.runtime.store.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    SaveFailed,
+    StoreError,
+)
+from healcore.runtime.store.manifest import StoredCheckpoint
+from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.runtime.store.retention import Keep
+from healcore.runtime.store.ring import IN_MEMORY, Ring
+from healcore.runtime.store.saved import Course, Restored, Saved
+from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.writer import Writer
+
+
+class CheckpointStore(Writer):
+    """Checkpoints of one run, by step: in host memory, in a directory, or in both.
+
+    A checkpoint in both is restored from memory, or from the directory if its copy in memory is
+    damaged. If the directory cannot be read, the copies in memory are used. A subclass writes and
+    reads the arrays of its framework.
+
+    The thread that trains calls all methods. The background may call `verify`, `delete` and
+    `steps`. The ranks of a run call every method together, except `steps`.
+
+    Args:
+        copier: copies states to host memory and back.
+        root: directory of this run's checkpoints and of nothing else, created if necessary, or
+            None for memory only.
+        keep: copies to keep in memory, or None for the directory only. A save adds one copy.
+        ranks: the processes that save together, into a directory that all of them see.
+
+    Raises:
+        StoreError: the directory cannot be used.
+    """
+
+    format: str = ""
+    """Format of the files in `data`, for the manifest."""
+    root: Path | None = None
+    """Absolute directory of the checkpoints, or None."""
+
+    def __init__(
+        self,
+        copier: Copier,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        keep: Keep | None = IN_MEMORY,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__()
+        self.copier = copier
+        self.ring = Ring(keep)
+        """The copies in memory."""
+        self.nonfinite_ok: tuple[str, ...] = ()
+        """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
+        self.processes = ranks or Alone()
+        """The ranks that save together. Exchange over them only while nothing is being written."""
+        self._last: StateCopy | None = None
+        self._written: Future[None] | None = None
+        """The save in progress, or the last save."""
+        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
+        self._trouble: list[StoreError] = []
+        if root is None:
+            return
+        self.root = Path(root).absolute()  # the program may change its working directory
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            os.listdir(self.root)
+        except OSError as error:
+            raise StoreError(
+                f"{self.root} cannot be used for checkpoints: {error.strerror}; "
+                "pass a directory that can be created and written"
+            ) from error
+
+    @property
+    def durable(self) -> bool:
+        """Whether the checkpoints outlive the process."""
+        return self.root is not None
+
+    # -- the framework's part -------------------------------------------------------------------
+
+    def _write_arrays(self, copy: StateCopy, folder: Path) -> None:
+        """Writes the arrays below the new `folder`. Runs in the background, on every rank."""
+        raise NotImplementedError
+
+    def _complete_arrays(self, folder: Path) -> None:
+        """Completes the files of all ranks. Runs in the background, on rank 0."""
+
+    def _read_arrays(
+        self,
+        checkpoint: StoredCheckpoint,
+        entries: Mapping[str, Mapping[str, Any]],
+        like: Mapping[str, Any],
+        live: Flat,
+    ) -> dict[str, Any]:
+        """Reads the arrays of some entries from verified files into fresh memory, on every rank."""
+        raise NotImplementedError
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def accepts(self, why: str) -> bool:
+        """Whether a run saves for the reason `why`, as in the event `save`. By default always."""
+        del why
+        return True
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+    ) -> None:
+        """Copies the state and returns; the copy is inspected and written in the background.
+
+        Changing the state afterwards, in place or by donation, does not change the save. The call
+        waits while the previous save is still being written. A save of a later attempt replaces
+        the older save of its step once the new save is complete.
+
+        Args:
+            step: number of the optimizer step, >= 0.
+            state: name -> tree of arrays and Python values, or an object with `state_dict`.
+            healing: the healing state, JSON-safe. The attempt of the save is the number of items
+                in its list `attempts`, or 1 without the list.
+
+        Raises:
+            UnsavableState: the state holds something that cannot be saved.
+            SaveFailed: the state could not be copied. `wait` raises later failures.
+        """
+        if self._written is not None and self.busy:
+            self._written.result()  # at most one copy is pending
+        try:
+            copy = self.copier.copy(step, state, healing)
+        except Exception as error:
+            if self.processes.world > 1:  # the other ranks would wait for this rank
+                self._written = self.submit(step, partial(self._fail_on_others, error))
+            raise
+        self._last = copy
+        self._written = self.submit(copy.step, lambda: self._complete(copy))
+
+    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Step and array names of each save since the last call with disallowed NaN or Inf."""
+        self._wait_for_inspection()
+        saves, self._nonfinite = self._nonfinite, []
+        return saves
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
+
+        Raises:
+            UnsavableState: the state holds something that cannot be saved.
+        """
+        if self.processes.world > 1:
+            self.join()  # the save in progress exchanges messages with the other ranks too
+        found = ranks.together(self.processes, lambda: self.copier.nonfinite_in(state))
+        return ranks.union_of_names(found)
+
+    # -- the checkpoints ------------------------------------------------------------------------
+
+    def steps(self) -> list[Saved]:
+        """The complete checkpoints, ascending by step. Reads no arrays.
+
+        A save in memory hides an older save of its step. If the directory cannot be read, only
+        memory is listed, and `trouble` returns the error.
+
+        Raises:
+            StoreError: the directory cannot be read, and memory is empty.
+        """
+        self._wait_for_inspection()
+        saves = {saved.step: saved for saved in self.ring.listed(self.nonfinite_ok)}
+        found = self._on_disk()
+        for saved in manifest.listed(found, self.nonfinite_ok):
+            copy = self.ring.copies.get(saved.step)
+            if copy is None or copy.path == saved.path:
+                saves[saved.step] = saved
+        course = Course.newest(found.healings | self.ring.healings())
+        return course.judged(saves[step] for step in sorted(saves))
+
+    def steps_on_disk(self) -> list[Saved]:
+        """The checkpoints in the directory; StoreError if it cannot be read."""
+        if self.root is None:
+            return []
+        return manifest.listed(manifest.scan(self.root), self.nonfinite_ok)
+
+    def steps_in_memory(self) -> set[int]:
+        """The steps of the checkpoints in memory."""
+        self._wait_for_inspection()
+        return {*self.ring.copies}
+
+    def healings(self) -> dict[int, dict[str, Any]]:
+        """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
+        self._wait_for_inspection()
+        on_disk = {} if self.root is None else manifest.scan(self.root).healings
+        return on_disk | self.ring.healings()
+
+    def verify(self, step: int) -> None:
+        """Recomputes every digest of the files, or of the copy in memory if there are no files.
+
+        Raises:
+            CheckpointDamaged: a digest differs.
+            CheckpointNotFound: the step has no checkpoint.
+        """
+        copy, stored = self._locate(step)
+        if stored is not None:
+            self._check_files(stored)
+        elif copy is not None:
+            ranks.on_each(self.processes, lambda: self.copier.check(copy))
+
+    def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
+        """Verifies a checkpoint and reads it, from memory if possible.
+
+        Args:
+            step: step of the checkpoint.
+            like: the live state with all or some of the saved names, which is not changed. The
+                result has its structure, shapes, dtypes and shardings. The result lacks a value
+                with ``optional = True`` that the checkpoint lacks.
+
+        Raises:
+            CheckpointDamaged: the content differs from the saved content.
+            StateMismatch: the checkpoint was saved from another state.
+            CheckpointNotFound: the step has no checkpoint.
+        """
+        copy, stored = self._locate(step)
+        if copy is not None:
+            try:
+                state = ranks.on_each(self.processes, lambda: self.copier.restore(copy, like))
+                return Restored(state, copy.healing_state)
+            except CheckpointDamaged as error:
+                self.ring.forget(step)
+                if stored is None:
+                    raise
+                self._trouble.append(error)
+        assert stored is not None, "a checkpoint is in memory or on disk"
+        return self._restore_files(stored, like)
+
+    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+        """Replaces the healing state of a checkpoint, atomically. The arrays stay.
+
+        Raises:
+            CheckpointNotFound: the step has no checkpoint.
+            StoreError: the healing state could not be written.
+        """
+        encoded = encode_healing(healing)
+        _, stored = self._locate(step)
+        if (copy := self.ring.copies.get(step)) is not None:
+            copy.healing = encoded
+            self.ring.prune(self.nonfinite_ok)
+        if stored is not None:
+            failure = f"the healing state of step {step} cannot be written"
+            file = stored.folder / manifest.HEALING
+            self._change(failure, lambda: files.replace(file, encoded))
+
+    def delete(self, step: int) -> None:
+        """Removes a checkpoint, atomically.
+
+        Raises:
+            CheckpointNotFound: the step has no checkpoint.
+        """
+        _, stored = self._locate(step)
+        self.ring.forget(step)
+        if stored is not None:
+            failure = f"step {step} cannot be deleted"
+            self._change(failure, lambda: directory.remove(stored.folder))
+
+    # -- problems, each reported once -----------------------------------------------------------
+
+    def damaged(self) -> list[CheckpointDamaged]:
+        """Checkpoints on disk that are too damaged for `steps` to list. Reads no arrays.
+
+        A crash leaves no such directory: a save gets its name last, a deletion removes it first.
+        """
+        return [] if self.root is None else manifest.scan(self.root).damaged
+
+    def trouble(self) -> list[StoreError]:
+        """Errors since the last call for which another copy was used instead.
+
+        CheckpointDamaged means a damaged copy in memory; any other StoreError means an unreadable
+        directory.
+        """
+        errors, self._trouble = self._trouble, []
+        return errors
+
+    def _wait_for_inspection(self) -> None:
+        """Waits until the last copy is inspected, and in the ring."""
+        if self._last is not None and self.busy:  # never busy in a forked child
+            self._last.ready.wait()
+
+    # -- saving, in the background --------------------------------------------------------------
+
+    def _complete(self, copy: StateCopy) -> None:
+        """Inspects a copy, adds it to memory, and writes it to disk. Every rank calls it."""
+        unused: StateCopy | None = copy
+        try:
+            try:
+                inspected = ranks.together(self.processes, lambda: self._inspected(copy))
+                names, created, has_room = zip(*inspected, strict=True)
+                copy.created = created[0]  # all ranks have the clock time of rank 0
+                copy.nonfinite = ranks.union_of_names(names)
+                if nonfinite := inspection.disallowed(copy.nonfinite, self.nonfinite_ok):
+                    self._nonfinite.append((copy.step, nonfinite))
+                if not all(has_room):
+                    self._close_ring(copy)
+                unused = self.ring.add(copy, self.nonfinite_ok)
+            finally:
+                copy.ready.set()
+            if self.root is not None:
+                folder = directory.commit(
+                    self.root,
+                    self.processes,
+                    copy,
+                    self.format,
+                    lambda folder: self._write(copy, folder),
+                    lambda folder: self._complete_arrays(folder / manifest.DATA),
+                )
+                copy.path = str(folder)
+        finally:
+            if unused is not None:
+                self.copier.release(unused)
+
+    def _close_ring(self, copy: StateCopy) -> None:
+        """Keeps no copies in memory from now on; StoreError for a store without a directory."""
+        assert self.ring.keep is not None, "an empty ring has room"
+        each = f"{copy.nbytes / 1e9:.3g} GB each, {self.processes.world} ranks"
+        line = f"{self.ring.keep.most + 1} copies of the state ({each})"
+        line += " do not fit into half of the free host memory"
+        if self.root is None:
+            raise StoreError(f"{line}: pass a directory as the store")
+        console.warning(f"{line}: checkpoints go to disk only")
+        self.ring.keep, self.ring.copies = None, {}
+
+    def _inspected(self, copy: StateCopy) -> tuple[tuple[str, ...], float, bool]:
+        """The names of arrays with NaN or Inf, the clock time, and whether memory has room."""
+        try:
+            copy.copied()
+            found = self.copier.inspect(copy.flat.leaves)
+        except Exception as error:
+            raise SaveFailed(copy.step, "while copying the state", error) from error
+        copy.digests = found.digests
+        return found.nonfinite, copy.created, self.ring.has_room(copy, self.processes.world)
+
+    def _fail_on_others(self, failure: Exception) -> None:
+        """Makes a save fail on the other ranks because this rank could not copy its state."""
+
+        def fail() -> None:
+            raise failure
+
+        with suppress(type(failure)):  # `save` raises it on this rank
+            ranks.on_each(self.processes, fail)
+
+    def _write(self, copy: StateCopy, folder: Path) -> None:
+        """Writes `data/` and `state.json`. Every rank calls it."""
+        self._write_arrays(copy, folder / manifest.DATA)
+        entries.write(folder, copy.flat.entries, self.processes.rank)
+
+    # -- the directory --------------------------------------------------------------------------
+
+    def _on_disk(self) -> manifest.Scan:
+        """The checkpoints in the directory; nothing if only memory can be read."""
+        if self.root is None:
+            return manifest.Scan({}, {}, [])
+        try:
+            return manifest.scan(self.root)
+        except StoreError as error:
+            if not self.ring.copies:
+                raise
+            self._trouble.append(error)
+            return manifest.Scan({}, {}, [])
+
+    def _locate(self, step: int) -> tuple[StateCopy | None, StoredCheckpoint | None]:
+        """The copy in memory if every rank has one, and the same save on disk.
+
+        No rank uses a copy that another rank has lost: then any save on disk counts. At least one
+        result is not None. Raises CheckpointNotFound, or CheckpointDamaged for an incomplete
+        directory.
+        """
+        step = checked_step(step)
+        self.join()
+        copy = self.ring.copies.get(step)
+
+        def look() -> StoredCheckpoint | StoreError:
+            found = self._on_disk()
+            existing = sorted({*found.complete, *self.ring.copies})
+            missing = CheckpointNotFound(step, existing, str(self.root or WHERE))
+            incomplete = (error for error in found.damaged if error.step == step)
+            return found.complete.get(step) or next(incomplete, missing)
+
+        stored = ranks.on_first(self.processes, look)
+        found = None if isinstance(stored, StoreError) else stored
+        same = found is not None and copy is not None and copy.path == str(found.folder)
+        by_rank = self.processes.gather((copy is not None, same))
+        if all(in_memory for in_memory, _ in by_rank):
+            return copy, found if all(same for _, same in by_rank) else None
+        if isinstance(stored, StoreError):
+            raise stored
+        return None, found
+
+    def _check_files(self, checkpoint: StoredCheckpoint) -> None:
+        processes = self.processes
+        ranks.on_each(
+            processes, lambda: manifest.check(checkpoint, processes.rank, processes.world)
+        )
+
+    def _restore_files(self, checkpoint: StoredCheckpoint, like: Mapping[str, Any]) -> Restored:
+        """Verifies every file, then reads the state."""
+        self._check_files(checkpoint)
+        step, copier = checkpoint.manifest.step, self.copier
+
+        def check() -> tuple[dict[str, Any], dict[str, Any], Flat]:
+            with entries.only_written_by_healcore(checkpoint):
+                return copier.match(step, entries.read(checkpoint, self.processes.rank), like)
+
+        # All ranks raise or none: the others would wait for a rank that raised.
+        saved, wanted, live = ranks.on_each(self.processes, check)
+        with entries.only_written_by_healcore(checkpoint):
+            arrays = self._read_arrays(checkpoint, saved, wanted, live)
+            return Restored(copier.assemble(saved, arrays, wanted, live), checkpoint.healing)
+
+    def _change(self, failure: str, action: Callable[[], None]) -> None:
+        """Changes something on disk, from rank 0; StoreError if that fails."""
+        try:
+            ranks.on_first(self.processes, action)
+        except OSError as error:
+            raise StoreError(f"{failure} in {self.root}: {error.strerror or error}") from error
