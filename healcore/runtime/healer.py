@@ -21,7 +21,6 @@ from typing import (
 )
 
 from healcore.core.errors import HealcoreError
-from healcore.events.log import Log
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import check_keywords
@@ -31,7 +30,6 @@ from healcore.runtime.driver import Driver, trainer_limit
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.setup import Options, open_run
@@ -170,7 +168,8 @@ class Healer(Generic[State]):
             resume=resume,
             attach=dict(attach or {}),
             stop_file=stop_file,
-        ).checked()
+        )
+        self._options.check()
         self._run: Loop | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
@@ -451,11 +450,6 @@ class Healer(Generic[State]):
         by_loader = self._loop.data.loaders.left_out()
         return frozenset(BatchId(*pair) for pairs in by_loader.values() for pair in pairs)
 
-    @property
-    def incidents(self) -> tuple[IncidentRecord, ...]:
-        """The incidents so far, including earlier processes, oldest first."""
-        return tuple(self._loop.recovery.ledger.incidents)
-
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest step that was read, and counts so far. Does not sync the device.
 
@@ -467,11 +461,6 @@ class Healer(Generic[State]):
         the names are `heal/<name>/loss` and so on. Empty until the first step is read.
         """
         return self._loop.recovery.monitor.metrics.values()
-
-    @property
-    def events(self) -> Log:
-        """Writer of the events file."""
-        return self._loop.log.events
 
     def report(self) -> HealingReport:
         """Summary of the run so far, or of the whole run after the block. Waits for the device."""

@@ -16,7 +16,7 @@ from healcore.core.verdict import Action, Cause, Decision
 from healcore.events import Log, read, schema
 from healcore.events.models import EventFields
 from healcore.events.schema import ENVELOPE, KINDS
-from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
+from healcore.runtime.incidents.hooks import Hooks, IncidentContext
 from tests.events import page_tables
 from tests.events.sample_events import SAMPLES, problems
 
@@ -142,4 +142,4 @@ def test_the_hook_on_the_page_runs():
     order = Decision(1.0, False, 1.0, int(Action.ALERT), int(Cause.LOSS_SPIKE), 0)
     incident = IncidentContext(1, 8, 8, Cause.LOSS_SPIKE, order, Readings(*[1.0] * 5))
     assert hooks.run(incident).action is None
-    assert hooks.run(incident._replace(facts=RunFacts(rollbacks=2))).action == Action.STOP
+    assert hooks.run(incident._replace(number=3)).action == Action.STOP

@@ -9,7 +9,6 @@ from typing import Any
 from healcore.core.signals import SignalError, check_scalar
 from healcore.core.verdict import Cause
 from healcore.runtime.dominance.anchor import TrainedStep
-from healcore.runtime.dominance.exchange import exchange
 from healcore.runtime.dominance.side_effects import undone
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
@@ -23,7 +22,6 @@ class LossFunction:
     """The `loss_fn` of a Healer, evaluated on all ranks.
 
     A `loss_fn` that raises is not called again: it must not end the run that it protects.
-    Exception: see `exchange`.
 
     Attributes:
         function: the `loss_fn`, or None if it cannot be used.
@@ -112,7 +110,7 @@ class LossFunction:
             mine = None
         except Exception as error:
             mine, failure = f"{type(error).__name__}: {error}", error
-        everyone = exchange(self._ranks, mine, failure)
+        everyone = self._gather(mine, failure)
         if None in everyone:
             raise WeightsChanged
         failed = [each for each in everyone if isinstance(each, str)]
@@ -125,6 +123,13 @@ class LossFunction:
             for part in zip(*everyone, strict=True)
         )
         return now, then
+
+    def _gather(self, item: Any, failure: Exception | None) -> list[Any]:
+        """The items of all ranks. `failure`: exception of the call on this rank, or None."""
+        try:
+            return self._ranks.gather(item)
+        except Exception as error:  # the other ranks wait in the forward pass (FSDP)
+            raise error from failure
 
     def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
         assert self.function is not None
@@ -144,10 +149,9 @@ class LossFunction:
         assert self.function is not None
         losses, mistake, problem, failure, state, draws = [], None, None, None, None, False
         try:
-            attempt = undone()(self._driver.try_loss_fn)
-            with undone(self.function):
-                for redraw in (False, False, True):
-                    losses.append(attempt(self.function, batch, redraw=redraw))
+            for redraw in (False, False, True):
+                with undone():
+                    losses.append(self._driver.try_loss_fn(self.function, batch, redraw=redraw))
             first, second, third = (float(check_scalar("loss_fn(batch)", each)) for each in losses)
             self._expected, draws = first, first != third
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
@@ -171,7 +175,7 @@ class LossFunction:
         if mistake and not trained:
             return
         self._checked = True
-        everyone = exchange(self._ranks, (mistake, problem, state, draws), failure)
+        everyone = self._gather((mistake, problem, state, draws), failure)
         mistakes, problems, states, drawing = (
             [*filter(None, each)] for each in zip(*everyone, strict=True)
         )

@@ -6,12 +6,10 @@ Steps are indexed from 0. A checkpoint of step n holds the state that step n sta
 from __future__ import annotations
 
 import bisect
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Cause, names
@@ -227,22 +225,3 @@ class Ledger:
         if saved is not None:  # skips before the checkpoint are not undone
             self.undone_skips = self.skips - (saved.skips - saved.undone_skips)
             self.untrained = saved.untrained
-
-    # -- saving ---------------------------------------------------------------------------------
-
-    def to_dict(self) -> dict[str, Any]:
-        """The ledger as JSON-safe values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
-        """Inverse of `to_dict`. Raises ValueError for malformed data."""
-        # healcore 0.2.0 has none of these.
-        data = {"accepted": 0, "accepted_until": 0, "numbers": {}, **data}
-        missing = {each.name for each in fields(cls)} - data.keys()
-        if missing:
-            raise ValueError(f"a ledger without {', '.join(sorted(missing))}")
-        return _LEDGER.validate_json(json.dumps(data), strict=True)
-
-
-_LEDGER = TypeAdapter(Ledger)

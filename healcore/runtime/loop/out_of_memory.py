@@ -79,7 +79,7 @@ class OutOfMemory:
         self._ranks = ranks
         self._log = log
         self._answers = policy.answers(Cause.OOM)
-        self.sizes = MicrobatchSizes(shrinks=policy.shrinks)
+        self.sizes = MicrobatchSizes(shrinks=policy.budget.shrinks)
         self.part: Microbatch[Any] | None = None
         self._gradients = driver.gradient_window()
         self._last_resort: Callable[[], str] | None = None

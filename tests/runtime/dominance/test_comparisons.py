@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from healcore.errors import SignalError
 from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
-from healcore.runtime.dominance.saved import read
+from healcore.runtime.dominance.comparison_state import ComparisonState
 from tests.runtime.dominance.toy_driver import LASTS, Run, damaged, healthy, noisy
 
 # -- a verdict ------------------------------------------------------------------------------------
@@ -254,8 +256,10 @@ def test_a_rate_that_is_not_finite_can_be_saved(rate):
     healthy(run, 250)
     assert damaged(run, 10) is None
     assert run.dominance.suspects
-    text = json.dumps(run.dominance.saved().to_dict(), allow_nan=False)
-    assert read(json.loads(text)) == run.dominance.saved()
+    text = json.dumps(asdict(run.dominance.state), allow_nan=False)
+    read = TypeAdapter(ComparisonState).validate_json(text, strict=True)
+    assert read == run.dominance.state
+    assert [each.draw() for each in read.anchors] == [None] * len(read.anchors)
 
 
 # -- a loss_fn that fails -------------------------------------------------------------------------

@@ -52,7 +52,6 @@ def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
     ledger, back = Ledger(), applied(onset=250, target=100, step=420, lr_at_fault=0.1)
     assert ledger.same_trouble(0) == []
     ledger.on_rollback(back, None)
-    ledger = Ledger.from_dict(ledger.to_dict())
     assert ledger.same_trouble(199) == [back]
     assert ledger.same_trouble(420) == [back]
     assert ledger.same_trouble(421) == []

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from healcore.events import read
-from healcore.runtime.loop.setup import StoreNotEmpty
+from healcore.runtime.loop.start import StoreNotEmpty
 from healcore.torch import LightningHealingCallback, heal_trainer
 from tests.healer.run_directory import new_process
 from tests.torch.trainers.huggingface.small_runs import calling, weights

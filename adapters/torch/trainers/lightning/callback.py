@@ -17,7 +17,7 @@ from healcore.policy import Policy, PolicyLike
 from healcore.policy.trainer_limit import with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
-from healcore.runtime.loop.setup import StoreNotEmpty
+from healcore.runtime.loop.start import StoreNotEmpty
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
