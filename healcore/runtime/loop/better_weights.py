@@ -14,7 +14,6 @@ from healcore.runtime.dominance.anchor import TrainedStep
 from healcore.runtime.dominance.comparison_state import Verdict
 from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.incidents.ledger import LASTING
 from healcore.runtime.incidents.rollback import Order, Rollback
 from healcore.runtime.recovery.engine_states import lr_states, with_lr_states
 from healcore.runtime.recovery.trials import MAX_ACCEPTED, Facts, Trial, decide
@@ -22,6 +21,9 @@ from healcore.runtime.store.ranks import agreed
 
 if TYPE_CHECKING:
     from healcore.runtime.loop.recovery import Recovery
+
+_LASTING = Cause.PLATEAU | Cause.OVERFIT
+"""Causes with an alarm at every step until they end: no reason to compare weights at each."""
 
 
 class BetterWeights:
@@ -66,7 +68,7 @@ class BetterWeights:
         return self.dominance.observe(
             TrainedStep(step.index, step.contents),
             loss,
-            alarm=not taken or any(each.cause & ~LASTING for each in records),
+            alarm=not taken or any(each.cause & ~_LASTING for each in records),
             trained=taken and not all(each.skip for each in records),
             norm=max((each.grad_norm for each in records if each.judged), default=math.nan),
             repeated=repeated,
