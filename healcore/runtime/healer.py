@@ -109,7 +109,7 @@ class Healer(Generic[State]):
             earlier weights are evidence for a rollback (docs/how-it-decides.md). Every rank
             evaluates its own batches, and the mean decides. Without `loss_fn`, "default" rolls
             back only if weights are not finite.
-            SignalError if the first call raises or does not return one number.
+            SignalError after the first step if the call raises or does not return one number.
         checkpoints: when to save checkpoints and how many to keep, see `healcore.Checkpoints`.
         logging: files for events and metrics, and console lines, see `healcore.Logging`.
         trackers: receive metrics and events: "wandb", "trackio", "mlflow" or "tensorboard", with a
@@ -364,12 +364,13 @@ class Healer(Generic[State]):
             optimizer: the optimizer's name in the state, or None for all optimizers.
             batch: the batch, if `loss` is the result of `loss_fn` for it. Saves another call.
         """
-        if batch is not None:
-            self._live.observed(batch)
         method = self._driver_method("observe", "in JAX pass value=loss to tx.update")
-        self._live.guard.resume()  # a hang between the loss and the optimizer's step counts
-        part = self._live.memory.part
-        method(loss, optimizer, weight=1.0 if part is None else part.weight)
+        run = self._live
+        weight = 1.0 if run.memory.part is None else run.memory.part.weight
+        if batch is not None and run.data.observed(batch, weight):
+            run.recovery.dominance.loss_function.gives_loss = True
+        run.guard.resume()  # a hang between the loss and the optimizer's step counts
+        method(loss, optimizer, weight=weight)
 
     def observe_eval(self, eval_loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports an evaluation's loss."""
@@ -408,7 +409,8 @@ class Healer(Generic[State]):
 
         Drops the earlier weights that the Healer compares with. Call it on every rank.
         """
-        self._live.expect_change()
+        self._live.driver.expect_change()
+        self._live.recovery.dominance.accept(self._live.data.step + 1)
 
     def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
         """Wraps a function so that a call is repeated after a transient failure.
@@ -426,11 +428,12 @@ class Healer(Generic[State]):
 
     def stop(self, why: str) -> NoReturn:
         """Raises RunStopped with a diagnosis, like a rule of the policy that stops."""
-        self._live.stop(why)
+        self._live.recovery.stop(why)
 
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""
-        self._live.save()
+        self._live.count_last_step()
+        self._live.saver.save("requested")
 
     # -- the state of the run -------------------------------------------------------------------
 

@@ -161,11 +161,13 @@ class Dominance:
         self._dispatch_losses.append(loss)
         if not step.batches:
             return None
-        first = next((each for each in self.anchors if each.step == step.index), None)
-        single = loss if len(self._dispatch_losses) == 1 else math.nan
-        self.loss_function.learn_first_step(step, single, first and first.weights)
-        if not self.is_enabled:
-            self.anchors.clear()
+        if not self.loss_function.is_checked:
+            first = next((each for each in self.anchors if each.step == step.index), None)
+            single = loss if len(self._dispatch_losses) == 1 else math.nan
+            self.loss_function.learn_first_step(step, single, first and first.weights)
+            self._budget.charge(0)  # the check is no part of a step's time
+            if not self.is_enabled:
+                self.anchors.clear()
         wanted, self._wanted = self._wanted and self._budget.credit > 0, False
         loss = sum(self._dispatch_losses) / len(self._dispatch_losses)
         self._dispatch_losses.clear()

@@ -308,7 +308,7 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
     try:
         loop.recovery.stop_if_never_finite(at_end=True)
         if not loop.policy.observes and 2 * (untrained + skipped) > total:
-            loop.stop(
+            loop.recovery.stop(
                 "the data have ended, and the run has not trained on most of them: of "
                 f"{total} steps, {untrained} were skipped and {skipped} had their batches skipped"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from healcore.core.verdict import Action, names
 from healcore.runtime.hang_guard import HangGuard
@@ -107,7 +107,6 @@ class Loop:
                 data.log_skipped(number)
             guard.watch()
             try:
-                self.recovery.dominance.loss_function.check_first_batch(batch)
                 yield batch
             except GeneratorExit:  # the loop was left by `break`
                 guard.pause()
@@ -230,28 +229,6 @@ class Loop:
         """Rolls back if saves have found NaN or Inf. True if it did."""
         order = self.saver.check(at_end=at_end)
         return order is not None and self._rewind(self.recovery.carry_out(order))
-
-    # -- what the program asks for --------------------------------------------------------------
-
-    def observed(self, batch: Any) -> None:
-        """Records a batch, or its current part, whose loss is the result of `loss_fn`."""
-        part = self.memory.part
-        if self.data.observed(batch, 1.0 if part is None else part.weight):
-            self.recovery.dominance.loss_function.gives_loss = True
-
-    def expect_change(self) -> None:
-        """See `Healer.expect_change`."""
-        self.driver.expect_change()
-        self.recovery.dominance.accept(self.data.step + 1)
-
-    def save(self) -> None:
-        """See `Healer.save`."""
-        self.count_last_step()
-        self.saver.save("requested")
-
-    def stop(self, why: str) -> NoReturn:
-        """See `Healer.stop`."""
-        self.recovery.stop(why)
 
     # -- the end, see `end` ---------------------------------------------------------------------
 

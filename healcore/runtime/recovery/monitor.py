@@ -331,12 +331,7 @@ class IncidentMonitor:
         elif now < before == 1.0:
             why = "the schedule has risen above the limit of the last cut"
         elif before < now == 1.0:
-            limited = self.policy.engine.config.lr.ceiling > 0
-            why = (
-                "the schedule is not above the limit of the last cut"
-                if limited
-                else "the cut is over"
-            )
+            why = "the last cut has no effect any more"
         else:
             return
         self.log.event(
