@@ -66,7 +66,7 @@ def test_the_two_checks_agree_on_every_field(tmp_path):
 
 
 BY_THE_LOG = {"lost", "host", "pid", "boot", "born", "environment"}
-PASSED_ON = {"fault": "fault", "log_start": "start"}
+PASSED_ON = {"fault": "fault"}
 """Functions that pass keywords on to an event, and the kind of the event."""
 
 
