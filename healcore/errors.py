@@ -14,7 +14,7 @@ from healcore.policy import PolicyError
 from healcore.runtime.data import DataError, EmptyLoader, UnusableLoader
 from healcore.runtime.driver import UnknownState
 from healcore.runtime.healer import HealerError
-from healcore.runtime.loop.setup import StoreNotEmpty
+from healcore.runtime.loop.start import StoreNotEmpty
 from healcore.runtime.loop.termination import (
     AlreadyCompleted,
     EndRequested,

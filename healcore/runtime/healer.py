@@ -21,7 +21,6 @@ from typing import (
 )
 
 from healcore.core.errors import HealcoreError
-from healcore.events.log import Log
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import check_keywords
@@ -31,7 +30,6 @@ from healcore.runtime.driver import Driver, trainer_limit
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.setup import Options, open_run
@@ -111,7 +109,7 @@ class Healer(Generic[State]):
             earlier weights are evidence for a rollback (docs/how-it-decides.md). Every rank
             evaluates its own batches, and the mean decides. Without `loss_fn`, "default" rolls
             back only if weights are not finite.
-            SignalError if the first call raises or does not return one number.
+            SignalError after the first step if the call raises or does not return one number.
         checkpoints: when to save checkpoints and how many to keep, see `healcore.Checkpoints`.
         logging: files for events and metrics, and console lines, see `healcore.Logging`.
         trackers: receive metrics and events: "wandb", "trackio", "mlflow" or "tensorboard", with a
@@ -170,7 +168,8 @@ class Healer(Generic[State]):
             resume=resume,
             attach=dict(attach or {}),
             stop_file=stop_file,
-        ).checked()
+        )
+        self._options.check()
         self._run: Loop | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
@@ -365,12 +364,13 @@ class Healer(Generic[State]):
             optimizer: the optimizer's name in the state, or None for all optimizers.
             batch: the batch, if `loss` is the result of `loss_fn` for it. Saves another call.
         """
-        if batch is not None:
-            self._live.observed(batch)
         method = self._driver_method("observe", "in JAX pass value=loss to tx.update")
-        self._live.guard.resume()  # a hang between the loss and the optimizer's step counts
-        part = self._live.memory.part
-        method(loss, optimizer, weight=1.0 if part is None else part.weight)
+        run = self._live
+        weight = 1.0 if run.memory.part is None else run.memory.part.weight
+        if batch is not None and run.data.observed(batch, weight):
+            run.recovery.dominance.loss_function.gives_loss = True
+        run.guard.resume()  # a hang between the loss and the optimizer's step counts
+        method(loss, optimizer, weight=weight)
 
     def observe_eval(self, eval_loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports an evaluation's loss."""
@@ -409,7 +409,8 @@ class Healer(Generic[State]):
 
         Drops the earlier weights that the Healer compares with. Call it on every rank.
         """
-        self._live.expect_change()
+        self._live.driver.expect_change()
+        self._live.recovery.dominance.accept(self._live.data.step + 1)
 
     def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
         """Wraps a function so that a call is repeated after a transient failure.
@@ -427,11 +428,12 @@ class Healer(Generic[State]):
 
     def stop(self, why: str) -> NoReturn:
         """Raises RunStopped with a diagnosis, like a rule of the policy that stops."""
-        self._live.stop(why)
+        self._live.recovery.stop(why)
 
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""
-        self._live.save()
+        self._live.count_last_step()
+        self._live.saver.save("requested")
 
     # -- the state of the run -------------------------------------------------------------------
 
@@ -451,11 +453,6 @@ class Healer(Generic[State]):
         by_loader = self._loop.data.loaders.left_out()
         return frozenset(BatchId(*pair) for pairs in by_loader.values() for pair in pairs)
 
-    @property
-    def incidents(self) -> tuple[IncidentRecord, ...]:
-        """The incidents so far, including earlier processes, oldest first."""
-        return tuple(self._loop.recovery.ledger.incidents)
-
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest step that was read, and counts so far. Does not sync the device.
 
@@ -467,11 +464,6 @@ class Healer(Generic[State]):
         the names are `heal/<name>/loss` and so on. Empty until the first step is read.
         """
         return self._loop.recovery.monitor.metrics.values()
-
-    @property
-    def events(self) -> Log:
-        """Writer of the events file."""
-        return self._loop.log.events
 
     def report(self) -> HealingReport:
         """Summary of the run so far, or of the whole run after the block. Waits for the device."""

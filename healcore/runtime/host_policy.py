@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from healcore.core.engine import Engine, RuleConfig
 from healcore.core.verdict import Action, Cause
-from healcore.policy import PolicyLike, dumps
+from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
-from healcore.policy.recovery import Hang, Retry, Rollback, SkipBatch
+from healcore.policy.recovery import Budget, Hang, Retry, Rollback, SkipBatch
 from healcore.policy.trainer_limit import with_limit
 
 
@@ -22,32 +22,15 @@ class HostPolicy(NamedTuple):
     text: str | None
     """The policy as TOML with every key, or None if the user passed an engine."""
     engine: Engine
-    probation: int
-    """Healthy steps after which a checkpoint is known-good."""
-    skip_batches: int
-    """Number of batches that a rollback skips after the bad batches."""
-    region: int
-    """Steps between two onsets below which both incidents count as the same trouble."""
-    recoveries: int
-    """Max rollbacks within `refund_after` steps of the run."""
-    refund_after: int
-    confirm: bool
-    """Whether a rollback needs evidence that the model is worse."""
-    evidence: float = 1e4
-    """Lower bound on the mean number of comparisons of weights until a false rollback."""
-    nonfinite_state: str = "rollback"
-    """Response to a save that finds NaN or Inf in the state: alert, rollback or stop."""
-    reset_moments: bool = False
-    """Whether a rollback resets the optimizers' moments."""
-    rules: tuple[RuleConfig, ...] = ()
+    rollback: Rollback
+    budget: Budget
+    rules: tuple[RuleConfig, ...]
     """Rules that the host applies; see `Policy.host_rules`."""
-    faults: Mapping[Cause, frozenset[str]] = MappingProxyType({})
+    faults: Mapping[Cause, frozenset[str]]
     """Fault -> actions of its rule, such as "retry"; see `healcore.policy.respond`."""
-    retry: Retry = Retry()
-    skip_batch: SkipBatch = SkipBatch()
-    hang: Hang = Hang()
-    shrinks: int = 0
-    """Times that micro-batches which do not fit into memory may be halved."""
+    retry: Retry
+    skip_batch: SkipBatch
+    hang: Hang
 
     @classmethod
     def of(
@@ -59,35 +42,28 @@ class HostPolicy(NamedTuple):
         """
         resolved = with_limit(resolve(policy, overrides), limit)
         if isinstance(resolved, Engine):
-            name, text, engine, host, rules = "(engine)", None, resolved, Rollback(), ()
-            faults, retry, skip_batch, hang, shrinks = {}, Retry(), SkipBatch(), Hang(), 0
+            text, engine, config = None, resolved, resolved.config
+            budget = Budget(
+                recoveries=int(config.budget.recoveries),
+                shrinks=0,
+                refund_after=int(config.budget.refund_after),
+            )
+            rollback = Rollback(region=int(config.rollback.region))
+            resolved = Policy(1, "(engine)", rollback=rollback, budget=budget)
         else:
-            name, text = resolved.name, dumps(resolved)
-            engine, host, rules = resolved.engine(), resolved.rollback, resolved.host_rules()
-            faults, retry = resolved.fault_actions(), resolved.retry
-            skip_batch, hang = resolved.skip_batch, resolved.hang
-            shrinks = resolved.budget.shrinks
-        config = engine.config
+            text, engine = dumps(resolved), resolved.engine()
         return cls(
-            name,
+            resolved.name,
             engine.fingerprint,
             text,
             engine,
-            probation=host.probation,
-            skip_batches=host.skip_batches,
-            region=int(config.rollback.region),
-            recoveries=int(config.budget.recoveries),
-            refund_after=int(config.budget.refund_after),
-            confirm=host.confirm,
-            evidence=host.evidence,
-            nonfinite_state=host.nonfinite_state,
-            reset_moments=host.reset_moments,
-            rules=rules,
-            faults=MappingProxyType(faults),
-            retry=retry,
-            skip_batch=skip_batch,
-            hang=hang,
-            shrinks=shrinks,
+            resolved.rollback,
+            resolved.budget,
+            resolved.host_rules(),
+            MappingProxyType(resolved.fault_actions()),
+            resolved.retry,
+            resolved.skip_batch,
+            resolved.hang,
         )
 
     def goes_back_for(self, causes: Cause | None = None) -> bool:

@@ -17,7 +17,7 @@ from healcore.events import Log, read
 from healcore.events.json_lines import to_json
 from healcore.events.models import EventRecord, validate
 from healcore.events.schema import ENVELOPE, KINDS, sentence
-from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
+from healcore.runtime.incidents.hooks import Hooks, IncidentContext
 from tests.events import page_tables
 from tests.events.sample_events import EXPORTED, SAMPLES, VALIDATOR, problems
 
@@ -71,7 +71,7 @@ def test_the_two_checks_agree_on_every_field(tmp_path):
 
 
 BY_THE_LOG = {"lost", "host", "pid", "boot", "born", "environment"}
-PASSED_ON = {"fault": "fault", "log_start": "start"}
+PASSED_ON = {"fault": "fault"}
 """Functions that pass keywords on to an event, and the kind of the event."""
 
 
@@ -147,4 +147,4 @@ def test_the_hook_on_the_page_runs():
     order = Decision(1.0, False, 1.0, int(Action.ALERT), int(Cause.LOSS_SPIKE), 0)
     incident = IncidentContext(1, 8, 8, Cause.LOSS_SPIKE, order, Readings(*[1.0] * 5))
     assert hooks.run(incident).action is None
-    assert hooks.run(incident._replace(facts=RunFacts(rollbacks=2))).action == Action.STOP
+    assert hooks.run(incident._replace(number=3)).action == Action.STOP

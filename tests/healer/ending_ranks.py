@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop import rank_group
 from healcore.torch.store import gloo
 from tests.healer.elastic_runs import run_ranks
 from tests.healer.run_options import grouped
@@ -151,7 +150,7 @@ def main(root: Path, cases: list[str]) -> None:
     for case in cases or CASES:
         kind, at = case if case == "FSDP2" else "DDP", root / case
         seconds = TIMEOUT if case in TIMES_OUT else BOUND
-        gloo.MIN_TIMEOUT, rank_group.WARN_AFTER_S = timedelta(seconds=seconds), 2.0
+        gloo.MIN_TIMEOUT = timedelta(seconds=seconds)
         began = time.monotonic()
         ended = run_ranks(
             at, WORLD, partial(train, case, at, kind), seconds=seconds, kills_after=GRACE

@@ -7,12 +7,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime.loop import setup
+from healcore.runtime.loop import start
 
 
 def new_process() -> None:
     """Forgets which runs this process has completed, as a new process does."""
-    setup._records.clear()
+    start._records.clear()
 
 
 def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -67,7 +67,6 @@ def test_a_hook_may_override(tmp_path):
     assert seen[0].action & Action.ROLLBACK
     assert seen[0].batches == ((0, 23),)
     assert "0.weight" in {each.name for each in seen[0].evidence}
-    assert seen[0].facts.last_good is not None
     assert events(tmp_path, "hook")[0]["action"] == []
 
 

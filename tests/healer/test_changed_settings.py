@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from healcore import Healer
 from healcore.jax import protect
-from healcore.runtime.loop.setup import StoreNotEmpty
+from healcore.runtime.loop.start import StoreNotEmpty
 from healcore.runtime.loop.termination import AlreadyCompleted
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import SKIPS

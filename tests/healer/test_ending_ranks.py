@@ -105,12 +105,6 @@ def test_the_postmortem_says_what_has_ended_the_run(case, ending, part, ranks: R
     assert part in " ".join(found["diagnosis"].split())
 
 
-@pytest.mark.parametrize("case", ["unequal", "breaks"])
-def test_a_rank_whose_loop_has_ended_early_says_that_it_waits(case, ranks: Ranks):
-    waits = f"rank 1, whose loop has ended at step {AT}, has waited 2 s for the other ranks"
-    assert waits in ranks.of[case]["errors"][1]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_no_note_is_left_once_it_is_read(case, ranks: Ranks):
     assert not list((ranks.root / case / "store").glob("healcore.*.rank*.json"))

@@ -42,22 +42,3 @@ def test_dropout_and_shuffling_included(monkeypatch):
     facts = train(hurt, rules(cut=False), loader(), epochs=2)
     assert facts["rollbacks"] == 1
     assert same(hurt.weights(), clean.weights())
-
-
-@BOTH
-def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not(framework, tmp_path):
-    clean = loop_of(framework, policy=rules())
-    train(clean, rules(), range(40))
-
-    def stumble(healer, number):
-        if number == 27:
-            raise RuntimeError("the power is gone")
-
-    first = loop_of(framework, policy=rules())
-    with pytest.raises(RuntimeError, match="power"):
-        train(first, rules(), range(40), store=tmp_path, before=stumble)
-    second = loop_of(framework, policy=rules())
-    facts = train(second, rules(), range(40), store=tmp_path)
-    assert facts["step"] == 40
-    assert second.faults.order[0] == 25
-    assert same(second.weights(), clean.weights())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.setup import AlreadyCompleted, StoreNotEmpty
+from healcore.runtime.loop.start import AlreadyCompleted, StoreNotEmpty
 from healcore.runtime.loop.termination import (
     LastStateNotSaved,
 )

@@ -24,7 +24,7 @@ def test_every_fault_and_every_answer_can_be_written_and_reaches_the_host():
     host = HostPolicy.of(policy)
     for flag, words in FAULTS.values():
         assert host.answers(flag) == set(words)
-    assert (host.shrinks, host.retry.base_delay_s, host.retry.max_delay_s) == (2, 30, 600)
+    assert (host.budget.shrinks, host.retry.base_delay_s, host.retry.max_delay_s) == (2, 30, 600)
 
 
 def test_nothing_of_it_reaches_the_engine():

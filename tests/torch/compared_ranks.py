@@ -1,12 +1,10 @@
 """One of several ranks that heal a run with a `loss_fn`. All worlds have the same global batches.
 
-A case is a layout and a fault, or one of `FAILURES`: the `loss_fn` fails on rank 1.
+A case is a layout and a fault, or "raises": the `loss_fn` fails on rank 1.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from healcore import Checkpoints, Hooks, Logging
-from healcore.runtime.dominance import dominance, exchange
+from healcore.runtime.dominance import dominance
 from healcore.runtime.healer import Healer
 from tests.torch.worlds import serve
 
@@ -34,8 +32,7 @@ STEPS, FAULT, SAVE_EVERY, ROWS = 110, 65, 20, 16
 RATE, JUMP = 1e-2, 100.0
 FAULTS = ("damage", "rate", "healthy")
 """Two layers x 50, once; the rate x 100; targets x 10 from then on, which is no fault."""
-FAILURES = ("raises", "gathered")
-FAILING_STEPS, FAILING_FAULT, WAIT_S = 60, 45, 2.0
+FAILING_STEPS, FAILING_FAULT = 60, 45
 
 
 def layout(kind: str) -> tuple[nn.Module, Any, slice]:
@@ -137,16 +134,12 @@ def run(kind: str, fault: str) -> dict[str, Any]:
     }
 
 
-def failing(case: str) -> dict[str, Any]:
+def failing() -> dict[str, Any]:
     """A run with damage, in which `loss_fn` fails on rank 1 at one of the next comparisons."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    model: nn.Module = net
-    if case == "gathered":
-        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
-    else:
-        model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net)
     optimizer = AdamW(net.parameters(), lr=1e-2)
     asked_at = -1
 
@@ -161,45 +154,37 @@ def failing(case: str) -> dict[str, Any]:
             raise ValueError("no such row")
         return loss_of(step)
 
-    done, said = 0, ""
+    done = 0
     problems: list[str] = []
-    began = time.monotonic()
-    healer = Healer(
+    with Healer(
         "default",
         state={"model": net, "optimizer": optimizer},
         loss_fn=loss_fn,
         checkpoints=Checkpoints(every=20),
         logging=Logging(console=False),
-    )
-    try:
-        with healer:
-            loop: Any = healer.run
-            loop.recovery.dominance.loss_function._warn = problems.append
-            for step in healer.batches(list(range(FAILING_STEPS))):
-                if done == FAILING_FAULT:
-                    with torch.no_grad():
-                        net[2].weight.mul_(50.0)  # type: ignore[operator, union-attr]
-                loss = loss_of(step)
-                healer.observe(loss)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                done += 1
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    taken = time.monotonic() - began
-    weights = [] if case == "gathered" else [float(p.detach().sum()) for p in net.parameters()]
-    return {"steps": done, "asked at": asked_at, "said": said, "took": taken,
-            "problems": problems, "rank": rank, "weights": weights}  # fmt: skip
+    ) as healer:
+        loop: Any = healer.run
+        loop.recovery.dominance.loss_function._warn = problems.append
+        for step in healer.batches(list(range(FAILING_STEPS))):
+            if done == FAILING_FAULT:
+                with torch.no_grad():
+                    net[2].weight.mul_(50.0)  # type: ignore[operator, union-attr]
+            loss = loss_of(step)
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+    weights = [float(p.detach().sum()) for p in net.parameters()]
+    return {"steps": done, "asked at": asked_at, "problems": problems, "weights": weights}
 
 
 def outcome(case: str) -> dict[str, Any]:
-    if case in FAILURES:
-        exchange.WAIT_S = WAIT_S
-        return failing(case)
+    if case == "raises":
+        return failing()
     kind, fault = case.split(", ")
     return run(kind, fault)
 
 
 if __name__ == "__main__":
-    serve(outcome, seconds=SECONDS, ends="gathered" not in sys.argv)  # its groups are broken
+    serve(outcome, seconds=SECONDS)

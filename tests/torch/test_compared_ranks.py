@@ -10,11 +10,9 @@ import pytest
 from tests.torch.compared_ranks import (
     FAILING_FAULT,
     FAILING_STEPS,
-    FAILURES,
     FAULT,
     FAULTS,
     SECONDS,
-    WAIT_S,
 )
 from tests.torch.worlds import Worlds, worlds_of
 
@@ -87,17 +85,10 @@ def test_several_ranks_decide_as_one(
 
 
 def test_a_loss_fn_that_raises_on_one_rank_is_not_called_again_on_any(worlds: Worlds):
-    outcomes = worlds.of(2, FAILURES[:1], "raises")
+    outcomes = worlds.of(2, ["raises"], "raises")
     for each in outcomes:
-        assert (each["steps"], each["said"]) == (FAILING_STEPS, "")
+        assert each["steps"] == FAILING_STEPS
         assert FAILING_FAULT < each["asked at"] == outcomes[0]["asked at"] < FAILING_STEPS - 5
         (problem,) = each["problems"]
         assert "no such row" in problem
         assert each["weights"] == outcomes[0]["weights"]
-
-
-def test_a_rank_that_raises_while_others_gather_parameters_ends_the_run(worlds: Worlds):
-    first, second = worlds.of(2, FAILURES[1:], "gathered")
-    assert second["said"] == "ValueError: no such row"
-    assert "Connection closed" in first["said"]
-    assert max(first["took"], second["took"]) < WAIT_S + 40

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from healcore.runtime.dominance.saved import SavedCopy
+from pydantic import ConfigDict
+
 from healcore.runtime.healthy_range import HealthyRange
 
 STAKE = 0.6
@@ -44,63 +44,45 @@ class TrainedStep(NamedTuple):
     """All batches of an accumulation."""
 
 
-@dataclass(eq=False)
+@dataclass
 class Anchor:
-    """The weights after `step` steps."""
+    """The weights after `step` steps.
 
+    The fields are saved; a restart takes the weights from the checkpoint of `step`.
+
+    Attributes:
+        weights: result of `Driver.copy_weights`.
+        sample: steps that the model has trained on since the anchor.
+        trained: number of these steps.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
     step: int
-    weights: Any
-    """Result of `Driver.copy_weights`."""
     learning_rate: float | None
     """Learning rate at that step, multiplier included, or None if unknown."""
     evidence: float = 1.0
     """Evidence that these weights are better than the current ones; 1 means no evidence."""
     onset: int | None = None
     """Step of the comparison at which the current evidence began, or None without evidence."""
-    rises: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Finite rises of the last comparisons since the evidence began."""
-    sample: list[TrainedStep] = field(default_factory=list)
-    trained: int = 0
-    """Steps that the model has trained on since the anchor."""
-    level: float = math.inf
-    """Mean of the last training losses when the copy was made, or Inf if unknown."""
+    level: float | None = None
+    """Mean of the last training losses when the copy was made, or None if unknown."""
     spread: float = 0.0
     """Their standard deviation."""
     numbers: dict[str, HealthyRange] = field(default_factory=dict)
     """Number of an optimizer -> its values at the healthy checkpoints up to this step."""
+    rises: list[float] = field(default_factory=list)
+    """Finite rises of the last comparisons since the evidence began."""
 
     def __post_init__(self) -> None:
+        self.weights: Any = None
+        self.sample: list[TrainedStep] = []
+        self.trained = 0
         self._random = random.Random(self.step)  # the same on every rank
 
-    def saved(self) -> SavedCopy:
-        """The part for a checkpoint."""
-        level = self.level if math.isfinite(self.level) else None
-        return SavedCopy(
-            self.step,
-            self.learning_rate,
-            self.evidence,
-            self.onset,
-            level,
-            self.spread,
-            self.numbers,
-            [*self.rises],
-        )
-
-    @classmethod
-    def of(cls, saved: SavedCopy, weights: Any) -> Anchor:
-        """Inverse of `saved`. The sample is empty."""
-        level = math.inf if saved.level is None else saved.level
-        return cls(
-            saved.step,
-            weights,
-            saved.learning_rate,
-            saved.evidence,
-            saved.onset,
-            level=level,
-            spread=saved.spread,
-            rises=deque(saved.rises, RECENT),
-            numbers=saved.numbers,
-        )
+    @property
+    def mean(self) -> float:
+        """`level`, or Inf if it is unknown."""
+        return math.inf if self.level is None else self.level
 
     def add(self, step: TrainedStep) -> None:
         """Adds a later step that the model has trained on (reservoir sampling, algorithm R)."""
@@ -127,7 +109,7 @@ class Anchor:
         bet = rise / unit if unit else math.inf if rise > 0 else -math.inf
         self.evidence = max(1.0, self.evidence) * (1 + STAKE * max(-1.0, min(1.0, bet)))
         if math.isfinite(rise):
-            self.rises.append(rise)
+            self.rises = [*self.rises, rise][-RECENT:]
         if self.evidence <= 1:
             self.onset = None
 

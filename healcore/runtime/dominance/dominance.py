@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from healcore.runtime.dominance.anchor import (
@@ -24,10 +24,9 @@ from healcore.runtime.dominance.anchor import (
     same_data,
 )
 from healcore.runtime.dominance.budget import Budget
+from healcore.runtime.dominance.comparison_state import ComparisonState, Verdict
 from healcore.runtime.dominance.history import BEFORE, HEARTBEAT, History, Seen
 from healcore.runtime.dominance.loss_function import LossFunction
-from healcore.runtime.dominance.saved import SavedComparisons, SavedVerdict
-from healcore.runtime.dominance.verdict import Verdict
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.run_log import RunLog
@@ -63,28 +62,17 @@ class Dominance:
     """The learning rate in force, or None if it is unknown."""
     numbers: Callable[[], Mapping[str, float]] = dict
     """Other numbers of the optimizers in force, by name."""
-    anchors: list[Anchor] = field(default_factory=list, init=False)
-    """At most `MAX_ANCHORS`, oldest first: the weights with the lowest mean loss when they were
-    copied, and those at the last two checkpoints. The first weights of a process have no mean: they
-    stay for two checkpoints, and for as long as they have evidence."""
+    state: ComparisonState = field(default_factory=ComparisonState, init=False)
+    """What a checkpoint holds."""
     silent_until: int = field(default=0, init=False)
     """Step before which weights are neither compared nor copied."""
 
     def __post_init__(self) -> None:
         self.loss_function = LossFunction(self.loss_fn, self.driver, self.ranks, self.warn)
         self.history = History()
-        self._healthy_rate = 0.0
-        self._rates: list[float] = []
-        """Learning rates in force at the comparisons of the current suspicion."""
-        self._numbers: dict[str, HealthyRange] = {}
-        """Values of the optimizers' numbers since the suspicion began, or in repeated steps."""
-        self._alarms = (-1, -1)
-        """First and last step of the latest alarms, with gaps of at most `SAMPLE` steps."""
         self._wanted = False
         self._mean_quiet_until = 0
         """Step before which a high mean loss is no reason to compare: it was compared."""
-        self._pending_verdict: Verdict | None = None
-        """The pending verdict, until the run rolls back or recovers, or None."""
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
         self._budget = Budget(self.ranks)
@@ -97,9 +85,14 @@ class Dominance:
         return self.loss_function.function is not None
 
     @property
+    def anchors(self) -> list[Anchor]:
+        """The earlier weights, see `ComparisonState`."""
+        return self.state.anchors
+
+    @property
     def suspects(self) -> bool:
         """Whether an anchor has evidence, or a verdict is pending."""
-        return self._pending_verdict is not None or any(each.evidence > 1 for each in self.anchors)
+        return self.state.verdict is not None or any(each.evidence > 1 for each in self.anchors)
 
     def keep(self, step: int, restorable: Container[int]) -> None:
         """Adds the current weights as an anchor, unless they are suspect.
@@ -109,17 +102,18 @@ class Dominance:
         if not self.is_enabled or self.suspects or step < self.silent_until:
             return
         rate = self._rate()
-        self._healthy_rate = max(self._healthy_rate, rate or 0.0)
-        self.anchors = [each for each in self.anchors if each.step in restorable]
+        self.state.healthy_rate = max(self.state.healthy_rate, rate or 0.0)
+        self.state.anchors = [each for each in self.anchors if each.step in restorable]
         if step not in restorable or any(each.step == step for each in self.anchors):
             return
-        new = Anchor(step, self.driver.copy_weights(), rate)
-        new.level, new.spread = self.history.level() or (math.inf, 0.0)
-        new.numbers = self._with_numbers(self.anchors[-1].numbers if self.anchors else {})
+        level, spread = self.history.level() or (None, 0.0)
+        numbers = self._with_numbers(self.anchors[-1].numbers if self.anchors else {})
+        new = Anchor(step, rate, level=level, spread=spread, numbers=numbers)
+        new.weights = self.driver.copy_weights()
         older = self.anchors[:-1]
         if len(self.anchors) == MAX_ANCHORS:
-            older = [min(older, key=lambda each: (each.level, -each.step))]
-        self.anchors = [*older, *self.anchors[-1:], new]
+            older = [min(older, key=lambda each: (each.mean, -each.step))]
+        self.state.anchors = [*older, *self.anchors[-1:], new]
 
     def observe(
         self,
@@ -151,10 +145,12 @@ class Dominance:
         if not self.is_enabled:
             return None
         self._budget.after_step()
-        self._numbers = self._with_numbers(self._numbers) if repeated or self.suspects else {}
+        self.state.numbers = (
+            self._with_numbers(self.state.numbers) if repeated or self.suspects else {}
+        )
         if alarm:
-            first, last = self._alarms
-            self._alarms = (first if step.index - last <= SAMPLE else step.index, step.index)
+            first, last = self.state.alarms
+            self.state.alarms = (first if step.index - last <= SAMPLE else step.index, step.index)
         sign = alarm or self.history.is_high(loss)
         is_first = self.history.add(Seen(step, loss, norm), sign=sign, healthy=not self.suspects)
         if is_first and alarm:  # an alarm after a quiet time is compared even on debt
@@ -165,17 +161,19 @@ class Dominance:
         self._dispatch_losses.append(loss)
         if not step.batches:
             return None
-        first = next((each for each in self.anchors if each.step == step.index), None)
-        single = loss if len(self._dispatch_losses) == 1 else math.nan
-        self.loss_function.learn_first_step(step, single, first and first.weights)
-        if not self.is_enabled:
-            self.anchors.clear()
+        if not self.loss_function.is_checked:
+            first = next((each for each in self.anchors if each.step == step.index), None)
+            single = loss if len(self._dispatch_losses) == 1 else math.nan
+            self.loss_function.learn_first_step(step, single, first and first.weights)
+            self._budget.charge(0)  # the check is no part of a step's time
+            if not self.is_enabled:
+                self.anchors.clear()
         wanted, self._wanted = self._wanted and self._budget.credit > 0, False
         loss = sum(self._dispatch_losses) / len(self._dispatch_losses)
         self._dispatch_losses.clear()
         verdict = None
-        if self._pending_verdict is not None:
-            if step.index >= self._pending_verdict.due:
+        if self.state.verdict is not None:
+            if step.index >= self.state.verdict.due:
                 verdict = self._compare(step, loss)
         elif step.index >= self.silent_until and (wanted or self.suspects):
             verdict = self._compare(step, loss, best)
@@ -188,7 +186,7 @@ class Dominance:
 
     def pending(self, index: int) -> Verdict | None:
         """The verdict that waits for a recovery, at step `index`, or None if no verdict waits."""
-        verdict = self._pending_verdict
+        verdict = self.state.verdict
         return None if verdict is None else verdict._replace(index=index)
 
     def at_end(self, index: int) -> Verdict | None:
@@ -197,16 +195,16 @@ class Dominance:
         Returns:
             The verdict with `index`, if the anchor's mean loss on its sampled batches is lower.
         """
-        if self._pending_verdict is None or not self.is_enabled:
+        if self.state.verdict is None or not self.is_enabled:
             return None
         [anchor] = self._eligible_anchors(index)
         losses = self._losses_of(anchor.sample, anchor)
         is_better = losses is not None and rise_of(*map(sum, losses)) > 0
-        return self._pending_verdict._replace(index=index) if is_better else None
+        return self.state.verdict._replace(index=index) if is_better else None
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on."""
-        self.anchors = [each for each in self.anchors if each.step <= target]
+        self.state.anchors = [each for each in self.anchors if each.step <= target]
         for each in self.anchors:
             each.forget()
             each.sample = [one for one in each.sample if one.index < target]
@@ -250,60 +248,30 @@ class Dominance:
         healthy = {} if anchor is None else anchor.numbers
         return {
             name: healthy[name]
-            for name, seen in self._numbers.items()
+            for name, seen in self.state.numbers.items()
             if name in healthy and not all(map(healthy[name].contains, seen))
         }
 
-    # -- saving ---------------------------------------------------------------------------------
-
-    def saved(self) -> SavedComparisons:
-        """What a restart needs to continue."""
-        verdict = self._pending_verdict
-        return SavedComparisons(
-            copies=[each.saved() for each in self.anchors],
-            healthy_rate=self._healthy_rate,
-            rates=list(self._rates),
-            alarms=self._alarms,
-            verdict=verdict
-            and SavedVerdict(
-                verdict.found, verdict.anchor, verdict.onset, verdict.evidence, list(verdict.rates)
-            ),
-            numbers=self._numbers,
-        )
-
-    def continue_from(self, saved: SavedComparisons, weights: Mapping[int, Any]) -> None:
+    def continue_from(self, saved: ComparisonState, weights: Mapping[int, Any]) -> None:
         """Continues an earlier process; `weights` are copies by the step of their checkpoint.
 
-        A copy without weights is dropped, and with it a verdict about it.
+        An anchor without weights is dropped, and with it a verdict about it.
         """
-        self.anchors = [
-            Anchor.of(each, weights[each.step]) for each in saved.copies if each.step in weights
-        ]
-        self._healthy_rate, self._rates = saved.healthy_rate, list(saved.rates)
-        self._alarms, self._numbers = saved.alarms, saved.numbers
-        verdict = saved.verdict
-        if verdict is not None and verdict.anchor in weights:
-            self._pending_verdict = Verdict(
-                index=verdict.found,
-                found=verdict.found,
-                anchor=verdict.anchor,
-                onset=verdict.onset,
-                evidence=verdict.evidence,
-                rise=math.nan,
-                rise_remembered=math.nan,
-                healthy_rate=saved.healthy_rate,
-                rates=tuple(verdict.rates),
-            )
+        verdict = saved.verdict if saved.verdict and saved.verdict.anchor in weights else None
+        anchors = [each for each in saved.anchors if each.step in weights]
+        self.state = replace(saved, anchors=anchors, verdict=verdict)
+        for each in anchors:
+            each.weights = weights[each.step]
 
     # -- within ---------------------------------------------------------------------------------
 
     def _forget_trouble(self) -> None:
-        self._pending_verdict = None
-        self._rates.clear()
-        self._numbers = {}
+        self.state.verdict = None
+        self.state.rates.clear()
+        self.state.numbers = {}
         self._budget.refill()
         self._dispatch_losses.clear()
-        self._alarms = (-1, -1)
+        self.state.alarms = (-1, -1)
 
     def _rate(self) -> float | None:
         """The learning rate in force, or None if it is unknown or not finite."""
@@ -323,10 +291,10 @@ class Dominance:
         level = self.history.level()
         if level is None or index < self._mean_quiet_until:
             return None
-        best = min(self.anchors, key=lambda each: each.level, default=None)
+        best = min(self.anchors, key=lambda each: each.mean, default=None)
         if best is None or index - best.step < SAMPLE:
             return None
-        return best if level[0] > best.level + best.spread else None
+        return best if level[0] > best.mean + best.spread else None
 
     def _eligible_anchors(self, index: int, best: Anchor | None = None) -> list[Anchor]:
         """The anchors to compare with: the newest that is old enough, `best`, and with evidence.
@@ -334,8 +302,8 @@ class Dominance:
         Weights of a few steps ago differ too little, and are as damaged as the current weights.
         After `SAMPLE` steps the sample of an anchor is full. A pending verdict has its own anchor.
         """
-        if self._pending_verdict is not None:
-            return [each for each in self.anchors if each.step == self._pending_verdict.anchor]
+        if self.state.verdict is not None:
+            return [each for each in self.anchors if each.step == self.state.verdict.anchor]
         age = max(SAMPLE, min(self.interval, int(MIN_AGE * index)))
         old = [each for each in self.anchors if index - each.step >= age]
         return [
@@ -382,15 +350,15 @@ class Dominance:
             if anchor.evidence >= self.threshold:
                 newest = self._newest_better(anchor)
                 verdict = self._verdict(step.index, newest, now - then, remembered)
-            elif self._pending_verdict is not None and anchor.evidence <= 1:
+            elif self.state.verdict is not None and anchor.evidence <= 1:
                 self._report_recovery(step.index)
         if verdict is not None and step.index < verdict.due:
             self._postpone(verdict)
             verdict = None
         if not self.suspects:
-            self._rates.clear()
+            self.state.rates.clear()
         elif (rate := self._rate()) is not None:
-            self._rates.append(rate)
+            self.state.rates.append(rate)
         self._budget.charge(evaluations)
         return verdict
 
@@ -409,7 +377,7 @@ class Dominance:
 
     def _postpone(self, verdict: Verdict) -> None:
         """Keeps a verdict pending until its step `due`."""
-        self._pending_verdict = verdict
+        self.state.verdict = verdict
         for each in self.anchors:
             each.forget()
             if each.step == verdict.anchor:
@@ -422,11 +390,11 @@ class Dominance:
         )
 
     def _report_recovery(self, index: int) -> None:
-        assert self._pending_verdict is not None
-        self._log(index, "recovered", self._pending_verdict.onset)
+        assert self.state.verdict is not None
+        self._log(index, "recovered", self.state.verdict.onset)
         self.log.info(
             f"step {index}: the run has recovered from the damage of step "
-            f"{self._pending_verdict.onset}"
+            f"{self.state.verdict.onset}"
         )
         self._forget_trouble()
 
@@ -436,12 +404,13 @@ class Dominance:
         )
 
     def _verdict(self, index: int, anchor: Anchor, rise: float, remembered: float) -> Verdict:
-        if self._pending_verdict is not None:
-            return self._pending_verdict._replace(
-                index=index, evidence=anchor.evidence, rise=rise, rise_remembered=remembered
+        rises = [each if math.isfinite(each) else None for each in (rise, remembered)]
+        if self.state.verdict is not None:
+            return self.state.verdict._replace(
+                index=index, evidence=anchor.evidence, rise=rises[0], rise_remembered=rises[1]
             )
         onset = index if anchor.onset is None else anchor.onset
-        first, last = self._alarms
+        first, last = self.state.alarms
         if last >= onset - SAMPLE:
             onset = min(onset, first)
         onset = max(onset, anchor.step)
@@ -451,10 +420,10 @@ class Dominance:
             anchor=anchor.step,
             onset=onset,
             evidence=anchor.evidence,
-            rise=rise,
-            rise_remembered=remembered,
-            healthy_rate=max(self._healthy_rate, anchor.learning_rate or 0.0),
-            rates=tuple(self._rates),
+            rise=rises[0],
+            rise_remembered=rises[1],
+            healthy_rate=max(self.state.healthy_rate, anchor.learning_rate or 0.0),
+            rates=tuple(self.state.rates),
         )
 
     def _losses_of(
@@ -468,7 +437,7 @@ class Dominance:
             losses = self.loss_function.losses(steps, anchor.weights, known)
         except WeightsChanged:
             self.anchors.remove(anchor)
-            if self._pending_verdict is not None:
+            if self.state.verdict is not None:
                 self._forget_trouble()
             return None
         if losses is None:

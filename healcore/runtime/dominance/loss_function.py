@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from healcore.core.signals import SignalError, check_scalar
 from healcore.core.verdict import Cause
 from healcore.runtime.dominance.anchor import TrainedStep
-from healcore.runtime.dominance.exchange import exchange
 from healcore.runtime.dominance.side_effects import undone
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
@@ -23,13 +23,13 @@ class LossFunction:
     """The `loss_fn` of a Healer, evaluated on all ranks.
 
     A `loss_fn` that raises is not called again: it must not end the run that it protects.
-    Exception: see `exchange`.
 
     Attributes:
         function: the `loss_fn`, or None if it cannot be used.
         gives_loss: whether the training loss is the result of `loss_fn`. Comparisons then do not
             evaluate the current weights again. True if the loop calls `Healer.loss`, or if the
             first training loss is equal to `loss_fn` of its batch.
+        is_checked: whether `learn_first_step` was called.
         draws: whether `loss_fn` draws random numbers. The training loss had other numbers than a
             comparison has, so both weights are evaluated.
     """
@@ -42,29 +42,13 @@ class LossFunction:
         warn: Callable[[str], object],
     ) -> None:
         self.function = function
-        self.gives_loss = self.draws = False
+        self.gives_loss = self.draws = self.is_checked = False
         self._driver = driver
         self._ranks = ranks
         self._warn = warn
-        self._checked = False
-        self._expected: float | None = None
-        """Result of `loss_fn` for the first batch before the first step, or None."""
-
-    def check_first_batch(self, batch: Any) -> None:
-        """Calls `loss_fn` on the first batch.
-
-        With several ranks, and after another mistake, `learn_first_step` makes this call, because
-        the loop may skip the first batch.
-
-        Raises:
-            SignalError: `loss_fn` changes its batch.
-        """
-        if self.function is None or self._checked or self._ranks.world > 1:
-            return  # with several ranks, one rank may evaluate alone before the first step
-        self._check(batch, trained=False)
 
     def learn_first_step(self, step: TrainedStep, loss: float, first_weights: Any) -> None:
-        """Checks `loss_fn` if it is unchecked, and compares it with the first training loss.
+        """Checks `loss_fn` on the first step, and compares it with the step's training loss.
 
         Args:
             step: a step with its batches.
@@ -74,16 +58,13 @@ class LossFunction:
         Raises:
             SignalError: as for `_check`.
         """
-        if not self._checked:
-            self._check(step.batches[0].content, trained=True)
-            has_result, self._expected = self._expected is not None, None
-            if self._ranks.world > 1 and has_result and first_weights is not None:
-                losses = self.losses([step], first_weights, [math.nan])
-                self._expected = None if losses is None else losses[1][0]
-        if self._expected is not None:  # the first step after the check, on the same batch
-            same = math.isclose(loss, self._expected, rel_tol=SAME_LOSS)
-            self.gives_loss |= same and len(step.batches) == 1
-        self._expected = None
+        self.is_checked = True
+        known = self._check(step.batches[0].content) and not self.gives_loss
+        if not known or first_weights is None or len(step.batches) > 1:
+            return
+        with suppress(WeightsChanged):
+            losses = self.losses([step], first_weights, [math.nan])
+            self.gives_loss = bool(losses) and math.isclose(loss, losses[1][0], rel_tol=SAME_LOSS)
 
     def losses(
         self, steps: Sequence[TrainedStep], weights: Any, known: list[float] | None = None
@@ -112,7 +93,7 @@ class LossFunction:
             mine = None
         except Exception as error:
             mine, failure = f"{type(error).__name__}: {error}", error
-        everyone = exchange(self._ranks, mine, failure)
+        everyone = self._gather(mine, failure)
         if None in everyone:
             raise WeightsChanged
         failed = [each for each in everyone if isinstance(each, str)]
@@ -126,30 +107,37 @@ class LossFunction:
         )
         return now, then
 
+    def _gather(self, item: Any, failure: Exception | None) -> list[Any]:
+        """The items of all ranks. `failure`: exception of the call on this rank, or None."""
+        try:
+            return self._ranks.gather(item)
+        except Exception as error:  # the other ranks wait in the forward pass (FSDP)
+            raise error from failure
+
     def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
         assert self.function is not None
         with undone():
             losses = self._driver.losses_of(self.function, batches, weights)
         return [float(check_scalar("loss_fn(batch)", loss)) for loss in losses]
 
-    def _check(self, batch: Any, *, trained: bool) -> None:
+    def _check(self, batch: Any) -> bool:
         """Calls `loss_fn` twice with the same random numbers, and once with others.
 
-        `trained` says whether the loop has trained on the batch.
+        Returns whether it can be used, and has returned numbers on every rank.
 
         Raises:
-            SignalError: `loss_fn` changes the batch. If trained: it raises, or does not return one
-                number. An exception about memory, data or the network is only a warning.
+            SignalError: `loss_fn` changes the batch, raises, or does not return one number. An
+                exception about memory, data or the network is only a warning.
         """
         assert self.function is not None
         losses, mistake, problem, failure, state, draws = [], None, None, None, None, False
         try:
-            attempt = undone()(self._driver.losses_of)
             with undone(self.function):
                 for redraw in (False, False, True):
-                    losses += attempt(self.function, [batch], redraw=redraw)
+                    with undone():
+                        losses += self._driver.losses_of(self.function, [batch], redraw=redraw)
             first, second, third = (float(check_scalar("loss_fn(batch)", each)) for each in losses)
-            self._expected, draws = first, first != third
+            draws = first != third
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
                 state = (
                     f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, because "
@@ -158,7 +146,6 @@ class LossFunction:
                 )
         except SignalError as error:
             mistake, failure = str(error), error
-            trained |= not losses  # the function changes its batch
         except Exception as error:
             failure = error
             problem = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
@@ -168,10 +155,7 @@ class LossFunction:
                     f"{problem}\nThe Healer calls {how}, with a batch of healer.batches(), and "
                     "expects one number: correct the function, or pass no loss_fn"
                 )
-        if mistake and not trained:
-            return
-        self._checked = True
-        everyone = exchange(self._ranks, (mistake, problem, state, draws), failure)
+        everyone = self._gather((mistake, problem, state, draws), failure)
         mistakes, problems, states, drawing = (
             [*filter(None, each)] for each in zip(*everyone, strict=True)
         )
@@ -179,10 +163,10 @@ class LossFunction:
         if mistakes:
             raise SignalError(mistakes[0]) from failure
         if problems or states:
-            self._expected = None
             self._warn((states or problems)[0])
         if states:
             self.function = None
+        return not (problems or states)
 
 
 def _mean_losses(losses: Sequence[float], steps: Sequence[TrainedStep]) -> list[float]:

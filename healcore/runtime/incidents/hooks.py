@@ -11,29 +11,9 @@ from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Action, Cause, Decision
 from healcore.runtime.faults.failures import Failure, failures_of
-from healcore.runtime.store.saved import Saved
 
 Batch = tuple[int, int]
 """Id of a batch: epoch, and index within the epoch. `BatchId` is a subtype."""
-
-
-class RunFacts(NamedTuple):
-    """Read-only facts about the run."""
-
-    run: str = ""
-    """Id of the run, as in its events."""
-    policy: str = ""
-    observes: bool = False
-    """Whether the policy only observes. Then the results of hooks have no effect."""
-    framework: str = ""
-    rank: int = 0
-    learning_rate: float | None = None
-    """The current learning rate without healcore's multiplier, or None if unknown."""
-    rollbacks: int = 0
-    """Number of rollbacks so far."""
-    last_good: int | None = None
-    """Step of the newest known-good checkpoint, or None without one."""
-    checkpoints: tuple[Saved, ...] = ()
 
 
 class IncidentContext(NamedTuple):
@@ -55,7 +35,6 @@ class IncidentContext(NamedTuple):
     """Tensors whose gradients were not finite or stood out, the worst first."""
     batches: tuple[Batch, ...] = ()
     """Ids of the step's batches."""
-    facts: RunFacts = RunFacts()
 
     @property
     def failures(self) -> tuple[Failure, ...]:

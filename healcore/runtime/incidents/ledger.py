@@ -6,12 +6,10 @@ Steps are indexed from 0. A checkpoint of step n holds the state that step n sta
 from __future__ import annotations
 
 import bisect
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Cause, names
@@ -20,9 +18,6 @@ from healcore.runtime.incidents.rollback import Rollback
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""
-
-LASTING = Cause.PLATEAU | Cause.OVERFIT
-"""Causes with an alarm at every step until they end. Alerts on them form separate incidents."""
 
 
 @dataclass
@@ -48,8 +43,6 @@ class IncidentRecord:
     """Whether a later rollback has undone the onset."""
     number_in_engine: int = 0
     """The engine's number of this incident, or -1 if the engine's count has restarted since."""
-    watched: bool = False
-    """Whether the cause is in `LASTING` and the policy only alerts on it. Its steps are healthy."""
 
     @property
     def only_skips(self) -> bool:
@@ -113,19 +106,15 @@ class Ledger:
                 self.unhealthy.append(index)
             return None
         self.open = any(each.incident_open for each in records)
-        cause = alerts = 0
+        cause = 0
         for each in records:
             # An alert alone (a clipped gradient spike) opens no incident.
             if each.incident_open or each.skip:
                 cause |= int(each.cause) & acted_on
-            alerts |= int(each.cause)
         if not cause:
-            if not self.incidents and not alerts:
-                return None  # most steps of most runs
-            last = self.last_incident
-            if not self.open and last is not None:
-                last.over = True
-            return self._watch(index, alerts & LASTING)
+            if self.incidents and not self.open:
+                self.incidents[-1].over = True
+            return None
         self.unhealthy.append(index)
         skip = any(each.skip for each in records)
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
@@ -136,35 +125,9 @@ class Ledger:
         incident.lr_scale = min((each.lr_scale for each in records), default=incident.lr_scale)
         return incident
 
-    @property
-    def last_incident(self) -> IncidentRecord | None:
-        """The last incident that an engine has opened, or None."""
-        return next((each for each in reversed(self.incidents) if not each.watched), None)
-
-    def _watch(self, index: int, causes: int) -> IncidentRecord | None:
-        """The incident of lasting causes that the policy only alerts on; its steps are healthy."""
-        incident = next((e for e in reversed(self.incidents) if e.watched), None)
-        if incident is not None and (not causes or incident.over or self.open):
-            incident.over |= not causes
-            incident = None
-        if not causes or self.open:
-            return None
-        if incident is None:
-            incident = self._append(IncidentRecord(0, index, index, 0, watched=True))
-        incident.add(index, causes)
-        return incident
-
-    def _append(self, incident: IncidentRecord) -> IncidentRecord:
-        """Numbers a new incident and adds it."""
-        self.incident_count += 1
-        incident.number = self.incident_count
-        self.incidents.append(incident)
-        del self.incidents[:-_MAX_INCIDENTS]
-        return incident
-
     def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
         """Finds or opens an alarm's incident. An incident of skips only takes no other alarms."""
-        last = self.last_incident
+        last = self.incidents[-1] if self.incidents else None
         number = max(each.incident for each in records)
         if last is not None and last.only_skips:
             same = harmless and number == last.number_in_engine
@@ -173,7 +136,10 @@ class Ledger:
         if last is None or not same:
             if last is not None:
                 last.over = True
-            last = self._append(IncidentRecord(0, index, index, 0, number_in_engine=number))
+            self.incident_count += 1
+            last = IncidentRecord(self.incident_count, index, index, 0, number_in_engine=number)
+            self.incidents.append(last)
+            del self.incidents[:-_MAX_INCIDENTS]
         last.over = False
         return last
 
@@ -201,8 +167,8 @@ class Ledger:
             held |= {name: n for name, n in each.numbers.items() if n is None or repeated}
         self.numbers = {name: each for name, each in held.items() if each is not None}
         self._rewind(rollback.target, saved)
-        if (last := self.last_incident) is not None:
-            last.rollbacks += 1
+        if self.incidents:
+            self.incidents[-1].rollbacks += 1
 
     def forget(self, before: int) -> None:
         """Drops unhealthy steps before a step, except consecutive ones up to the newest step."""
@@ -217,32 +183,12 @@ class Ledger:
     def _rewind(self, step: int, saved: Ledger | None) -> None:
         self.next_step, self.open = step, False
         del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
-        if (last := self.last_incident) is not None:
-            last.over, last.number_in_engine = True, -1
+        if self.incidents:
+            self.incidents[-1].over, self.incidents[-1].number_in_engine = True, -1
         for incident in self.incidents:
-            incident.over |= incident.watched
             if incident.onset >= step and not incident.undone:
                 incident.undone = True
                 self.undone_incidents += 1
         if saved is not None:  # skips before the checkpoint are not undone
             self.undone_skips = self.skips - (saved.skips - saved.undone_skips)
             self.untrained = saved.untrained
-
-    # -- saving ---------------------------------------------------------------------------------
-
-    def to_dict(self) -> dict[str, Any]:
-        """The ledger as JSON-safe values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
-        """Inverse of `to_dict`. Raises ValueError for malformed data."""
-        # healcore 0.2.0 has none of these.
-        data = {"accepted": 0, "accepted_until": 0, "numbers": {}, **data}
-        missing = {each.name for each in fields(cls)} - data.keys()
-        if missing:
-            raise ValueError(f"a ledger without {', '.join(sorted(missing))}")
-        return _LEDGER.validate_json(json.dumps(data), strict=True)
-
-
-_LEDGER = TypeAdapter(Ledger)

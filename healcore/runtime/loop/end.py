@@ -19,7 +19,6 @@ from healcore.events.models import Ending
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.classify import is_broken_connection
 from healcore.runtime.faults.failures import causes_of
-from healcore.runtime.loop import rank_group
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.termination import (
     EndRequested,
@@ -155,8 +154,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
 
 
 def release(loop: Loop) -> None:
-    """Releases the store's directory; the finalizer is no longer needed."""
-    loop.finalizer.detach()
+    """Releases the store's directory."""
     if loop.saver.claim is not None:
         loop.saver.claim.release()
 
@@ -166,16 +164,10 @@ def release(loop: Loop) -> None:
 
 def _wait_for_ranks(loop: Loop) -> None:
     """Waits for the end of all ranks' loops. Raises RuntimeError or OSError if a rank has left."""
-    ranks = loop.ranks
-
-    def leave_note() -> None:
+    if loop.ranks.rank:
         why = f"its loop has ended, and it waits for the other ranks: {_LENGTH_ADVICE}"
-        if ranks.rank:
-            loop.notes.leave(_own_note(loop, Ending.COMPLETED, why=why))
-
-    subject = f"rank {ranks.rank}, whose loop has ended at step {loop.data.step},"
-    with rank_group.warning_if_late(subject, _LENGTH_ADVICE, then=leave_note):
-        ranks.gather(None)
+        loop.notes.leave(_own_note(loop, Ending.COMPLETED, why=why))
+    loop.ranks.gather(None)
 
 
 def _collect_notes(
@@ -191,6 +183,7 @@ def _collect_notes(
     until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
     while True:
         others = loop.notes.found()
+        others.sort(key=lambda each: (each.follows, each.ending == Ending.COMPLETED))
         if completed:  # other completed ranks are not the cause
             others = [each for each in others if each.ending != Ending.COMPLETED]
         if any(not each.follows for each in others) or time.monotonic() >= until:
@@ -314,7 +307,7 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
     try:
         loop.recovery.stop_if_never_finite(at_end=True)
         if not loop.policy.observes and 2 * (untrained + skipped) > total:
-            loop.stop(
+            loop.recovery.stop(
                 "the data have ended, and the run has not trained on most of them: of "
                 f"{total} steps, {untrained} were skipped and {skipped} had their batches skipped"
             )

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from healcore.core.verdict import Action, names
-from healcore.runtime.driver import Driver
 from healcore.runtime.hang_guard import HangGuard
-from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.rollback import Order, Rollback
 from healcore.runtime.loop.data import Data
@@ -21,13 +16,9 @@ from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.loop.termination import IncompleteRun
 from healcore.runtime.postmortem.rank_notes import RankNotes
-from healcore.runtime.run_log import RunLog
-from healcore.runtime.trackers import Trackers
 
-_MIN_WITHOUT_STEP = 10
-"""Batches without a step for a warning at the end of a run."""
 _MAX_WITHOUT_STEP = 100
-"""Batches without a step for a warning at once: fewer may be gradient accumulation."""
+"""Batches without a step after which a run may end: fewer may be gradient accumulation."""
 
 _MAX_ITERATIONS = 1000
 """Iterations of `steps` without a step that end the run: more than any gradient accumulation."""
@@ -45,34 +36,25 @@ class Loop:
     def __init__(
         self,
         *,
-        policy: HostPolicy,
-        driver: Driver,
         data: Data,
         saver: Saver,
         recovery: Recovery,
         ranks: RankGroup,
-        log: RunLog,
-        notes: RankNotes = RankNotes(None, ""),  # noqa: B008 -- immutable
-        has_trainer: bool = False,
+        notes: RankNotes,
+        has_trainer: bool,
     ) -> None:
-        self.policy = policy
-        self.driver = driver
-        self.data = data
-        self.saver = saver
-        self.recovery = recovery
-        self.ranks = ranks
-        self.log = log
-        self.notes = notes
-        self.guard = HangGuard(policy, ranks.processes, log, notes)
+        self.policy, self.driver, self.log = recovery.policy, recovery.driver, recovery.log
+        self.data, self.saver, self.recovery = data, saver, recovery
+        self.ranks, self.notes = ranks, notes
+        self.guard = HangGuard(self.policy, ranks.processes, self.log, notes)
         self.memory = OutOfMemory(
-            policy=policy,
-            driver=driver,
+            policy=self.policy,
+            driver=self.driver,
             data=data,
             recovery=recovery,
             ranks=ranks.processes,
-            log=log,
+            log=self.log,
         )
-        self.began = time.monotonic()
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""
         self.reached_end = False
@@ -80,10 +62,6 @@ class Loop:
         self.has_trainer = has_trainer
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
-        parts = (ranks, self.guard, driver, log.trackers)
-        self.finalizer = weakref.finalize(self, _clean_up, *parts)
-        """Cleans up if the `with` block of the Healer is never left."""
-        self.finalizer.atexit = False
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -129,7 +107,6 @@ class Loop:
                 data.log_skipped(number)
             guard.watch()
             try:
-                self.recovery.dominance.loss_function.check_first_batch(batch)
                 yield batch
             except GeneratorExit:  # the loop was left by `break`
                 guard.pause()
@@ -137,8 +114,6 @@ class Loop:
             finally:
                 data.release_batch(number)
             self.after_step()
-            if number == data.loaders.current and len(data.unused) == _MAX_WITHOUT_STEP:
-                self._warn_no_step()
         data.end(number)
 
     def after_step(self, *, last: bool = False) -> bool:
@@ -159,11 +134,6 @@ class Loop:
     def _between_steps(self, *, last: bool = False) -> bool:
         """The work between two steps. Returns whether the run was rolled back."""
         self.guard.pause()
-        if not self.polled and self.data.resumed_here and not self.data.passes:
-            self.log.info(
-                "the program's own batches, generators, replay buffers and environments begin anew "
-                f"unless they are in `state`; healer.steps(n) continues at step {self.data.step}"
-            )
         self.polled = True
         has_stepped = self._count_dispatch()
         if last:
@@ -260,28 +230,6 @@ class Loop:
         order = self.saver.check(at_end=at_end)
         return order is not None and self._rewind(self.recovery.carry_out(order))
 
-    # -- what the program asks for --------------------------------------------------------------
-
-    def observed(self, batch: Any) -> None:
-        """Records a batch, or its current part, whose loss is the result of `loss_fn`."""
-        part = self.memory.part
-        if self.data.observed(batch, 1.0 if part is None else part.weight):
-            self.recovery.dominance.loss_function.gives_loss = True
-
-    def expect_change(self) -> None:
-        """See `Healer.expect_change`."""
-        self.driver.expect_change()
-        self.recovery.dominance.accept(self.data.step + 1)
-
-    def save(self) -> None:
-        """See `Healer.save`."""
-        self.count_last_step()
-        self.saver.save("requested")
-
-    def stop(self, why: str) -> NoReturn:
-        """See `Healer.stop`."""
-        self.recovery.stop(why)
-
     # -- the end, see `end` ---------------------------------------------------------------------
 
     def count_last_step(self) -> bool:
@@ -307,8 +255,6 @@ class Loop:
         """Reads the unread steps at the end of a run, and only reports their orders."""
         self._count_dispatch()
         self.log_warnings()
-        if len(self.data.unused) >= _MIN_WITHOUT_STEP:
-            self._warn_no_step()
         data = self.data
         if data.resumed_here and not data.had_completed:
             exhausted = data.loader_exhausted and data.between_steps
@@ -331,22 +277,8 @@ class Loop:
         """Reports a problem of the current step."""
         self.log.problem(self.data.step, problem)
 
-    def _warn_no_step(self) -> None:
-        self.warn(
-            f"{len(self.data.unused)} batches were read without an optimizer step: in JAX "
-            "call healer.update(state) after each step; in torch add the optimizer that steps to "
-            "the state"
-        )
-
     def log_warnings(self) -> None:
         """Reports the driver's warnings and the failures of trackers."""
         self.log.report_trackers(self.data.step)
         while self.driver.warnings:
             self.warn(self.driver.warnings.pop(0))
-
-
-def _clean_up(*parts: Any) -> None:
-    """Cleans up for a Healer that is deleted within its block; the claim has its own finalizer."""
-    for part in parts:
-        with contextlib.suppress(Exception):
-            part.leave() if isinstance(part, Trackers) else part.close()

@@ -274,10 +274,10 @@ class OutOfMemory:
         before, record, why = -(-samples // overrun.parts), self._record, ""
         if before == 1:
             why = "a single sample does not fit into memory"
-        elif record.shrinks >= self._policy.shrinks:
+        elif record.shrinks >= self._policy.budget.shrinks:
             why = (
                 f"{before} samples do not fit into memory, and the batch is not halved again: the "
-                f"policy permits it {self._policy.shrinks} times ([budget] shrinks)"
+                f"policy permits it {self._policy.budget.shrinks} times ([budget] shrinks)"
             )
         if why:
             changed = "" if self._last_resort is None else self._last_resort()

@@ -12,21 +12,16 @@ exchange their proposals once. If one rank proposes to end, all ranks end.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from healcore import console
 from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.delayed_reader import LAG, StepResult
 from healcore.runtime.loop.termination import EndRequested, StopFile, TerminationWatch, exit_for
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
-WARN_AFTER_S = 30.0
-"""Seconds for which a rank waits for the other ranks before it warns."""
 _MAX_REPORTS = 200
 """Max distinct lines that a rank reports: a failed disk may fail at every step."""
 
@@ -184,26 +179,3 @@ def check_same(mine: Mapping[str, Any], ranks: Ranks) -> None:
                 f"rank {rank} has another {', '.join(differ)} than rank {ranks.rank}: pass the "
                 "same arguments to Healer(...) on every rank"
             )
-
-
-@contextlib.contextmanager
-def warning_if_late(subject: str, advice: str, then: Callable[[], object] = int) -> Iterator[None]:
-    """A context that warns if it lasts long: a program may have a Healer on rank 0 only.
-
-    Args:
-        subject: subject of the warning, which waits for the other ranks.
-        advice: correction of the program.
-        then: called after the warning, in another thread.
-    """
-
-    def warn() -> None:
-        console.warning(f"{subject} has waited {WARN_AFTER_S:g} s for the other ranks: {advice}")
-        then()
-
-    timer = threading.Timer(WARN_AFTER_S, warn)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

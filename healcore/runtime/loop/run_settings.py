@@ -60,13 +60,10 @@ def batch_of(settings: Mapping[str, Any]) -> str:
     """The size of a batch if a trainer knows it: `8`, or `8 × 4 accumulated × 2 ranks`."""
     size = settings.get("per_device_train_batch_size", settings.get("batch_size"))
     parts = settings.get("gradient_accumulation_steps", settings.get("accumulate_grad_batches", 1))
-    return "" if size is None else batch_text(size, parts, settings[_WORLD])
-
-
-def batch_text(size: object, accumulated: int, ranks: int) -> str:
-    """The size of a batch for the first line."""
-    more = f" × {accumulated} accumulated" if accumulated > 1 else ""
-    return f"{size}{more}{f' × {ranks} ranks' if ranks > 1 else ''}"
+    if size is None:
+        return ""
+    more = f" × {parts} accumulated" if parts > 1 else ""
+    return f"{size}{more}{f' × {settings[_WORLD]} ranks' if settings[_WORLD] > 1 else ''}"
 
 
 def has_trainer(state: Any) -> bool:

@@ -216,7 +216,7 @@ class Saver:
         policy, step = self._policy, self._data.step
         if not new or (policy.observes and len(nonfinite) > len(new)):
             return None  # an observing policy reports the first bad save only
-        first, action = min(nonfinite), _ACTIONS[policy.nonfinite_state]
+        first, action = min(nonfinite), _ACTIONS[policy.rollback.nonfinite_state]
         since = self.checkpoints.newest_finite_before(first)
         bad = self._unhealthy(since, first) or list(range(since, first))
         if since <= self._monitor.last_trained < bad[0]:
@@ -255,7 +255,7 @@ class Saver:
 
     def _is_harmless(self, order: Order) -> bool:
         """Whether a rollback has not helped, without any alarm and with finite weights."""
-        past = self._ledger.same_trouble(order.onset, self._policy.region)
+        past = self._ledger.same_trouble(order.onset, self._policy.rollback.region)
         again = any({*order.arrays} <= {*each.arrays} for each in past)
         healthy = not self._unhealthy(order.since, order.index + 1)
         finite = all(self._ranks.gather(self._driver.finite()))

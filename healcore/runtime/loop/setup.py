@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import traceback
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,27 +18,18 @@ from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.loop import rank_group
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.rank_group import RankGroup
+from healcore.runtime.loop.rank_group import RankGroup, check_same
 from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.loop.run_settings import (
-    changes_since,
-    has_trainer,
-    other_run,
-    settings_of,
-)
+from healcore.runtime.loop.run_settings import has_trainer
 from healcore.runtime.loop.saver import Saver
-from healcore.runtime.loop.start import begin, log_start
-from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested, StopFile
-from healcore.runtime.postmortem import postmortem
+from healcore.runtime.loop.start import start
 from healcore.runtime.postmortem.rank_notes import RankNotes
-from healcore.runtime.recovery.record import Record
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.run_options import Checkpoints, Logging
-from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
+from healcore.runtime.store import CheckpointStore, Keep, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.directory import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
@@ -49,14 +37,6 @@ from healcore.runtime.trackers import Selection, Trackers
 
 MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
-_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
-"""Runs of this process, including ended runs that are still referenced."""
-_records: dict[Path, Record] = {}
-"""The record of the last run of this process in each directory."""
-
-
-class StoreNotEmpty(StoreError):
-    """The store holds a run, and `resume` is False or the run completed and is another run."""
 
 
 class Options(NamedTuple):
@@ -74,8 +54,8 @@ class Options(NamedTuple):
     attach: dict[str, Any]
     stop_file: str | os.PathLike[str] | None
 
-    def checked(self) -> Options:
-        """Returns itself; raises ValueError if a number or a choice is out of range."""
+    def check(self) -> None:
+        """Raises ValueError if a number or a choice is out of range."""
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ValueError(
                 f"loss_fn is a function that gives the loss of a batch, or None, not "
@@ -83,42 +63,31 @@ class Options(NamedTuple):
             )
         if self.resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {self.resume!r}')
-        return self
 
 
 def open_run(options: Options) -> Loop:
     """Attaches, opens the store, resumes or saves a first snapshot. Errors: `Healer.__enter__`."""
-    if any(loop.finalizer.alive for loop in _loops):
-        gc.collect()  # runs the finalizers of unreferenced Healers, which may hold the store
     driver = driver_for(options.state, options.policy.engine, options.attach)
     own_claim: Claim | None = None
-    loop: Loop | None = None
     try:
         _check_moments(options.policy, driver)
-        advice = "every rank makes one, with the same arguments (docs/ranks.md)"
-        with rank_group.warning_if_late("the Healer of this rank", advice):
-            ranks = driver.ranks()
-            rank_group.check_same(_shared_options(options), ranks)
+        ranks = driver.ranks()
+        check_same(_shared_options(options), ranks)
         own_claim, warning = _claim(options.store, ranks)
         loop = _construct(options, driver, ranks, own_claim)
-        _start(loop, options, warning)
+        start(loop, options.state, options.resume, warning)
     except BaseException:
-        if loop is not None:
-            loop.finalizer.detach()
         if own_claim is not None:
             own_claim.release()
         driver.close()
         raise
-    _loops.add(loop)
-    if (folder := loop.saver.checkpoints.store.root) is not None:
-        _records[folder.resolve()] = loop.saver.restorer.record
     return loop
 
 
 def _check_moments(policy: HostPolicy, driver: Driver) -> None:
     """Raises PolicyError if the policy resets moments and the driver cannot."""
-    obstacle = driver.moments_obstacle() if policy.reset_moments and not policy.observes else ""
-    if obstacle:
+    resets = policy.rollback.reset_moments and not policy.observes
+    if obstacle := driver.moments_obstacle() if resets else "":
         rule = f"false where the moments cannot be reset: {obstacle}"
         problem = Problem("rollback.reset_moments", "true", rule, "reset_moments = false")
         raise PolicyError(policy.name, (problem,))
@@ -163,54 +132,6 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     return own_claim, warning
 
 
-def _start(loop: Loop, options: Options, warning: str | None) -> None:
-    """Checks `resume`, logs the start, and resumes or begins."""
-    log, policy, driver, ranks = loop.log, loop.policy, loop.driver, loop.ranks
-    restorer, store = loop.saver.restorer, loop.saver.checkpoints.store
-    events = None if ranks.rank else log.events.path
-    previous = None if events is None else postmortem.last_run(events)
-    after_kill = bool(events and previous and postmortem.of_killed(events, previous))
-    _refuse_to_start(loop.ranks.stop_file, ranks, log)
-    saves, newest = restorer.saves(), restorer.newest_record()
-    settings = settings_of(driver, policy, options.state, ranks.world)
-    changes = agreed(ranks, {} if newest is None else changes_since(newest.settings, settings))
-    try:
-        _check_resume(options, newest, saves, store, changes)
-    except AlreadyCompleted as completed:
-        log.info(str(completed))
-        raise
-    if saves and previous is not None:
-        log.run = previous
-    every = loop.saver.checkpoints.every
-    log_start(
-        log,
-        policy,
-        driver,
-        ranks,
-        save_every=every,
-        store=str(store.root or type(store).__name__),
-        resumes=bool(saves),
-    )
-    if warning is not None:
-        log.event("problem", step=None, problem=warning)
-        log.warning(warning)
-    try:
-        begin(loop, newest, settings, changes, resume=bool(saves), after_kill=after_kill)
-    except BaseException as error:
-        # With an end event, the next start does not take this process for killed.
-        raised = "".join(traceback.format_exception_only(error)).strip()
-        step = loop.data.step
-        log.event("problem", step=step, problem=f"the run did not start: {raised}")
-        log.event("end", step=step, ending="exception")
-        loop.ranks.termination.stop()
-        raise
-    log.trackers.start(restorer.record.run or log.events.run)
-    if not ranks.rank:
-        loop.notes.remove()  # notes of earlier starts
-    loop.guard.start()
-    driver.on_step(loop.guard.on_step)
-
-
 def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None) -> Loop:
     policy = options.policy
     store = _store(options, driver)
@@ -230,15 +151,16 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         hooks=options.hooks,
         on_local=group.report if group.votes else None,
     )
-    every = options.checkpoints.every or policy.probation
+    probation = policy.rollback.probation
+    every = options.checkpoints.every or probation
     checkpoints = CheckpointManager(
         store,
         every=every,
         # By default all checkpoints on probation, within a bound, and some older known-good ones.
         keep=options.checkpoints.keep
-        or Keep(candidates=min(-(-policy.probation // every) + 1, MAX_CANDIDATES), older=True),
-        probation=policy.probation,
-        region=policy.region,
+        or Keep(candidates=min(-(-probation // every) + 1, MAX_CANDIDATES), older=True),
+        probation=probation,
+        region=policy.rollback.region,
         ranks=ranks,
         log=log,
     )
@@ -265,26 +187,13 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         record=restorer.record,
         keeps_batches=loss_fn is not None,
     )
-    recovery = Recovery(
-        policy=policy,
-        driver=driver,
-        data=data,
-        ranks=ranks,
-        log=log,
-        ledger=ledger,
-        hooks=options.hooks,
-        restorer=restorer,
-        loss_fn=loss_fn,
-    )
+    recovery = Recovery(data, restorer, options.hooks, loss_fn)
     path = events.path
     return Loop(
-        policy=policy,
-        driver=driver,
         data=data,
         saver=Saver(data, recovery, restorer, own_claim),
         recovery=recovery,
         ranks=group,
-        log=log,
         notes=RankNotes(*agreed(ranks, (path and path.absolute(), events.run))),
         has_trainer=has_trainer(options.state),
     )
@@ -343,46 +252,3 @@ def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
     if path is not None:
         _refuse_link(path, "metrics")
     return Metrics(path, run=log.run, thinned=True, follow_links=False, tracked=tracked)
-
-
-def _refuse_to_start(stop_file: StopFile, ranks: Ranks, log: RunLog) -> None:
-    """Raises EndRequested on all ranks if one of them finds the stop file."""
-    if not any(ranks.gather(stop_file.found)):
-        return
-    log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
-    raise EndRequested(stop_file.why)
-
-
-def _check_resume(
-    options: Options,
-    newest_record: Record | None,
-    saves: list[Saved],
-    store: CheckpointStore,
-    changes: Mapping[str, str],
-) -> None:
-    resume = options.resume
-    if not saves or resume is True:
-        return
-    where = store.root or "the store"
-    newest = max([each.step for each in saves if each.status != "abandoned"], default=0)
-    if resume is False:
-        raise StoreNotEmpty(
-            f"{where} holds checkpoints of an earlier run, up to step {newest}: pass an empty "
-            'directory, or resume="auto" to resume from them'
-        )
-    if newest_record is None or not newest_record.completed:
-        return
-    own = store.root and _records.get(store.root.resolve())
-    which = "that this process has completed" if own and own.completed else other_run(changes)
-    if which:
-        raise StoreNotEmpty(
-            f"{where} holds a run {which}. Its last step is {newest}. Nothing was trained. Pass an "
-            'empty directory for each run, as in store=f"runs/{fold}", and set the seed before the '
-            "model is made; resume=True resumes the saved run, with its weights and settings"
-        )
-    if not has_trainer(options.state):
-        raise AlreadyCompleted(
-            f"nothing to do: {where} holds a run that completed at step {newest}; resume=True "
-            "trains it further if the program has more epochs (batches(loader, epochs=...)) or "
-            "steps than that run had, an empty directory begins a new run"
-        )

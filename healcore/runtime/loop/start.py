@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from healcore.runtime.driver import Driver
-from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.run_settings import batch_of, changes_text
+from healcore.runtime.loop.run_settings import (
+    batch_of,
+    changes_since,
+    changes_text,
+    has_trainer,
+    other_run,
+    settings_of,
+)
+from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested
+from healcore.runtime.postmortem import postmortem
 from healcore.runtime.recovery.record import Record
-from healcore.runtime.run_log import RunLog
-from healcore.runtime.store import Course, NoGoodCheckpoint, Saved
-from healcore.runtime.store.ranks import Ranks, agreed
+from healcore.runtime.store import Course, NoGoodCheckpoint, Saved, StoreError
+from healcore.runtime.store.ranks import agreed
 
 _SHOWN = 3
 """Max checkpoints that an error names."""
+_records: dict[Path, Record] = {}
+"""The record of the last run of this process in each directory."""
 
 
-def log_start(log: RunLog, policy: HostPolicy, driver: Driver, ranks: Ranks, **fields: Any) -> None:
-    """Writes the event of a start."""
+class StoreNotEmpty(StoreError):
+    """The store holds a run, and `resume` is False or the run completed and is another run."""
+
+
+def start(loop: Loop, state: Any, resume: Any, warning: str | None) -> None:
+    """Checks `resume`, logs the start, and resumes or takes the first snapshot.
+
+    Args:
+        loop: the run.
+        state: `state` of the Healer.
+        resume: `resume` of the Healer.
+        warning: problem of the directory's claim, or None.
+    """
+    log, policy, ranks, store = loop.log, loop.policy, loop.ranks, loop.saver.checkpoints.store
+    restorer = loop.saver.restorer
+    events = None if ranks.rank else log.events.path
+    previous = None if events is None else postmortem.last_run(events)
+    after_kill = bool(events and previous and postmortem.of_killed(events, previous))
+    if any(ranks.gather(ranks.stop_file.found)):
+        log.info(f"nothing was done: {ranks.stop_file.why} exists; remove the file to train")
+        raise EndRequested(ranks.stop_file.why)
+    saves, newest = restorer.saves(), restorer.newest_record()
+    settings = settings_of(loop.driver, policy, state, ranks.world)
+    changes = agreed(ranks, {} if newest is None else changes_since(newest.settings, settings))
+    if saves and resume is not True:
+        _check_resume(loop, resume, newest, saves, changes, by_trainer=has_trainer(state))
+    if saves and previous is not None:
+        log.run = previous
     log.event(
         "start",
         step=None,
@@ -27,56 +63,82 @@ def log_start(log: RunLog, policy: HostPolicy, driver: Driver, ranks: Ranks, **f
         fingerprint=policy.fingerprint,
         policy_toml=policy.text,
         mode=policy.engine.mode,
-        framework=driver.framework,
+        framework=loop.driver.framework,
         rank=ranks.rank,
         world=ranks.world,
-        **fields,
+        save_every=loop.saver.checkpoints.every,
+        store=str(store.root or type(store).__name__),
+        resumes=bool(saves),
     )
+    if warning is not None:
+        log.problem(None, warning)
+    if after_kill:
+        log.warning("the previous run was killed; its postmortem was written")
+    try:
+        _begin(loop, newest, settings, resume=bool(saves))
+    except BaseException as error:
+        # With an end event, the next start does not take this process for killed.
+        raised = "".join(traceback.format_exception_only(error)).strip()
+        step = loop.data.step
+        log.event("problem", step=step, problem=f"the run did not start: {raised}")
+        log.event("end", step=step, ending="exception")
+        ranks.termination.stop()
+        log.events.close()
+        raise
+    _log_first_lines(loop, settings, changes, resumed=bool(saves))
+    log.trackers.start(restorer.record.run or log.events.run)
+    if not ranks.rank:
+        loop.notes.remove()  # notes of earlier starts
+    loop.guard.start()
+    loop.driver.on_step(loop.guard.on_step)
+    if store.root is not None:
+        _records[store.root.resolve()] = restorer.record
 
 
-def start_line(
-    policy: HostPolicy,
-    step: int,
-    where: str,
-    *,
-    resumed: bool,
-    learning_rate: float | None,
-    batch: str = "",
-) -> str:
-    """The first line of a run on the console; `where` is a clause about the checkpoints."""
-    start = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
-    parts = [f"policy {policy.name}{' (observes, changes nothing)' if policy.observes else ''}"]
-    if learning_rate is not None:
-        parts.append(f"learning rate {learning_rate:.4g}")
-    if batch:
-        parts.append(f"batch size {batch}")
-    return f"{start}: {', '.join(parts)}; {where}"
-
-
-def begin(
+def _check_resume(
     loop: Loop,
+    resume: Any,
     newest: Record | None,
-    settings: Mapping[str, Any],
+    saves: list[Saved],
     changes: Mapping[str, str],
     *,
-    resume: bool,
-    after_kill: bool,
+    by_trainer: bool,
 ) -> None:
-    """Resumes, or takes the first snapshot.
+    """Raises if a run with checkpoints must not be resumed. `by_trainer`: see `has_trainer`."""
+    root = loop.saver.checkpoints.store.root
+    where = root or "the store"
+    last = max([each.step for each in saves if each.status != "abandoned"], default=0)
+    if resume is False:
+        raise StoreNotEmpty(
+            f"{where} holds checkpoints of an earlier run, up to step {last}: pass an empty "
+            'directory, or resume="auto" to resume from them'
+        )
+    if newest is None or not newest.completed:
+        return
+    own = root and _records.get(root.resolve())
+    which = "that this process has completed" if own and own.completed else other_run(changes)
+    if which:
+        raise StoreNotEmpty(
+            f"{where} holds a run {which}. Its last step is {last}. Nothing was trained. Pass an "
+            'empty directory for each run, as in store=f"runs/{fold}", and set the seed before the '
+            "model is made; resume=True resumes the saved run, with its weights and settings"
+        )
+    if not by_trainer:
+        completed = AlreadyCompleted(
+            f"nothing to do: {where} holds a run that completed at step {last}; resume=True "
+            "trains it further if the program has more epochs (batches(loader, epochs=...)) or "
+            "steps than that run had, an empty directory begins a new run"
+        )
+        loop.log.info(str(completed))
+        raise completed
 
-    Args:
-        loop: the run.
-        newest: the newest record in the store, or None.
-        settings: settings of the program.
-        changes: the changes of `settings` since the run's first start.
-        resume: whether the store has checkpoints.
-        after_kill: whether the previous process was killed and has a postmortem.
-    """
+
+def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, resume: bool) -> None:
+    """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
     saver, data, recovery = loop.saver, loop.data, loop.recovery
     restorer, checkpoints = saver.restorer, saver.checkpoints
+    record = restorer.record
     restorer.find_damage()
-    if after_kill:
-        loop.log.warning("the previous run was killed; its postmortem was written")
     if resume:
         if newest is not None:
             checkpoints.allow_nonfinite(newest.nonfinite_ok)
@@ -84,10 +146,9 @@ def begin(
     else:
         if restorer.damage:
             raise _no_usable_checkpoint(loop, [])
-        restorer.record.run = agreed(loop.ranks, loop.log.events.run)
-        restorer.record.first_step = data.step
+        record.run = agreed(loop.ranks, loop.log.events.run)
+        record.first_step = data.step
         checkpoints.begin_attempt(data.step)
-    record = restorer.record
     record.settings = record.settings or dict(settings)
     recovery.read_engines()
     recovery.dominance.silent_until = recovery.ledger.accepted_until
@@ -97,37 +158,35 @@ def begin(
     if resume:  # otherwise the first save does it
         saver.keep_anchor()
     else:
-        _allow_nonfinite(loop)
+        record.nonfinite_ok = checkpoints.allow_nonfinite_in(loop.driver.items())
+        if record.nonfinite_ok:
+            shown = ", ".join(record.nonfinite_ok[:5])
+            loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
         saver.save("first")
     loop.ranks.termination.start()
-    store = checkpoints.store
+
+
+def _log_first_lines(
+    loop: Loop, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
+) -> None:
+    policy, store, step = loop.policy, loop.saver.checkpoints.store, loop.data.step
     where = "in host memory only" if store.accepts("regular") else "by the trainer only"
     if store.durable:
         where = f"in {type(store).__name__ if store.root is None else store.root}"
-    line = start_line(
-        loop.policy,
-        data.step,
-        f"checkpoints {where}",
-        resumed=resume,
-        learning_rate=loop.driver.learning_rate(),
-        batch=batch_of(settings),
-    )
-    loop.log.info(line)
+    begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
+    rate, batch = loop.driver.learning_rate(), batch_of(settings)
+    parts = [
+        f"policy {policy.name}{' (observes, changes nothing)' if policy.observes else ''}",
+        "" if rate is None else f"learning rate {rate:.4g}",
+        batch and f"batch size {batch}",
+    ]
+    loop.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}")
     if changes_text(changes):
         loop.warn(
             "other settings than at the start of this run (saved -> given): "
             f"{changes_text(changes)}. Hyperparameters of optimizers and schedules in the state "
             "stay as saved. To train with new settings from the start, pass an empty directory"
         )
-
-
-def _allow_nonfinite(loop: Loop) -> None:
-    """Allows NaN and Inf in the arrays that are not finite before the first step."""
-    names = loop.saver.checkpoints.allow_nonfinite_in(loop.driver.items())
-    if names:
-        loop.saver.restorer.record.nonfinite_ok = names
-        shown = ", ".join(names[:5])
-        loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
 
 
 def _resume(loop: Loop, newest: Record | None) -> None:

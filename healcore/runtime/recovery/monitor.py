@@ -19,7 +19,7 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import failures_of
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
+from healcore.runtime.incidents.hooks import Hooks, IncidentContext
 from healcore.runtime.incidents.ledger import IncidentRecord, Ledger
 from healcore.runtime.incidents.rollback import Order
 from healcore.runtime.incidents.run_metrics import RunMetrics
@@ -48,7 +48,6 @@ class IncidentMonitor:
     hooks: Hooks
     ranks: Ranks
     log: RunLog
-    facts: Callable[[], RunFacts]
     learning_rate: Callable[[], float | None]
     """See `Driver.learning_rate`."""
     interval: int = 0
@@ -85,9 +84,8 @@ class IncidentMonitor:
     def process(self, step: StepResult) -> Order | None:
         """Processes one step. Returns an order if the host has to act, or None."""
         self._batches[step.index] = step.batches
-        kept = max(
-            self.policy.region, MIN_STEPS_REMEMBERED, MIN_INTERVALS_REMEMBERED * self.interval
-        )
+        region, several = self.policy.rollback.region, MIN_INTERVALS_REMEMBERED * self.interval
+        kept = max(region, several, MIN_STEPS_REMEMBERED)
         self._batches.pop(step.index - kept, None)
         self._count_nonfinite(step)
         acted_on = incident_causes(self.policy.engine.config)
@@ -288,7 +286,6 @@ class IncidentMonitor:
                 engine=record.engine,
                 evidence=record.evidence,
                 batches=tuple((each.epoch, each.index) for each in step.batches),
-                facts=self.facts(),
             )
         )
         for problem in result.problems:
@@ -405,12 +402,7 @@ class IncidentMonitor:
         elif now < before == 1.0:
             why = "the schedule has risen above the limit of the last cut"
         elif before < now == 1.0:
-            limited = self.policy.engine.config.lr.ceiling > 0
-            why = (
-                "the schedule is not above the limit of the last cut"
-                if limited
-                else "the cut is over"
-            )
+            why = "the last cut has no effect any more"
         else:
             return
         self.log.event(

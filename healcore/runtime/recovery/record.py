@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from healcore.runtime.dominance.saved import SavedComparisons
+from healcore.runtime.dominance.comparison_state import ComparisonState
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.store import Course, StoreError
 
@@ -61,7 +61,7 @@ class Record:
     """Number of a loader -> ids of the batches that the loader skips."""
     forward: dict[_Loader, dict[str, Any]] = field(default_factory=dict)
     """Number of a loader that cannot be rewound -> its position, which a rollback keeps."""
-    comparisons: SavedComparisons | None = None
+    comparisons: ComparisonState | None = None
     """The comparisons of weights, or None without a `loss_fn`."""
 
     @property

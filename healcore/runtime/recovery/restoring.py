@@ -17,8 +17,8 @@ from healcore.runtime.checkpoints.host_state import ITEM, HostParts, HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
+from healcore.runtime.dominance.comparison_state import ComparisonState
 from healcore.runtime.dominance.dominance import Dominance
-from healcore.runtime.dominance.saved import SavedComparisons
 from healcore.runtime.driver import Driver, check_engines
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.ledger import Ledger
@@ -118,7 +118,7 @@ class Restorer:
             ledger=self.ledger,
             left_out=self.loaders.left_out(),
             forward=self.loaders.forward_positions(),
-            comparisons=compares and compares.saved(),
+            comparisons=compares and compares.state,
         ).to_dict()
 
     def commit(self, step: int) -> None:
@@ -148,7 +148,8 @@ class Restorer:
             engines = after_rollback(engine, live, saved.engines)
             if order.trial == Trial.ACCEPT:
                 engines = with_lr_states(engines, order.lr_states)
-            host = self._load_state(result, saved, engines, reset=self.policy.reset_moments)
+            reset = self.policy.rollback.reset_moments
+            host = self._load_state(result, saved, engines, reset=reset)
             rate = self.driver.learning_rate()  # the schedule is at the restored step
             if broken is not None:
                 # No step has been trained at the rate of the very first state.
@@ -171,7 +172,7 @@ class Restorer:
 
         (host, done), saved = self._load_first_intact(choice.order, load, step)
         self.ledger.on_rollback(done, None if saved.record is None else saved.record.ledger)
-        extra = self.policy.skip_batches if order.batches else 0
+        extra = self.policy.rollback.skip_batches if order.batches else 0
         moved = self.loaders.rewind(_position(host), order.batches, extra, order.read_again)
         if host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(host)
@@ -184,7 +185,7 @@ class Restorer:
     def _choose(self, order: Order) -> CheckpointChoice:
         if order.better is not None:
             return choose(self.saves(), onset=order.better, exact=True)
-        past = self.ledger.same_trouble(order.onset, self.policy.region)
+        past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
         started = () if self.started_from is None else (self.started_from,)
         return choose(
             self.saves(),
@@ -243,7 +244,7 @@ class Restorer:
                 engines = after_rollback(self.policy.engine, live, engines, counted=True)
             weights = self._copies(own.comparisons, result.step)
             repeats = source.repeats(result.step)
-            reset = self.policy.reset_moments and repeats
+            reset = self.policy.rollback.reset_moments and repeats
             host = self._load_state(result, saved, engines, reset=reset)
             if self.dominance is not None and own.comparisons is not None:
                 self.dominance.continue_from(own.comparisons, weights)
@@ -262,7 +263,7 @@ class Restorer:
         self.checkpoints.begin_attempt(own.step, self.record.course)
         return own.step, host
 
-    def _copies(self, saved: SavedComparisons | None, resumed: int) -> dict[int, Any]:
+    def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.
 
         A checkpoint that some rank cannot load is left out: it is no damage of the resumed one.

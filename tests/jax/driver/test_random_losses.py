@@ -40,7 +40,8 @@ def test_both_sides_have_the_same_key(monkeypatch, make_key, uses_key):
         return optax.apply_updates(params, updates), opt, jax.random.split(key)[0]
 
     def loss_fn(state: Any, batch: Any) -> Any:
-        seen.append((batch[1].tobytes(), np.asarray(jax.random.key_data(state[2])).tobytes()))
+        if batch[1].tobytes() != data(0)[1].tobytes():  # the Healer tries the first batch alone
+            seen.append((batch[1].tobytes(), np.asarray(jax.random.key_data(state[2])).tobytes()))
         return noisy(state[0], state[2], batch)
 
     params = initial()
@@ -51,7 +52,7 @@ def test_both_sides_have_the_same_key(monkeypatch, make_key, uses_key):
     comparison: Any = healer.run.recovery.dominance
     assert healer.rollbacks == 0
     assert comparison.loss_function.draws is uses_key
-    assert comparison.loss_function.gives_loss, "the first loss is that of the first batch"
+    assert comparison.loss_function.gives_loss is not uses_key
     assert len(seen) >= 3
     assert (seen[::2] == seen[1::2]) is uses_key
 

@@ -25,7 +25,7 @@ from healcore.runtime.dominance.anchor import (
 
 
 def anchor() -> Anchor:
-    return Anchor(0, None, None)
+    return Anchor(0, None)
 
 
 def as_maximum(wins: list[bool]) -> float:
@@ -170,7 +170,6 @@ def test_a_bet_loses_or_wins_at_most_the_stake(rises):
         factor = a.evidence / before
         assert 1 - STAKE - 1e-9 <= factor <= 1 + STAKE + 1e-9
         assert (factor > 1) <= (rise > 0)
-    assert Anchor.of(a.saved(), None).rises == a.rises
 
 
 def test_losses_that_are_not_finite():
@@ -184,7 +183,7 @@ def test_losses_that_are_not_finite():
 
 
 def filled(step: int, number: int) -> Anchor:
-    a = Anchor(step, None, None)
+    a = Anchor(step, None)
     for index in range(number):
         a.add(TrainedStep(index, (ObservedBatch(index),)))
     return a

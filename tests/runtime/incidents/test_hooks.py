@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from healcore.core.verdict import Action, Cause, Decision
-from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
+from healcore.runtime.incidents.hooks import Hooks, IncidentContext
 from tests.events.sample_events import EVIDENCE, READINGS
 
 ORDERED = Action.ROLLBACK | Action.CUT_LR
@@ -18,7 +18,6 @@ INCIDENT = IncidentContext(
     readings=READINGS,
     evidence=EVIDENCE,
     batches=((0, 9),),
-    facts=RunFacts(run="a", rollbacks=1, last_good=5),
 )
 
 

@@ -36,14 +36,6 @@ def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(a
     assert (only.onset, only.only_skips, ledger.first_consecutive(12)) == (3, True, 3)
 
 
-def test_a_lasting_alert_goes_on_through_the_micro_steps_of_an_accumulation():
-    ledger = Ledger()
-    for index, each in enumerate([record(cause=Cause.PLATEAU), MICRO_STEP] * 3):
-        ledger.record(index, [each])
-    (lasting,) = ledger.incidents
-    assert (lasting.onset, lasting.last, lasting.over) == (0, 4, False)
-
-
 def applied(**fields: Any) -> Rollback:
     return Rollback(index=0, **fields)
 
@@ -52,7 +44,6 @@ def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
     ledger, back = Ledger(), applied(onset=250, target=100, step=420, lr_at_fault=0.1)
     assert ledger.same_trouble(0) == []
     ledger.on_rollback(back, None)
-    ledger = Ledger.from_dict(ledger.to_dict())
     assert ledger.same_trouble(199) == [back]
     assert ledger.same_trouble(420) == [back]
     assert ledger.same_trouble(421) == []

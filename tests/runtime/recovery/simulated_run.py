@@ -35,7 +35,7 @@ from tests.healer.training_loops import rules
 
 EVERY, PROBATION, REGION = 4, 3, 12
 KEEP = Keep(good=3, candidates=2)
-POLICY: HostPolicy = HostPolicy.of(rules())._replace(probation=PROBATION, region=REGION)
+POLICY = HostPolicy.of(rules(), {"rollback": {"probation": PROBATION, "region": REGION}})
 NO_DATA = HostState(LoaderRegistry().position, None).state_dict()
 """Random states, and the positions of no loaders."""
 

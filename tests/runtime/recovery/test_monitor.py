@@ -11,7 +11,7 @@ from healcore.events import Log
 from healcore.runtime.data import BatchId
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.incidents.hooks import Hooks, RunFacts
+from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.recovery.monitor import IncidentMonitor
 from healcore.runtime.run_log import RunLog
@@ -34,7 +34,6 @@ class Run:
             hooks=Hooks(),
             ranks=Alone(),
             log=self.log,
-            facts=RunFacts,
             learning_rate=lambda: 0.001,
         )
         self._step = 0

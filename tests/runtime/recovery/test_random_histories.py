@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.recovery import record
+from healcore.runtime.recovery.record import Record
 from healcore.runtime.store import NoGoodCheckpoint
 from tests.runtime.recovery.simulated_run import (
     KEEP,
@@ -211,7 +211,7 @@ class History(RuleBasedStateMachine):
         on_probation = self.process.checkpoints.on_probation
         needed = min([max(self.good, default=0), *on_probation])
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
-        assert Ledger.from_dict(ledger.to_dict()) == ledger
+        assert record.read(Record(ledger=ledger).to_dict()).ledger == ledger
 
     @invariant()
     def the_way_down_stays_open(self) -> None:

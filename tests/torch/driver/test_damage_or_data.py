@@ -73,7 +73,7 @@ def test_every_backward_pass_of_an_accumulation_is_compared(tmp_path):
         run, seen = Run(parts=3), []
 
         def loss_fn(number: int, run: Run = run, seen: list[int] = seen) -> torch.Tensor:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() and number:  # 0 is tried alone
                 seen.append(number)
             return run.loss(number)
 
@@ -81,7 +81,7 @@ def test_every_backward_pass_of_an_accumulation_is_compared(tmp_path):
         run.relabelled_from = 3 * 150
         run.train(folder, loss_fn=loss_fn, gives_loss=gives_loss, steps=210)
         assert seen
-        assert {3 * (number // 3) + i for number in seen for i in range(3)} == {*seen}
+        assert {3 * (number // 3) + i for number in seen for i in range(3)} - {0} == {*seen}
 
 
 class OneBatchDamages(Run):

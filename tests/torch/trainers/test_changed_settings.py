@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from healcore.runtime.loop.setup import StoreNotEmpty
+from healcore.runtime.loop.start import StoreNotEmpty
 from healcore.torch import LightningHealingCallback, heal_trainer
 from tests.healer.run_directory import new_process
 from tests.torch.trainers.huggingface.small_runs import calling, weights

@@ -1,0 +1,192 @@
+"""`BetterWeights`: compares weights, and answers the verdict that earlier weights are better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from healcore.console import counted
+from healcore.core.verdict import Cause
+from healcore.runtime.data import BatchId
+from healcore.runtime.dominance.anchor import TrainedStep
+from healcore.runtime.dominance.comparison_state import Verdict
+from healcore.runtime.dominance.dominance import Dominance
+from healcore.runtime.incidents.delayed_reader import StepResult
+from healcore.runtime.incidents.rollback import Order, Rollback
+from healcore.runtime.recovery.engine_states import lr_states, with_lr_states
+from healcore.runtime.recovery.trials import MAX_ACCEPTED, Facts, Trial, decide
+from healcore.runtime.store.ranks import agreed
+
+if TYPE_CHECKING:
+    from healcore.runtime.loop.recovery import Recovery
+
+_LASTING = Cause.PLATEAU | Cause.OVERFIT
+"""Causes with an alarm at every step until they end: no reason to compare weights at each."""
+
+
+class BetterWeights:
+    """The part of a `Recovery` that tries, verifies and undoes, see `recovery.trials`.
+
+    `dominance` compares the weights.
+    """
+
+    def __init__(self, recovery: Recovery, loss_fn: Callable[..., Any] | None) -> None:
+        self._recovery = recovery
+        self._driver, self._ledger = recovery.driver, recovery.ledger
+        self._log, self._ranks = recovery.log, recovery.ranks
+        self.dominance = Dominance(
+            driver=self._driver,
+            loss_fn=loss_fn,
+            ranks=self._ranks,
+            threshold=recovery.policy.rollback.evidence,
+            interval=recovery.restorer.checkpoints.every,
+            warn=lambda problem: self._log.problem(recovery.data.step, problem),
+            log=self._log,
+            learning_rate=self._rate_in_force,
+            numbers=self._numbers_in_force,
+        )
+        self._driver.hold_numbers(lambda: self._ledger.numbers)
+
+    def compare(self, step: StepResult) -> Verdict | None:
+        """Compares the current weights with earlier ones, if there is a reason to."""
+        records = step.records
+        if not self.dominance.is_enabled:
+            return None
+        taken = records[0].taken
+        if taken and not any(each.judged for each in records):
+            return None
+        repeated = step.index < self._last_trial()
+        if self._ledger.numbers and not repeated:  # a hold ends with the unusual value
+            held, now = self._ledger.numbers, self._driver.numbers()
+            self._ledger.numbers = {
+                n: each for n, each in held.items() if n in now and not each.contains(now[n])
+            }
+        bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
+        loss = math.nan if bad else sum(each.loss for each in records) / len(records)
+        return self.dominance.observe(
+            TrainedStep(step.index, step.contents),
+            loss,
+            alarm=not taken or any(each.cause & ~_LASTING for each in records),
+            trained=taken and not all(each.skip for each in records),
+            norm=max((each.grad_norm for each in records if each.judged), default=math.nan),
+            repeated=repeated,
+        )
+
+    def _numbers_in_force(self) -> dict[str, float]:
+        numbers, held = self._driver.numbers(), self._ledger.numbers
+        return {n: held[n].held(each) if n in held else each for n, each in numbers.items()}
+
+    def _rate_in_force(self) -> float | None:
+        rate = self._driver.learning_rate()
+        return None if rate is None else rate * self._recovery.monitor.lr_scale
+
+    def roll_back(self, verdict: Verdict, *, finite: bool = True) -> Rollback | None:
+        """Carries out a verdict of `dominance`. Returns the rollback, or None without one.
+
+        After several places that were accepted one after another, only alerts. Weights that are not
+        `finite` cannot be accepted: then nothing is done.
+        """
+        self._log.event(
+            "assessment",
+            step=verdict.index,
+            onset=verdict.onset,
+            cause=[],
+            verdict="damage",
+            by="earlier_weights",
+            rise=verdict.rise,
+            rise_remembered=verdict.rise_remembered,
+        )
+        past = [each for each in self._ledger.same_trouble(verdict.onset) if each.trial]
+        order = self._order_of(verdict, past)
+        if order.trial == Trial.ACCEPT:
+            return self._accept(order, verdict, past) if finite else None
+        done = self._recovery.roll_back(order)
+        if done is None and finite:
+            self.dominance.accept(verdict.index + 1)
+        return done
+
+    def _order_of(self, verdict: Verdict, past: Sequence[Rollback]) -> Order:
+        """The order for a verdict; `past` are the trials at this place that have not helped."""
+        order = Order(
+            # At the end of the data, the verdict has the number of steps done.
+            index=min(verdict.index, self._recovery.data.step - 1),
+            onset=verdict.onset,
+            since=verdict.onset,
+            forced=True,
+            better=verdict.anchor,
+            trial=Trial.ACCEPT,
+        )
+        tried = [Trial(each.trial) for each in past]
+        if not tried and self._last_trial() > self._ledger.accepted_until:
+            self._ledger.accepted = 0  # the trials at the last place have helped
+        if not tried and self._ledger.accepted >= MAX_ACCEPTED:
+            return order
+        unusual = agreed(self._ranks, self.dominance.unusual(verdict)) if tried else []
+        numbers = agreed(self._ranks, self.dominance.unusual_numbers(verdict))
+        cuts = self._recovery.policy.engine.config.budget.lr_cuts
+        facts = Facts(
+            rates=verdict.rates,
+            healthy_rate=verdict.healthy_rate,
+            from_start=verdict.anchor <= self._recovery.restorer.record.first_step,
+            unusual=bool(unusual),
+            numbers=bool(numbers),
+            may_limit=cuts if self._recovery.may_limit_lr else 0,
+            can_rewind=self._recovery.restorer.loaders.can_rewind,
+        )
+        trial = agreed(self._ranks, decide(tried, facts))  # each reads its own optimizer
+        if trial == Trial.RATE:
+            rates = verdict.rates
+            rate = next(iter(rates), math.nan) if facts.from_start else max(rates, default=math.nan)
+            rate = agreed(self._ranks, rate)
+            states = lr_states(self._driver.healing())
+            return replace(order, trial=trial, lr_at_fault=rate, lr_states=states)
+        if trial == Trial.LEAVE_OUT:
+            batches = tuple(self._recovery.monitor.batches_of(unusual))
+            return replace(order, trial=trial, batches=batches)
+        if trial == Trial.NUMBERS:
+            return replace(order, trial=trial, numbers=numbers, read_again=_batches_of(past))
+        return replace(order, trial=trial)
+
+    def _last_trial(self) -> int:
+        """The step at which the last trial began, or 0."""
+        return max((each.step for each in self._ledger.rollbacks if each.trial), default=0)
+
+    def _accept(self, order: Order, verdict: Verdict, past: Sequence[Rollback]) -> Rollback | None:
+        """Undoes what was tried, and never rolls back for this trouble again."""
+        until = self._recovery.data.step + 1
+        self._ledger.accepted, self._ledger.accepted_until = self._ledger.accepted + 1, until
+        rates = [each for each in past if each.trial == Trial.RATE]
+        order = replace(
+            order,
+            better=min([verdict.anchor, *(each.target for each in past)]),
+            lr_states=rates[0].lr_states if rates else {},
+            read_again=_batches_of(past),
+            numbers=dict.fromkeys(name for each in past for name in each.numbers),
+        )
+        undone = bool(rates or order.read_again or order.numbers)
+        done = self._recovery.roll_back(order) if undone else None
+        if done is None:
+            states = with_lr_states(self._driver.healing(), order.lr_states)
+            self._driver.load_healing(states)
+            for name in order.numbers:
+                self._ledger.numbers.pop(name, None)
+        self.dominance.accept(until)
+        tries = (
+            f"after {counted(len(past), 'rollback')}, so the program means it"
+            if past
+            else (f"and {MAX_ACCEPTED} places before it came back after all that was tried")
+        )
+        changes = "what was tried is undone, and " if undone else ""
+        self._log.warning(
+            f"step {order.index}: the weights of step {verdict.anchor} are better on the same "
+            f"batches, since step {verdict.onset}, {tries}: {changes}the run goes on without "
+            "another rollback for it"
+        )
+        return done
+
+
+def _batches_of(past: Sequence[Rollback]) -> tuple[BatchId, ...]:
+    """The batches that trials have left out."""
+    return tuple(batch for each in past for batch in each.batches)
