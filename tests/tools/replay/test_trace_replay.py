@@ -1,4 +1,4 @@
-"""Policies on traces that lack the signals that they read, and policies that observe."""
+"""Policies that observe, and a policy whose signal no log has."""
 
 from __future__ import annotations
 
@@ -21,21 +21,6 @@ to = ["loss_spike"]
 when = { sustained = true }
 do = ["rollback", "cut_lr"]
 """
-
-
-def without(tmp_path, *names):
-    run = logs.noisy(60)
-    run["other"] = run["loss"]
-    for name in names:
-        del run[name]
-    return logs.trace(logs.write(tmp_path / "a.csv", run))
-
-
-def test_what_is_inactive_is_reported(tmp_path):
-    found = replay(without(tmp_path, "grad_norm"), "pretraining").summary.inactive
-    assert found == {"grad_norm": ("clip", "grad_spike", "instability", "vanishing")}
-    assert replay(without(tmp_path), "pretraining").summary.inactive == {}
-    assert replay(without(tmp_path, "grad_norm"), "default").summary.inactive == {}
 
 
 def lines(trace, policy):
