@@ -28,7 +28,9 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
     return inputs, ((inputs.sum(1) + noise) * TIMES.get(step, 1.0)).astype(np.float32)
 
 
-def train_torch(weights: np.ndarray, heal_state: dict | None, steps: range) -> tuple:
+def train_torch(
+    weights: np.ndarray, heal_state: dict | None, steps: range
+) -> tuple[np.ndarray, dict]:
     """Trains these steps; returns the weights and the state of healing."""
     parameter = torch.nn.Parameter(torch.from_numpy(weights.copy()))
     optimizer = torch.optim.SGD([parameter], lr=0.01)
@@ -45,7 +47,7 @@ def train_torch(weights: np.ndarray, heal_state: dict | None, steps: range) -> t
     return parameter.detach().numpy(), heal.state_dict()
 
 
-def train_jax(weights: np.ndarray, heal_state: dict, steps: range) -> tuple:
+def train_jax(weights: np.ndarray, heal_state: dict, steps: range) -> tuple[np.ndarray, dict]:
     """The same in JAX."""
     params = jnp.asarray(weights)
     tx = healcore.jax.protect(optax.sgd(0.01), POLICY)
@@ -65,9 +67,9 @@ def train_jax(weights: np.ndarray, heal_state: dict, steps: range) -> tuple:
 def main() -> None:
     """Prints what healing has done in the ported run, and in a run that stays in torch."""
     first, second, third = (range(i * PART, (i + 1) * PART) for i in range(3))
-    ported = train_torch(np.zeros(8, np.float32), None, first)
-    ported = train_jax(*ported, second)
-    ported = train_torch(*ported, third)
+    weights, heal_state = train_torch(np.zeros(8, np.float32), None, first)
+    weights, heal_state = train_jax(weights, heal_state, second)
+    ported = train_torch(weights, heal_state, third)
     stayed = train_torch(np.zeros(8, np.float32), None, range(3 * PART))
     for name, (weights, heal_state) in {"ported": ported, "stayed": stayed}.items():
         tally, error = heal_state["state"]["tally"], np.abs(weights - 1).max()

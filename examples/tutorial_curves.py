@@ -59,7 +59,7 @@ def draw(framework, path):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Draws the losses of the tutorial.")
     parser.add_argument("framework", choices=["torch", "jax"])
     parser.add_argument("picture", type=os.path.abspath, metavar="PICTURE.png")
     options = parser.parse_args()

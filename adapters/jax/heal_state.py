@@ -84,7 +84,7 @@ def step(
     return _step((structure, rest), numbers, state, signals, leaf_norms)
 
 
-@partial(compiled, static_argnums=0)
+@partial(compiled, static=(0,))
 def _step(
     policy: Any,
     numbers: list[Any],

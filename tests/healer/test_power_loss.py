@@ -76,7 +76,7 @@ def test_a_run_resumes_from_what_was_flushed(framework, image, tmp_path):
         arguments = "-m", PROGRAM, framework, disk / "store", written
         with forked_programs.ForkedProgram(*arguments, stderr=subprocess.PIPE) as program:
             while not written.exists():
-                assert program.poll() is None, program.stderr.read()
+                assert program.poll() is None, program.communicate()[1]
                 time.sleep(0.01)
             for number in range(LOSSES):
                 time.sleep(random.uniform(0.05, 0.4))

@@ -83,7 +83,6 @@ def start(loop: Loop, state: Any, resume: Any, warning: str | None) -> None:
         log.event("problem", step=step, problem=f"the run did not start: {raised}")
         log.event("end", step=step, ending="exception")
         ranks.termination.stop()
-        log.events.close()
         raise
     _log_first_lines(loop, settings, changes, resumed=bool(saves))
     log.trackers.start(restorer.record.run or log.events.run)

@@ -65,7 +65,7 @@ class Run:
         self.warnings: list[str] = []
         self.assessments: list[str] = []
         """The verdicts that were logged."""
-        log = RunLog(Log(None), silent=True)
+        log: Any = RunLog(Log(None), silent=True)
         log.event = lambda kind, **fields: self.assessments.append(fields["verdict"])
         self.loss_fn = loss_fn
         self.interval = interval
