@@ -13,11 +13,12 @@ import torch
 
 import healcore
 
+Trained = tuple[np.ndarray, dict]
 POLICY = "pretraining"
 PART = 300
 """Steps in each framework."""
 TIMES = {350: 100.0, 700: float("nan")}
-"""Step: what its targets are multiplied by."""
+"""Step: factor of its targets."""
 
 
 def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -28,9 +29,7 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
     return inputs, ((inputs.sum(1) + noise) * TIMES.get(step, 1.0)).astype(np.float32)
 
 
-def train_torch(
-    weights: np.ndarray, heal_state: dict | None, steps: range
-) -> tuple[np.ndarray, dict]:
+def train_torch(weights: np.ndarray, heal_state: dict | None, steps: range) -> Trained:
     """Trains these steps; returns the weights and the state of healing."""
     parameter = torch.nn.Parameter(torch.from_numpy(weights.copy()))
     optimizer = torch.optim.SGD([parameter], lr=0.01)
@@ -47,7 +46,7 @@ def train_torch(
     return parameter.detach().numpy(), heal.state_dict()
 
 
-def train_jax(weights: np.ndarray, heal_state: dict, steps: range) -> tuple[np.ndarray, dict]:
+def train_jax(weights: np.ndarray, heal_state: dict, steps: range) -> Trained:
     """The same in JAX."""
     params = jnp.asarray(weights)
     tx = healcore.jax.protect(optax.sgd(0.01), POLICY)
@@ -71,8 +70,8 @@ def main() -> None:
     weights, heal_state = train_jax(weights, heal_state, second)
     ported = train_torch(weights, heal_state, third)
     stayed = train_torch(np.zeros(8, np.float32), None, range(3 * PART))
-    for name, (weights, heal_state) in {"ported": ported, "stayed": stayed}.items():
-        tally, error = heal_state["state"]["tally"], np.abs(weights - 1).max()
+    for name, (weights, state) in {"ported": ported, "stayed": stayed}.items():
+        tally, error = state["state"]["tally"], np.abs(weights - 1).max()
         print(f"{name}: alarms {tally['alarms']}, skips {tally['skips']}, error {error:.3f}")
 
 

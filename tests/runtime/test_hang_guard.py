@@ -13,6 +13,7 @@ import pytest
 
 from healcore.events import read
 from healcore.runtime.hang_guard import EXIT_STATUS
+from tests import forked_programs
 from tests.events.sample_events import problems
 from tests.healer.run_directory import events, postmortems
 
@@ -114,3 +115,24 @@ def test_what_does_not_end_a_run(how, answer, runs):
 def test_a_long_first_step_and_a_long_evaluation_are_no_hang(runs):
     assert runs.ended("healthy") == [0]
     assert not [each for each in events(runs.folder("healthy")) if each["kind"] == "fault"]
+
+
+LEFT = """
+import torch, healcore
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
+    iterator = healer.batches([torch.ones(4, 2)] * 9)
+    for batch in iterator:
+        healer.observe(model(batch).square().mean())
+        if healer.step == 4:
+            break
+        model(batch).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_an_iterator_that_is_left_and_kept_ends_with_the_interpreter():
+    done = forked_programs.run("-c", LEFT)
+    assert done.returncode == 0, done.stderr
+    assert "Exception ignored" not in done.stderr

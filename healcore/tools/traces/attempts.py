@@ -65,7 +65,8 @@ def join_logs(name: str, logs: Sequence[Log]) -> Trace:
     ]
     number = np.searchsorted(starts, np.arange(len(step)), side="right") - 1
     rows = Rows(step, number, values, logged)
-    return Trace(name, rows, tuple(attempts), replaced, tuple(problems), tuple(notes))
+    files = len({log.path for log in logs})
+    return Trace(name, rows, tuple(attempts), replaced, tuple(problems), tuple(notes), files)
 
 
 def _size(log: Log) -> int:

@@ -31,7 +31,9 @@ def mean_loss(of: Any) -> float:
         return float(of.model(rows.x, rows.y)["loss"])
 
 
-def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(tmp_path: Path):
+def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     callback = HealingCallback()
     sick = trainer(tmp_path / "sick", scaled={20: math.nan}, callbacks=[callback])
     seen: list[Any] = []
@@ -49,6 +51,7 @@ def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(tmp_path: Pa
     assert weights(sick).isfinite().all()
     assert mean_loss(sick) == pytest.approx(mean_loss(healthy), rel=0.15)
     assert counts(callback, "skips", "incidents") == [1, 1]
+    assert "has no checkpoint" not in capsys.readouterr().err, "the Trainer has the checkpoints"
 
 
 @pytest.mark.parametrize(("limit", "accumulated"), [(1.0, 1), (0.3, 3), (0.0, 1)])
