@@ -52,7 +52,7 @@ def train(
         loss, grads = jax.value_and_grad(loss_of)(params, *batch)
         opt_state = optax.tree.set(opt_state, learning_rate=rate)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)  # <- healcore
-        norm = healcore.jax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         return (optax.apply_updates(params, updates), opt_state), loss, norm
 
     with suppress(RunStopped), ExitStack() as stack:
