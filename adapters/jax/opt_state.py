@@ -244,12 +244,24 @@ def with_heal_state(bare: PyTree, like: State) -> State:
     nodes, structure = jax.tree.flatten(like, is_leaf=lambda node: isinstance(node, _HEALING))
     try:
         parts = structure.flatten_up_to(bare)
-    except ValueError as error:
+    except ValueError:
         raise HealStateError(
-            f"this state does not have the structure of without_heal_state(like): {error}. Pass a "
-            "state of the same model and optimizer"
+            "this state does not have the structure of without_heal_state(like): "
+            f"{_differences(bare, without_heal_state(like))}. Pass a state of the same model and "
+            "optimizer; a checkpoint restored without a target has dicts instead of optax's states"
         ) from None
     return structure.unflatten(map(_insert_heal_state, parts, nodes))
+
+
+def _differences(tree: Any, wanted: Any) -> str:
+    """The first paths of arrays that only one of two trees has."""
+    leaves = jax.tree_util.tree_leaves_with_path
+    found, needed = ([jax.tree_util.keystr(path) for path, _ in leaves(t)] for t in (tree, wanted))
+    missing = [path for path in needed if path not in found]
+    unknown = [path for path in found if path not in needed]
+    parts = (("it lacks", missing), ("like lacks", unknown))
+    shown = [f"{who} {', '.join(paths[:3])}" for who, paths in parts if paths]
+    return "; ".join(shown) or "the arrays have the same paths in other types of nodes"
 
 
 def _member_like(wanted: Any, tree: Any) -> Any:

@@ -93,6 +93,16 @@ def test_a_run_continues_with_another_policy():
     jax.jit(tx.update)(PARAMS, state, PARAMS, value=LOSS)
 
 
+def test_a_state_without_its_types_is_an_error_with_a_few_paths():
+    params = {f"layer{i}": jnp.ones(2) for i in range(40)}
+    tx = protect(optax.adam(0.1), "default")
+    like = tx.init(params)
+    plain = {"mu": params, "other": jnp.ones(2)}
+    with pytest.raises(HealStateError, match=r"it lacks .*; like lacks ") as raised:
+        with_heal_state(plain, like=like)
+    assert str(raised.value).count("layer") <= 6
+
+
 @pytest.mark.parametrize("make", [protect, lambda tx, p: optax.chain(heal(p), tx)])
 def test_a_forgotten_loss_is_reported_once_and_is_nan_in_the_metrics(make):
     tx = make(optax.sgd(0.1), "default")
