@@ -86,3 +86,8 @@ class HostPolicy(NamedTuple):
     def observes(self) -> bool:
         """Whether the policy only observes and changes nothing."""
         return self.engine.mode == "observe"
+
+    @property
+    def may_limit_lr(self) -> bool:
+        """Whether rollbacks limit the learning rate. Otherwise only rules of the policy cut it."""
+        return self.rollback.confirm and self.engine.limits_lr

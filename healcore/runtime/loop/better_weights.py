@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
@@ -15,34 +15,39 @@ from healcore.runtime.dominance.comparison_state import Verdict
 from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.rollback import Order, Rollback
+from healcore.runtime.loop.data import Data
 from healcore.runtime.recovery.engine_states import lr_states, with_lr_states
+from healcore.runtime.recovery.monitor import IncidentMonitor
+from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.recovery.trials import MAX_ACCEPTED, Facts, Trial, decide
 from healcore.runtime.store.ranks import agreed
-
-if TYPE_CHECKING:
-    from healcore.runtime.loop.recovery import Recovery
 
 _LASTING = Cause.PLATEAU | Cause.OVERFIT
 """Causes with an alarm at every step until they end: no reason to compare weights at each."""
 
 
 class BetterWeights:
-    """The part of a `Recovery` that tries, verifies and undoes, see `recovery.trials`.
+    """Tries, verifies and undoes, see `recovery.trials`. `dominance` compares the weights."""
 
-    `dominance` compares the weights.
-    """
-
-    def __init__(self, recovery: Recovery, loss_fn: Callable[..., Any] | None) -> None:
-        self._recovery = recovery
-        self._driver, self._ledger = recovery.driver, recovery.ledger
-        self._log, self._ranks = recovery.log, recovery.ranks
+    def __init__(
+        self,
+        data: Data,
+        restorer: Restorer,
+        monitor: IncidentMonitor,
+        roll_back: Callable[[Order], Rollback | None],
+        loss_fn: Callable[..., Any] | None,
+    ) -> None:
+        self._data, self._restorer, self._monitor = data, restorer, monitor
+        self._policy, self._driver, self._ledger = restorer.policy, restorer.driver, restorer.ledger
+        self._log, self._ranks = restorer.log, restorer.ranks
+        self._carry_out = roll_back
         self.dominance = Dominance(
             driver=self._driver,
             loss_fn=loss_fn,
             ranks=self._ranks,
-            threshold=recovery.policy.rollback.evidence,
-            interval=recovery.restorer.checkpoints.every,
-            warn=lambda problem: self._log.problem(recovery.data.step, problem),
+            threshold=self._policy.rollback.evidence,
+            interval=restorer.checkpoints.every,
+            warn=lambda problem: self._log.problem(data.step, problem),
             log=self._log,
             learning_rate=self._rate_in_force,
             numbers=self._numbers_in_force,
@@ -80,7 +85,7 @@ class BetterWeights:
 
     def _rate_in_force(self) -> float | None:
         rate = self._driver.learning_rate()
-        return None if rate is None else rate * self._recovery.monitor.lr_scale
+        return None if rate is None else rate * self._monitor.lr_scale
 
     def roll_back(self, verdict: Verdict, *, finite: bool = True) -> Rollback | None:
         """Carries out a verdict of `dominance`. Returns the rollback, or None without one.
@@ -102,7 +107,7 @@ class BetterWeights:
         order = self._order_of(verdict, past)
         if order.trial == Trial.ACCEPT:
             return self._accept(order, verdict, past) if finite else None
-        done = self._recovery.roll_back(order)
+        done = self._carry_out(order)
         if done is None and finite:
             self.dominance.accept(verdict.index + 1)
         return done
@@ -111,7 +116,7 @@ class BetterWeights:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
         order = Order(
             # At the end of the data, the verdict has the number of steps done.
-            index=min(verdict.index, self._recovery.data.step - 1),
+            index=min(verdict.index, self._data.step - 1),
             onset=verdict.onset,
             since=verdict.onset,
             forced=True,
@@ -125,15 +130,15 @@ class BetterWeights:
             return order
         unusual = agreed(self._ranks, self.dominance.unusual(verdict)) if tried else []
         numbers = agreed(self._ranks, self.dominance.unusual_numbers(verdict))
-        cuts = self._recovery.policy.engine.config.budget.lr_cuts
+        cuts = self._policy.engine.config.budget.lr_cuts
         facts = Facts(
             rates=verdict.rates,
             healthy_rate=verdict.healthy_rate,
-            from_start=verdict.anchor <= self._recovery.restorer.record.first_step,
+            from_start=verdict.anchor <= self._restorer.record.first_step,
             unusual=bool(unusual),
             numbers=bool(numbers),
-            may_limit=cuts if self._recovery.may_limit_lr else 0,
-            can_rewind=self._recovery.restorer.loaders.can_rewind,
+            may_limit=cuts if self._policy.may_limit_lr else 0,
+            can_rewind=self._restorer.loaders.can_rewind,
         )
         trial = agreed(self._ranks, decide(tried, facts))  # each reads its own optimizer
         if trial == Trial.RATE:
@@ -143,7 +148,7 @@ class BetterWeights:
             states = lr_states(self._driver.healing())
             return replace(order, trial=trial, lr_at_fault=rate, lr_states=states)
         if trial == Trial.LEAVE_OUT:
-            batches = tuple(self._recovery.monitor.batches_of(unusual))
+            batches = tuple(self._monitor.batches_of(unusual))
             return replace(order, trial=trial, batches=batches)
         if trial == Trial.NUMBERS:
             return replace(order, trial=trial, numbers=numbers, read_again=_batches_of(past))
@@ -155,7 +160,7 @@ class BetterWeights:
 
     def _accept(self, order: Order, verdict: Verdict, past: Sequence[Rollback]) -> Rollback | None:
         """Undoes what was tried, and never rolls back for this trouble again."""
-        until = self._recovery.data.step + 1
+        until = self._data.step + 1
         self._ledger.accepted, self._ledger.accepted_until = self._ledger.accepted + 1, until
         rates = [each for each in past if each.trial == Trial.RATE]
         order = replace(
@@ -166,7 +171,7 @@ class BetterWeights:
             numbers=dict.fromkeys(name for each in past for name in each.numbers),
         )
         undone = bool(rates or order.read_again or order.numbers)
-        done = self._recovery.roll_back(order) if undone else None
+        done = self._carry_out(order) if undone else None
         if done is None:
             states = with_lr_states(self._driver.healing(), order.lr_states)
             self._driver.load_healing(states)

@@ -62,7 +62,7 @@ class Recovery:
         self._host_rules = HostRules(
             self.policy.rules, depth=config.rollback.depth, quiet_steps=config.incident.quiet_steps
         )
-        self._better_weights = BetterWeights(self, loss_fn)
+        self._better_weights = BetterWeights(data, restorer, self.monitor, self.roll_back, loss_fn)
         self.dominance = restorer.dominance = self._better_weights.dominance
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
@@ -219,12 +219,7 @@ class Recovery:
         if not order.forced:
             rollback = self.policy.engine.config.rollback
             order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
-        return replace(order, lr_at_fault=math.nan) if self.may_limit_lr and past else order
-
-    @property
-    def may_limit_lr(self) -> bool:
-        """Whether rollbacks limit the learning rate. Otherwise only rules of the policy cut it."""
-        return self.policy.rollback.confirm and self.policy.engine.limits_lr
+        return replace(order, lr_at_fault=math.nan) if self.policy.may_limit_lr and past else order
 
     def roll_back(self, order: Order) -> Rollback | None:
         """Restores a checkpoint for an order, and reports the rollback.

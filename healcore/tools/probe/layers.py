@@ -22,16 +22,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from healcore.tools.probe.loss_curve import MAD_TO_SIGMA
+from healcore.tools.probe.moments import Moments, Shape, Tree
 
-if TYPE_CHECKING:
-    from healcore.tools.probe.optimizer import Moments, Tree
-
-Shape = tuple[int, ...]
 Model = list[tuple[str, Shape]]
 """Names and shapes of parameters."""
 
