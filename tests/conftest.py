@@ -140,7 +140,6 @@ SLOW = (
     "tests/jax/test_skip_exact.py::test_eager_steps_are_as_exact",
     "tests/tools/probe/test_optimizer_jax.py",
     "tests/torch/test_compile.py",
-    "tests/torch/test_simulated_device.py::test_more_on_a_simulated_accelerator",
 )
 """What begins like one of these has the marker `slow`, unless it has `stress`: more than half of
 the time of all tests."""

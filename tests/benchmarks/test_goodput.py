@@ -112,9 +112,6 @@ def test_needless_rollbacks_cost_what_renewal_theory_says(per_step):
     found, error = mean(NOTHING_HAPPENS, alarms, "useful", 100)
     rate = per_step / NOTHING_HAPPENS.step_s
     assert found == pytest.approx((1 - rate * 400) / (1 + rate * 60), rel=1e-3, abs=4 * error)
-    # The same as 1 / (1 + rate * cost), with the rate per second of lasting progress.
-    lasting = rate / (1 - rate * 400)
-    assert found == pytest.approx(1 / (1 + lasting * (400 + 60)), rel=1e-3, abs=4 * error)
 
 
 # -- parameters ------------------------------------------------------------------------------------

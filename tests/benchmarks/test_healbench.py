@@ -314,33 +314,24 @@ def test_tasks_and_arms_that_are_named_exist():
     assert {comparing.OFF, *comparing.OURS, *summary.PEERS} == there.arms.keys()
 
 
-def test_a_real_run():
+def test_a_real_run_and_the_first_rollback_of_its_damage():
     import torch
 
     threads = torch.get_num_threads()
     try:
-        found = running.run_one(Job("torch", "lr_10x", "healer_ask", 0))
+        found = running.run_one(Job("torch", "layer_50x", "healer_ask", 0))
     finally:
         torch.set_num_threads(threads)
     assert found.status == "done"
     assert found.metric is not None
     assert found.weights
     assert found.cpu_s > 0
-    assert 0 < found.evidence["later_passes"] < found.evidence["passes"]
-    assert found.evidence["steps"] == found.steps > found.evidence["later_steps"]
-
-
-def test_the_first_rollback_of_a_damage_is_recorded():
-    from benchmarks.healbench.arms import ARMS as REAL
-    from benchmarks.healbench.tasks import TASKS as TORCH
-
-    problem = TORCH["layer_50x"].build(0)
-    with REAL["healer_ask"](problem) as run:
-        run.train()
-    found = run.counts.evidence
-    assert found["fault"] == problem.fault
-    assert found["target"] <= found["fault"] < found["rollback"]
-    assert 0 < found["passes_to_rollback"] < found["passes"]
+    of = found.evidence
+    assert 0 < of["later_passes"] < of["passes"]
+    assert of["steps"] == found.steps > of["later_steps"]
+    assert of["fault"] == running.suite("torch").tasks["layer_50x"].build(0).fault
+    assert of["target"] <= of["fault"] < of["rollback"]
+    assert 0 < of["passes_to_rollback"] < of["passes"]
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 
 from benchmarks.healbench import running, training
 from benchmarks.healbench.jax_tasks import ARMS, TASKS
@@ -20,6 +19,7 @@ from benchmarks.healbench.jax_tasks.problem import Problem
 from benchmarks.healbench.jax_tasks.problem import running as running_stats
 from benchmarks.healbench.tasks import TASKS as TORCH
 from benchmarks.healbench.tasks import learning_rates
+from tests.benchmarks.test_healbench_tasks import one_thread  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,15 +28,6 @@ def few_optimizations():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """One thread, as in the workers: with more, small models wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(task: str) -> Problem:

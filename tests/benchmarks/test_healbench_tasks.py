@@ -17,7 +17,7 @@ from benchmarks.healbench.training import Training
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """One thread, as in the workers."""
+    """One thread, as in the workers: with more, small models wait for each other's threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -76,19 +76,24 @@ def test_the_arms_see_each_micro_batch_and_clip_each_step_once(monkeypatch):
 # -- the loops of users ----------------------------------------------------------------------------
 
 
-def test_a_term_after_the_loss_is_trained_and_not_observed():
+def observed(problem: Any) -> list[float]:
+    """Trains; the losses before each backward pass."""
     seen: list[float] = []
 
     class Listening(Training):
         def before_backward(self, loss: Tensor, optimizer: str) -> None:
             seen.append(float(loss.detach()))
 
+    Listening(problem).train()
+    return seen
+
+
+def test_a_term_after_the_loss_is_trained_and_not_observed():
     problem = TASKS["orthogonal"].build(0)
     problem.batches = problem.batches[:300]
     assert problem.loss_fn is not None
     first = float(problem.loss_fn(problem.batches[0]).detach())
-    Listening(problem).train()
-    assert seen[0] == first, "without the penalty, to the bit"
+    assert observed(problem)[0] == first, "without the penalty, to the bit"
     hidden = problem.modules["model"].get_parameter("2.weight").detach()
     assert float((hidden @ hidden.T - torch.eye(64)).square().mean()) < 1e-3
 
@@ -98,15 +103,9 @@ def test_a_term_after_the_loss_is_trained_and_not_observed():
     [("head_reset", 300), ("clipped_weights", 300), ("consolidation", 300), ("born_again", 200)],
 )
 def test_a_program_that_edits_itself_raises_its_own_loss(name, change):
-    losses: list[float] = []
-
-    class Listening(Training):
-        def before_backward(self, loss: Tensor, optimizer: str) -> None:
-            losses.append(float(loss.detach()))
-
     problem = TASKS[name].build(0)
     problem.batches = problem.batches[: change + 4]
-    Listening(problem).train()
+    losses = observed(problem)
     assert sum(losses[-3:]) > 5 * sum(losses[change - 20 : change]) / 20
 
 

@@ -1,15 +1,3 @@
 """Examples that compare their weights with earlier ones."""
 
-from __future__ import annotations
-
-from types import SimpleNamespace
-
-import pytest
-
-from healcore.runtime.dominance import budget
-
-
-@pytest.fixture(autouse=True)
-def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparisons take no time, so their distance does not depend on the load of the machine."""
-    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: 5.0))
+from tests.torch.driver.conftest import free_comparisons  # noqa: F401 (a fixture)

@@ -15,7 +15,8 @@ from healcore.core.verdict import Action, Cause
 from healcore.torch import attach
 from healcore.torch.enforcer import moments_obstacle, reset_moments
 from tests.torch import policies
-from tests.torch.optimizer_cases import Where, host_and_device
+from tests.torch.bit_comparison import bits, parameters
+from tests.torch.optimizer_cases import CASES, Case, Where, host_and_device
 
 SPIKE, STEPS = 12, 40
 CUTS = Engine(
@@ -67,45 +68,22 @@ def test_otherwise_they_stay(policy: Engine, where: Where):
 
 # -- the reset itself -----------------------------------------------------------------------------
 
-OPTIMIZERS: dict[str, Any] = {
-    "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
-    "AdamW": lambda p: optim.AdamW(p, lr=0.1, amsgrad=True),
-    "fused": lambda p: optim.AdamW(p, lr=0.1, fused=True),
-    "Adagrad": lambda p: optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5, lr_decay=0.1),
-    "RMSprop": lambda p: optim.RMSprop(p, lr=0.1, centered=True, momentum=0.9),
-    "Adadelta": lambda p: optim.Adadelta(p, lr=0.1),
-    "Adamax": lambda p: optim.Adamax(p, lr=0.1),
-    "NAdam": lambda p: optim.NAdam(p, lr=0.1),
-    "RAdam": lambda p: optim.RAdam(p, lr=0.1),
-    "ASGD": lambda p: optim.ASGD(p, lr=0.1),
-    "Rprop": lambda p: optim.Rprop(p, lr=0.1),
-    "Adafactor": lambda p: optim.Adafactor(p, lr=0.1),
-    "LBFGS": lambda p: optim.LBFGS(p, lr=0.1, max_iter=1),
-}
+FROM_A_HALF = {"initial_accumulator_value": 0.5, "lr_decay": 0.1}
 
 
-def step(optimizer: Any, parameter: Parameter, seed: int) -> None:
-    grad = torch.randn(3, 2, generator=torch.Generator().manual_seed(seed))
-
-    def closure() -> torch.Tensor:
-        parameter.grad = grad.clone()
-        return (parameter.detach() * grad).sum()
-
-    closure()
-    optimizer.step(closure)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_goes_on_as_a_new_optimizer(name):
-    used = Parameter(torch.ones(3, 2))
-    ours = OPTIMIZERS[name]([used])
-    for seed in range(4):
-        step(ours, used, seed)
-    new = Parameter(used.detach().clone())
-    theirs = OPTIMIZERS[name]([new])
+@pytest.mark.parametrize(
+    "case", [*CASES, Case("Adagrad-half", optim.Adagrad, FROM_A_HALF)], ids=lambda case: case.name
+)
+def test_it_goes_on_as_a_new_optimizer(case: Case):
+    ours, theirs = case.build(), case.build()
+    for i in range(4):
+        case.step(ours, i)
     assert moments_obstacle(ours) == ""
     reset_moments(ours)
-    for seed in range(10, 14):
-        step(ours, used, seed)
-        step(theirs, new, seed)
-        assert torch.equal(used, new)
+    with torch.no_grad():
+        for used, new in zip(parameters(ours), parameters(theirs), strict=True):
+            new.copy_(used)
+    for i in range(10, 14):
+        case.step(ours, i)
+        case.step(theirs, i)
+        assert bits(parameters(ours)) == bits(parameters(theirs))

@@ -9,26 +9,20 @@ from tests import forked_programs
 TORCH = ("torch", "healcore.torch", "healcore.torch.driver", "healcore.torch.store")
 
 
-def run(check: str) -> None:
-    done = forked_programs.run("-m", "tests.torch.simulated_runs", *check.split(), imports=TORCH)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("check", ["mixed", "save", "decisions default"])
-def test_on_a_simulated_accelerator(check: str):
-    run(check)
+FAST = ("mixed", "save", "decisions default")
+SLOW = (
+    "decisions pretraining",
+    "decisions default SGD",
+    "decisions default Adagrad",
+    "decisions default clip=autoclip",
+    "decisions default clip=adagc",
+    "rollback",
+)
 
 
 @pytest.mark.parametrize(
-    "check",
-    [
-        "decisions pretraining",
-        "decisions default SGD",
-        "decisions default Adagrad",
-        "decisions default clip=autoclip",
-        "decisions default clip=adagc",
-        "rollback",
-    ],
+    "check", [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
 )
-def test_more_on_a_simulated_accelerator(check: str):
-    run(check)
+def test_on_a_simulated_accelerator(check: str):
+    done = forked_programs.run("-m", "tests.torch.simulated_runs", *check.split(), imports=TORCH)
+    assert done.returncode == 0, done.stderr

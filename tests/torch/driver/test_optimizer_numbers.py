@@ -59,9 +59,7 @@ def test_an_unusual_weight_decay_is_held_at_the_last_healthy_one(tmp_path, until
     backs = events(tmp_path, "rollback")
     assert backs[-1]["why"] == f"{DECAY} 0.01 while the program sets other values"
     assert backs[-1]["why"] in sentence(validate(backs[-1])[0])
-    assert f"{backs[-1]['why']}; data rewound" in capsys.readouterr().err.replace(
-        ", data", "; data"
-    )
+    assert backs[-1]["why"] in capsys.readouterr().err
     assert run.in_force == dict.fromkeys(range(steps), 0.01), "and no batch is skipped"
     assert 10.0 in run.seen, "the program reads its own"
     assert run.unseen_loss() <= 1.1 * undamaged(tmp_path / "undamaged", steps)

@@ -16,7 +16,6 @@ from healcore.torch import LightningHealingCallback, heal_trainer
 from tests.healer.run_directory import events
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.lightning import fits
-from tests.torch.trainers.test_accelerate import fresh_accelerate  # noqa: F401 (a fixture)
 
 
 def corrupt(rows: Any, bad: tuple[int, ...]) -> small_runs.Reading:
@@ -39,20 +38,8 @@ def skipped(folder: Path) -> list[list[int]]:
 # -- Hugging Face ---------------------------------------------------------------------------------
 
 
-class Recording(small_runs.InOrder):
-    """Records the step and the number of the batch of each micro-batch."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        rows: Any = self.train_dataset
-        (row,) = (rows.rows.x[:, 0] == inputs["x"][0, 0]).nonzero()[0]
-        found = (self.state.global_step, int(row) // small_runs.BATCH)
-        vars(self).setdefault("seen", []).append(found)
-        return loss
-
-
 def trained(folder: Path, bad: tuple[int, ...], **arguments: Any) -> Any:
-    trainer = small_runs.trainer(folder, cls=Recording, **arguments)
+    trainer = small_runs.trainer(folder, cls=small_runs.Recording, **arguments)
     rows = tuple(each * small_runs.BATCH + 1 for each in bad)
     trainer.train_dataset = corrupt(small_runs.Rows(8), rows)
     heal_trainer(trainer, store=folder / "store", checkpoints=Checkpoints(every=5)).train()
@@ -128,6 +115,3 @@ def test_lightning(loader: Any, bad: tuple[int, ...], tmp_path: Path):
     assert vars(module)["validated"] == [0, 1, 2]
     assert len(skipped(tmp_path)) == 6
     assert trainer.current_epoch == 3
-
-
-# -- Accelerate -----------------------------------------------------------------------------------

@@ -11,6 +11,16 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 BATCH = 4
+QUIET: dict[str, Any] = {
+    "logging_steps": 1,
+    "log_level": "error",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "dataloader_pin_memory": False,
+    "save_strategy": "no",
+}
+"""Arguments of a Trainer that logs every step and writes nothing."""
 
 
 class Net(nn.Module):
@@ -64,6 +74,18 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(rows)
 
 
+class Recording(InOrder):
+    """Records the step and the number of the batch of each micro-batch, by its first value."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        rows: Any = self.train_dataset
+        (row,) = (rows.rows.x[:, 0] == inputs["x"][0, 0]).nonzero()[0]
+        found = (self.state.global_step, int(row) // BATCH)
+        vars(self).setdefault("seen", []).append(found)
+        return loss
+
+
 def trainer(
     folder: Path,
     *,
@@ -81,13 +103,7 @@ def trainer(
         "per_device_train_batch_size": BATCH,
         "num_train_epochs": 1,
         "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "log_level": "error",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "save_strategy": "no",
+        **QUIET,
         **arguments,
     }
     accumulated = given.get("gradient_accumulation_steps", 1)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer
 
 from healcore.torch import HealingCallback
 from tests.healer.run_options import grouped
@@ -46,20 +45,10 @@ class Stream(IterableDataset):
         yield from self.left if self.once else self.all()
 
 
-class Seen(Trainer):
-    """Records the batch of each step, by its first value."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        rows: Any = self.train_dataset
-        (found,) = (rows.rows.x[:, 0] == inputs["x"][0, 0]).nonzero()[0]
-        vars(self).setdefault("seen", []).append(int(found) // BATCH)
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
 def run(folder: Path, *, once: bool, bad: int | None = None, callbacks: Any = ()) -> Any:
     trainer = small_runs.trainer(
         folder,
-        cls=Seen,
+        cls=small_runs.Recording,
         callbacks=[HealingCallback(store=folder / "store", **grouped(POLICY)), *callbacks],
         max_steps=30,
         max_grad_norm=0.0,
@@ -68,6 +57,7 @@ def run(folder: Path, *, once: bool, bad: int | None = None, callbacks: Any = ()
     )
     trainer.train_dataset = Stream(20, bad, once=once)
     trainer.train()
+    trainer.seen = [batch for _, batch in trainer.seen]
     return trainer
 
 

@@ -9,21 +9,19 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import heal_trainer
 from tests.healer.run_directory import events
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
+from tests.torch.trainers.huggingface.small_runs import calling
 
 
-class Gradients(TrainerCallback):
+def gradients(seen: list[torch.Tensor]) -> TrainerCallback:
     """Records the gradient of every step."""
 
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
+    def record(state: Any, *, model: Any, **_: Any) -> None:
+        seen.append(torch.cat([p.grad.double().reshape(-1) for p in model.parameters()]))
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        grads = [p.grad.double().reshape(-1) for p in kwargs["model"].parameters()]
-        self.seen.append(torch.cat(grads))
+    return calling("on_pre_optimizer_step", record)
 
 
 def limit(trainer: Any, rows: int) -> list[int]:
@@ -70,11 +68,11 @@ def test_the_gradient_is_that_of_the_full_batch(
     if kind != "dpo":
         arguments["data"] = labelled() if attributes else uneven()
     fits = {"dpo": 4, "sft": 2, "plain": 1}[kind]
-    expected, found = Gradients(), Gradients()
-    for callback, healed in ((expected, False), (found, True)):
+    expected, found = [], []
+    for gradients_of, healed in ((expected, False), (found, True)):
         trainer = getattr(tiny, kind)(tmp_path / str(healed), **arguments)
         vars(trainer).update(attributes)
-        trainer.add_callback(callback)
+        trainer.add_callback(gradients(gradients_of))
         if not healed:
             trainer.train()
             continue
@@ -86,7 +84,7 @@ def test_the_gradient_is_that_of_the_full_batch(
         assert trainer.args.per_device_train_batch_size == 4
         assert trainer.args.gradient_accumulation_steps == accumulated
         assert trainer.state.global_step == 3
-    for a, b in zip(found.seen, expected.seen, strict=True):
+    for a, b in zip(found, expected, strict=True):
         assert float((a - b).norm() / b.norm()) < 1e-6
 
 
@@ -123,16 +121,3 @@ def test_gradient_checkpointing_is_the_further_step(tmp_path: Path):
     assert on[-1] is True
     assert not model.is_gradient_checkpointing, "as before, after the training"
     assert trainer.state.global_step == 3
-
-
-def test_one_sample_that_does_not_fit_stops_in_words(tmp_path: Path):
-    trainer = tiny.sft(tmp_path, max_steps=3)
-    limit(trainer, 0)
-    healed: Any = heal_trainer(trainer, store=tmp_path / "store")
-    with pytest.raises(RunStopped, match="a single sample does not fit into memory"):
-        healed.train()
-    report = healed.report()
-    assert report.ending == "stopped"
-    assert report.postmortem
-    assert report.postmortem.exists()
-    assert "a single sample" in report.diagnosis

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from healcore import Checkpoints
 from healcore.torch import AttachError, heal_trainer
@@ -19,6 +18,7 @@ from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS
 from tests.healer.run_options import grouped
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
+from tests.torch.trainers.huggingface.small_runs import calling
 
 DIVERGES = {
     "optim": "sgd",
@@ -32,26 +32,18 @@ OFTEN = {"save_every": 5, "rollback": {"probation": 10}}
 KINDS = ["plain", "sft", "dpo", "grpo"]
 
 
-class LRScales(TrainerCallback):
-    """Records the factor on the learning rate that healcore applied to each step."""
-
-    def __init__(self) -> None:
-        self.healed: Any = None
-        self.scales: list[float] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        (healing,) = self.healed.healer.driver.healings.values()
-        self.scales.append(float(healing.last_decision().lr_scale))
-
-
 @pytest.mark.parametrize("kind", ["plain", "sft"])
 def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     trainer = getattr(tiny, kind)(tmp_path, **DIVERGES)
-    steps, scales = tiny.Steps(), LRScales()
-    trainer.add_callback(steps)
-    trainer.add_callback(scales)
+    steps, scales = tiny.Steps(), list[float]()
+
+    def applied(*_: Any, **__: Any) -> None:
+        (healing,) = healed.healer.driver.healings.values()
+        scales.append(float(healing.last_decision().lr_scale))
+
+    for each in (steps, calling("on_step_end", applied)):
+        trainer.add_callback(each)
     healed: Any = heal_trainer(trainer, "pretraining", store=tmp_path / "store", **grouped(OFTEN))
-    scales.healed = healed
     healed.train()
     # The steps go back, and on to the end that was planned.
     (back,) = steps.returns
@@ -63,8 +55,8 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     # The cut learning rate is effective at the next step: same weights, same batch, shorter step.
     earlier = steps.steps.index(first)
     assert steps.epochs[back] == steps.epochs[earlier]
-    assert scales.scales[back] < 0.9
-    expected = steps.moved[earlier] * scales.scales[back] / scales.scales[earlier]
+    assert scales[back] < 0.9
+    expected = steps.moved[earlier] * scales[back] / scales[earlier]
     assert steps.moved[back] == pytest.approx(expected, rel=1e-4)
     # The log has each step once, and the sums of the loss have gone back with it.
     logged = [row["step"] for row in trainer.state.log_history if "loss" in row]

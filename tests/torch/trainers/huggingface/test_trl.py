@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 
 from healcore.torch import HealingCallback
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
@@ -40,27 +39,18 @@ def test_the_loss_that_is_judged_is_the_steps(tmp_path: Path, kind: str):
     assert len(judged) == 6
 
 
-class Poisons(TrainerCallback):
-    """Makes the output of one step NaN, as a fully masked row does."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.handle: Any = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            layer = kwargs["model"].model.layers[0]
-            self.handle = layer.register_forward_hook(lambda module, inputs, out: out * math.nan)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-
-
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "cpo"])
 def test_a_nan_step_is_skipped(tmp_path: Path, kind: str):
-    callback = HealingCallback()
-    run = trainer(kind, tmp_path, callbacks=[callback, Poisons(8)])
+    """Of which the output is NaN, as that of a fully masked row is."""
+    hooks: list[Any] = []
+
+    def poison(state: Any, *, model: Any, **_: Any) -> None:
+        hook = lambda module, inputs, out: out * math.nan  # noqa: E731
+        hooks.append(model.model.layers[0].register_forward_hook(hook))
+
+    begin = calling("on_step_begin", poison, at=8)
+    end = calling("on_step_end", lambda *_, **__: hooks.pop().remove(), at=9)
+    run = trainer(kind, tmp_path, callbacks=[HealingCallback(), begin, end])
     run.train()
     assert weights(run).isfinite().all()
     assert logged(run, "heal/skips") == [1.0]  # a row has what has changed

@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.torch.trainers.huggingface.small_runs import QUIET
 from tests.torch.trainers.huggingface.small_runs import Steps as Steps
 from tests.torch.trainers.huggingface.small_runs import logged as logged
 from tests.torch.trainers.huggingface.small_runs import weights as weights
@@ -67,14 +68,8 @@ def arguments(folder: Path, kind: Any = TrainingArguments, **given: Any) -> Any:
         "max_steps": 40,
         "learning_rate": 1e-2,
         "seed": 3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "log_level": "error",
-        "disable_tqdm": True,
-        "use_cpu": True,
         "bf16": False,
-        "dataloader_pin_memory": False,
+        **QUIET,
     }
     return kind(**{**usual, **given})
 
