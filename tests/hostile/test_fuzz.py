@@ -168,7 +168,10 @@ def changed(content: bytes, asked: list[tuple[float, str, bytes]]) -> bytes:
     return content
 
 
-def _holds(name: str, examples: int) -> None:
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("examples", [100, pytest.param(20_000, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("name", READERS)
+def test_changed_bytes(name, examples):
     content, use, errors = READERS[name]
 
     @settings(
@@ -181,16 +184,3 @@ def _holds(name: str, examples: int) -> None:
             use(changed(content, asked))
 
     holds()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", READERS)
-def test_changed_bytes(name):
-    _holds(name, 100)
-
-
-@pytest.mark.stress
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", READERS)
-def test_many_changed_bytes(name):
-    _holds(name, 20_000)

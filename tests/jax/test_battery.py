@@ -163,16 +163,6 @@ def test_a_scheduled_threshold_is_followed():
     np.testing.assert_allclose(norms, [2.0] * 5 + [0.5] * 3, rtol=1e-5)
 
 
-def test_injection_works_with_half_precision_parameters():
-    dtype = jnp.bfloat16
-    tx = optax.inject_hyperparams(heal_zclip)(z_threshold=3.0)
-    params = jnp.ones(3, dtype)
-    state = jax.jit(tx.init)(params)
-    updates, new = jax.jit(tx.update)(params * 10, state, params)
-    assert updates.dtype == dtype
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
-
-
 # Not the policies with every detector: MultiSteps selects each leaf of their state, which takes XLA
 # five seconds to compile.
 @pytest.mark.parametrize(
@@ -246,9 +236,9 @@ def test_multi_transform_heals_each_group_by_itself():
     assert bool(last_decision(state.inner_states["y"]).skip)
 
 
+@pytest.mark.parametrize("tx", [heal_zclip(), OPTIMIZERS["protect"]()], ids=["zclip", "protect"])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_no_two_leaves_share_a_buffer(transform):
-    tx = heal_zclip()
+def test_no_two_leaves_share_a_buffer(transform, tx):
     _, state = transform(tx.update)(jnp.ones(3), tx.init(jnp.ones(3)), value=1.0)
 
     def change(leaf):
@@ -258,16 +248,18 @@ def test_no_two_leaves_share_a_buffer(transform):
     jax.jit(functools.partial(jax.tree.map, change), donate_argnums=0)(state)
 
 
-def test_double_precision_thresholds_do_not_widen_the_state():
-    with jax.enable_x64(True):
-        params = jnp.ones(3, jnp.float64)
-        clip = ("zclip", ZClipConfig(max_norm=jnp.asarray(1.0, jnp.float64)))
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64])
+def test_the_precision_of_a_threshold_is_not_that_of_the_state(dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        params = jnp.ones(3, dtype)
+        clip = ("zclip", ZClipConfig(max_norm=jnp.asarray(1.0, dtype)))
         for tx in (
             heal(policies.ZCLIP._replace(clip=clip)),
             optax.inject_hyperparams(heal_zclip)(),
         ):
             state = tx.init(params)
-            _, new = jax.eval_shape(tx.update, params, state, params)
+            updates, new = jax.eval_shape(tx.update, params, state, params)
+            assert updates.dtype == dtype
             assert avals(new) == avals(state)
 
 

@@ -56,12 +56,6 @@ def test_the_engine_is_one_compiled_call(name, monkeypatch):
         )
 
 
-def test_a_state_of_an_eager_step_can_be_donated():
-    tx = protect(optax.adamw(0.1), RESETS)
-    _, state = steps(tx, tx.update)
-    jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + leaf, state), donate_argnums=0)(state)
-
-
 @pytest.mark.parametrize("how", ["compiled", "serialized"])
 def test_a_step_prepared_ahead_of_time_makes_the_same_bits(how):
     tx = optax.chain(protect(optax.sgd(0.1), policies.CUT_LR), scale_by_heal_lr())

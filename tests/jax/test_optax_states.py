@@ -45,22 +45,6 @@ def test_the_host_cuts_the_rate_of_a_chain_without_a_new_compilation():
     assert updates["w"].tolist() == [-0.25, -0.25]
 
 
-def test_a_chain_follows_the_policy_one_step_later():
-    tx = optax.chain(heal(policies.CUT_LR), optax.sgd(1.0), scale_by_heal_lr())
-
-    @jax.jit
-    def step(state, g):
-        updates, state = tx.update(jnp.full(1, g), state, value=jnp.float32(1.0))
-        return updates[0], set_lr_scale(state, last_decision(state).lr_scale)
-
-    state = tx.init(jnp.ones(1))
-    moved = []
-    for g in (1.0, jnp.nan, 1.0):
-        update, state = step(state, g)
-        moved.append(float(update))
-    assert moved == [-1.0, 0.0, -0.5]
-
-
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1.5, float("nan")])
 def test_a_multiplier_out_of_range_is_refused(scale):
     state = scale_by_heal_lr().init(PARAMS)

@@ -29,31 +29,22 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.host_policy import HostPolicy
 
 
-@pytest.fixture(params=["name", "file", "policy"])
-def document(request, tmp_path):
-    if request.param == "name":
-        return "default"
-    path = tmp_path / "mine.toml"
-    path.write_text(preset_text("default"))
-    return path if request.param == "file" else load("default")
-
-
-def test_one_number_changes_and_the_rest_stays(document):
-    policy = load(document, clip={"max_norm": 1.5}, detect={"loss_spike": {"z_threshold": 9.0}})
-    found = {key: (left, right) for key, left, right in diff(load(document), policy)}
+def test_one_number_changes_and_the_rest_stays():
+    policy = load("default", clip={"max_norm": 1.5}, detect={"loss_spike": {"z_threshold": 9.0}})
+    found = {key: (left, right) for key, left, right in diff(load("default"), policy)}
     assert found == {
         "clip.kind": ("none", "fixed"),
         "clip.max_norm": (None, 1.5),
         "detect.loss_spike.z_threshold": (5.5, 9.0),
     }
-    assert fingerprint(policy) != fingerprint(load(document))
+    assert fingerprint(policy) != fingerprint(load("default"))
     assert loads(dumps(policy)) == policy
 
 
-def test_the_same_values_are_the_same_policy(document):
-    same = load(document, clip={"max_norm": None}, budget={"recoveries": 3}, mode="heal")
-    assert same == load(document)
-    assert fingerprint(same) == fingerprint(load(document))
+def test_the_same_values_are_the_same_policy():
+    same = load("default", clip={"max_norm": None}, budget={"recoveries": 3}, mode="heal")
+    assert same == load("default")
+    assert fingerprint(same) == fingerprint(load("default"))
 
 
 def test_none_takes_a_limit_a_detector_or_all_clipping_away():
@@ -87,9 +78,9 @@ def test_a_detector_is_switched_on_and_lists_are_replaced():
         ({"detect": {"loss_spike": None}}, "respond[", '"loss_spike"', "detector is on"),
     ],
 )
-def test_an_invalid_override_names_key_value_and_rule(document, overrides, key, value, rule):
+def test_an_invalid_override_names_key_value_and_rule(overrides, key, value, rule):
     with pytest.raises(PolicyError) as caught:
-        load(document, **overrides)
+        load("default", **overrides)
     problem = caught.value.problems[0]
     assert problem.key.startswith(key)
     assert (problem.value, rule in problem.rule) == (value, True)

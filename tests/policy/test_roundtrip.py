@@ -18,7 +18,6 @@ from healcore.policy import (
     load,
     loads,
     preset_names,
-    preset_text,
     recipe_names,
     to_dict,
 )
@@ -180,27 +179,3 @@ def test_a_damaged_preset_loads_or_is_a_policy_error(data):
         assert str(error)
     else:
         assert loads(dumps(policy)) == policy
-
-
-@given(st.data())
-@settings(max_examples=2 * CASES)
-def test_a_preset_cut_or_scrambled_loads_or_is_a_policy_error(data):
-    text = preset_text(data.draw(st.sampled_from(ALL)))
-    at = data.draw(st.integers(0, len(text)))
-    until = data.draw(st.integers(at, min(len(text), at + 30)))
-    changed = text[:at] + data.draw(st.text(max_size=5)) + text[until:]
-    try:
-        loads(changed)
-    except PolicyError as error:
-        assert str(error)
-
-
-TEXTS = st.text(st.characters(exclude_categories=["Cs"])).map(str.encode)
-
-
-@given(st.one_of(st.binary(max_size=200), TEXTS))
-def test_garbage_files_are_policy_errors(tmp_path_factory, content):
-    file = tmp_path_factory.mktemp("garbage") / "x.toml"
-    file.write_bytes(content)
-    with pytest.raises(PolicyError):
-        load(file)

@@ -129,22 +129,6 @@ def test_python_numbers_come_back_as_they_were():
     assert [type(state[name]) for name in extra] == [int, float, bool, int, float]
 
 
-def test_a_number_that_a_step_makes_an_array_goes_back_too():
-    run = plain(rate=0.1)
-    driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None)
-    store.save(0, driver.items())
-    advance(driver, run, BATCHES[:2])
-    assert isinstance(driver.state["rate"], jax.Array)
-    store.save(2, driver.items())
-    compiled = run.compiled()
-    for step in (0, 2):
-        driver.replace(store.restore(step, driver.items()).state)
-        assert driver.state["rate"].weak_type
-        advance(driver, run, BATCHES[:1])
-    assert run.compiled() == compiled
-
-
 def test_sharded_and_committed_arrays_stay_so():
     mesh = jax.make_mesh((1,), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -16,10 +16,10 @@ import optax
 import pytest
 from optax import contrib
 
-from healcore.core.engine import Engine, LrConfig
+from healcore.core.engine import Engine
 from healcore.jax import heal, last_decision, protect, scale_by_heal_lr, set_lr_scale
 from healcore.jax.driver import JaxDriver
-from healcore.runtime.recovery.engine_states import after_rollback, limited
+from healcore.runtime.recovery.engine_states import after_rollback
 from tests.jax.driver.small_runs import POLICY, advance, batch, plain
 
 WARM = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=6, decay_steps=40)
@@ -127,22 +127,6 @@ def test_the_way_back_ends_exactly_on_the_schedule():
     assert scales[7:] == [1.0, 1.0]
     # The schedule went on by itself: count 10 in both.
     assert int(optax.tree.get(driver.state["opt_state"], "count", filtering=_schedule)) == 10
-
-
-def test_a_limit_acts_on_the_rate_of_the_step_itself():
-    """The state of `inject_hyperparams` has the rate of the last step, not of this step."""
-    policy = POLICY._replace(lr=LrConfig(ceiling=0.25, hold_steps=1, ramp_steps=1))
-
-    def too_high_for_a_while(count: Any) -> Any:
-        return jnp.where((count >= 4) & (count < 8), 0.3, 0.01)
-
-    run = plain(optax.inject_hyperparams(optax.sgd)(too_high_for_a_while), policy)
-    healthy = plain(optax.inject_hyperparams(optax.sgd)(0.01), policy)
-    driver, other = JaxDriver(run.state, policy), JaxDriver(healthy.state, policy)
-    engines = limited(Engine(policy), driver.healing(), 0.3, 0.01, healthy=True)
-    driver.load_healing(engines)
-    for seed in range(12):
-        np.testing.assert_allclose(moved(driver, run, seed), moved(other, healthy, seed), rtol=1e-3)
 
 
 def _schedule(path: Any, value: Any) -> bool:

@@ -64,17 +64,6 @@ def test_the_values_are_those_on_the_device_and_have_python_types():
     assert tuple(map(type, record.decision)) == kinds
 
 
-def test_in_observe_mode_the_order_is_reported_and_not_enforced():
-    policy = POLICY._replace(mode="observe")
-    run = plain(policy=policy)
-    driver = JaxDriver(run.state, policy)
-    (handle,) = advance(driver, run, [batch(0, bad=True)])
-    ((record,),) = handle.steps()
-    assert record.skip
-    assert record.action & Action.ROLLBACK
-    assert np.isnan(driver.state["params"]["hidden"]).all()
-
-
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

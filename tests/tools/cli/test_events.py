@@ -40,17 +40,6 @@ def test_show(tmp_path):
     assert "back to the checkpoint of step 300" in done.stdout
 
 
-def test_show_a_damaged_file(tmp_path):
-    path = tmp_path / "run.events.jsonl"
-    Log(path).write("good", step=None)
-    with path.open("ab") as file:
-        file.write(b'{"torn')
-    done = healcore_cli("show", str(path))
-    assert done.exit_code == 1
-    assert "good" in done.stdout
-    assert done.stderr.startswith("line 2: torn")
-
-
 # -- following a run ---------------------------------------------------------------------------
 
 

@@ -156,19 +156,6 @@ def test_a_wrong_command_line_is_no_verdict(arguments):
     assert result.output
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"step,loss\n", b"a,b\n1,2\n", b"\x00\xff\xfe" * 50],
-)
-def test_bad_input_has_a_clear_message(tmp_path, content):
-    path = tmp_path / "bad.csv"
-    path.write_bytes(content)
-    result = run("loss", path)
-    assert result.exit_code == 3
-    assert "bad.csv" in result.output
-    strict(run("loss", path, "--json").output)
-
-
 def test_probes_import_little(tmp_path):
     """No framework without one of its files, and neither policies nor the runtime's loop."""
     from safetensors.numpy import save_file

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import numpy as np
-import pytest
 
 from healcore.history import Curves, Incident, Mode
 from healcore.history.incident import count_incidents
 from healcore.history.run import Mark
 from healcore.policy import dumps, fingerprint, load
+from healcore.runtime.postmortem.sentences import outcome
 from healcore.tools.report.page import render
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
@@ -70,27 +70,18 @@ def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
     assert "would stop at step 40" in page
 
 
-@pytest.fixture(scope="module")
-def observed(tmp_path_factory):
+def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
-    folder = tmp_path_factory.mktemp("observed")
-    policy = folder / "policy.toml"
-    policy.write_text(dumps(load("pretraining")).replace('mode = "heal"', 'mode = "observe"'))
-    return train(folder, Loop(nan=range(300, 900)), policy=policy, batches=900)
-
-
-def test_an_observed_run_is_counted(observed):
-    (report,) = read_reports(observed)
+    policy = load("pretraining", mode="observe")
+    (report,) = read_reports(train(tmp_path, Loop(nan=range(300, 900)), policy=policy, batches=900))
     (incident,) = report.incidents
     assert report.counts.skips == 600
     assert report.counts.alarms == 600
     assert incident.onset_step == 300.0
     assert incident.lr_path[:4] == (1.0, 0.25, 0.0625, 0.015625)
     assert report.counts.rollbacks == 1
-
-
-def test_an_observed_run_is_reported_as_what_would_have_been(observed):
-    (report,) = read_reports(observed)
+    assert "only observed" in outcome(incident)
+    assert not report.curves.undone().any()
     page = text_of(render([report]))
     assert "would have skipped 100 steps or more, rolled back, stopped the run" in page
     assert "600 steps would be skipped" in page

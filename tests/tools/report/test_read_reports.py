@@ -9,7 +9,7 @@ import pytest
 
 from healcore.runtime.postmortem.sentences import outcome
 from healcore.tools.report.runs import read_reports
-from tests.tools.report.small_runs import Loop, lines_of, train
+from tests.tools.report.small_runs import lines_of
 
 
 def of_kind(events, kind):
@@ -112,11 +112,3 @@ def test_a_resumed_run_is_one_report(resumed):
         "resume",
         "end",
     ]
-
-
-def test_an_observing_policy_did_nothing(tmp_path):
-    train(tmp_path, Loop(nan=range(100, 112)), policy="observe", batches=140)
-    (report,) = read_reports(tmp_path)
-    assert report.incidents
-    assert all("only observed" in outcome(case) for case in report.incidents)
-    assert not report.curves.undone().any()
