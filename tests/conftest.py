@@ -46,6 +46,15 @@ os.environ |= {
 }
 
 
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A folder for tests that kill: the same effect on all file systems, and syncs are slow."""
+    memory = Path("/dev/shm")
+    at = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="healcore-killed-", dir=at) as folder:
+        yield Path(folder)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     """Takes pytest's log handlers away from a test that reads standard error.

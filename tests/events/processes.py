@@ -30,6 +30,16 @@ def python(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+def run(*arguments: Any, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Runs a Python to its end, which is no more than `seconds` away."""
+    process = python(*arguments, stderr=subprocess.PIPE)
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
 def writer(path: Path, *, count: int = 0, size: int = 100) -> subprocess.Popen[str]:
     """The program of this file; its first line of output is its run id."""
     return python("-m", "tests.events.processes", path, count, size)

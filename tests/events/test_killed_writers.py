@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
-from pathlib import Path
-
-import pytest
 
 from healcore.events import Log, read
 from tests.events.processes import first_line, output, writer
@@ -19,51 +15,39 @@ LARGE = 3 << 20
 """Characters of an event: the kernel looks for a kill between two pages of a long write."""
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> Path:
-    """In memory if possible: a kill has the same effect on all file systems, and disks are slow."""
-    shm = Path("/dev/shm")
-    if not os.access(shm, os.W_OK):
-        return tmp_path / "run.events.jsonl"
-    return shm / f"healcore-{os.getpid()}-{tmp_path.name}.jsonl"
-
-
-def test_sigkill_at_random_moments(memory):
+def test_sigkill_at_random_moments(in_memory):
     chance = random.Random(0)
-    path, torn, whole = memory, 0, 0
-    try:
-        for number in range(ROUNDS_AT_MOST):
-            if number >= ROUNDS and torn >= ENOUGH:
-                break
-            process = writer(path, size=LARGE)
-            run = first_line(process)
-            if number % 2:
-                time.sleep(chance.uniform(0.0, 0.03))
-            else:  # in the middle of a write, if this process gets its share: the file is growing
-                size = path.stat().st_size
-                while path.stat().st_size == size:
-                    pass
-            process.kill()
-            process.communicate()
-            before = path.read_bytes()
-            history = read(path)
-            # All that is wrong is one line, the last, and every line before it is there.
-            assert len(history.problems) == (not before.endswith(b"\n"))
-            torn += len(history.problems)
-            written = history.runs()[run]
-            whole += len(written)
-            assert [e["seq"] for e in written] == list(range(len(written)))
+    path, torn, whole = in_memory / "run.events.jsonl", 0, 0
+    for number in range(ROUNDS_AT_MOST):
+        if number >= ROUNDS and torn >= ENOUGH:
+            break
+        process = writer(path, size=LARGE)
+        run = first_line(process)
+        if number % 2:
+            time.sleep(chance.uniform(0.0, 0.03))
+        else:  # in the middle of a write, if this process gets its share: the file is growing
+            size = path.stat().st_size
+            while path.stat().st_size == size:
+                pass
+        process.kill()
+        process.communicate()
+        before = path.read_bytes()
+        history = read(path)
+        # All that is wrong is one line, the last, and every line before it is there.
+        assert len(history.problems) == (not before.endswith(b"\n"))
+        torn += len(history.problems)
+        written = history.runs()[run]
+        whole += len(written)
+        assert [e["seq"] for e in written] == list(range(len(written)))
 
-            log = Log(path)
-            added = log.write("problem", step=None, problem="the one before was killed")
-            after = read(path)
-            assert after.events == [*history.events, added]
-            assert [problem.line for problem in after.problems] == [
-                problem.line for problem in history.problems
-            ]
-            path.unlink()
-    finally:
-        path.unlink(missing_ok=True)
+        log = Log(path)
+        added = log.write("problem", step=None, problem="the one before was killed")
+        after = read(path)
+        assert after.events == [*history.events, added]
+        assert [problem.line for problem in after.problems] == [
+            problem.line for problem in history.problems
+        ]
+        path.unlink()
     assert torn >= ENOUGH, "hardly a kill hit a write: make the lines longer"
     assert whole > ROUNDS
 

@@ -14,7 +14,7 @@ from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import path_for
 from tests.events.sample_events import problems
 from tests.healer.run_directory import flip_a_bit
-from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import Faults, broken_at, loop_of, rules, train
 from tests.runtime.store.disk_faults import read_only
 
 
@@ -40,11 +40,6 @@ def wrong_then_right(incident):
 def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
     path, policy = tmp_path / "run.events.jsonl", rules(recoveries=2)
     options = {"store": tmp_path / "store", "events": path}
-
-    def fail(healer, number):
-        if number == 27:
-            raise RuntimeError("power")
-
     # A transient fault and one that stays; what the loop raises ends the run.
     loop = loop_of(framework, Faults(once=[8], always=[19]), policy)
     with pytest.raises(RuntimeError, match="power"):
@@ -52,7 +47,7 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
             loop,
             policy,
             range(40),
-            before=fail,
+            before=broken_at(27),
             on_incident=wrong_then_right,
             **options,
         )

@@ -122,11 +122,13 @@ def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(asked,
     assert after.faults.order == [8, 9, 10, 11]
 
 
-def accumulating_torch_loop(store: Path) -> None:
+def accumulating_torch_loop(store: Path, batches: int = 10, terminated_at: int = -1) -> None:
     loop = loop_of("torch")
     with Healer(SKIPS, state=loop.state, store=store, checkpoints=Checkpoints(every=5)) as healer:
-        for number in healer.batches(range(10)):
+        for number in healer.batches(range(batches)):
             loop.model(torch.full((1, 4), float(number))).sum().backward()
+            if number == terminated_at:
+                os.kill(os.getpid(), signal.SIGTERM)
             if number % 4 == 3:
                 loop.optimizer.step()
                 loop.optimizer.zero_grad()

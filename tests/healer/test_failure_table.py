@@ -6,9 +6,7 @@ weights. The default policy runs, unless a row is not in it: then the detector's
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +22,10 @@ from healcore.runtime.faults import FAILURES
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
 from tests.healer.run_options import grouped
+from tests.healer.test_faults import QUICK, Dies
 from tests.runtime import test_hang_guard
 from tests.runtime.faults.local_server import serving
 from tests.runtime.faults.test_page import log_lines, responses, without_numbers
-
-QUICK = {"base_delay_s": 0.01, "max_delay_s": 0.02}
 
 
 class Step(NamedTuple):
@@ -145,22 +142,12 @@ def data_error(folder: Path) -> None:
         Run(folder)(Unreadable(healthy(20)))
 
 
-class Killed(torch.utils.data.Dataset):
-    """The worker that reads the eighth row is killed."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 7:
-            time.sleep(1)  # the loop waits for this row, so that the exception is raised there
-            os.kill(os.getpid(), signal.SIGKILL)
-        return list(healthy(20))[index]
-
-
 def worker_killed(folder: Path) -> None:
+    run = Run(folder)
+    run.loss_of = lambda batch: Run.loss_of(run, Step(float(batch)))
+    rows = torch.utils.data.DataLoader(Dies(signal.SIGKILL), batch_size=None, num_workers=1)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
-        Run(folder)(torch.utils.data.DataLoader(Killed(), batch_size=None, num_workers=1))
+        run(rows)
 
 
 def get(url: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import pytest
-import requests
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -22,7 +21,7 @@ from healcore.policy import load, to_dict
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import Faults, loop_of, rules, train
-from tests.runtime.faults.local_server import serving
+from tests.runtime.faults.local_server import by_requests, serving
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -245,12 +244,6 @@ def test_a_state_that_a_failed_step_has_donated_cannot_be_saved(tmp_path):
 # -- network --------------------------------------------------------------------------------------
 
 
-def get(url: str) -> int:
-    answer = requests.get(url, timeout=5)
-    answer.raise_for_status()
-    return answer.status_code
-
-
 QUICK = {"base_delay_s": 0.01, "max_delay_s": 0.02}
 
 
@@ -262,7 +255,7 @@ def test_the_call_is_repeated_and_not_the_run(framework, tmp_path):
 
         def upload(healer, number):
             if number == 7:
-                assert healer.retrying(get)(server.url) == 200
+                assert healer.retrying(by_requests)(server.url) == "done"
 
         train(loop, policy, range(12), store=tmp_path, before=upload)
     assert loop.faults.order == list(range(12))
@@ -288,7 +281,7 @@ def test_a_signal_ends_a_wait_and_saves_the_step_that_was_done(tmp_path):
                 loop.step(healer, number)
                 if number == 7:
                     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-                    healer.retrying(get)(url)
+                    healer.retrying(by_requests)(url)
 
     with serving(503) as server, pytest.raises(Terminated) as ended:
         run(server.url)

@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
-from healcore.jax import HealStateError, protect
+from healcore.jax import protect
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events
 from tests.healer.run_options import grouped
@@ -37,14 +37,6 @@ def train(run: Any, policy: Any, numbers: Any, bad: Any = lambda _: False, **opt
         for number in healer.batches(list(numbers)):
             healer.update(run.step(healer.state, batch(number, bad=bad(number))))
     return healer
-
-
-def train_from(mine: Any, run: Any, numbers: Any, bad: int, **options: Any) -> None:
-    """A loop with a variable of its own, which a rollback does not change."""
-    with Healer(RULES, state=run.state, **grouped(options, save_every=5)) as healer:
-        for number in healer.batches(list(numbers)):
-            mine = run.step(mine, batch(number, bad=number == bad))
-            healer.update(mine)
 
 
 def loss_of(state: Any) -> float:
@@ -85,15 +77,6 @@ def test_a_nan_that_stays_in_the_accumulator_is_left_out_with_its_whole_accumula
     assert rollback["onset"] == 11
     assert rollback["batches"] == [[0, number] for number in range(8, 48)]
     assert {each["incident"] for each in events(tmp_path, "alarm")} == {1}
-
-
-def test_a_loop_that_ignores_the_restored_state_is_reported(tmp_path):
-    run = plain(policy=RULES)
-    with pytest.raises(HealStateError, match=r"rollback.* healer\.update\(step\(healer\.state"):
-        train_from(run.state, run, range(40), bad=23, store=tmp_path)
-    assert len(events(tmp_path, "rollback")) == 1
-    (end,) = events(tmp_path, "end")
-    assert end["ending"] == "exception"
 
 
 @pytest.mark.parametrize("kind", [linen, in_place])

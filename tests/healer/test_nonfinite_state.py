@@ -15,7 +15,7 @@ from healcore.runtime.loop.termination import (
     RunStopped,
 )
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
+from tests.healer.training_loops import RULES, Faults, broken_at, loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -176,12 +176,8 @@ def test_a_mask_of_minus_infinity_is_allowed_after_a_restart_too(tmp_path):
         made.model.register_buffer("mask", torch.full((3,), -torch.inf))
         return made
 
-    def stumble(healer, number):
-        if number == 27:
-            raise RuntimeError("power")
-
     with pytest.raises(RuntimeError, match="power"):
-        train(loop(), rules(), range(40), store=tmp_path, before=stumble)
+        train(loop(), rules(), range(40), store=tmp_path, before=broken_at(27))
     assert "model.mask" in events(tmp_path, "problem")[0]["problem"]
     assert events(tmp_path, "good")
     assert train(loop(), rules(), range(40), store=tmp_path)["good"]

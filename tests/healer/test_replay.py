@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.healer.training_loops import Faults, loop_of, rules, same, skip_no_batches, train
 
@@ -26,11 +27,12 @@ def test_a_transient_fault_leaves_no_trace(framework, monkeypatch):
     assert same(hurt.weights(), clean.weights())
 
 
-def test_dropout_and_shuffling_included(monkeypatch):
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_dropout_and_shuffling_included(kind, monkeypatch):
     skip_no_batches(monkeypatch)
 
     def loader() -> Any:
-        return DataLoader(list(range(50)), batch_size=None, shuffle=True)  # type: ignore[arg-type]
+        return kind(list(range(50)), batch_size=None, shuffle=True)
 
     clean = loop_of("torch")
     train(clean, rules(), loader(), epochs=2)

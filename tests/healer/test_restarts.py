@@ -20,7 +20,7 @@ from tests.healer.killed_runs import (
     show_poison,
 )
 from tests.healer.run_directory import events
-from tests.healer.training_loops import Faults, loop_of, rules, same, train
+from tests.healer.training_loops import Faults, broken_at, loop_of, rules, same, train
 
 
 def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
@@ -104,12 +104,8 @@ def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypat
         loop = loop_of("torch", faults)
         return train(loop, rules(), range(50), store=tmp_path, before=before)
 
-    def stumble(healer: Any, number: int) -> None:
-        if number == 27:
-            raise RuntimeError("power")
-
     with pytest.raises(RuntimeError, match="power"):
-        go(stumble)
+        go(broken_at(27))
     go()
     first, second = events(tmp_path, "rollback")
     assert second["checkpoint"] < first["onset"], "the test needs a deep one"
@@ -144,11 +140,7 @@ def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path, m
 
 
 def test_a_restart_whose_data_are_used_up_is_reported(tmp_path):
-    def stumble(healer, number):
-        if healer.step == 27:
-            raise RuntimeError("power")
-
     with pytest.raises(RuntimeError, match="power"):
-        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
+        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=broken_at(27))
     train(loop_of("torch"), rules(), range(20), store=tmp_path)
     assert any("exhausted" in event["problem"] for event in events(tmp_path, "problem"))

@@ -12,7 +12,7 @@ from healcore.runtime.loop.termination import (
 )
 from healcore.runtime.store import StateMismatch
 from tests.healer.run_directory import events, new_process, postmortems
-from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import Faults, broken_at, loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -42,12 +42,8 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypa
 
 
 def test_an_edited_policy_does_not_make_checkpoints_useless(tmp_path):
-    def stumble(healer, number):
-        if number == 12:
-            raise RuntimeError("power")
-
     with pytest.raises(RuntimeError, match="power"):
-        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
+        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=broken_at(12))
     facts = train(loop_of("torch"), "default", range(40), store=tmp_path)
     assert facts["step"] == 40
     assert any("restart their warm-up" in event["problem"] for event in events(tmp_path, "problem"))
@@ -65,13 +61,8 @@ def test_the_values_of_resume(tmp_path):
 
 
 def test_another_model_is_refused_before_anything_is_touched(tmp_path):
-
-    def stumble(healer, number):
-        if number == 12:
-            raise RuntimeError("power")
-
     with pytest.raises(RuntimeError, match="power"):
-        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
+        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=broken_at(12))
     model = torch.nn.Linear(3, 3)
     before = model.weight.detach().clone()
     optimizer = torch.optim.AdamW(model.parameters())

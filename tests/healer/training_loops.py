@@ -254,6 +254,16 @@ def train(
     return facts
 
 
+def broken_at(batch: int) -> Callable[[Healer, int], None]:
+    """A `before` that raises at a batch."""
+
+    def before(healer: Healer, number: int) -> None:
+        if number == batch:
+            raise RuntimeError("power")
+
+    return before
+
+
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     """Whether two states are equal, bit by bit."""
     return len(a) == len(b) and all(

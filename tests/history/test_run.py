@@ -150,15 +150,6 @@ def test_how_a_run_ended(last, state):
     assert [mark.kind for mark in run.marks] == ["end"] * (last[0] == "end")
 
 
-def test_the_newest_known_good_checkpoint_is_that_of_the_store():
-    run = run_of(
-        ("good", 3, {}), ("good", 5, {}), ("rollback", 7, {"checkpoint": 3, "outcome": "done"})
-    )
-    assert run.last_good == 3
-    run.add({**events(START, run="b")[0], "store": "elsewhere"})
-    assert run.last_good is None
-
-
 def test_fields_that_are_not_in_their_shape_are_left_out_and_named():
     wrong = {"checkpoint": "two", "lr_scale": None, "cause": ["OF_A_NEWER_ONE"], "colour": 1}
     run = run_of(("rollback", 6, {**BACK, **wrong}), ("alarm", -1, {"cause": 3}))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import pytest
 from healcore.events import read
 from healcore.runtime.hang_guard import EXIT_STATUS
 from tests import forked_programs
+from tests.events import processes
 from tests.events.sample_events import problems
 from tests.healer.run_directory import events, postmortems
 
@@ -26,15 +24,9 @@ RUNS = [(how, 1) for how in (*ALONE, "slow", "preset", "healthy")] + [*RANKS.ite
 
 def run(root: Path, runs: list[tuple[str, int]]) -> dict[str, int]:
     """The exit status of each process, by how it hangs, number of ranks and rank."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.hanging_run", root, json.dumps(runs)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-        check=True,
-    )
+    program = "-m", "tests.runtime.hanging_run", root, json.dumps(runs)
+    done = processes.run(*program, seconds=BOUND_S)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 

@@ -33,6 +33,7 @@ def test_damage_that_lasts_is_found_after_twenty_comparisons(alarm):
     assert verdict.evidence >= 1e4
     assert verdict.rise > 1
     assert verdict.rise_remembered > 1
+    assert run.dominance.unusual(verdict) == []
 
 
 @pytest.mark.parametrize(
@@ -69,19 +70,17 @@ def test_other_data_that_are_harder_for_any_weights_are_no_evidence():
     assert run.until_verdict(200, weight=3.0, alarm=True) is None
 
 
-def test_weights_that_only_forget_the_batch_of_the_step_are_no_evidence():
-    """The earlier weights are better on the batch of the step, and not on an earlier one."""
-
-    def loss(weight: float, batch: int) -> float:
-        return weight if batch >= 250 else -weight
-
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda weight, batch: weight if batch >= 250 else -weight,
+        lambda weight, batch: weight,
+        lambda weight, batch: noisy(weight, batch) if batch < 250 else math.nan,
+    ],
+    ids=["earlier weights are worse on an earlier batch", "same data", "NaN with both"],
+)
+def test_a_loss_that_shows_nothing_about_the_weights_is_no_evidence(loss):
     run = Run(loss)
-    healthy(run, 250)
-    assert damaged(run) is None
-
-
-def test_the_same_data_in_every_step_are_no_evidence():
-    run = Run(lambda weight, batch: weight)
     healthy(run, 250)
     assert damaged(run) is None
     assert not run.dominance.suspects
@@ -101,14 +100,6 @@ def test_batches_and_norms_at_the_onset_that_are_unusual():
         norm = 4.0 if run.step == 255 else 2.0
         verdict = run.take(run.step, weight=level, alarm=True, norm=norm)
     assert run.dominance.unusual(verdict) == [250, 251, 252, 255]
-
-
-def test_trouble_without_anything_unusual_at_the_onset():
-    run = Run(noisy)
-    healthy(run, 250)
-    verdict = damaged(run)
-    assert verdict is not None
-    assert run.dominance.unusual(verdict) == []
 
 
 def test_the_rates_of_the_trouble_are_reported():
@@ -174,13 +165,6 @@ def test_a_loss_that_is_nan_with_the_current_weights_alone_counts():
     assert damaged(run, by=100.0) is not None
 
 
-def test_a_batch_that_is_nan_with_both_shows_nothing():
-    run = Run(lambda weight, batch: noisy(weight, batch) if batch < 250 else math.nan)
-    healthy(run, 250)
-    assert damaged(run) is None
-    assert not run.dominance.suspects
-
-
 def test_a_sampled_batch_that_is_nan_with_both_is_no_evidence_against_damage():
     run = Run(lambda weight, batch: math.nan if batch % 4 == 0 else noisy(weight, batch))
     healthy(run, 250)
@@ -204,18 +188,15 @@ def test_at_most_three_anchors_the_lowest_mean_loss_and_the_last_two_checkpoints
 
 
 def test_an_anchor_is_compared_once_it_is_a_save_interval_old():
+    """At the start half of the run is old enough, and eight steps at least."""
     run = Run(noisy)
+    assert run.dominance._eligible_anchors(7) == []
+    assert [each.step for each in run.dominance._eligible_anchors(8)] == [0]
     healthy(run, 250)
     assert [each.step for each in run.dominance._eligible_anchors(150)] == [0]
     assert [each.step for each in run.dominance._eligible_anchors(200)] == [100]
     assert [each.step for each in run.dominance._eligible_anchors(299)] == [100]
     assert [each.step for each in run.dominance._eligible_anchors(300)] == [200]
-
-
-def test_at_the_start_half_of_the_run_is_old_enough_and_eight_steps_at_least():
-    run = Run(noisy)
-    assert run.dominance._eligible_anchors(7) == []
-    assert [each.step for each in run.dominance._eligible_anchors(8)] == [0]
 
 
 def test_suspect_weights_are_no_anchor():

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
+import requests
+
 
 class Server:
     """Answers with its `statuses` one after another, the last one for ever.
@@ -56,6 +59,16 @@ class Server:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def by_requests(url: str) -> str:
+    requests.get(url, timeout=5).raise_for_status()
+    return "done"
+
+
+def by_httpx(url: str) -> str:
+    httpx.get(url, timeout=5).raise_for_status()
+    return "done"
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import HashStore
 
 from healcore import classify
 from healcore.core.verdict import Cause
-from tests.runtime.faults.local_server import serving
+from tests.runtime.faults.local_server import by_httpx, by_requests, serving
 
 
 def error_of(action, *arguments, **options) -> BaseException:
@@ -68,19 +68,11 @@ def while_handling(inner: BaseException, outer: BaseException) -> BaseException:
 # -- HTTP -----------------------------------------------------------------------------------------
 
 
-def by_requests(url):
-    requests.get(url, timeout=5).raise_for_status()
-
-
-def by_httpx(url):
-    httpx.get(url, timeout=5).raise_for_status()
-
-
 def by_urllib(url):
     urllib.request.urlopen(url, timeout=5).close()
 
 
-def by_hub(url):
+def by_models_of_hub(url):
     huggingface_hub.HfApi(endpoint=url).model_info("somebody/model")
 
 
@@ -104,7 +96,7 @@ CLIENTS = [
     by_requests,
     by_httpx,
     by_urllib,
-    by_hub,
+    by_models_of_hub,
     pytest.param(by_aiohttp, marks=needs("aiohttp")),
 ]
 
@@ -144,7 +136,7 @@ def test_a_timeout(client):
     assert (fault.cause, fault.transient) == (Cause.NETWORK, True)
 
 
-@pytest.mark.parametrize("client", [by_requests, by_httpx, by_urllib, by_hub])
+@pytest.mark.parametrize("client", [by_requests, by_httpx, by_urllib, by_models_of_hub])
 @pytest.mark.parametrize(
     ("headers", "seconds"),
     [

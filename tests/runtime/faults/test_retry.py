@@ -6,7 +6,6 @@ import logging
 import time
 from functools import partial
 
-import httpx
 import huggingface_hub
 import pytest
 import requests
@@ -18,7 +17,7 @@ from healcore.policy import load
 from healcore.policy.recovery import Retry
 from healcore.runtime.faults import retry
 from healcore.runtime.faults.retry import Attempt, Retries, repeated
-from tests.runtime.faults.local_server import serving
+from tests.runtime.faults.local_server import by_httpx, by_requests, serving
 
 RETRY = Retry(base_delay_s=1.0, factor=2.0, max_delay_s=5.0, jitter=0.0, attempts=5)
 
@@ -42,17 +41,7 @@ def record():
     return Record()
 
 
-def by_requests(url):
-    requests.get(url, timeout=5).raise_for_status()
-    return "done"
-
-
-def by_httpx(url):
-    httpx.get(url, timeout=5).raise_for_status()
-    return "done"
-
-
-def by_hub(url):
+def by_hub(url: str) -> str:
     huggingface_hub.HfApi(endpoint=url).whoami(token="x")
     return "done"
 

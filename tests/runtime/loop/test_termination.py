@@ -11,13 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
-from healcore import Checkpoints
-from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import REPEATED_S
+from healcore.runtime.loop.termination import REPEATED_S, Terminated
 from tests.forked_programs import ForkedProgram
 from tests.healer.run_directory import events, postmortems
+from tests.healer.test_endings import accumulating_torch_loop
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 
 
@@ -92,8 +90,6 @@ def test_a_later_sigterm_ends_the_process_at_once(tmp_path):
 
 
 def test_sigterm_in_an_incident_saves_too(tmp_path):
-    from healcore.runtime.loop.termination import Terminated
-
     def ask(healer, number):
         if number == 24:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -104,26 +100,6 @@ def test_sigterm_in_an_incident_saves_too(tmp_path):
 
 
 def test_sigterm_in_an_accumulation_goes_on_to_its_end(tmp_path):
-    from healcore.runtime.loop.termination import Terminated
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = {"model": model, "optimizer": optimizer}
-
-    def loop():
-        with Healer(
-            SKIPS, state=state, store=tmp_path, checkpoints=Checkpoints(every=50)
-        ) as healer:
-            for number in healer.batches(range(40)):
-                loss = model(torch.randn(8, 4)).square().mean()
-                healer.observe(loss)
-                loss.backward()
-                if number == 9:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                if number % 4 == 3:
-                    optimizer.step()
-                    optimizer.zero_grad()
-
     with pytest.raises(Terminated):
-        loop()
+        accumulating_torch_loop(tmp_path, batches=40, terminated_at=9)
     assert events(tmp_path, "save")[-1]["step"] == 3, "the third step ends with batch 11"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,18 +22,9 @@ KILLS = [
 CLUTTER = 100
 
 
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """In memory if possible: a kill has the same effect on all file systems, and syncs are slow."""
-    memory = Path("/dev/shm")
-    at = memory if os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="healcore-killed-", dir=at) as folder:
-        yield Path(folder)
-
-
 @pytest.mark.parametrize(("rounds", "stores"), KILLS)
-def test_killed_many_times(rounds, stores, root):
-    done = run("tests.runtime.store.killed_program", rounds, root, *stores)
+def test_killed_many_times(rounds, stores, in_memory):
+    done = run("tests.runtime.store.killed_program", rounds, in_memory, *stores)
     assert done.returncode == 0, done.stderr[-3000:]
     counted = [json.loads(line) for line in done.stdout.splitlines()]
     assert [counts["store"] for counts in counted] == list(stores)
@@ -46,9 +35,9 @@ def test_killed_many_times(rounds, stores, root):
     assert sum(counts["saves"] + counts["rollbacks"] for counts in counted) > 0
 
 
-def test_killed_while_deleting(root):
+def test_killed_while_deleting(in_memory):
     """Killed in the middle of a deletion: of many files only some are gone."""
-    store = store_cases.DCP.make(root)
+    store = store_cases.DCP.make(in_memory)
     for step in (1, 2):
         store.save(step, store_cases.torch_state(step))
         store.wait()
@@ -56,13 +45,13 @@ def test_killed_while_deleting(root):
     folder = Path(store.steps()[1].path or "")
     for number in range(CLUTTER):
         (folder / "data" / f"clutter{number}").touch()
-    before = files(root)
+    before = files(in_memory)
     program = "tests.runtime.store.disk_faults_program"
-    done = run(program, "killed_while_deleting", "dcp", root, CLUTTER // 2)
+    done = run(program, "killed_while_deleting", "dcp", in_memory, CLUTTER // 2)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert before - CLUTTER < files(root) < before
-    store = store_cases.DCP.make(root)
-    assert len(sweep(root)) == 1
+    assert before - CLUTTER < files(in_memory) < before
+    store = store_cases.DCP.make(in_memory)
+    assert len(sweep(in_memory)) == 1
     assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "good")]
     assert store.damaged() == []
     store.verify(1)
