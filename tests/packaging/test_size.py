@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 44719),
-    "tests": (("tests",), 49837),
+    "product": (("healcore", "adapters"), 41354),
+    "tests": (("tests",), 47780),
     "benchmarks": (("benchmarks",), 8993),
 }
 """Part -> its folders, and the most lines."""
