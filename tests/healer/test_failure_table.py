@@ -144,7 +144,7 @@ def data_error(folder: Path) -> None:
 
 def worker_killed(folder: Path) -> None:
     run = Run(folder)
-    run.loss_of = lambda batch: Run.loss_of(run, Step(float(batch)))
+    run.loss_of = lambda batch: Run.loss_of(run, Step(float(batch)))  # pyright: ignore
     rows = torch.utils.data.DataLoader(Dies(signal.SIGKILL), batch_size=None, num_workers=1)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         run(rows)

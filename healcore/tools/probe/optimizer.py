@@ -83,7 +83,7 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
 
 
-# -- facts ------------------------------------------------------------------------------------------
+# -- facts -----------------------------------------------------------------------------------------
 
 
 def _training(tree: Tree) -> dict[str, Any]:
