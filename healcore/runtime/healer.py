@@ -241,7 +241,7 @@ class Healer(Generic[State]):
                 optimizer.zero_grad()
 
         For loops that read their own batches. After a rollback the numbers continue from the
-        checkpoint. The Healer does not rewind `data`: after a restart a new generator begins anew.
+        checkpoint. The Healer does not rewind `data`: a new process begins with its first batch.
 
         Raises:
             IncompleteRun: 1,000 iterations in a row took no step; a SystemExit of status 1.

@@ -60,7 +60,7 @@ def goes_on(root: Path, before: bytes) -> bytes:
 
 
 def whole(root: Path, clean: Path) -> None:
-    """At the end: no rollback but those of the run that was not killed, and every death explained.
+    """At the end: only rollbacks of the run that was not killed, and each death has its cause.
 
     A kill between the commit of a rollback and its event loses the event.
     """

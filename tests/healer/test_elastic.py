@@ -3,51 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": str(REPOSITORY),
-    "OMP_NUM_THREADS": "1",
-    # Restarts fail without it: https://github.com/pytorch/pytorch/issues/167288
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
+from tests.events.processes import run
 
 
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """In memory if possible: a kill has the same effect on all file systems, and syncs are slow."""
-    memory = Path("/dev/shm")
-    at = memory if os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="healcore-elastic-", dir=at) as folder:
-        yield Path(folder)
-
-
-def run(*command: object, seconds: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+@pytest.fixture(autouse=True)
+def restarts_do_not_fail(monkeypatch):
+    """See https://github.com/pytorch/pytorch/issues/167288."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.stress)])
-def test_a_rank_is_killed_again_and_again(kills, root):
-    done = run("tests.healer.elastic_runs", root, "DDP,FSDP2", kills, seconds=600 + 60 * kills)
+def test_a_rank_is_killed_again_and_again(kills, in_memory):
+    done = run(
+        "-m", "tests.healer.elastic_runs", in_memory, "DDP,FSDP2", kills, seconds=600 + 60 * kills
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     *of_kinds, sharded, replicated, refused = map(json.loads, done.stdout.splitlines())
     assert len(of_kinds) == 2
@@ -67,12 +42,12 @@ def torchrun(kind: str, root: Path, *, restarts: int, kills: int, seed: int) -> 
     """Two ranks under torchrun; all the starts together."""
     options = "--standalone", "--nproc-per-node", 2, "--max-restarts", restarts
     program = "-m", "tests.healer.elastic_rank", kind, root, kills, seed
-    return run("torch.distributed.run", *options, *program, seconds=600 + 60 * kills)
+    return run("-m", "torch.distributed.run", *options, *program, seconds=600 + 60 * kills)
 
 
-def test_torchrun_restarts_a_killed_rank_and_ends_when_it_may_no_more(root):
-    done = torchrun("DDP", root, restarts=1, kills=2, seed=3)
+def test_torchrun_restarts_a_killed_rank_and_ends_when_it_may_no_more(in_memory):
+    done = torchrun("DDP", in_memory, restarts=1, kills=2, seed=3)
     assert done.returncode == 1, done.stderr[-3000:]
     assert done.stderr.count("failed (exitcode: -9)") == 2
     assert "healcore: resumes from the checkpoint" in done.stderr
-    assert list((root / "store").glob("step-*/manifest.json"))
+    assert list((in_memory / "store").glob("step-*/manifest.json"))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from healcore.events import read
+from tests.events.processes import run
 from tests.healer.ending_ranks import AT, CASES, EVERY, GRACE, RAISES, TIMEOUT, WORLD
 from tests.healer.run_directory import postmortems
 
@@ -27,15 +25,7 @@ class Ranks:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.healer.ending_ranks", root],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=3600,
-            check=False,
-        )
+        done = run("-m", "tests.healer.ending_ranks", root, seconds=3600)
         assert done.returncode == 0, done.stderr[-3000:]
         self.of: dict[str, dict[str, Any]] = dict(map(json.loads, done.stdout.splitlines()))
 

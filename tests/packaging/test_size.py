@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
     "product": (("healcore", "adapters"), 41499),
-    "tests": (("tests",), 47780),
+    "tests": (("tests",), 47722),
     "benchmarks": (("benchmarks",), 8993),
 }
 """Part -> its folders, and the most lines."""

@@ -6,7 +6,7 @@ lasts for at most `patience` steps. Then the current level becomes the best leve
 rise is a new alarm.
 
 The noise of a positive loss is often proportional to its level, so it rises with the loss. Where
-noise is small beside the trend, the relative rise is compared with the relative noise:
+noise is small compared with the trend, the relative rise is compared with the relative noise:
 (trend - best) / best with noise / trend. A logarithm would do the same, but its last bits differ
 between NumPy, XLA and torch.
 """

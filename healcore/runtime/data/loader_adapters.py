@@ -60,7 +60,7 @@ class LoaderAdapter:
     def state(self, *, ended: bool) -> Any:
         """The state after the batch that was read last, or after the epoch that has `ended`.
 
-        None if the state is that of any epoch's beginning.
+        None at the beginning of an epoch, if no state depends on the epoch.
         """
         del ended
 

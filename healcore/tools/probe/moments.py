@@ -21,7 +21,7 @@ _BETA2 = 0.999
 
 
 class Tree:
-    """The contents of a checkpoint by path, and the weights in files beside an optimizer's file."""
+    """The contents of a checkpoint by path, and the weights in files next to an optimizer's."""
 
     def __init__(self, contents: Contents, weights: Sequence[Contents] = ()) -> None:
         self.values: Mapping[Keys, Any] = contents.leaves

@@ -1,4 +1,4 @@
-"""`healcore sweep`: variants, and their counts, which are those of `healcore replay`."""
+"""`healcore sweep`: variants have the counts of `healcore replay`."""
 
 from __future__ import annotations
 

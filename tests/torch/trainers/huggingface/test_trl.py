@@ -41,7 +41,7 @@ def test_the_loss_that_is_judged_is_the_steps(tmp_path: Path, kind: str):
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "cpo"])
 def test_a_nan_step_is_skipped(tmp_path: Path, kind: str):
-    """Of which the output is NaN, as that of a fully masked row is."""
+    """The output is NaN, as of a fully masked row."""
     hooks: list[Any] = []
 
     def poison(state: Any, *, model: Any, **_: Any) -> None:
