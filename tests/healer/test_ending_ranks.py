@@ -49,7 +49,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 def test_the_job_ends_and_the_next_run_is_as_if_nothing_had_happened(case: str, ranks: Ranks):
     found = ranks.of[case]
     if case == "terminated":
-        assert found["statuses"] == [128 + signal.SIGTERM] * WORLD
+        # The launcher's SIGTERM may reach the other ranks behind the end of their runs.
+        assert found["statuses"][1] == 128 + signal.SIGTERM
+        assert {*found["statuses"]} <= {128 + signal.SIGTERM, -signal.SIGTERM}
     elif case in ("killed", "hangs", "stopped"):
         assert found["statuses"][1] == -signal.SIGKILL
     assert {found["statuses"][0], found["statuses"][2]} <= ENDED
