@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from healcore.core.printable import clean
@@ -115,3 +116,8 @@ def _print(line: str) -> None:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Formats a number with its noun: "1 batch", "2,000 batches"."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Formats names: "loss, norm and step"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -1,35 +1,150 @@
-"""Writes events to the events file, and reads events from a file that may have damaged lines.
+"""Appends events as JSON lines, and reads events from a file that may have damaged lines.
 
+Other processes may append to the same file or rotate it. A killed process may leave a torn line.
 A disk failure loses events but does not stop the training.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
+import math
 import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator, Mapping, Set
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from healcore import console, regular_file
-from healcore.events import json_lines
 from healcore.events.process import current_process, environment
 
 SCHEMA = 2
 """Version of the format. Changed or removed fields need a new version, added fields do not."""
+MAX_LINE_BYTES = 1 << 24
+"""Length limit of a line. Readers treat a longer line as damaged and do not buffer it."""
 
-Event = dict[str, Any]
-
+_BLOCK_BYTES = 1 << 16
+_MAX_CHARACTERS = 10_000
+"""Length limit of a string. Exception messages may contain whole tensors."""
 _DURABLE = frozenset({"start", "incident", "rollback", "stop", "end"})
 """Kinds for which the log waits for the disk, so that a power cut cannot lose the event.
 
 A kill loses no event: the kernel has the line when `write` returns. A power cut loses lines that
 the kernel has not yet written to the disk (on Linux about 30 s). Alarms are too many to wait for.
 """
+
+Event = dict[str, Any]
+
+
+# -- lines ----------------------------------------------------------------------------------------
+
+
+def to_json(value: Any) -> Any:
+    """Converts a value to types that `json` can encode.
+
+    Flags become lists of names, NamedTuples and dataclasses become objects, and 0-d arrays become
+    numbers. NaN and Inf become strings that `float` reads, because null means "unknown". Values of
+    other types become strings too.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, enum.Flag):
+        return [flag.name for flag in type(value) if flag.name and flag in value]
+    if isinstance(value, enum.Enum):
+        return to_json(value.value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        as_dict = getattr(value, "_asdict", None)
+        return [to_json(item) for item in value] if as_dict is None else to_json(as_dict())
+    if (fields := getattr(type(value), "__dataclass_fields__", None)) is not None:
+        return {name: to_json(getattr(value, name)) for name in fields}
+    if isinstance(value, Set):
+        return sorted((to_json(item) for item in value), key=repr)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # NumPy, torch, JAX
+        return to_json(value.item())
+    if isinstance(value, BaseException):
+        text = f"{type(value).__name__}: {value}"
+    else:
+        text = str(value) if isinstance(value, str | os.PathLike) else repr(value)
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    return f"{text[:_MAX_CHARACTERS]} ... ({len(text)} characters)"
+
+
+def _encode_value(value: Any) -> str:
+    try:
+        return json.dumps(to_json(value), allow_nan=False, separators=(",", ":"))
+    # `item` and `__repr__` of a value are the user's code, which may raise any exception.
+    except Exception as error:
+        return json.dumps(f"(could not be written: {type(error).__name__})")
+
+
+def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: bool = True) -> None:
+    """Appends whole lines in one call, so that O_APPEND keeps them together.
+
+    Opens the file for each call, so a rotated or forked file needs no care.
+
+    Args:
+        path: the file. It is created with its directory.
+        lines: whole lines.
+        durable: whether to wait until the disk has the lines.
+        follow_links: whether `path` may be a symbolic link. False for paths that healcore chose,
+            because another user may have created the link.
+
+    Raises:
+        OSError: the lines could not be written, or only in part.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # O_RDWR and O_NONBLOCK: a pipe without a reader does not block.
+    names = ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK", *(() if follow_links else ("O_NOFOLLOW",)))
+    flags = os.O_APPEND | os.O_CREAT | os.O_RDWR
+    for name in names:
+        flags |= getattr(os, name, 0)
+    handle = os.open(path, flags, 0o666)
+    try:
+        if os.fstat(handle).st_size:  # 0 for a pipe too
+            os.lseek(handle, -1, os.SEEK_END)  # O_APPEND ignores the position
+            # A newline ends a torn line. Truncating the file could remove another writer's lines.
+            lines = lines if os.read(handle, 1) == b"\n" else b"\n" + lines
+        written = os.write(handle, lines)
+        if written < len(lines):  # the disk is full
+            raise OSError(f"only {written} of {len(lines)} bytes could be written")
+        if durable:
+            with contextlib.suppress(OSError):  # a pipe or a terminal cannot be synced
+                os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | str:
+    """Returns the JSON object in a line, or the reason why the line has none."""
+    if len(line) > MAX_LINE_BYTES:
+        return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
+    try:
+        parsed = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({type(error).__name__}), {len(line)} bytes"
+    return parsed if isinstance(parsed, dict) else f"not a JSON object but {type(parsed).__name__}"
+
+
+def iter_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Iterates over the lines of a file, each cut to `MAX_LINE_BYTES` + 1 bytes."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(_BLOCK_BYTES)
+            line = line[:-1] + b"\n" if rest else line
+        yield line
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -44,7 +159,7 @@ class Log:
     Args:
         path: events file, or None to write nothing.
         run: id of this process, or None for a new id.
-        follow_links: as in `json_lines.append`.
+        follow_links: as in `append`.
 
     Attributes:
         seq: number of the next event, from 0.
@@ -59,11 +174,9 @@ class Log:
         follow_links: bool = True,
     ) -> None:
         self.path = None if path is None else Path(path)
-        self.run = run or _new_run_id()
+        self.run = run or f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
         self.follow_links = follow_links
-        self.seq = 0
-        self.lost = 0
-        self._reported = 0
+        self.seq = self.lost = self._reported = 0
         # Re-entrant, because a signal handler may write while it interrupts a `write`.
         self._lock = threading.RLock()
 
@@ -80,30 +193,28 @@ class Log:
             if self.path is not None:
                 durable, links = kind in _DURABLE, self.follow_links
                 try:
-                    json_lines.append(self.path, line, durable=durable, follow_links=links)
+                    append(self.path, line, durable=durable, follow_links=links)
                     self._reported = lost
                 except Exception as error:
                     self._count_lost(error)
             return json.loads(line)
 
     def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
-        present = {name: value for name, value in fields.items() if value is not None}
+        """The event as a JSON object with a final newline.
+
+        The line is ASCII, so that a torn line does not end inside a character. If a field cannot be
+        encoded, the line has a string with the type of the error instead.
+        """
+        fields = {name: value for name, value in fields.items() if value is not None}
         if kind == "start":
-            present = {**current_process()._asdict(), "environment": environment(), **present}
+            fields = {**current_process()._asdict(), "environment": environment(), **fields}
         if self.lost > self._reported:
-            present["lost"] = self.lost - self._reported
-        return json_lines.encode(
-            {
-                "schema": SCHEMA,
-                "seq": seq,
-                "run": self.run,
-                "time": now(),
-                "mono": round(time.monotonic(), 6),
-                "kind": kind,
-                "step": step,
-                **present,
-            }
-        )
+            fields["lost"] = self.lost - self._reported
+        head = {"schema": SCHEMA, "seq": seq, "run": self.run, "time": now()}
+        head |= {"mono": round(time.monotonic(), 6), "kind": kind, "step": step}
+        fields = head | fields
+        pairs = (f"{json.dumps(name)}:{_encode_value(value)}" for name, value in fields.items())
+        return f"{{{','.join(pairs)}}}\n".encode("ascii")
 
     def _count_lost(self, error: Exception) -> None:
         self.lost += 1
@@ -111,10 +222,6 @@ class Log:
             why = f"{self.path} ({type(error).__name__}: {error})"
             with contextlib.suppress(Exception):  # from the user's logging handlers
                 console.warning(f"events are being lost, training continues: {why}")
-
-
-def _new_run_id() -> str:
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
 
 
 def now() -> str:
@@ -155,13 +262,13 @@ def read(path: str | os.PathLike[str]) -> History:
     events: list[Event] = []
     problems: list[LineProblem] = []
     with open(path, "rb", opener=regular_file.opener) as file:
-        for number, line in enumerate(json_lines.iter_lines(file), start=1):
+        for number, line in enumerate(iter_lines(file), start=1):
             if not line.strip():  # two writers added a newline to the same torn line
                 continue
             event = parse(line)
             if isinstance(event, str):
-                torn = not line.endswith(b"\n")
-                problems.append(LineProblem(number, f"torn: {event}" if torn else event))
+                torn = "" if line.endswith(b"\n") else "torn: "
+                problems.append(LineProblem(number, f"{torn}{event}"))
                 continue
             if event["schema"] > SCHEMA:
                 text = f"schema {event['schema']} needs a newer healcore"
@@ -172,7 +279,7 @@ def read(path: str | os.PathLike[str]) -> History:
 
 def parse(line: bytes) -> Event | str:
     """Returns the event in a line, or the reason why the line is not an event."""
-    event = json_lines.parse(line)
+    event = parse_line(line)
     if isinstance(event, str):
         return event
     for name in ("schema", "seq"):

@@ -17,7 +17,7 @@ from typing import Any
 from healcore import console
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
-from healcore.events import json_lines
+from healcore.events.log import append, to_json
 
 SCHEMA = 1
 
@@ -52,7 +52,7 @@ class Metrics:
         thinned: after 50,000 steps write only every second step, after 100,000 every fourth, and so
             on, and all steps with an alarm. A line for several steps has the field `every`. The
             file grows by about 8 MB each time the run gets twice as long.
-        follow_links: as in `json_lines.append`.
+        follow_links: as in `log.append`.
         tracked: `write` returns the fields of every step, for the run's trackers.
     """
 
@@ -72,26 +72,26 @@ class Metrics:
         self._lines: list[str] = []
         self._flushed = time.monotonic()
         self._last_steps: dict[str, int] = {}  # engine -> newest step
-        self._logged: dict[str, set[str]] = {}  # engine -> received signals
+        self._logged: set[tuple[str, str]] = set()  # engine and received signal
 
     def write(self, step: int, record: StepRecord, *, several: bool) -> dict[str, Any] | None:
         """Adds a line for a step of one engine, with its name if the run has `several` engines.
 
         Returns the fields of the line. Returns None for a step without a line, except if `tracked`.
         """
-        if not record.judged:
-            return None
         every = 1
         if self._thinned and not record.cause:
             every <<= (step // _UNTHINNED).bit_length()
-        unwritten = self._path is None or step % every != 0
-        if unwritten and not self._tracked:
+        written = self._path is not None and step % every == 0
+        if not record.judged or not (written or self._tracked):
             return None
         try:
             fields = self._fields(record, several)
-            if unwritten:
-                return fields
-            self._lines.append(self._line(step, fields, every))
+            if written:
+                head = {"schema": SCHEMA, "kind": "step", "run": self.run}
+                head |= {"time": round(time.time(), 3), "step": step}
+                line = head | ({"every": every} if every > 1 else {}) | fields
+                self._lines.append(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n")
         except Exception:  # from converting a value of the driver; the training continues
             self.lost += 1
             fields = None
@@ -109,9 +109,8 @@ class Metrics:
         if self._path is None or not self._lines:
             return
         lines, self._lines = self._lines, []
-        data = "".join(lines).encode("ascii")
         try:
-            json_lines.append(self._path, data, follow_links=self._follow_links)
+            append(self._path, "".join(lines).encode("ascii"), follow_links=self._follow_links)
         except Exception as error:
             if not self.lost:
                 why = f"{self._path} ({error})"
@@ -119,19 +118,13 @@ class Metrics:
                     console.warning(f"metrics are being lost, training continues: {why}")
             self.lost += len(lines)
 
-    def _line(self, step: int, fields: dict[str, Any], every: int) -> str:
-        head = {"schema": SCHEMA, "kind": "step", "run": self.run, "time": round(time.time(), 3)}
-        thinned = {"every": every} if every > 1 else {}
-        line = {**head, "step": step, **thinned, **fields}
-        return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
-
     def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {"engine": record.engine} if several else {}
         # If a GradScaler skips the update, the engine does not judge it and has old signals.
         if self._last_steps.get(record.engine) != record.step:
             fields |= self._signals(record)
         self._last_steps[record.engine] = record.step
-        fields |= {name: _number(getattr(record, name)) for name in _NUMBERS}
+        fields |= {name: to_json(float(getattr(record, name))) for name in _NUMBERS}
         flags = {"cause": names(record.cause), "action": names(record.action)}
         return fields | {"skip": record.skip, **flags}
 
@@ -141,19 +134,13 @@ class Metrics:
         The engine starts with zeros, so a signal that has always been 0 is missing. After a
         non-finite signal the record has an earlier, finite value; "nan" replaces this value.
         """
-        logged = self._logged.setdefault(record.engine, set())
         signals: dict[str, Any] = {}
         for name, value, nonfinite in (
             ("loss", record.loss, Cause.NONFINITE_LOSS),
             ("grad_norm", record.grad_norm, Cause.NONFINITE_GRAD),
         ):
             if value != 0 or record.cause & nonfinite:
-                logged.add(name)
-            if name in logged:
-                signals[name] = "nan" if record.cause & nonfinite else _number(value)
+                self._logged.add((record.engine, name))
+            if (record.engine, name) in self._logged:
+                signals[name] = "nan" if record.cause & nonfinite else to_json(float(value))
         return signals
-
-
-def _number(value: Any) -> float | str:
-    number = float(value)
-    return number if abs(number) < float("inf") else str(number)

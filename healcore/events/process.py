@@ -1,4 +1,4 @@
-"""Identifies processes, checks whether they still run, and lists the installed versions."""
+"""Identifies processes, checks whether they still run, and resets objects in forked children."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import functools
 import os
 import platform
 import socket
+import weakref
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import healcore
 
@@ -30,36 +31,28 @@ class Process(NamedTuple):
     """Start time in clock ticks since the boot, or None. Distinguishes reused values of `pid`."""
 
     def gone(self) -> bool | None:
-        """Whether the process has ended, or None if unknown, for example on another host."""
+        """Whether the process has ended or is a zombie, or None if unknown, as on another host."""
         current = current_process()
         if self.host != current.host:
             return None
         if self.boot != current.boot:
             return True
-        gone = pid_gone(self.pid)
-        if gone is not False:
-            return gone
-        born = _state_and_start(self.pid)[1]
-        return None not in (born, self.born) and born != self.born
+        if os.name != "posix":  # on Windows `os.kill(pid, 0)` is Ctrl-C
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):
+            pass
+        state, born = _state_and_start(self.pid)
+        return state == "Z" or (None not in (born, self.born) and born != self.born)
 
 
 def current_process() -> Process:
     """Returns the identity of the calling process."""
     pid = os.getpid()
     return Process(socket.gethostname(), pid, _boot_id(), _state_and_start(pid)[1])
-
-
-def pid_gone(pid: int) -> bool | None:
-    """Whether the process has ended, including a zombie, or None if unknown."""
-    if os.name != "posix":  # on Windows `os.kill(pid, 0)` is Ctrl-C
-        return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, OverflowError):
-        pass
-    return _state_and_start(pid)[0] == "Z"  # a zombie
 
 
 @functools.cache
@@ -80,20 +73,39 @@ def _state_and_start(pid: int) -> tuple[str | None, int | None]:
         return None, None
 
 
+@functools.cache
 def environment() -> dict[str, str]:
     """Returns name -> version of healcore, Python, the system and the installed frameworks."""
-    return {
-        "healcore": healcore.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        **_package_versions(),
-    }
-
-
-@functools.cache
-def _package_versions() -> dict[str, str]:
-    versions = {}
+    versions = {"healcore": healcore.__version__, "python": platform.python_version()}
+    versions["platform"] = platform.platform()
     for name in _PACKAGES.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
+
+
+# -- forked children ------------------------------------------------------------------------------
+
+
+class ForkAware(Protocol):
+    """An object that has threads or locks.
+
+    A forked child inherits locks but not the threads that hold them. Data loaders fork their
+    workers while a save is in progress: without a reset, a worker would wait forever for the save.
+    """
+
+    def forked(self) -> None:
+        """Replaces threads and locks. Called in the child before any other code."""
+        ...
+
+
+_watched: weakref.WeakSet[ForkAware] = weakref.WeakSet()
+
+
+def watch_forks(target: ForkAware) -> None:
+    """Calls `target.forked` in each later forked child, without keeping `target` alive."""
+    _watched.add(target)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: [target.forked() for target in list(_watched)])

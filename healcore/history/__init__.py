@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from healcore.history.curves import Curves
 from healcore.history.incident import Counts, Incident, IncidentOutcome, Mode
-from healcore.history.run import Run, runs_of
+from healcore.history.run import Run, RunState, runs_of
 
-__all__ = ["Counts", "Curves", "Incident", "IncidentOutcome", "Mode", "Run", "runs_of"]
+__all__ = ["Counts", "Curves", "Incident", "IncidentOutcome", "Mode", "Run", "RunState", "runs_of"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore import regular_file
-from healcore.events import json_lines
+from healcore.events.log import iter_lines, parse_line
 from healcore.events.models import NONFINITE
 
 _MAX_ROWS = 9000  # at least 450 bins with all extremes
@@ -110,7 +110,7 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
     rows, damage = array("d"), list[str]()
     engine, last, attempt = None, ("", 0), -1
     with open(path, "rb", opener=regular_file.opener) as file:
-        for number, text in enumerate(json_lines.iter_lines(file), start=1):
+        for number, text in enumerate(iter_lines(file), start=1):
             if not text.strip():
                 continue
             line = parse_metrics(text)
@@ -132,7 +132,7 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
 
 def parse_metrics(line: bytes) -> dict[str, Any] | str:
     """Returns the object in a metrics line, or the reason why the line is not a metrics line."""
-    parsed = json_lines.parse(line)
+    parsed = parse_line(line)
     if isinstance(parsed, str):
         return parsed
     if parsed.get("kind") != "step":

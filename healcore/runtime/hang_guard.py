@@ -18,7 +18,7 @@ from healcore.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
-from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes
+from healcore.runtime.postmortem.postmortem import RankNote, RankNotes
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.core.verdict import Cause, names
-from healcore.events import json_lines
+from healcore.events.log import to_json
 from healcore.events.models import Ending
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.incidents.rollback import Rollback
@@ -92,7 +92,7 @@ class HealingReport:
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of plain values for `json.dumps`; incidents, rollbacks and reports are dicts."""
-        return json_lines.to_json(self)
+        return to_json(self)
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)

@@ -30,8 +30,7 @@ from healcore.events.models import EventRecord
 from healcore.extras import require
 from healcore.tools import terminal
 from healcore.tools.report import page
-from healcore.tools.report.run_report import RunReport
-from healcore.tools.report.runs import read_reports
+from healcore.tools.report.run_report import RunReport, read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}
 PROBATION = 20

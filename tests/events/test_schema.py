@@ -14,7 +14,7 @@ import pytest
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Action, Cause, Decision
 from healcore.events import Log, read
-from healcore.events.json_lines import to_json
+from healcore.events.log import to_json
 from healcore.events.models import EventRecord, validate
 from healcore.events.schema import ENVELOPE, KINDS, sentence
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext

@@ -10,7 +10,7 @@ import torch
 from healcore import Checkpoints, Healer, Logging
 from healcore.events import read
 from healcore.events.models import validate
-from healcore.runtime.postmortem.sentences import sentence
+from healcore.events.schema import sentence
 
 RATE, CUT = 0.01, 0.25
 

@@ -10,10 +10,9 @@ import pytest
 
 import healcore.history
 from healcore.events.log import Event
-from healcore.history import IncidentOutcome, Mode, Run, runs_of
+from healcore.history import IncidentOutcome, Mode, Run, RunState, runs_of
 from healcore.history.incident import count_incidents
-from healcore.history.process import RunState
-from healcore.runtime.postmortem.sentences import outcome
+from healcore.tools.report.page import outcome
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
 NAN = {"cause": ["NONFINITE_LOSS"], "skip": True, "incident": 1}

@@ -14,7 +14,7 @@ SECONDS, MIB = 20, 300
 """Bounds beyond the imports, far above what any file here needs."""
 _IMPORTS = (
     "torch", "matplotlib",
-    "healcore.tools.report.page", "healcore.tools.report.runs", "healcore.tools.probe.optimizer",
+    "healcore.tools.report.page", "healcore.tools.probe.optimizer",
     "healcore.tools.probe.checkpoint", "healcore.tools.probe.loss",
     "healcore.tools.cli", "healcore.tools.replay.scores",
     "healcore.tools.traces", "tensorboard.backend.event_processing.event_file_loader",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from healcore.events.models import Ending
-from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes
+from healcore.runtime.postmortem.postmortem import RankNote, RankNotes
 
 RUN = "20261123T000000Z-0a1b2c3d"
 

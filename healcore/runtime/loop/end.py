@@ -30,7 +30,7 @@ from healcore.runtime.loop.termination import (
 )
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import AFTER_A_KILL, last_line
-from healcore.runtime.postmortem.rank_notes import RankNote, of_ranks, traces
+from healcore.runtime.postmortem.postmortem import RankNote, of_ranks, traces
 from healcore.runtime.store import StoreError
 
 _FAULT_ENDINGS = (Ending.EXCEPTION, Ending.STOPPED)

@@ -15,7 +15,7 @@ from healcore.runtime.loop.rank_group import RankGroup
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.loop.termination import IncompleteRun
-from healcore.runtime.postmortem.rank_notes import RankNotes
+from healcore.runtime.postmortem.postmortem import RankNotes
 
 _MAX_WITHOUT_STEP = 100
 """Batches without a step after which a run may end: fewer may be gradient accumulation."""

@@ -25,7 +25,7 @@ from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.run_settings import has_trainer
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.loop.start import start
-from healcore.runtime.postmortem.rank_notes import RankNotes
+from healcore.runtime.postmortem.postmortem import RankNotes
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.run_options import Checkpoints, Logging

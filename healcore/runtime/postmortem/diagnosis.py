@@ -15,10 +15,8 @@ from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.events.models import Ending
 from healcore.events.schema import readings_text, sentence
-from healcore.history import Counts, Run
-from healcore.history.process import RunState
+from healcore.history import Counts, Run, RunState
 from healcore.runtime.faults.failures import FAILURES, causes_of
-from healcore.runtime.postmortem.sentences import STATES
 
 _WIDTH = 96
 _SHOWN = 5
@@ -31,6 +29,21 @@ AFTER_A_KILL = (
     "machine's own log"
 )
 """Advice about a process that was killed."""
+
+STATES = {
+    RunState.COMPLETED: "completed",
+    RunState.STOPPED: "stopped by the policy",
+    RunState.EXCEPTION: "ended by an exception",
+    RunState.SIGNAL: "ended by a signal",
+    RunState.REQUESTED: "ended on request",
+    RunState.INTERRUPTED: "interrupted from the keyboard",
+    RunState.KILLED: "killed",
+    RunState.ENDED: "ended",
+    RunState.GONE: "killed: the process is gone, and there is no end event",
+    RunState.RUNNING: "still running",
+    RunState.UNKNOWN: "unknown: still running, or killed",
+}
+"""State of a run -> clause."""
 
 _REPEATED = (
     "Rolling back did not help: more of the data is bad than was skipped, the learning rate is too "

@@ -1,35 +1,53 @@
-"""Writes and reads the postmortem, a JSON file about how a run ended.
+"""Writes and reads the postmortem, a JSON file about how a run ended, and the notes of its ranks.
 
-docs/events.md describes its fields.
+A rank that ends alone or hangs cannot use collectives, and only rank 0 writes events and the
+postmortem: such a rank leaves a note, a file next to the events file. Rank 0 reads the notes when
+its own run ends. The next start reads them if rank 0 was killed. docs/events.md describes the
+fields of the postmortem.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict
+
 from healcore import console, regular_file
 from healcore.core.verdict import Cause
-from healcore.events import json_lines, log
+from healcore.events import log
+from healcore.events.metrics import stem
 from healcore.events.models import Ending, EventRecord
 from healcore.history import Run, runs_of
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
-from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes, path_of, traces
 from healcore.runtime.store import files
 
 SCHEMA = 2
 
+_NOTES = {False: "end.rank", True: "hang.rank"}
+"""Whether a rank hangs -> part of the file name after the stem of the events file."""
+_MAX_NOTE_BYTES = 1 << 20
+_MAX_TEXT = 200_000
+"""Largest number of characters of a traceback or of stacks."""
+_MAX_TRACES = 4
+"""Largest number of tracebacks in the postmortem."""
 
-class RankStacks(NamedTuple):
-    """The Python stacks of a process that hung."""
 
-    ranks: tuple[int, ...]
-    """Ranks whose training threads were at the same place. `stacks` is that of the first rank."""
-    stacks: str
+def path_for(events: str | os.PathLike[str], run: str, part: str = "postmortem") -> Path:
+    """The file `run.<part>.<run id>.json` of a run, next to `run.events.jsonl`."""
+    path = Path(events)
+    return path.with_name(f"{stem(path)}.{part}.{_safe(run)}.json")
+
+
+def _safe(run: str) -> str:
+    return re.sub(r"[^\w.-]", "_", run)
 
 
 def content(
@@ -37,7 +55,7 @@ def content(
     *,
     trace: str | None = None,
     certain: bool = True,
-    stacks: Sequence[RankStacks] = (),
+    stacks: Iterable[dict[str, Any]] = (),
     lost: int | None = None,
 ) -> dict[str, Any]:
     """The content of the file as JSON values.
@@ -47,7 +65,7 @@ def content(
         trace: the exception with its traceback, or None.
         certain: False for a run on another host, which is assumed to have ended because a new run
             began.
-        stacks: the stacks of a run that hung, for all ranks that have reported them.
+        stacks: the stacks of a run that hung, see `stacks_of`.
         lost: number of lost events, or None for the number in the events.
     """
     run, counts, process = end.run, end.counts, end.run.processes[-1]
@@ -79,9 +97,9 @@ def content(
         "process": process.process(),
         "environment": start.environment or {},
         "certain": certain,
-        "stacks": tuple(stacks),
+        "stacks": list(stacks),
     }
-    return json_lines.to_json(fields)
+    return log.to_json(fields)
 
 
 def _rollback(event: EventRecord) -> dict[str, Any]:
@@ -94,11 +112,6 @@ def _rollback(event: EventRecord) -> dict[str, Any]:
         "lr_scale": 1.0 if event.lr_scale is None else event.lr_scale,
         "skipped": len(event.batches or ()),
     }
-
-
-def path_for(events: str | os.PathLike[str], run: str) -> Path:
-    """The postmortem file of a run: `run.postmortem.<run id>.json` next to `run.events.jsonl`."""
-    return path_of(Path(events), "postmortem", run)
 
 
 def write(events: Path, end: RunEnd, **facts: Any) -> str | None:
@@ -119,6 +132,9 @@ def write(events: Path, end: RunEnd, **facts: Any) -> str | None:
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a postmortem file. Raises OSError, or ValueError if it is not JSON."""
     return json.loads(regular_file.read(Path(path)))
+
+
+# -- a killed run ---------------------------------------------------------------------------------
 
 
 def last_run(events: Path) -> Run | None:
@@ -154,23 +170,103 @@ def of_killed(events: Path, run: Run) -> bool:
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
         last_good=run.last_good,
     )
-    problem = write(
-        events,
-        end,
-        trace=traces(raised) or None,
-        certain=bool(gone),
-        stacks=stacks_of(notes.found(hangs=True)),
-    )
+    stacks, trace = stacks_of(notes.found(hangs=True)), traces(raised) or None
+    problem = write(events, end, trace=trace, certain=bool(gone), stacks=stacks)
     if problem is not None:
         console.warning(f"the previous run was killed; {problem}")
     return problem is None
 
 
-def stacks_of(notes: Iterable[RankNote]) -> list[RankStacks]:
-    """The stacks of ranks that hang. Ranks at the same place share an entry."""
+# -- notes of ranks -------------------------------------------------------------------------------
+
+
+class RankNote(BaseModel):
+    """How one rank ended, or where it hangs."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    rank: int
+    ending: Ending | None = None
+    """None for a rank that hangs."""
+    step: int
+    """Optimizer steps done."""
+    why: str
+    """The exception, the reason of a stop, or the signal, in one line."""
+    trace: str = ""
+    """The exception with its traceback, or the stacks of all threads."""
+    cause: list[str] = []
+    """Names of the causes of the exception."""
+    sign: str = ""
+    """Evidence for the causes: `Fault.sign`."""
+    follows: bool = False
+    """Whether another rank is the cause: a connection broke, or a rank was late."""
+    time: float
+    """Unix time."""
+
+
+class RankNotes(NamedTuple):
+    """The notes of one run.
+
+    Attributes:
+        events: events file of rank 0, or None for no notes.
+        run: id of rank 0's run.
+    """
+
+    events: Path | None
+    run: str
+
+    def leave(self, note: RankNote) -> None:
+        """Writes the note of this rank. Never raises, because the run is ending."""
+        if self.events is None:
+            return
+        short = note.model_copy(update={"why": note.why[:2000], "trace": note.trace[-_MAX_TEXT:]})
+        path = path_for(self.events, self.run, f"{_NOTES[note.ending is None]}{note.rank}")
+        with suppress(OSError, UnicodeError):
+            files.replace(path, short.model_dump_json().encode())
+
+    def found(self, *, hangs: bool = False) -> list[RankNote]:
+        """Reads the notes of the other ranks. Ranks that failed by themselves come first."""
+        notes = []
+        for path in self._paths(_NOTES[hangs], _safe(self.run)):
+            with suppress(OSError, ValueError):
+                data = regular_file.read(path, _MAX_NOTE_BYTES)
+                notes.append(RankNote.model_validate_json(data))
+        return sorted(notes, key=lambda note: (note.follows, note.time))
+
+    def remove(self) -> None:
+        """Removes the notes of this run and of earlier runs."""
+        for kind in _NOTES.values():
+            for path in self._paths(kind, "*"):
+                with suppress(OSError):
+                    path.unlink()
+
+    def _paths(self, kind: str, run: str) -> list[Path]:
+        if self.events is None:
+            return []
+        start = glob.escape(f"{stem(self.events)}.{kind}")
+        return sorted(self.events.parent.glob(f"{start}*.{run}.json"))
+
+
+def traces(notes: Iterable[RankNote]) -> str:
+    """The first few tracebacks, each with its rank, as text."""
+    shown = [f"rank {note.rank}:\n{note.trace}" for note in notes if note.trace]
+    return "\n".join(shown[:_MAX_TRACES])
+
+
+def stacks_of(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
+    """The stacks of ranks that hang. Ranks whose training threads are at one place share them."""
     groups: dict[str, list[RankNote]] = {}
     for note in sorted(notes, key=lambda note: note.rank):
         groups.setdefault(note.trace.partition("\nThread ")[0], []).append(note)
     return [
-        RankStacks(tuple(note.rank for note in same), same[0].trace) for same in groups.values()
+        {"ranks": [note.rank for note in same], "stacks": same[0].trace} for same in groups.values()
+    ]
+
+
+def of_ranks(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
+    """How each rank ended, for the field `of_ranks` of the event `end`."""
+    by_rank = sorted(notes, key=lambda note: note.rank)
+    return [
+        {"rank": note.rank, "outcome": note.ending, "why": f"step {note.step}: {note.why:.300}"}
+        for note in by_rank
     ]

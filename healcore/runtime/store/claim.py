@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from healcore.core.printable import clean
-from healcore.events import fork_safety
+from healcore.events.process import watch_forks
 from healcore.runtime.store import files
 from healcore.runtime.store.errors import StoreError
 
@@ -64,7 +64,7 @@ class Claim:
         self.warning = warning
         # Closing the file also releases the lock.
         self._end = weakref.finalize(self, os.close, handle) if handle is not None else None
-        fork_safety.watch(self)
+        watch_forks(self)
 
     def release(self) -> None:
         """Releases the directory. Later calls and calls in a forked child do nothing."""

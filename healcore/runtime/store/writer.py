@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from healcore import console
-from healcore.events import fork_safety
+from healcore.events.process import watch_forks
 from healcore.runtime.store.errors import SaveFailed
 
 
@@ -28,7 +28,7 @@ class Writer:
         self._jobs: deque[Future[None]] = deque()
         self._worker = 0
         self._failures: list[SaveFailed] = []
-        fork_safety.watch(self)
+        watch_forks(self)
 
     def submit(self, step: int, job: Callable[[], None]) -> Future[None]:
         """Runs a job in the background, after the jobs so far. Its errors name `step`."""

@@ -67,8 +67,7 @@ def _print(event: dict[str, Any], run: str | None) -> str:
 def _follow(path: Path) -> NoReturn:
     """Prints events as they are written, to the end of the run."""
     from healcore.events import read
-    from healcore.history import runs_of
-    from healcore.history.process import RunState
+    from healcore.history import RunState, runs_of
 
     events, problems, shown, gone = [], 0, None, False
     if not path.exists():
@@ -102,8 +101,7 @@ def _follow(path: Path) -> NoReturn:
 
 def _line(event: dict[str, Any]) -> str:
     from healcore.events.models import validate
-    from healcore.events.schema import ENVELOPE
-    from healcore.runtime.postmortem.sentences import sentence
+    from healcore.events.schema import ENVELOPE, sentence
 
     fields = {name: value for name, value in event.items() if name not in ENVELOPE}
     text = sentence(validate(event)[0]) or (json.dumps(fields) if fields else "")

@@ -36,8 +36,12 @@ def report(
     """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
     from healcore.events.metrics import stem
     from healcore.tools.report.page import render
-    from healcore.tools.report.run_report import RunReport
-    from healcore.tools.report.runs import ReportError, find_events, read_reports
+    from healcore.tools.report.run_report import (
+        ReportError,
+        RunReport,
+        find_events,
+        read_reports,
+    )
 
     reports: list[RunReport] = []
     files: list[Path] = []

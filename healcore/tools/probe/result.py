@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from healcore.checkpoint_contents import Damaged, ProbeError, first_line
 from healcore.core.errors import HealcoreError
-from healcore.events.json_lines import to_json
+from healcore.events.log import to_json
 
 _SCHEMA = 1
 

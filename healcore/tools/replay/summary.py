@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from healcore.console import listed
 from healcore.core.verdict import Action, Cause, names
 from healcore.history import Incident, Mode
-from healcore.runtime.postmortem.sentences import listed
 from healcore.tools.replay.judged import JudgedRows
 from healcore.tools.traces import Trace
 

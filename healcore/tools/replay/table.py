@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from healcore.runtime.postmortem.sentences import listed
+from healcore.console import listed
 from healcore.tools.replay.summary import Summary, inactive_line
 
 _COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 import healcore
+from healcore.console import counted
+from healcore.events.schema import flag_names, sentence
 from healcore.extras import require
-from healcore.history import Incident, IncidentOutcome, Mode
-from healcore.history.process import RunState
-from healcore.runtime.postmortem.sentences import flag_names, outcome, step_range
+from healcore.history import Incident, IncidentOutcome, Mode, RunState
 from healcore.tools.report.picture import draw
 from healcore.tools.report.run_report import RunReport, by_severity, short_names
 
@@ -144,7 +144,7 @@ def _cells(report: RunReport, incident: Incident) -> tuple[str, ...]:
     worst = incident.evidence[:_MAX_TENSORS]
     cells = (
         f"#{incident.number}: {kind}" if incident.number else kind,
-        step_range(incident.onset_step, incident.end),
+        _step_range(incident.onset_step, incident.end),
         flag_names(incident.cause),
         outcome(incident),
         str(incident.skipped),
@@ -160,7 +160,64 @@ def _batches(incident: Incident) -> str:
     if not batches:
         return ""
     (epoch, first), (last_epoch, last) = batches[0], batches[-1]
-    text = f"epoch {epoch}: {step_range(first, last)}"
+    text = f"epoch {epoch}: {_step_range(first, last)}"
     if epoch != last_epoch:
         text = f"epoch {epoch}: {first} to epoch {last_epoch}: {last}"
     return f"{text} ({len(batches)} skipped)" if incident.skipped_batches else text
+
+
+def _step_range(first: float, last: float) -> str:
+    """A range of steps as text: "7" or "7–12"."""
+    return f"{first:.0f}" if first == last else f"{first:.0f}–{last:.0f}"
+
+
+def outcome(incident: Incident) -> str:
+    """The outcome of an incident as text."""
+    if incident.mode is Mode.REPLAY:
+        return _replay_text(incident)
+    responses = [sentence(event) for event in incident.responses]
+    if responses and incident.declined and incident.skipped:
+        responses.insert(0, f"skipped {_skipped(incident)}")
+    if incident.mode is Mode.OBSERVE:
+        return "; ".join([f"only observed, nothing changed{_would_text(incident)}", *responses])
+    if responses:
+        return "; ".join(responses)
+    return (
+        f"skipped {_skipped(incident)}, then training continued"
+        if incident.skipped
+        else "training continued"
+    )
+
+
+def _skipped(incident: Incident) -> str:
+    return f"{counted(incident.skipped, 'step')}{' or more' if incident.capped else ''}"
+
+
+def _would_text(incident: Incident) -> str:
+    parts = [f"skipped {_skipped(incident)}"] if incident.skipped else []
+    orders = {"ROLLBACK": "rolled back", "STOP": "stopped the run"}
+    parts += [done for order, done in orders.items() if order in incident.action]
+    return f"; it would have {', '.join(parts)}" if parts else ""
+
+
+def _replay_text(incident: Incident) -> str:
+    parts: list[str] = []
+    if incident.denied:
+        parts.append("a rollback was due and the budget was exhausted: the run would stop")
+    elif "ROLLBACK" in incident.action:
+        parts.append(f"would roll back{_more_rollbacks(incident)}")
+    if "STOP" in incident.action and not incident.denied:
+        parts.append("would stop")
+    if incident.skipped:
+        parts.append(f"{counted(incident.skipped, 'step')} skipped")
+    if incident.clipped:
+        parts.append(f"{incident.clipped} clipped")
+    return ", ".join(parts) or "alert only"
+
+
+def _more_rollbacks(incident: Incident) -> str:
+    more = "once more" if incident.repeats == 1 else f"{incident.repeats} times more"
+    if not incident.repeat_denied:
+        return f" ({more} if that had not helped)" if incident.repeats else ""
+    first = f"{more}, and then " if incident.repeats else ""
+    return f" (if that had not helped: {first}it would stop)"

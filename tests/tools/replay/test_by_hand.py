@@ -13,8 +13,8 @@ from healcore.core.engine import Engine
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load, loads
-from healcore.runtime.postmortem.sentences import outcome
 from healcore.tools.replay import replay
+from healcore.tools.report.page import outcome
 from tests.healer.training_loops import rules
 from tests.tools.replay import logs
 

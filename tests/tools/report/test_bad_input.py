@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from healcore.tools.cli import app
 from healcore.tools.report.page import render
-from healcore.tools.report.runs import ReportError, read_reports
+from healcore.tools.report.run_report import ReportError, read_reports
 from tests.tools.report.small_runs import lines_of
 
 

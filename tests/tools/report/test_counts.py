@@ -10,10 +10,8 @@ from healcore.history import Curves, Incident, Mode
 from healcore.history.incident import count_incidents
 from healcore.history.run import Mark
 from healcore.policy import dumps, fingerprint, load
-from healcore.runtime.postmortem.sentences import outcome
-from healcore.tools.report.page import render
-from healcore.tools.report.run_report import RunReport
-from healcore.tools.report.runs import read_reports
+from healcore.tools.report.page import outcome, render
+from healcore.tools.report.run_report import RunReport, read_reports
 from tests.tools.report.small_runs import Loop, train
 
 

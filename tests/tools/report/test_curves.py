@@ -11,7 +11,7 @@ import pytest
 
 from healcore.history import Curves
 from healcore.tools.report.picture import draw
-from healcore.tools.report.runs import read_reports
+from healcore.tools.report.run_report import read_reports
 from tests.tools.report.test_page import empty, hostile
 
 ROWS = 40_000

@@ -10,14 +10,11 @@ from markupsafe import escape
 
 from healcore.core.evidence import Evidence
 from healcore.events.models import EventRecord
-from healcore.history import Counts, Curves, Incident, Mode
+from healcore.history import Counts, Curves, Incident, Mode, RunState
 from healcore.history.incident import count_incidents
-from healcore.history.process import RunState
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
-from healcore.runtime.postmortem.sentences import outcome
-from healcore.tools.report.page import render
-from healcore.tools.report.run_report import RunReport
-from healcore.tools.report.runs import read_reports
+from healcore.tools.report.page import outcome, render
+from healcore.tools.report.run_report import RunReport, read_reports
 
 EVIL = "</script><script>document.body.dataset.hacked=1</script><img src=x onerror=alert(1)>&'\""
 

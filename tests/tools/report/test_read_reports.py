@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from healcore.runtime.postmortem.sentences import outcome
-from healcore.tools.report.runs import read_reports
+from healcore.tools.report.page import outcome
+from healcore.tools.report.run_report import read_reports
 from tests.tools.report.small_runs import lines_of
 
 

@@ -9,7 +9,7 @@ import torch
 
 from healcore import Healer
 from healcore.events.models import validate
-from healcore.runtime.postmortem.sentences import sentence
+from healcore.events.schema import sentence
 from tests.healer.run_directory import new_process
 from tests.torch.driver.compared_run import CHANGE, Run, events, left_alone
 
