@@ -21,22 +21,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 from healcore import console, regular_file
 from healcore.events.process import current_process, environment
+from healcore.events.schema import SCHEMA, Trait, has
 
-SCHEMA = 2
-"""Version of the format. Changed or removed fields need a new version, added fields do not."""
 MAX_LINE_BYTES = 1 << 24
 """Length limit of a line. Readers treat a longer line as damaged and do not buffer it."""
 
 _BLOCK_BYTES = 1 << 16
 _MAX_CHARACTERS = 10_000
 """Length limit of a string. Exception messages may contain whole tensors."""
-_DURABLE = frozenset({"start", "incident", "rollback", "stop", "end"})
-"""Kinds for which the log waits for the disk, so that a power cut cannot lose the event.
-
-A kill loses no event: the kernel has the line when `write` returns. A power cut loses lines that
-the kernel has not yet written to the disk (on Linux about 30 s). Alarms are too many to wait for.
-"""
-
 Event = dict[str, Any]
 
 
@@ -191,7 +183,7 @@ class Log:
             self.seq += 1  # before writing: a signal handler may interrupt and needs its own number
             line, lost = self._line(seq, kind, step, fields), self.lost
             if self.path is not None:
-                durable, links = kind in _DURABLE, self.follow_links
+                durable, links = has(kind, Trait.DURABLE), self.follow_links
                 try:
                     append(self.path, line, durable=durable, follow_links=links)
                     self._reported = lost

@@ -5,17 +5,19 @@ Also exports the format as JSON Schema.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import counted
-from healcore.events import log
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses the sentences without pydantic
     from healcore.core.step_record import Readings
     from healcore.events.models import EventRecord, ReadingsRecord
 
+SCHEMA = 2
+"""Version of the format. Changed or removed fields need a new version, added fields do not."""
 ENVELOPE = ("schema", "seq", "run", "time", "mono", "kind", "step")
 """Fields that every event has."""
 
@@ -168,15 +170,46 @@ def _fault(event: EventRecord) -> str:
 # -- kinds ----------------------------------------------------------------------------------------
 
 
+class Trait(enum.Flag):
+    """Properties of a kind of event."""
+
+    JUDGED = enum.auto()
+    """`step` is the step that was judged; without this trait the number of steps done."""
+    CHECKPOINT = enum.auto()
+    """`step` is the step of an older checkpoint."""
+    DURABLE = enum.auto()
+    """The log waits for the disk, so that a power cut cannot lose the event.
+
+    A kill loses no event: the kernel has the line when `write` returns. A power cut loses lines
+    that the kernel has not yet written to the disk (on Linux about 30 s). Alarms are too many.
+    """
+    SEVERE = enum.auto()
+    """Trackers alert on the event."""
+    LOCAL = enum.auto()
+    """The event may occur on one rank only, which then reports it to rank 0."""
+
+
+_STEPS = {
+    Trait.JUDGED: " `step` is the step that was judged.",
+    Trait.CHECKPOINT: " `step` is the checkpoint's.",
+}
+
+
 class EventKind(NamedTuple):
     """One kind of event."""
 
     when: str
-    """When the event is written. Also says what `step` is, if not the current step."""
+    """When the event is written."""
     required: tuple[str, ...] = ()
     """Required fields, in addition to `ENVELOPE`."""
     sentence: str | Callable[[EventRecord], str] = ""
     """Template or function of the sentence about an event; empty for a kind without sentences."""
+    traits: Trait = Trait(0)
+
+    @property
+    def about(self) -> str:
+        """When the event is written, and what its `step` is."""
+        return self.when + "".join(text for trait, text in _STEPS.items() if trait in self.traits)
 
 
 KINDS: dict[str, EventKind] = {
@@ -184,59 +217,62 @@ KINDS: dict[str, EventKind] = {
         "A process begins. The log adds its process number, host and versions.",
         ("host", "pid", "environment", "policy"),
         _start,
+        Trait.DURABLE,
     ),
     "resume": EventKind(
         "The run continues from a checkpoint of an earlier process.",
         ("checkpoint",),
         "resumed from the checkpoint of step {checkpoint}",
     ),
-    "alarm": EventKind(
-        "A step with a cause. `step` is that step.", ("cause", "readings"), alarm_text
-    ),
+    "alarm": EventKind("A step with a cause.", ("cause", "readings"), alarm_text, Trait.JUDGED),
     "incident": EventKind(
-        "An incident begins. `step` is the step that was judged.",
+        "An incident begins.",
         ("incident", "onset", "cause"),
         "incident {incident}: {cause}",
+        Trait.JUDGED | Trait.DURABLE,
     ),
     "over": EventKind(
-        "An incident is over: `incident.quiet_steps` steps had no alarm. `step` is the last one.",
+        "An incident is over: `incident.quiet_steps` steps had no alarm.",
         ("incident", "onset", "last", "cause", "readings"),
         _over,
+        Trait.JUDGED | Trait.SEVERE,
     ),
     "alert": EventKind(
         "A rule alerts on a cause: at the first step of the cause in an incident; outside of "
-        "incidents at its 1st, 10th, 100th, ... step. `step` is the step that was judged.",
+        "incidents at its 1st, 10th, 100th, ... step.",
         ("cause", "action", "severity", "diagnosis", "references"),
         "{severity}: {cause}: {diagnosis}",
+        Trait.JUDGED | Trait.SEVERE,
     ),
     "order": EventKind(
-        "The policy orders an action on the host. `step` is the step that was judged.",
-        ("action", "cause"),
-        _order,
+        "The policy orders an action on the host.", ("action", "cause"), _order, Trait.JUDGED
     ),
     "assessment": EventKind(
-        "The check for evidence that the model is worse. Only the verdict `damage` rolls back. "
-        "`step` is the last step that was judged.",
+        "The check for evidence that the model is worse. Only the verdict `damage` rolls back.",
         ("verdict", "cause"),
         _assessment,
+        Trait.JUDGED,
     ),
-    "save": EventKind("A checkpoint's copy was taken. `step` is the checkpoint's."),
+    "save": EventKind("A checkpoint's copy was taken."),
     "save_failed": EventKind(
-        "A checkpoint could not be written; training continues. `step` is the checkpoint's.",
+        "A checkpoint could not be written; training continues.",
         ("problem",),
         "a checkpoint was not written: {problem}",
+        Trait.CHECKPOINT | Trait.SEVERE | Trait.LOCAL,
     ),
-    "good": EventKind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
+    "good": EventKind("A checkpoint is known-good from now on.", traits=Trait.CHECKPOINT),
     "damaged": EventKind(
-        "The bytes of a checkpoint have changed since the save. `step` is the checkpoint's.",
+        "The bytes of a checkpoint have changed since the save.",
         ("problem",),
         "a checkpoint is damaged: {problem}",
+        Trait.CHECKPOINT | Trait.SEVERE | Trait.LOCAL,
     ),
     "rollback": EventKind(
         "A rollback is done. `step` is the number of steps done when it began, up to one step "
         "after the last judged step.",
         ("checkpoint", "outcome"),
         _rollback,
+        Trait.DURABLE | Trait.SEVERE,
     ),
     "skipped_batches": EventKind("The run skips exactly these batches.", ("batches",)),
     "data": EventKind("The data was positioned after a restart or a rollback.", ("outcome",)),
@@ -244,13 +280,17 @@ KINDS: dict[str, EventKind] = {
         "The learning-rate multiplier was cut (`action`: `CUT_LR`), left 1, or returned to 1.",
         ("lr_scale_before", "lr_scale"),
         _lr,
+        Trait.JUDGED,
     ),
-    "hook": EventKind("A hook overrode an order, or raised.", (), _hook),
+    "hook": EventKind(
+        "A hook overrode an order, or raised.", (), _hook, Trait.JUDGED | Trait.LOCAL
+    ),
     "fault": EventKind(
         "An exception was classified, or a step does not return. `answer` is the action; without "
         "`answer` the exception propagates.",
         ("cause", "problem"),
         _fault,
+        Trait.SEVERE | Trait.LOCAL,
     ),
     "vote": EventKind(
         "The processes of the run have exchanged their observations. Rank 0 reports the result, or "
@@ -258,31 +298,37 @@ KINDS: dict[str, EventKind] = {
         ("outcome", "why", "of_ranks"),
         "the ranks agreed: {outcome} ({why})",
     ),
-    "retried": EventKind(
-        "A network call has succeeded after a failure.",
-        ("attempt",),
-        "{why}",
+    "retried": EventKind("A network call has succeeded after a failure.", ("attempt",), "{why}"),
+    "stop": EventKind(
+        "The policy ends the run.",
+        ("why", "diagnosis"),
+        "stopped: {why}",
+        Trait.DURABLE | Trait.SEVERE,
     ),
-    "stop": EventKind("The policy ends the run.", ("why", "diagnosis"), "stopped: {why}"),
-    "problem": EventKind("A problem; the run continues.", ("problem",), "problem: {problem}"),
+    "problem": EventKind(
+        "A problem; the run continues.",
+        ("problem",),
+        "problem: {problem}",
+        Trait.SEVERE | Trait.LOCAL,
+    ),
     "end": EventKind(
         "The process ends. A killed process does not write this event.",
         ("ending",),
         "end: {ending}",
+        Trait.DURABLE,
     ),
 }
+
+
+def has(kind: str, trait: Trait) -> bool:
+    """Whether a kind of event has a trait; False for a kind of a newer healcore."""
+    return kind in KINDS and trait in KINDS[kind].traits
 
 
 def sentence(event: EventRecord) -> str:
     """The sentence of an event, or an empty string if its kind has none."""
     write = KINDS[event.kind].sentence if event.kind in KINDS else ""
     return write.format_map(_Words(event)) if isinstance(write, str) else write(event)
-
-
-SEVERE = frozenset(
-    {"alert", "over", "rollback", "stop", "problem", "save_failed", "damaged", "fault"}
-)
-"""Kinds that trackers alert on."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -297,13 +343,13 @@ def json_schema() -> dict[str, Any]:
         field.pop("default", None)  # a field without a value is absent, never null
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"healcore events, schema {log.SCHEMA}",
+        "title": f"healcore events, schema {SCHEMA}",
         **{name: exported[name] for name in ("type", "properties", "$defs")},
         "required": list(ENVELOPE),
         "allOf": [
             {
                 "if": {"properties": {"kind": {"const": name}}, "required": ["kind"]},
-                "then": {"description": kind.when, "required": list(kind.required)},
+                "then": {"description": kind.about, "required": list(kind.required)},
             }
             for name, kind in KINDS.items()
         ],

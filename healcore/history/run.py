@@ -1,9 +1,9 @@
-"""Reads a training run from its events: attempts, incidents, marks and counts."""
+"""Reads a training run from its events: processes, attempts, incidents and counts."""
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,20 +11,17 @@ from typing import Any, NamedTuple
 from healcore.events.log import Event
 from healcore.events.models import EventRecord, validate
 from healcore.events.process import Process
+from healcore.events.schema import KINDS, Trait, has
 from healcore.history.incident import Counts, Incident, batch_ids, count_incidents
 
-_CHECKPOINT_KINDS = frozenset({"good", "damaged", "save_failed"})
-"""Kinds whose `step` is the step of an older checkpoint."""
-_PROBLEM_KINDS = frozenset({"problem", "save_failed", "damaged"})
-_STEP_KINDS = frozenset({"alarm", "incident", "over", "order", "assessment", "hook", "lr"})
-"""Kinds whose `step` is the index of a finished step, not the number of finished steps."""
-
-_MAX_EVENTS = 1000
-"""Limit of kept events of some lists, because a live run keeps them in memory: the first ones."""
+_MAX_FIRST = 1000
+"""Limit of some lists, because a live run keeps them in memory: the first ones."""
+_MAX_NEWEST = 20
+"""Limit of kept events of a kind: the newest ones."""
 
 
 class RunState(enum.StrEnum):
-    """Whether a run is running, or how it ended."""
+    """Whether a run is running, or how it ended: a value of `Ending`, or what a reader knows."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -60,8 +57,7 @@ class RunProcess:
             self.start = event
         elif event.kind == "end":
             self.end = event
-        if event.diagnosis is not None:
-            self.diagnosis = event.diagnosis
+        self.diagnosis = event.diagnosis or self.diagnosis
         if self.began is None:
             self.began = event.mono
 
@@ -87,36 +83,13 @@ class RunProcess:
         return states[None if process is None else process.gone()]
 
 
-class AttemptOrigin(enum.StrEnum):
-    """What began an attempt."""
-
-    START = "start"
-    PROCESS = "process"
-    RESUME = "resume"
-    ROLLBACK = "rollback"
-    RECORDED = "recorded"
-    """Unknown: the attempt is from a replayed log."""
-
-
 class RunAttempt(NamedTuple):
     """Steps between two of: a start, a resume, a rollback."""
 
     number: int
     first_step: float
-    origin: AttemptOrigin
-    source: str = ""  # file of the rows, or an empty string for a single file
-
-
-class Mark(NamedTuple):
-    """A mark on the step axis, other than an incident: a resume, a stop, the end."""
-
-    step: float
-    event: EventRecord | None = None  # None for the stop of a replay
-
-    @property
-    def kind(self) -> str:
-        """Kind of the event."""
-        return "stop" if self.event is None else self.event.kind
+    origin: str
+    """What began the attempt: "start", "process", "resume", "rollback", or the file of its rows."""
 
 
 @dataclass(eq=False, repr=False)
@@ -128,23 +101,27 @@ class Run:
 
     processes: list[RunProcess] = field(default_factory=list)
     attempts: list[RunAttempt] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
     rollbacks: list[EventRecord] = field(default_factory=list)
     malformed: list[tuple[EventRecord, list[str]]] = field(default_factory=list)
     """Events with fields of the wrong type, and the names of these fields."""
-    problems: list[EventRecord] = field(default_factory=list)  # events that report a problem
-    faults: list[EventRecord] = field(default_factory=list)  # classified exceptions
+    problems: list[EventRecord] = field(default_factory=list)
+    """The first events that report a problem."""
+    newest: dict[str, deque[EventRecord]] = field(
+        default_factory=lambda: {kind: deque(maxlen=_MAX_NEWEST) for kind in KINDS}
+    )
+    """Kind -> its newest events."""
+    numbers: Counter[str] = field(default_factory=Counter)
+    """Kind -> number of events."""
+    answers: Counter[str] = field(default_factory=Counter)
+    """Response to faults -> faults."""
     step: int | None = None  # steps done
     lr_scale: float | None = None  # current multiplier of the learning rate
-    incidents: list[Incident] = field(default_factory=list)
     last_incident: Incident | None = None  # last incident that has an event or an alarm
-    answers: Counter[str] = field(default_factory=Counter)  # response to faults -> faults
-    failed_saves: int = 0
-    last_failed_save: EventRecord | None = None
+    alarms_outside: list[float] = field(default_factory=list)
+    """Steps of the first alarms outside of incidents."""
     declined: int = 0  # orders that were declined
-    damaged: list[EventRecord] = field(default_factory=list)  # events about damaged checkpoints
     incident_count: int = 0  # including incidents whose events were rotated away
-    alarms: int = 0  # alarms with an event
     skips: int = 0  # skipped steps, including undone steps
     undone_skips: int = 0  # skipped steps that a rollback or a restart has undone
     unreported_alarms: int = 0  # alarms without an event
@@ -184,24 +161,30 @@ class Run:
     def add(self, event: Mapping[str, Any]) -> EventRecord:
         """Adds an event from `log.parse`. Returns the event without fields of the wrong type."""
         record, invalid_fields = validate(event)
+        kind, step = record.kind, float(record.step or 0)
         if invalid_fields:
             self.malformed.append((record, invalid_fields))
         if not self.processes or record.run != self.processes[-1].id:
-            self._begin_process(record)
+            self._begin_attempt(step, "process" if self.attempts else "start")
+            self.processes.append(RunProcess(record.run))
+            self.step = self.lr_scale = None
         self.processes[-1].add(record)
         self._track_good(record)
-        if record.step is not None and record.kind not in _CHECKPOINT_KINDS:
-            self.step = record.step + (record.kind in _STEP_KINDS)
+        if kind in KINDS:
+            self.newest[kind].append(record)
+            self.numbers[kind] += 1
+        if record.step is not None and not has(kind, Trait.CHECKPOINT):
+            self.step = record.step + has(kind, Trait.JUDGED)
         if record.lr_scale is not None:
             self.lr_scale = record.lr_scale
-        reports = record.problem is not None and record.kind in _PROBLEM_KINDS
-        if reports and len(self.problems) < _MAX_EVENTS:
+        reports = kind in ("problem", "save_failed", "damaged") and record.problem is not None
+        if reports and len(self.problems) < _MAX_FIRST:
             self.problems.append(record)
         self.lost += record.lost or 0
         self.unreported_alarms += record.unreported_alarms or 0
-        handler = getattr(self, f"_on_{record.kind}", None)
+        handler = getattr(self, f"_on_{kind}", None)
         if handler is not None:
-            handler(record, float(record.step or 0))
+            handler(record, step)
         return record
 
     def counts(self) -> Counts:
@@ -211,7 +194,7 @@ class Run:
             incidents=self.incident_count,
             skips=self.skips,
             undone_skips=self.undone_skips,
-            alarms=self.alarms + self.unreported_alarms,
+            alarms=self.numbers["alarm"] + self.unreported_alarms,
         )
 
     def add_postmortem(self, written: Mapping[str, Any]) -> None:
@@ -238,13 +221,7 @@ class Run:
         if event.last_good is not None:
             self._good.add(event.last_good)
 
-    def _begin_process(self, event: EventRecord) -> None:
-        origin = AttemptOrigin.PROCESS if self.attempts else AttemptOrigin.START
-        self._begin_attempt(float(event.step or 0), origin)
-        self.processes.append(RunProcess(event.run))
-        self.step = self.lr_scale = None
-
-    def _begin_attempt(self, first: float, origin: AttemptOrigin) -> None:
+    def _begin_attempt(self, first: float, origin: str) -> None:
         self.attempts.append(RunAttempt(len(self.attempts), first, origin))
 
     def _undo(self, step: float) -> None:
@@ -258,15 +235,13 @@ class Run:
     def _on_resume(self, event: EventRecord, step: float) -> None:
         first = step if event.checkpoint is None else float(event.checkpoint)
         self._undo(first)
-        resumed = self.attempts[-1]._replace(first_step=first, origin=AttemptOrigin.RESUME)
-        self.attempts[-1] = resumed
-        self.marks.append(Mark(first, event))
+        self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
 
     def _on_rollback(self, event: EventRecord, step: float) -> None:
         target = event.checkpoint
-        self.step = event.step if target is None else target
         if target is None:
             return
+        self.step = target
         self.rollbacks.append(event)
         onset = step if event.onset is None else float(event.onset)
         if not self.incidents or self.incidents[-1].onset_step != onset:
@@ -277,7 +252,7 @@ class Run:
         last.skipped_batches = batch_ids(event) or last.skipped_batches
         last.add_cut(event)
         self._undo(float(target))
-        self._begin_attempt(float(target), AttemptOrigin.ROLLBACK)
+        self._begin_attempt(float(target), "rollback")
 
     def _on_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)
@@ -289,35 +264,30 @@ class Run:
             incident.over |= incident.number == event.incident
 
     def _on_alarm(self, event: EventRecord, step: float) -> None:
-        self.alarms += 1
         if event.skip:
             self.skips += 1
             self._skipped.append(step)
-        self._on_order(event, step)
+        if event.incident:
+            self._on_order(event, step)
+        elif len(self.alarms_outside) < _MAX_FIRST:
+            self.alarms_outside.append(step)
 
     def _on_order(self, event: EventRecord, step: float) -> None:
         if event.incident:
-            self._incident_of(event).add(event)
-        elif len(self.marks) < _MAX_EVENTS:  # a policy that observes may order at every step
-            self.marks.append(Mark(step, event))
+            if not self.incidents or self.incidents[-1].number != event.incident:
+                self._open(event, step)  # its event `incident` is lost
+            self.last_incident = self.incidents[-1]
+            self.last_incident.add(event)
 
     def _on_fault(self, event: EventRecord, step: float) -> None:
         self.answers[event.answer or ""] += 1
-        if len(self.faults) < _MAX_EVENTS:
-            self.faults.append(event)
-
-    def _on_save_failed(self, event: EventRecord, step: float) -> None:
-        self.failed_saves += 1
-        self.last_failed_save = event
 
     def _on_hook(self, event: EventRecord, step: float) -> None:
         last = self.incidents[-1] if self.incidents else None
-        if last is None or (last.attempt, last.step) != (len(self.attempts) - 1, step):
-            self.marks.append(Mark(step, event))
-            return
-        ordered = event.ordered or ()
-        last.action = tuple(name for name in last.action if name not in ordered)
-        last.add_response(event, *(event.action or ()))
+        if last is not None and (last.attempt, last.step) == (len(self.attempts) - 1, step):
+            ordered = event.ordered or ()
+            last.action = tuple(name for name in last.action if name not in ordered)
+            last.add_response(event, *(event.action or ()))
 
     def _on_lr(self, event: EventRecord, step: float) -> None:
         before, after = event.lr_scale_before, event.lr_scale
@@ -329,24 +299,18 @@ class Run:
             self.incidents[-1].add_cut(event)
 
     def _on_assessment(self, event: EventRecord, step: float) -> None:
-        if event.verdict != "unknown":
-            return
-        self.declined += 1
-        if self.last_incident is not None and not self.last_incident.undone:
-            self.last_incident.decline(event)
+        if event.verdict == "unknown":
+            self.declined += 1
+            if self.last_incident is not None and not self.last_incident.undone:
+                self.last_incident.decline(event)
 
     def _on_stop(self, event: EventRecord, step: float) -> None:
-        self.marks.append(Mark(step, event))
         if self.incidents:
             self.incidents[-1].add_response(event, "STOP")
             self.incidents[-1].declined = False
 
-    def _on_damaged(self, event: EventRecord, step: float) -> None:
-        self.damaged.append(event)
-
     def _on_end(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count, event.incidents or 0)
-        self.marks.append(Mark(step, event))
 
     def _open(self, event: EventRecord, onset: float) -> None:
         self.incidents.append(
@@ -359,13 +323,6 @@ class Run:
                 batches=() if event.kind == "rollback" else batch_ids(event),
             )
         )
-
-    def _incident_of(self, event: EventRecord) -> Incident:
-        """Returns the incident of an event, and adds it if its event `incident` is lost."""
-        if not self.incidents or self.incidents[-1].number != event.incident:
-            self._open(event, float(event.step or 0))
-        self.last_incident = self.incidents[-1]
-        return self.last_incident
 
 
 def is_continuation(events: Iterable[Event]) -> bool:

@@ -13,14 +13,11 @@ from healcore.core.verdict import names
 from healcore.events import Log
 from healcore.events.metrics import Metrics
 from healcore.events.models import EventRecord
-from healcore.events.schema import sentence
+from healcore.events.schema import Trait, has, sentence
 from healcore.history import Run
 from healcore.runtime.faults import Fault
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.trackers import Trackers
-
-_SINGLE_RANK_KINDS = frozenset({"problem", "damaged", "save_failed", "fault", "hook"})
-"""Kinds of events that may occur on one rank only."""
 
 
 class RunLog:
@@ -63,7 +60,7 @@ class RunLog:
         """Writes an event, see `Log.write`, and passes it to the trackers and the user's hooks."""
         event = self.events.write(kind, step=step, **fields)
         record = self.run.add(event)
-        if self._on_local is not None and kind in _SINGLE_RANK_KINDS:
+        if self._on_local is not None and has(kind, Trait.LOCAL):
             self._on_local(sentence(record))
         self.trackers.event(event)
         for problem in self._hooks.on_event(event):

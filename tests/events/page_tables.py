@@ -21,7 +21,7 @@ SCHEMA = schema.json_schema()
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of each table."""
     kinds = (
-        f"| `{name}` | {kind.when} | {', '.join(f'`{each}`' for each in kind.required)} |"
+        f"| `{name}` | {kind.about} | {', '.join(f'`{each}`' for each in kind.required)} |"
         for name, kind in KINDS.items()
     )
     yield "kinds", _table("| kind | when; what `step` is | has |", kinds)

@@ -146,7 +146,6 @@ def test_which_processes_are_one_run(first, together):
 def test_how_a_run_ended(last, state):
     run = run_of(last)
     assert run.state is state
-    assert [mark.kind for mark in run.marks] == ["end"] * (last[0] == "end")
 
 
 def test_fields_that_are_not_in_their_shape_are_left_out_and_named():

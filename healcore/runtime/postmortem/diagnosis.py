@@ -206,13 +206,13 @@ _ANSWERS = {
 
 
 def _storage(end: RunEnd) -> Iterator[str]:
-    if damaged := end.run.damaged:
-        steps = ", ".join(dict.fromkeys(str(event.step) for event in damaged[-_SHOWN:]))
+    if damaged := list(end.run.newest["damaged"])[-_SHOWN:]:
+        steps = ", ".join(dict.fromkeys(str(event.step) for event in damaged))
         yield f"checkpoints found damaged: {steps}; the last one: {damaged[-1].problem}."
         yield "Check the disk, or for a copy in memory the RAM."
-    if failed := end.run.last_failed_save:
-        times = counted(end.run.failed_saves, "checkpoint was", "checkpoints were")
-        yield f"{times} not saved; the last one: {failed.problem}."
+    if failed := end.run.newest["save_failed"]:
+        times = counted(end.run.numbers["save_failed"], "checkpoint was", "checkpoints were")
+        yield f"{times} not saved; the last one: {failed[-1].problem}."
 
 
 def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:

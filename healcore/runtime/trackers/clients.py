@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from healcore.events.models import validate
-from healcore.events.schema import SEVERE, flag_names, sentence
+from healcore.events.schema import Trait, flag_names, has, sentence
 
 _MAX_CHARACTERS = 1000
 """Limit of the text of an event, because trackers have limits (mlflow: 5,000 in a tag)."""
@@ -71,7 +71,7 @@ class _Wandb:
 
     def event(self, event: Mapping[str, Any]) -> None:
         kind = event["kind"]
-        if kind in SEVERE:
+        if has(kind, Trait.SEVERE):
             causes = flag_names(event.get("cause", ()))
             title = f"healcore: {kind}{f': {causes}' if causes else ''}"
             is_error = kind == "stop" or event.get("severity") == "error"

@@ -6,12 +6,10 @@ from dataclasses import asdict
 
 import numpy as np
 
-from healcore.core.verdict import Cause, names
-from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Mode
 from healcore.history.curves import thinned
 from healcore.history.incident import MOST_ALARMS
-from healcore.history.run import AttemptOrigin, Mark, RunAttempt
+from healcore.history.run import RunAttempt
 from healcore.tools.replay.replayed import Replay
 from healcore.tools.replay.summary import inactive_line
 from healcore.tools.report.run_report import RunReport, first_lines
@@ -21,17 +19,11 @@ def replay_report(result: Replay) -> RunReport:
     """Returns the report of a replay."""
     summary, trace, judged = result.summary, result.trace, result.judged
     record = judged.record
-    alarms = np.flatnonzero((record.cause != 0) & ~record.incident_open & ~record.skip).tolist()
-    marks = [
-        Mark(
-            float(judged.step[row]),
-            EventRecord(kind="alarm", cause=names(Cause(int(record.cause[row])))),
-        )
-        for row in alarms[:MOST_ALARMS]
-    ]
+    alarms = np.flatnonzero((record.cause != 0) & ~record.incident_open & ~record.skip)
+    shown = judged.step[alarms[:MOST_ALARMS]].tolist()
     notes = [inactive_line(*each) for each in summary.inactive.items()]
-    if len(alarms) > len(marks):
-        more = f"the plot marks the first {len(marks)}"
+    if len(alarms) > len(shown):
+        more = f"the plot marks the first {len(shown)}"
         notes.append(f"{len(alarms):,} alarms outside of incidents: {more}")
     return RunReport(
         title=summary.trace,
@@ -52,10 +44,11 @@ def replay_report(result: Replay) -> RunReport:
         facts={name: str(value) for name, value in asdict(summary).items() if value},
         notes=(*notes, *first_lines("not read", trace.problems), *trace.notes),
         attempts=tuple(
-            RunAttempt(attempt.number, attempt.first_step, AttemptOrigin.RECORDED, attempt.source)
+            RunAttempt(attempt.number, attempt.first_step, attempt.source or "recorded")
             for attempt in trace.attempts
         ),
-        marks=(*marks, *([] if summary.stopped_step is None else [Mark(summary.stopped_step)])),
+        alarms_outside=tuple(shown),
+        stop=summary.stopped_step,
     )
 
 

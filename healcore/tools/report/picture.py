@@ -51,8 +51,7 @@ def draw(report: RunReport) -> bytes:
     if curves.nonfinite is not None and curves.nonfinite.any():
         steps = curves.step[curves.nonfinite]
         _mark(axes[0], steps, 0.97, "x", color=_BAD, ms=4, label="NaN or Inf", **edge)
-    alarms = [mark.step for mark in report.marks if mark.kind == "alarm"]
-    _mark(axes[0], alarms, 0.03, "|", color=_QUIET, ms=7, label="alarm", **edge)
+    _mark(axes[0], report.alarms_outside, 0.03, "|", color=_QUIET, ms=7, label="alarm", **edge)
     _draw_incidents(axes, report, edge)
     entries: dict[str, Any] = {}
     for axis in axes[:2]:

@@ -21,7 +21,7 @@ from healcore.events.schema import sentence
 from healcore.history import Counts, Curves, Incident, IncidentOutcome, Mode, Run, RunState, runs_of
 from healcore.history.curves import read_metrics, thinned
 from healcore.history.incident import count_incidents
-from healcore.history.run import Mark, RunAttempt
+from healcore.history.run import RunAttempt
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import STATES
 
@@ -74,7 +74,10 @@ class RunReport(NamedTuple):
     notes: tuple[str, ...] = ()
     """Sentences about damaged or missing data."""
     attempts: tuple[RunAttempt, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    alarms_outside: tuple[float, ...] = ()
+    """Steps of the first alarms outside of incidents."""
+    stop: float | None = None
+    """Step at which a replay would stop, or None."""
     diagnosis: str = ""
     """The diagnosis of the postmortem, or an empty string."""
 
@@ -93,16 +96,13 @@ class RunReport(NamedTuple):
         """Describes the start of an attempt, and counts its incidents."""
         own = [each for each in self.incidents if each.attempt == attempt.number]
         incidents = counted(count_incidents(own).incidents, "incident")
-        return (
-            f"from step {attempt.first_step:.0f} ({attempt.source or attempt.origin}): {incidents}"
-        )
+        return f"from step {attempt.first_step:.0f} ({attempt.origin}): {incidents}"
 
     def ending(self) -> str:
         """Returns how the run ended, the step of a replay's stop, or an empty string."""
         if self.state is not None:
             return STATES[self.state]
-        stops = [mark.step for mark in self.marks if mark.kind == "stop"]
-        return f"would stop at step {stops[0]:.0f}" if stops else ""
+        return "" if self.stop is None else f"would stop at step {self.stop:.0f}"
 
     def outcome_text(self, outcome: IncidentOutcome) -> str:
         """The text of an outcome, for an observed run or a replay with "would have"."""
@@ -199,7 +199,7 @@ def _report_on(path: Path, run: Run) -> RunReport:
         incidents=tuple(run.incidents),
         counts=count_incidents(
             run.incidents,
-            alarms=run.alarms + run.unreported_alarms,
+            alarms=run.numbers["alarm"] + run.unreported_alarms,
             skips=run.skips,
             undone_skips=run.undone_skips,
             clips=clips if type(clips) is int else None,
@@ -213,7 +213,7 @@ def _report_on(path: Path, run: Run) -> RunReport:
             *first_lines("reported by the run", problems),
         ),
         attempts=tuple(run.attempts),
-        marks=tuple(run.marks),
+        alarms_outside=tuple(run.alarms_outside),
         diagnosis=diagnosis if isinstance(diagnosis, str) else run.processes[-1].diagnosis,
     )
 
@@ -261,7 +261,7 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
     seconds = [process.seconds for process in run.processes if process.seconds is not None]
     versions = start.environment or {}
     framework = (start.framework, versions.get(start.framework or ""))
-    faults = [f"step {f.step}: {sentence(f).removeprefix('fault: ')}" for f in run.faults]
+    faults = [f"step {f.step}: {sentence(f).removeprefix('fault: ')}" for f in run.newest["fault"]]
     facts = {
         "Ending": STATES[state],
         "Run": ", ".join(process.id for process in run.processes),
@@ -270,7 +270,7 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         "Started": _time_of(first),
         "Last event": _time_of(run.processes[-1].last),
         "Duration": f"{timedelta(seconds=round(min(sum(seconds), 1e9)))}" if seconds else None,
-        "Faults": "; ".join(faults[:_MAX_LINES]),
+        "Faults": "; ".join(faults),
         "Step at the end": ends[-1].step if ends else written.get("step"),
         "Last known-good": written.get("last_good") if run.last_good is None else run.last_good,
         "Saved every": None if start.save_every is None else f"{start.save_every} steps",

@@ -192,7 +192,7 @@ def test_the_last_good_checkpoint_is_of_the_last_store():
     first = (START, ("good", 300, {}), ("good", 400, {}))
     same = (resumed, ("damaged", 400, {"problem": "a bit"}))
     assert processes(first, same).last_good == 300
-    assert [event.step for event in processes(first, same).damaged] == [400]
+    assert [event.step for event in processes(first, same).newest["damaged"]] == [400]
     assert processes(first, (other,)).last_good is None
     assert processes(first, (other, ("good", 20, {}))).last_good == 20
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from healcore.history import Curves, Incident, Mode
 from healcore.history.incident import count_incidents
-from healcore.history.run import Mark
 from healcore.policy import dumps, fingerprint, load
 from healcore.tools.report.page import outcome, render
 from healcore.tools.report.run_report import RunReport, read_reports
@@ -47,7 +46,7 @@ def replay(*cases: Incident, title: str = "runs/a.csv", **counted: int) -> RunRe
         incidents=cases,
         counts=count_incidents(cases, **counted),
         facts={},
-        marks=(Mark(40.0),),
+        stop=40.0,
     )
 
 

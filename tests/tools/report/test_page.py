@@ -12,7 +12,7 @@ from healcore.core.evidence import Evidence
 from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Incident, Mode, RunState
 from healcore.history.incident import count_incidents
-from healcore.history.run import AttemptOrigin, Mark, RunAttempt
+from healcore.history.run import RunAttempt
 from healcore.tools.report.page import outcome, render
 from healcore.tools.report.run_report import RunReport, read_reports
 
@@ -52,10 +52,9 @@ def hostile() -> RunReport:
         state=RunState.UNKNOWN,
         notes=(EVIL,),
         attempts=(
-            RunAttempt(0, 0.0, AttemptOrigin.RECORDED, EVIL),
-            RunAttempt(1, 0.0, AttemptOrigin.RECORDED, EVIL),
+            RunAttempt(0, 0.0, EVIL),
+            RunAttempt(1, 0.0, EVIL),
         ),
-        marks=(Mark(30.0, EventRecord(kind="hook", hook=EVIL)),),
         diagnosis=f"{EVIL}\n  - {EVIL}\n    {EVIL}",
     )
 

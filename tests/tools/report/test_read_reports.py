@@ -107,8 +107,3 @@ def test_a_resumed_run_is_one_report(resumed):
     fault = "step 320: unknown (error): the loop raised tests.tools.report.small_runs.Broken"
     assert report.facts["Faults"].startswith(fault)
     assert [each.origin for each in report.attempts] == ["start", "rollback", "resume", "rollback"]
-    assert [mark.kind for mark in report.marks if mark.kind in ("end", "resume")] == [
-        "end",
-        "resume",
-        "end",
-    ]
