@@ -24,17 +24,16 @@ from healcore.policy.tables import read_document
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 """healcore's own policies; all others in `healcore.policies` are recipes, published settings."""
 
-_SUFFIX = ".toml"
-
 PolicySource = str | os.PathLike[str] | Policy
 """A name of a preset or recipe, a path of a TOML file, or a policy."""
 
-_MAX_FILE_BYTES = 1 << 20  # bytes; a policy has a few kB, so a larger file is no policy
+PolicyLike = PolicySource | Engine | EngineConfig
+"""A `PolicySource`, or an Engine or EngineConfig, whose numbers may be traced arrays."""
 
+_MAX_FILE_BYTES = 1 << 20  # bytes; a policy has a few kB, so a larger file is no policy
 _MAX_KEY_PARTS = 32  # tomllib's memory grows with the square of the parts of a dotted key
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 _LONG_KEY = re.compile(rf"""(?<![\w.'"-])(?:{_PART}){{{_MAX_KEY_PARTS}}}""")
-
 
 _Table = Mapping[str, Any]
 
@@ -86,10 +85,14 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
     elif isinstance(policy, str) and not (
         policy.endswith(".toml") or "/" in policy or os.sep in policy
     ):
-        if policy not in (*preset_names(), *recipe_names()):
-            raise _unknown_policy(policy)
-        source = policy
-        data = _parse(preset_text(policy), source)
+        known = (*PRESETS, *recipe_names())
+        if policy not in known:
+            close = difflib.get_close_matches(policy, known, n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            rule, write = f"one of {', '.join(known)}", f"{hint}for a file write {policy}.toml"
+            shown = show_value(policy)
+            raise _error(shown, shown, rule, write, key="policy", unreadable=True)
+        data, source = _parse(preset_text(policy), policy), policy
     elif isinstance(policy, str | os.PathLike):
         source = os.fsdecode(policy)
         data = _parse(_read(policy), source)
@@ -164,14 +167,6 @@ def _error(
     return PolicyError(source, (Problem(key, value, rule, write),), unreadable=unreadable)
 
 
-def _unknown_policy(name: str) -> PolicyError:
-    known = (*preset_names(), *recipe_names())
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    rule, write = f"one of {', '.join(known)}", f"{hint}for a file write {name}.toml"
-    return _error(show_value(name), show_value(name), rule, write, key="policy", unreadable=True)
-
-
 def _read(path: str | os.PathLike[str]) -> str:
     """Reads the file's text; raises `PolicyError`."""
     try:
@@ -183,10 +178,6 @@ def _read(path: str | os.PathLike[str]) -> str:
         rule = "a file that can be read"
     write = f"the path of a TOML file, or a preset: {', '.join(preset_names())}"
     raise _error(os.fsdecode(path), reason, rule, write, unreadable=True)
-
-
-PolicyLike = PolicySource | Engine | EngineConfig
-"""A `PolicySource`, or an Engine or EngineConfig, whose numbers may be traced arrays."""
 
 
 def resolve(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Policy | Engine:
@@ -220,9 +211,9 @@ def preset_names() -> tuple[str, ...]:
 
 def recipe_names() -> tuple[str, ...]:
     """Names of the published recipes that healcore includes, sorted."""
-    names = (entry.name for entry in resources.files("healcore.policies").iterdir())
-    stems = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
-    return tuple(sorted(name for name in stems if name not in PRESETS))
+    files = [Path(entry.name) for entry in resources.files("healcore.policies").iterdir()]
+    names = {file.stem for file in files if file.suffix == ".toml"}
+    return tuple(sorted(names.difference(PRESETS)))
 
 
 def name_of(fingerprint: str | None) -> str | None:
@@ -242,9 +233,7 @@ def preset_text(name: str) -> str:
     """
     if name not in (*preset_names(), *recipe_names()):
         raise KeyError(name)
-    path = resources.files("healcore.policies") / (name + _SUFFIX)
-    with path.open(encoding="utf-8") as file:
-        return file.read()
+    return (resources.files("healcore.policies") / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def check_keywords(function: Callable[..., Any], overrides: Mapping[str, Any]) -> None:
@@ -279,3 +268,36 @@ def merged(data: _Table, overrides: _Table) -> dict[str, Any]:
         else:
             new[key] = {"kind": "none"} if key == "clip" and value is None else value
     return new
+
+
+# -- a trainer's own gradient clipping -------------------------------------------------------------
+
+# A trainer clips before the policy measures the norm, so a spike of 700 would be judged as 1.0.
+_WITH_LIMIT = ("zclip", "fixed", "autoclip")
+"""Kinds of clipping whose `max_norm` applies at every step."""
+
+
+def can_apply_limit(policy: Policy | Engine) -> bool:
+    """Whether the policy's clipping can apply a fixed limit at every step.
+
+    False without clipping, where the trainer's own clip gives the same bits as without healcore; in
+    observe mode; and with AdaGC, whose limit ends with its warm-up. Also False for an Engine, whose
+    numbers may be traced arrays. The trainer then clips, after the policy has measured.
+    """
+    return isinstance(policy, Policy) and policy.mode == "heal" and policy.clip.kind in _WITH_LIMIT
+
+
+def with_limit(policy: Policy | Engine, limit: float | None) -> Policy | Engine:
+    """Returns the policy with a trainer's limit as `max_norm`, unless its own limit is lower.
+
+    In a policy without clipping this limit alone clips. The policy is unchanged if `limit` is None,
+    for an Engine, in observe mode and with AdaGC.
+    """
+    if limit is None or not isinstance(policy, Policy) or policy.mode != "heal":
+        return policy
+    if policy.clip.kind not in ("none", *_WITH_LIMIT):
+        return policy
+    own = getattr(policy.clip, "max_norm", None)
+    if isinstance(own, int | float) and own <= limit:
+        return policy
+    return load(policy, clip={"max_norm": float(limit)})

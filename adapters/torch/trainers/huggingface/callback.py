@@ -18,7 +18,7 @@ from transformers import TrainingArguments as Args
 from transformers.trainer_callback import ExportableState
 
 from healcore.policy import Policy, PolicyLike, from_dict, load, to_dict
-from healcore.policy.trainer_limit import can_apply_limit, with_limit
+from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING, Logging
