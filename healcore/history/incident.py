@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from healcore.core.evidence import Evidence
-from healcore.events.models import EventRecord, ReadingsRecord
+from healcore.events.models import EventRecord, EvidenceRecord, ReadingsRecord
 
 MOST_ALARMS = 100  # limit of alarms with an event: per incident, and in total outside of incidents
 
@@ -47,7 +46,6 @@ class Incident:
     mode: Mode = Mode.HEAL
     alarms: int = 0  # alarms with an event
     skipped: int = 0  # skipped steps
-    capped: bool = False  # some alarms may have no event: `skipped` is a lower bound
     clipped: int | None = None  # steps with clipped gradients, or None if not counted
     repeats: int = 0  # rollbacks after the first, in mode REPLAY
     declined: bool = False  # the last order was declined for lack of evidence or budget
@@ -58,11 +56,16 @@ class Incident:
     checkpoint: int | None = None  # step of the restored checkpoint
     batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of the batches of the first step
     skipped_batches: tuple[tuple[int, int], ...] = ()  # (epoch, index), skipped by a rollback
-    evidence: tuple[Evidence, ...] = ()  # tensors with unusual gradients, the worst first
+    evidence: tuple[EvidenceRecord, ...] = ()  # tensors with unusual gradients, the worst first
     readings: ReadingsRecord | None = None  # readings of the first alarm
     last_step: float | None = None  # step of the last alarm, or None if equal to `step`
     over: bool = False  # has an event `over`
     undone: bool = False  # the run rolled back to before the onset
+
+    @property
+    def capped(self) -> bool:
+        """Whether some alarms may have no event, so that `skipped` is a lower bound."""
+        return self.alarms >= MOST_ALARMS
 
     @property
     def rolled_back(self) -> bool:
@@ -103,12 +106,9 @@ class Incident:
         self.batches = self.batches or batch_ids(event)
         if event.kind == "alarm":
             self.alarms += 1
-            self.capped = self.alarms >= MOST_ALARMS
             self.skipped += bool(event.skip)
             self.readings = self.readings or event.readings
-            self.evidence = self.evidence or tuple(
-                Evidence(tensor.name, tensor.grad_norm) for tensor in event.evidence or ()
-            )
+            self.evidence = self.evidence or tuple(event.evidence or ())
 
     def add_response(self, event: EventRecord, *actions: str) -> None:
         """Adds an event of the response, and the names of its actions."""
@@ -117,18 +117,15 @@ class Incident:
 
     def decline(self, event: EventRecord) -> None:
         """Adds the event of a declined order, once if one order after the other is declined."""
-        last = self.responses[-1] if self.responses else None
         self.declined = True
-        if last is None or (last.kind, last.by) != (event.kind, event.by):
+        if [(last.kind, last.by) for last in self.responses[-1:]] != [(event.kind, event.by)]:
             self.add_response(event)
 
     def add_cut(self, event: EventRecord) -> None:
         """Adds a cut of the learning rate. A second event about the same cut has no effect."""
-        before, after = event.lr_scale_before, event.lr_scale
-        if before is None or after is None:
-            return
-        path = self.lr_path or (before,)
-        self.lr_path = path if after == path[-1] else (*path, after)
+        if event.lr_scale_before is not None and event.lr_scale is not None:
+            path = self.lr_path or (event.lr_scale_before,)
+            self.lr_path = path if event.lr_scale == path[-1] else (*path, event.lr_scale)
 
 
 def merge_names(names: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:

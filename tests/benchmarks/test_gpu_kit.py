@@ -104,21 +104,19 @@ def test_without_jax_and_transformers_their_checks_are_skipped():
 
 def test_launches_and_kernels_are_counted_apart():
     """A graph is one launch of many kernels; copies are launches, annotations are not."""
-    cpu, cuda = DeviceType.CPU, DeviceType.CUDA
+    names = {
+        DeviceType.CPU: (
+            "aten::add", "cudaLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync",
+            "cudaGraphLaunch", "cudaDeviceSynchronize",
+        ),
+        DeviceType.CUDA: (
+            "vectorized_elementwise_kernel", "triton_poi_fused_0",
+            "Memcpy DtoH (Device -> Pinned)", "Memset (Device)", "Optimizer.step#AdamW.step",
+        ),
+    }  # fmt: skip
     events = [
-        SimpleNamespace(name=name, device_type=where, is_user_annotation=note)
-        for name, where, note in (
-            ("aten::add", cpu, False),
-            ("cudaLaunchKernel", cpu, False),
-            ("cuLaunchKernelEx", cpu, False),
-            ("cudaMemcpyAsync", cpu, False),
-            ("cudaGraphLaunch", cpu, False),
-            ("cudaDeviceSynchronize", cpu, False),
-            ("vectorized_elementwise_kernel", cuda, False),
-            ("triton_poi_fused_0", cuda, False),
-            ("Memcpy DtoH (Device -> Pinned)", cuda, False),
-            ("Memset (Device)", cuda, False),
-            ("Optimizer.step#AdamW.step", cuda, True),
-        )
+        SimpleNamespace(name=name, device_type=where, is_user_annotation="#" in name)
+        for where, each in names.items()
+        for name in each
     ]
     assert work_of(events) == {"launches": 4, "kernels": 2}

@@ -26,29 +26,24 @@ def scored(at: list[int], *, rows: int = 1000, wrong: tuple[int, ...] = ()) -> S
     return score([run], {"a/b.csv": alarms})["a"]
 
 
-@pytest.mark.parametrize(("at", "latency"), [(295, 0), (300, 0), (307, 7), (390, 90)])
-def test_an_alarm_around_an_event_finds_it(at, latency):
+@pytest.mark.parametrize(
+    ("at", "found", "false"),
+    [
+        *((at, 1, 0) for at in (295, 300, 307, 390)),  # around the event
+        *((at, 0, 1) for at in (294, 391, 594, 651, 900)),  # elsewhere
+        *((at, 0, 0) for at in (0, 63, 595, 650)),  # may be right
+    ],
+)
+def test_an_alarm_at_a_row(at, found, false):
     got = scored([at])
-    assert (got.found, got.latencies, got.false) == (1, [latency], 0)
-    assert got.within_10 == (latency <= 10)
-
-
-@pytest.mark.parametrize("at", [294, 391, 594, 651, 900])
-def test_an_alarm_elsewhere_is_false(at):
-    got = scored([at])
-    assert (got.found, got.false, got.false_files) == (0, 1, 1)
-    assert got.false_per_10k == 10.0
-
-
-@pytest.mark.parametrize("at", [0, 63, 595, 650])
-def test_an_alarm_that_may_be_right_counts_neither_way(at):
-    got = scored([at])
-    assert (got.found, got.false) == (0, 0)
+    assert (got.found, got.false, got.false_files) == (found, false, false)
+    assert got.latencies == [max(0, at - 300)] * found
+    assert got.within_10 == (found and at <= 310)
+    assert got.false_per_10k == 10.0 * false
 
 
 def test_false_alarms_within_forty_rows_are_one_incident():
-    assert scored([700, 740, 780]).false == 1
-    assert scored([700, 741]).false == 2
+    assert [scored(at).false for at in ([700, 740, 780], [700, 741])] == [1, 2]
 
 
 def test_the_rows_after_a_nan_are_excused_and_timed():

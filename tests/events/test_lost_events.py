@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from healcore.events import Log, read
 from tests.runtime.store.disk_faults import read_only, small_disk
 
@@ -32,23 +30,16 @@ def test_full_disk(tmp_path):
         assert len(read(path).events) == written + 2
 
 
-def test_read_only_directory(tmp_path):
+def test_read_only_directory(tmp_path, caplog):
     root = tmp_path / "root"
     root.mkdir()
     with read_only(root):
         events = Log(root / "deeper" / "run.events.jsonl")
-        events.write("start", step=0)
-        assert events.lost == 1
+        for step in (0, 1):
+            events.write("start", step=step)
+        assert events.lost == 2
+    assert [record.name for record in caplog.records] == ["healcore"], "the warning comes once"
+    assert "training continues" in caplog.text
     assert events.write("save", step=1)
     (event,) = read(root / "deeper" / "run.events.jsonl").events
-    assert event["lost"] == 1
-
-
-def test_the_warning_comes_once(tmp_path, caplog):
-    (tmp_path / "run.events.jsonl").mkdir()
-    events = Log(tmp_path / "run.events.jsonl")
-    with caplog.at_level(logging.WARNING, "healcore"):
-        for step in range(3):
-            events.write("save", step=step)
-    assert [record.name for record in caplog.records] == ["healcore"]
-    assert "training continues" in caplog.text
+    assert event["lost"] == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +59,6 @@ def test_a_link_that_the_user_names_is_written_through(root, tmp_path):
     assert link.is_symlink()
 
 
-def in_time(code: str, *arguments: str, seconds: int = 120) -> str:
-    """The output of a child within a generous time limit: it must not wait for a pipe."""
-    done = forked_programs.run("-c", textwrap.dedent(code), *arguments, timeout=seconds)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @needs_pipes
 @pytest.mark.parametrize("name", [HEALING, MANIFEST])
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, root):
@@ -76,37 +68,26 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, root):
     (folder,) = root.glob("step-*")
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    out = in_time(
-        """
-        import sys
-        from healcore.torch.store import DCPStore
-        store = DCPStore(sys.argv[1])
-        print([saved.status for saved in store.steps()], list(map(str, store.damaged())))
-        """,
-        str(root),
-    )
-    assert name in out
+    code = "store = DCPStore(root); print(store.steps(), list(map(str, store.damaged())))"
+    assert name in in_time(f"from healcore.torch.store import DCPStore; {code}", root)
     with pytest.raises((CheckpointNotFound, StoreError)):
         store.verify(1)
 
 
 @needs_pipes
-@pytest.mark.parametrize("name", [LOCK, EVENTS, METRICS])
-def test_a_pipe_in_the_run_directory_is_not_waited_for(name, root):
+@pytest.mark.parametrize(
+    ("name", "expected"), [(LOCK, "no regular file"), (EVENTS, "36"), (METRICS, "36")]
+)
+def test_a_pipe_in_the_run_directory_is_not_waited_for(name, expected, root):
     cut_short("torch", root)
     (root / name).unlink(missing_ok=True)
     os.mkfifo(root / name)
-    out = in_time(
-        """
-        import sys
-        from pathlib import Path
-        from tests.hostile.run_directories import go_on
-        try:
-            print(go_on("torch", Path(sys.argv[1]))["step"])
-        except Exception as error:
-            print(type(error).__name__, error)
-        """,
-        str(root),
-    )
-    expected = {LOCK: "no regular file", EVENTS: "36", METRICS: "36"}
-    assert expected[name] in out
+    code = "from tests.hostile.run_directories import go_on; print(go_on('torch', root)['step'])"
+    assert expected in in_time(code, root)
+
+
+def in_time(code: str, root: Path) -> str:
+    """What a child prints within a generous time limit: it must not wait for a pipe."""
+    start = f"from pathlib import Path; root = Path({str(root)!r}); "
+    done = forked_programs.run("-c", start + code, timeout=120)
+    return done.stdout + done.stderr

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tests.hostile import reader
 from tests.hostile.pickles import BEGIN, END, called, changed_index, dcp, named, text, torch_file
 
 
@@ -19,7 +20,7 @@ def ran(tmp_path) -> Path:
     return tmp_path / "ran"
 
 
-def test_no_code_of_a_torch_file_runs(reader, tmp_path, ran):
+def test_no_code_of_a_torch_file_runs(tmp_path, ran):
     codes = (
         called("os.system", text(f"touch {ran}")),
         called("builtins.exec", text(f"open({str(ran)!r}, 'w')")),
@@ -36,7 +37,7 @@ def test_no_code_of_a_torch_file_runs(reader, tmp_path, ran):
     assert not ran.exists()
 
 
-def test_no_code_of_an_index_of_dcp_runs_and_no_class_of_torch_changes(reader, tmp_path, ran):
+def test_no_code_of_an_index_of_dcp_runs_and_no_class_of_torch_changes(tmp_path, ran):
     module = "torch.distributed.checkpoint.metadata"
     attributes = b"N}" + text("__setstate__") + named("collections.OrderedDict") + b"s\x86b"
     indexes = [
@@ -56,7 +57,7 @@ def test_no_code_of_an_index_of_dcp_runs_and_no_class_of_torch_changes(reader, t
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd"])
-def test_an_index_of_dcp_with_a_file_outside(reader, tmp_path, path):
+def test_an_index_of_dcp_with_a_file_outside(tmp_path, path):
     def move(metadata):
         (info,) = metadata.storage_data.values()
         info.relative_path = path
@@ -84,7 +85,7 @@ def orbax(folder: Path, name: str = "w", **zarray: object) -> Path:
     return folder
 
 
-def test_orbax_checkpoints(reader, tmp_path):
+def test_orbax_checkpoints(tmp_path):
     nested = orbax(tmp_path / "nested")
     (nested / "_METADATA").write_text("[" * 100_000)
     paths = [
@@ -97,7 +98,7 @@ def test_orbax_checkpoints(reader, tmp_path):
     assert outcome.verdicts() == ["ERROR"] * 3 + ["PASS"]
 
 
-def test_safetensors(reader, tmp_path):
+def test_safetensors(tmp_path):
     digits = '{"w": {"dtype": "F32", "shape": [' + "9" * 400_000 + '], "data_offsets": [0, 8]}}'
     longer = (1 << 40).to_bytes(8, "little") + b'{"w":'
     (tmp_path / "a").write_bytes(len(digits).to_bytes(8, "little") + digits.encode() + bytes(8))

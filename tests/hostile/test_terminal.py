@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from healcore.tools.terminal import clean, clean_json
+from tests.hostile import reader
 from tests.hostile.test_events import EVENT
 from tests.hostile.test_logs import ROWS
 
@@ -52,7 +53,7 @@ def commands(folder: Path):
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_no_command_prints_what_a_terminal_executes(reader, tmp_path, number):
+def test_no_command_prints_what_a_terminal_executes(tmp_path, number):
     result = reader.run(*list(commands(tmp_path))[number])
     assert result.text
     assert not set(result.text) & set(EXECUTED), result.text

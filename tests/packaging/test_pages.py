@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import runpy
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from healcore.policy import Policy, load, loads
+from tests import forked_programs
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -24,6 +24,12 @@ def text(page: str) -> str:
 def blocks(page: str, language: str = "python") -> list[str]:
     """The snippets of a page, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```", text(page), flags=re.M | re.S)
+
+
+def snippet(page: str, part: str) -> str:
+    """The only snippet of a page that contains a text."""
+    (found,) = [block for block in blocks(page) if part in block]
+    return found
 
 
 @pytest.mark.parametrize("page", ["choose-a-policy.md", "evidence.md"])
@@ -101,8 +107,6 @@ def test_the_diagrams_are_those_of_the_script():
 
 @pytest.mark.parametrize("page", ["data-and-resume.md", "stores.md"])
 def test_the_snippets_one_after_the_other(page, tmp_path, monkeypatch):
-    pytest.importorskip("torch")
-    pytest.importorskip("torchdata")
     monkeypatch.chdir(tmp_path)
     scope: dict[str, object] = {}
     for block in blocks(page):
@@ -111,29 +115,22 @@ def test_the_snippets_one_after_the_other(page, tmp_path, monkeypatch):
 
 def test_the_lines_after_a_kill(tmp_path):
     """The page quotes the lines of the second start."""
-    pytest.importorskip("torchdata")
     program = blocks("data-and-resume.md")[0]
-    killed = f"{program}        if healer.step == 151 and KILL:\n"
+    killed = f"import os\n{program}        if healer.step == 151:\n"
     killed += "            healer.store.wait()\n            os.kill(os.getpid(), 9)\n"
-    lines = ""
-    for kill, status in ((True, -signal.SIGKILL), (False, 0)):
-        code = f"import os\nKILL = {kill}\n{killed}"
-        run = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
+    for code, status in ((killed, -signal.SIGKILL), (program, 0)):
+        run = forked_programs.run("-c", code, cwd=tmp_path, timeout=120)
         assert run.returncode == status, run.stderr
-        lines = run.stderr
-    found = re.findall(r"^healcore: .*$", lines, flags=re.M)
+    found = re.findall(r"^healcore: .*$", run.stderr, flags=re.M)
     quoted = re.findall(r"^    (healcore: .*)$", text("data-and-resume.md"), flags=re.M)
     assert [line.replace(str(tmp_path), "/home/me") for line in found] == quoted
 
 
 def test_the_ranks_snippet_on_one_rank(tmp_path, monkeypatch):
-    torch = pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", "0")
     (block,) = blocks("ranks.md")
     exec(block, {})
     assert not torch.distributed.is_initialized()

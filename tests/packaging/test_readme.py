@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
 import healcore.torch
+from tests.packaging.test_pages import DOCS, blocks, snippet, text
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
-
-
-def snippet(part: str) -> str:
-    (block,) = [block for block in blocks("python") if part in block]
-    return block
-
-
+PAGE = "../README.md"
 FIRST = "heal.observe(loss)"
 JAX = "inject_hyperparams"
 TORCH = "scheduler.step()"
@@ -31,9 +19,9 @@ TRAINERS = "SFTTrainer(..."
 
 def test_every_snippet_is_run():
     """Of the snippet with ellipses the names exist; `test_trainer_pages` runs such programs."""
-    known = [FIRST, JAX, TORCH, TRAINERS]
-    assert sorted(map(snippet, known)) == sorted(blocks("python"))
-    named = re.findall(r"healcore\.torch\.(\w+)\(", snippet(TRAINERS))
+    known = [snippet(PAGE, part) for part in (FIRST, JAX, TORCH, TRAINERS)]
+    assert sorted(known) == sorted(blocks(PAGE))
+    named = re.findall(r"healcore\.torch\.(\w+)\(", known[-1])
     assert len(named) == 4
     assert set(named) <= set(healcore.torch.__all__)
 
@@ -52,7 +40,7 @@ def test_the_lines_of_the_first_screen():
         "params": params,
         "grads": {"w": jnp.full(3, jnp.nan)},
     }
-    once, at_each_step = snippet(FIRST).split("updates, opt_state", 1)
+    once, at_each_step = snippet(PAGE, FIRST).split("updates, opt_state", 1)
     exec(once, scope)
     scope["opt_state"] = scope["tx"].init(params)
     scope["loss"] = jnp.float32(1.0)
@@ -82,10 +70,10 @@ def test_the_jax_snippet(tmp_path, monkeypatch):
     batches = [good, bad, *[good] * 4]
     scope = {"params": params, "loss_fn": loss_fn, "loader": Interrupted(batches)}
     with pytest.raises(KeyboardInterrupt):
-        exec(snippet(JAX), scope)
+        exec(snippet(PAGE, JAX), scope)
     assert scope["healer"].step in (3, 4)
     scope = {"params": params, "loss_fn": loss_fn, "loader": batches}
-    exec(snippet(JAX), scope)  # the same program resumes
+    exec(snippet(PAGE, JAX), scope)  # the same program resumes
     healer = scope["healer"]
     assert (healer.step, healer.report().counts["skips"]) == (6, 1)
     assert jnp.isfinite(healer.state[0]["w"]).all()
@@ -108,7 +96,7 @@ def test_the_torch_snippet(tmp_path, monkeypatch):
         "loss_fn": lambda model, batch: (model(batch) - 1).square().mean(),
         "loader": [*[torch.ones(4, 3)] * 12, *[bad] * 12, torch.ones(4, 3)],
     }
-    exec(snippet(TORCH), scope)
+    exec(snippet(PAGE, TORCH), scope)
     assert torch.isfinite(model.weight).all()
     assert not torch.equal(model.weight, before)
     healer = scope["healer"]
@@ -118,7 +106,6 @@ def test_the_torch_snippet(tmp_path, monkeypatch):
 
 
 def test_local_links_exist():
-    root = Path(__file__).parents[2]
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text(PAGE))
     assert links
-    assert [link for link in links if not (root / link).exists()] == []
+    assert [link for link in links if not (DOCS.parent / link).exists()] == []

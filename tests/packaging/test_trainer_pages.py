@@ -14,25 +14,16 @@ from typing import Any
 import pytest
 
 from tests import forked_programs
+from tests.packaging.test_pages import DOCS, snippet, text
 
-ROOT = Path(__file__).parents[2]
+ROOT = DOCS.parent
 IMPORTS = (*forked_programs.TRANSFORMERS, "lightning", "torchdata.stateful_dataloader")
 PROGRAMS = {
-    "Trainer": ("huggingface.md", "from transformers import Trainer"),
-    "Lightning": ("lightning.md", "import lightning\n"),
-    "Fabric": ("lightning.md", "from lightning.fabric import Fabric"),
-    "Accelerate": ("others.md", "from accelerate import Accelerator"),
+    "Trainer": ("trainers/huggingface.md", "from transformers import Trainer"),
+    "Lightning": ("trainers/lightning.md", "import lightning\n"),
+    "Fabric": ("trainers/lightning.md", "from lightning.fabric import Fabric"),
+    "Accelerate": ("trainers/others.md", "from accelerate import Accelerator"),
 }
-
-
-def snippet(page: str, part: str) -> str:
-    text = (ROOT / "docs" / "trainers" / page).read_text()
-    (found,) = [
-        block
-        for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
-        if part in block
-    ]
-    return found
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -47,9 +38,9 @@ def test_the_program_runs(name: str, tmp_path: Path):
 
 
 def test_the_versions_are_the_pinned_ones():
-    text = (ROOT / "docs" / "support.md").read_text()
-    table = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \|$", text, flags=re.M)
-    (others,) = re.findall(r"^Also run: (.*)\.$", text, flags=re.M)
+    page = text("support.md")
+    table = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \|$", page, flags=re.M)
+    (others,) = re.findall(r"^Also run: (.*)\.$", page, flags=re.M)
     pins = {}
     for file in ("requirements/lock.txt", ".ci/deepspeed.txt"):
         pins |= dict(re.findall(r"^([\w-]+)==([^\s\\;]+)", (ROOT / file).read_text(), flags=re.M))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from healcore.policy import PolicyError, from_dict, load, loads
@@ -21,51 +23,31 @@ WRONG = {
     "no schema": ('name = "x"\n', "schema", "schema = 1"),
     "another schema": ("schema = 2\n", "schema", "upgrade"),
     "empty name": ('schema = 1\nname = " "\n', "name", "mine"),
-    "unknown table": (HEAD + "[detct]\n", "detct", "detect"),
     "unknown detector": (HEAD + "[detect.los_spike]\n", "detect.los_spike", "loss_spike"),
     "unknown key": (ZCLIP + "z_treshold = 2.0\n", "clip.z_treshold", "z_threshold"),
-    "key in the wrong table": (HEAD + "recoveries = 2\n", "recoveries", "budget"),
     "key without resemblance": (HEAD + "[lr]\nxyz = 2\n", "lr.xyz", "factor"),
     "key of another kind of clip": (
         HEAD + '[clip]\nkind = "fixed"\ntarget = "max"\n', "clip.target", "max_norm",
     ),
     "odd key": (HEAD + '"a.b" = 1\n', '"a.b"', "schema"),
     "nan": (ZCLIP + "z_threshold = nan\n", "clip.z_threshold", "2.5"),
-    "negative": (ZCLIP + "z_threshold = -1\n", "clip.z_threshold", "2.5"),
     "1 as a float32": (ZCLIP + "ema_decay = 0.99999999999\n", "clip.ema_decay", "0.97"),
     "too large for a float32": (ZCLIP + "z_threshold = 1e39\n", "clip.z_threshold", "2.5"),
-    "too small for a float32": (ZCLIP + "min_rel_std = 1e-60\n", "clip.min_rel_std", "0.01"),
     "a whole number no float holds": (
         ZCLIP + f"z_threshold = 1{'0' * 400}\n", "clip.z_threshold", "2.5",
     ),
-    "string for a number": (ZCLIP + 'z_threshold = "2.5"\n', "clip.z_threshold", "2.5"),
-    "date for a number": (ZCLIP + "z_threshold = 2020-01-01\n", "clip.z_threshold", "2.5"),
     "float for a whole number": (ZCLIP + "warmup_steps = 30.0\n", "clip.warmup_steps", "30"),
     "bool for a whole number": (ZCLIP + "warmup_steps = true\n", "clip.warmup_steps", "25"),
-    "whole number out of range": (ZCLIP + "warmup_steps = 0\n", "clip.warmup_steps", "25"),
-    "number for a bool": (
-        RULE + "when = { sustained = 1 }\n", "respond[0].when.sustained", "false",
-    ),
     "no such limit name": (ZCLIP + 'max_norm = "off"\n', "clip.max_norm", "1.0"),
     "unknown mode": (HEAD + 'mode = "heel"\n', "mode", "heal"),
     "clip without a kind": (HEAD + "[clip]\n", "clip.kind", "zclip"),
-    "unknown kind of clip": (HEAD + '[clip]\nkind = "adagcc"\n', "clip.kind", "adagc"),
     "a table that is a number": (HEAD + "clip = 3\n", "clip", "[clip]"),
-    "a detector that is a bool": (
-        HEAD + "detect = { plateau = true }\n", "detect.plateau", "[detect.plateau]",
-    ),
     "one rule instead of several": (HEAD + "[respond]\n", "respond", "[[respond]]"),
-    "rules that are numbers": (HEAD + "respond = [1]\n", "respond[0]", "[[respond]]"),
     "a rule without a cause": (NONFINITE + 'do = ["skip"]\n', "respond[0].to", "to = ["),
-    "an empty rule": (NONFINITE + 'to = []\ndo = ["skip"]\n', "respond[0].to", "to = ["),
     "unknown cause": (NONFINITE + 'to = ["nan"]\ndo = ["skip"]\n', "respond[0].to[0]", "one of"),
-    "unknown action": (
-        NONFINITE + 'to = ["nonfinite"]\ndo = ["roll_back"]\n', "respond[0].do[0]", "rollback",
-    ),
     "the same action twice": (
         NONFINITE + 'to = ["nonfinite"]\ndo = ["skip", "skip"]\n', "respond[0].do[1]", "drop",
     ),
-    "a reference that is a number": (HEAD + "references = [1]\n", "references[0]", "string"),
     "cause without its detector": (
         HEAD + '[[respond]]\nto = ["divergence"]\ndo = ["alert"]\n',
         "respond[0].to[0]", "[detect.divergence]",
@@ -76,19 +58,12 @@ WRONG = {
         "respond[0].do[1]", "budget.recoveries = 3",
     ),
     "count without within": (RULE + "when = { count = 3 }\n", "respond[0].when.count", "within"),
-    "within without count": (RULE + "when = { within = 3 }\n", "respond[0].when.within", "count"),
     "more hits than steps": (
         RULE + "when = { count = 9, within = 5 }\n", "respond[0].when.count", "count = 5",
     ),
     "floor above the first cut": (HEAD + "[lr]\nfloor = 0.6\n", "lr.floor", "floor = 0.5"),
-    "a ceiling above the rate that broke the run": (
-        HEAD + "[lr]\nceiling = 1.5\n", "lr.ceiling", "ceiling = 0.0",
-    ),
     "sustained after the escape": (
         HEAD + "[detect.grad_ema]\nsustain = 26\n", "detect.grad_ema.sustain", "sustain = 25",
-    ),
-    "a warm-up that never ends": (
-        HEAD + "[detect.loss_ratio]\nwindow = 10\n", "detect.loss_ratio.warmup_steps", "= 10",
     ),
     "two detectors of one cause, one named": (
         HEAD + '[detect.loss_spike]\n[detect.loss_ratio]\n[[respond]]\nto = ["loss_spike"]\n'
@@ -97,8 +72,6 @@ WRONG = {
     ),
     "a fault and a cause": (rule(["oom", "nonfinite"], ["save"]), "respond[0].to[1]", "separate"),
     "an action of a cause for a fault": (rule(["oom"], ["rollback"]), "respond[0].do[0]", "drop"),
-    "of another fault": (rule(["network"], ["skip_batch"]), "respond[0].do[0]", "drop"),
-    "of a fault for a cause": (rule(["nonfinite"], ["retry"]), "respond[0].do[0]", "drop"),
     "a condition of a fault": (
         rule(["oom"], ["save"]) + "when = { consecutive = 2 }\n", "respond[0].when", "drop",
     ),
@@ -109,15 +82,10 @@ WRONG = {
     "a first wait above all waits": (
         HEAD + "[retry]\nbase_delay_s = 90\n", "retry.base_delay_s", "60",
     ),
-    "no attempt": (HEAD + "[retry]\nattempts = 0\n", "retry.attempts", "attempts = 8"),
-    "no time": (HEAD + "[hang]\ntimeout_s = 0\n", "hang.timeout_s", "timeout_s = 300"),
     "more in a row than in total": (
         HEAD + "[skip_batch]\ncount = 2\n", "skip_batch.consecutive", "= 2",
     ),
-    "more than the window": (HEAD + "[skip_batch]\nwithin = 5\n", "skip_batch.count", "= 5"),
     "no TOML": ("schema = = 1\n", "", "place"),
-    "the same key twice": ("schema = 1\nschema = 1\n", "", "place"),
-    "no such day": ("schema = 2020-13-45\n", "", "place"),
     "a number without end": (f"schema = {'9' * 5000}\n", "", "place"),
     "brackets without end": (f"schema = {'[' * 5000}\n", "", "place"),
 }  # fmt: skip
@@ -137,20 +105,14 @@ def test_the_message_names_the_key_the_rule_and_the_correction(case):
     assert all(part in str(error) for part in (error.source, key, problem.rule, problem.write))
 
 
-def test_a_syntax_error_names_line_and_column():
-    with pytest.raises(PolicyError, match="line 3"):
-        loads("schema = 1\nname = 'x'\nmode = =\n")
-
-
 def test_all_problems_are_reported_at_once():
     text = ZCLIP + "z_threshold = nan\nwarmup = 3\n[lr]\nfactor = 2\n"
     with pytest.raises(PolicyError, match="3 problems") as caught:
         loads(text)
-    assert {p.key for p in caught.value.problems} == {
-        "clip.z_threshold",
-        "clip.warmup",
-        "lr.factor",
-    }
+    keys = {p.key for p in caught.value.problems}
+    assert keys == {"clip.z_threshold", "clip.warmup", "lr.factor"}
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.problems) == (str(caught.value), caught.value.problems)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +147,3 @@ def test_files_that_are_no_policies(tmp_path):
 def test_from_dict_takes_only_policies(data):
     with pytest.raises(PolicyError):
         from_dict(data)
-
-
-def test_errors_survive_pickling():
-    import pickle
-
-    with pytest.raises(PolicyError) as caught:
-        loads("schema = 1\n", source="a.toml")
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert str(again) == str(caught.value)
-    assert again.problems == caught.value.problems

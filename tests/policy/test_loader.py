@@ -41,21 +41,12 @@ def test_one_number_changes_and_the_rest_stays():
     assert loads(dumps(policy)) == policy
 
 
-def test_the_same_values_are_the_same_policy():
-    same = load("default", clip={"max_norm": None}, budget={"recoveries": 3}, mode="heal")
-    assert same == load("default")
-    assert fingerprint(same) == fingerprint(load("default"))
-
-
 def test_none_takes_a_limit_a_detector_or_all_clipping_away():
     assert load("zclip", clip={"max_norm": None}).clip.max_norm is None  # type: ignore[union-attr]
     assert load("default", detect={"vanishing": None}, respond=[]).detect.vanishing is None
     assert load("default", clip=None).clip.kind == "none"
-
-
-def test_another_kind_of_clipping_begins_with_its_own_defaults():
-    clip = load("default", clip={"kind": "fixed", "max_norm": 2.0}).clip
-    assert (clip.kind, clip.max_norm) == ("fixed", 2.0)  # type: ignore[union-attr]
+    same = load("default", clip={"max_norm": None}, budget={"recoveries": 3}, mode="heal")
+    assert same == load("default")
 
 
 def test_a_detector_is_switched_on_and_lists_are_replaced():
@@ -99,13 +90,9 @@ def test_a_run_has_the_fingerprint_and_the_text_of_what_it_does():
     assert loads(host.text) == policy
 
 
-@pytest.mark.parametrize(
-    ("given", "suggested"),
-    [("stor", "store"), ("loggin", "logging"), ("checkpoint", "checkpoints")],
-)
-def test_a_misspelt_option_of_the_healer_is_suggested(given, suggested):
-    misspelt: Any = {given: 3}
-    with pytest.raises(TypeError, match=suggested):
+def test_a_misspelt_option_of_the_healer_is_suggested():
+    misspelt: Any = {"checkpoint": 3}
+    with pytest.raises(TypeError, match="checkpoints"):
         Healer("default", state={}, **misspelt)
 
 
@@ -118,16 +105,8 @@ def by_attach(policy, **overrides):
 
 
 def by_protect(policy, **overrides):
-    return in_jax(healcore.jax.protect(optax.sgd(0.1), policy, **overrides), policy, overrides)
-
-
-def by_heal(policy, **overrides):
-    return in_jax(healcore.jax.heal(policy, **overrides), policy, overrides)
-
-
-def in_jax(tx, policy, overrides):
-    if overrides:
-        policy = load(policy, **overrides)
+    tx = healcore.jax.protect(optax.sgd(0.1), policy, **overrides)
+    policy = load(policy, **overrides) if overrides else policy
     return healcore.jax.to_dict(tx.init({"w": jnp.ones(2)}), policy)["policy"]
 
 
@@ -147,7 +126,7 @@ def by_hand(policy, **overrides):
     return engine_of(policy, overrides).fingerprint
 
 
-TAKERS = [by_hand, by_attach, by_protect, by_heal, by_healer]
+TAKERS = [by_hand, by_attach, by_protect, by_healer]
 
 
 @pytest.fixture(params=["name", "path", "text path", "Policy", "Engine", "EngineConfig"])

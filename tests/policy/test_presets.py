@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from healcore.core.verdict import Action, Cause
-from healcore.policy import diff, fingerprint, load, preset_text
+from healcore.policy import diff, load, preset_text
 from tests.core.engine_runner import Runner
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
@@ -34,9 +33,7 @@ def test_each_has_a_name_a_description_and_references(name):
     assert policy.description.endswith(".")
     assert policy.references
     written = tomllib.loads(preset_text(name))
-    assert "shift" not in written.get("clip", {}), (
-        "a preset leaves the escape to the core's defaults"
-    )
+    assert "shift" not in written.get("clip", {}), "the escape has the core's defaults"
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -55,12 +52,6 @@ def test_nans_that_go_on_are_a_rollback_and_a_cut(name):
     orders = actions(load(name), losses, norms)
     assert ordered(orders, Action.ROLLBACK) == 1
     assert ordered(orders, Action.CUT_LR) == 1
-
-
-def test_every_other_step_nan_is_seen():
-    losses, norms = healthy(200)
-    norms[100:200:2] = np.nan
-    assert ordered(actions(load("pretraining"), losses, norms), Action.ROLLBACK)
 
 
 # -- what default does with finite numbers, and pretraining ---------------------------------------
@@ -149,8 +140,3 @@ def test_observe_is_default_in_another_mode():
     for decision in run(load("observe"), losses, norms):
         assert not decision.skip
         assert (decision.grad_scale, decision.lr_scale, decision.action) == (1, 1, 0)
-
-
-def test_a_fingerprint_ignores_name_and_description():
-    renamed = replace(load("default"), name="x", description="y")
-    assert fingerprint(renamed) == fingerprint(load("default"))

@@ -25,82 +25,69 @@ from healcore.policy import (
 ALL = (*preset_names(), *recipe_names())
 CASES = settings().max_examples
 """Of the profile, see tests/conftest.py."""
-positive = st.floats(1e-20, 1e20)
-fraction = st.floats(1e-6, 0.999)
-steps = st.integers(1, 10_000_000)
-some_steps = st.integers(0, 10_000_000)
+positive, fraction = st.floats(1e-20, 1e20), st.floats(1e-6, 0.999)
+steps, some_steps = st.integers(1, 10_000_000), st.integers(0, 10_000_000)
 limit = st.one_of(st.just("none"), positive)
 line = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1).filter(
     lambda text: text.strip() and len(text.splitlines()) == 1
 )
-shift = st.fixed_dictionaries(
-    {}, optional={"patience": st.integers(1, 10**6), "gain": st.integers(1, 1000)}
-)
-CLIPS = st.one_of(
-    st.fixed_dictionaries(
-        {"kind": st.just("zclip")},
-        optional={
-            "z_threshold": positive,
-            "ema_decay": fraction,
-            "warmup_steps": steps,
-            "target": st.sampled_from(["reciprocal", "mean", "max"]),
-            "max_norm": limit,
-            "shift": shift,
-        },
-    ),
-    st.fixed_dictionaries({"kind": st.just("fixed")}, optional={"max_norm": positive}),
-    st.fixed_dictionaries(
-        {"kind": st.just("autoclip")},
-        optional={"percentile": st.floats(0.1, 99), "max_norm": limit},
-    ),
-    st.just({"kind": "none"}),
-)
-DETECT = st.fixed_dictionaries(
-    {"nonfinite": st.just({}), "divergence": st.just({})},
-    optional={
-        "plateau": st.fixed_dictionaries(
-            {},
-            optional={
-                "chance_level": st.one_of(
-                    st.just("none"), st.sampled_from([0.0, 0.6931, -3.5, 1e-7])
-                )
-            },
-        ),
-        "vanishing": st.fixed_dictionaries(
-            {}, optional={"threshold": st.floats(1e-11, 1), "patience": steps}
-        ),
-    },
-)
-WHEN = st.one_of(
-    st.fixed_dictionaries(
-        {}, optional={"sustained": st.booleans(), "consecutive": st.integers(1, 100)}
-    ),
-    st.fixed_dictionaries({"count": st.integers(1, 9), "within": st.integers(9, 4096)}),
-)
+
+
+def table(**optional: st.SearchStrategy) -> st.SearchStrategy:
+    """A table of which each key may be absent."""
+    return st.fixed_dictionaries({}, optional=optional)
+
+
+def names(*choices: str) -> st.SearchStrategy:
+    return st.lists(st.sampled_from(choices), min_size=1, unique=True)
+
+
+def clip(kind: str, **optional: st.SearchStrategy) -> st.SearchStrategy:
+    return st.fixed_dictionaries({"kind": st.just(kind)}, optional=optional)
+
+
 RULES = st.fixed_dictionaries(
     {
-        "to": st.lists(
-            st.sampled_from(["nonfinite", "nonfinite_loss", "divergence"]), min_size=1, unique=True
-        ),
-        "do": st.lists(
-            st.sampled_from(["skip", "alert", "rollback", "cut_lr"]), min_size=1, unique=True
-        ),
+        "to": names("nonfinite", "nonfinite_loss", "divergence"),
+        "do": names("skip", "alert", "rollback", "cut_lr"),
     },
-    optional={"when": WHEN},
+    optional={
+        "when": table(sustained=st.booleans(), consecutive=st.integers(1, 100))
+        | st.fixed_dictionaries({"count": st.integers(1, 9), "within": st.integers(9, 4096)})
+    },
 )
 POLICIES = st.fixed_dictionaries(
-    {"schema": st.just(1), "name": line, "detect": DETECT},
+    {
+        "schema": st.just(1),
+        "name": line,
+        "detect": st.fixed_dictionaries(
+            {"nonfinite": st.just({}), "divergence": st.just({})},
+            optional={
+                "plateau": table(chance_level=st.sampled_from(["none", 0.0, 0.6931, -3.5, 1e-7])),
+                "vanishing": table(threshold=st.floats(1e-11, 1), patience=steps),
+            },
+        ),
+    },
     optional={
         "description": st.text(st.characters(exclude_categories=["Cs"])),
         "references": st.lists(line, unique=True),
         "mode": st.sampled_from(["heal", "observe"]),
         "grace_steps": some_steps,
-        "clip": CLIPS,
-        "respond": st.lists(RULES, max_size=4),
-        "lr": st.fixed_dictionaries(
-            {}, optional={"factor": st.floats(0.2, 0.9), "hold_steps": some_steps}
+        "clip": clip("none")
+        | clip("fixed", max_norm=positive)
+        | clip("autoclip", percentile=st.floats(0.1, 99), max_norm=limit)
+        | clip(
+            "zclip",
+            z_threshold=positive,
+            ema_decay=fraction,
+            warmup_steps=steps,
+            target=st.sampled_from(["reciprocal", "mean", "max"]),
+            max_norm=limit,
+            shift=table(patience=st.integers(1, 10**6), gain=st.integers(1, 1000)),
         ),
-        "rollback": st.fixed_dictionaries({}, optional={"depth": st.integers(1, 1000)}),
+        "respond": st.lists(RULES, max_size=4),
+        "lr": table(factor=st.floats(0.2, 0.9), hold_steps=some_steps),
+        "rollback": table(depth=st.integers(1, 1000)),
     },
 )
 

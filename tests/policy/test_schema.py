@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
@@ -15,6 +13,7 @@ from healcore.policy import Policy, load, loads
 from healcore.policy.document import Detect, NoClip, detector_of
 from healcore.policy.respond import ACTIONS, FAULTS, When
 from healcore.policy.tables import keys_of, rounded
+from tests.packaging.test_pages import blocks
 from tests.policy import key_tables
 
 HEAD = 'schema = 1\nname = "x"\n'
@@ -68,20 +67,6 @@ def test_detector_tables_reach_their_detector(name):
     assert type(config) is DETECTORS[name]
 
 
-@pytest.mark.parametrize("kind", RULES)
-def test_clip_tables_reach_their_rule(kind):
-    clip = loads(f'{HEAD}[clip]\nkind = "{kind}"\n').config().clip
-    assert clip is not None
-    got, config = clip
-    assert got == kind
-    assert config.init(groups=2) is not None
-
-
-def test_no_clip_table_is_no_clipping():
-    assert loads(HEAD).config().clip is None
-    assert loads(HEAD + '[clip]\nkind = "none"\n') == loads(HEAD)
-
-
 def test_detectors_run_in_the_core_s_order_whatever_the_file_s():
     text = HEAD + "[detect.update_spike]\n[detect.nonfinite]\n"
     assert [name for name, _ in loads(text).config().detectors] == ["nonfinite", "update_spike"]
@@ -130,14 +115,12 @@ def test_every_action_and_cause_is_in_the_table_of_rules():
 
 
 def test_the_examples_on_the_page_load():
-    blocks = re.findall(r"^```toml\n(.*?)^```", PAGE, flags=re.M | re.S)
-    assert blocks
-    for block in blocks:
+    for block in blocks("policies.md", "toml"):
         loads(block, source="docs/policies.md")
 
 
 def test_the_python_on_the_page_runs():
-    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
+    (block,) = blocks("policies.md")
     names: dict[str, object] = {}
     exec(block, names)
     policy = names["policy"]

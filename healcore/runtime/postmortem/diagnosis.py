@@ -111,17 +111,10 @@ def explain(end: RunEnd) -> str:
     if end.ending == Ending.KILLED and end.exception:
         headline = f"The process was killed after another rank had ended; its last event is {at}. "
         headline += end.exception
-    if end.ending in (Ending.EXCEPTION, Ending.KILLED):
-        headline = _wrapped(headline)
-    sections = {
-        "Seen": _seen(end),
-        "State": _state(end),
-        "Tried": _tried(end),
-        "Storage": _storage(end),
-    }
-    parts = [headline]
+    parts = [_wrapped(headline) if end.ending in (Ending.EXCEPTION, Ending.KILLED) else headline]
+    sections = {"Seen": _seen, "State": _state, "Tried": _tried, "Storage": _storage}
     for name, sentences in sections.items():
-        if text := " ".join(sentences):
+        if text := " ".join(sentences(end)):
             parts.append(_wrapped(text, first=f"{name}: ", then="  "))
     if end.ending != Ending.COMPLETED or end.open or end.not_finite or end.fault:
         hints = advice(end.cause | end.fault, rollbacks=len(end.run.rollbacks))
@@ -135,9 +128,10 @@ def explain(end: RunEnd) -> str:
 
 
 def _seen(end: RunEnd) -> Iterator[str]:
-    last, total = end.run.last_incident, incidents_text(end.counts)
+    last, counts = end.run.last_incident, end.counts
+    total = with_undone(counted(counts.incidents, "incident"), counts.undone_incidents)
     if last is None:
-        if end.counts.incidents:
+        if counts.incidents:
             yield f"{total}, all resolved."
         return
     resolved = ", resolved by the end" if last.over or end.open is False else ""
@@ -152,7 +146,7 @@ def _seen(end: RunEnd) -> Iterator[str]:
     if last.batches:
         batches = [f"epoch {epoch} batch {index}" for epoch, index in last.batches]
         yield f"Its data: {_first(batches)}."
-    if end.counts.incidents > 1:
+    if counts.incidents > 1:
         yield f"The run had {total}."
 
 
@@ -261,11 +255,6 @@ def last_line(end: RunEnd, newest: int | None) -> str:
 # -- pieces of sentences --------------------------------------------------------------------------
 
 
-def incidents_text(counts: Counts) -> str:
-    """The number of incidents as text."""
-    return with_undone(counted(counts.incidents, "incident"), counts.undone_incidents)
-
-
 def with_undone(count: str, undone: int) -> str:
     """A count as text, with the number that rollbacks have undone."""
     return f"{count} ({undone} undone by a rollback)" if undone else count
@@ -278,11 +267,5 @@ def _first(items: Sequence[str]) -> str:
 
 
 def _wrapped(text: str, *, first: str = "", then: str = "") -> str:
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=then,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=then, **whole)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from healcore.core.step_record import StepRecord
 from healcore.events.process import Process
@@ -53,13 +53,12 @@ class Tracker(Protocol):
         ...
 
 
-class Selection(NamedTuple):
-    """One requested tracker."""
+Selection = tuple[str, Callable[[], Tracker]]
+"""Name of a requested tracker, and a function that imports its library and creates it.
 
-    name: str
-    open: Callable[[], Tracker]
-    """Imports the tracker's library and creates the tracker, in the thread of the training loop:
-    active runs of mlflow and trackio belong to a thread."""
+The function is called in the thread of the training loop: active runs of mlflow and trackio belong
+to a thread.
+"""
 
 
 def select(trackers: Any) -> tuple[Selection, ...]:
@@ -75,7 +74,7 @@ def select(trackers: Any) -> tuple[Selection, ...]:
 
 def _select_one(tracker: Any) -> Selection:
     if isinstance(tracker, Tracker) and not isinstance(tracker, type):
-        return Selection(type(tracker).__name__, lambda: tracker)
+        return type(tracker).__name__, lambda: tracker
     name, colon, place = tracker.partition(":") if isinstance(tracker, str) else ("", "", "")
     if name not in CLIENTS or (colon and not place):
         raise ValueError(
@@ -85,7 +84,7 @@ def _select_one(tracker: Any) -> Selection:
     if importlib.util.find_spec(name) is None:
         message = f'trackers="{name}" needs {name}, not installed in this environment. '
         raise MissingExtraError(f"{message}Write: pip install {name}", name=name)
-    return Selection(name, lambda: CLIENTS[name](place or None))
+    return name, lambda: CLIENTS[name](place or None)
 
 
 class Trackers:
@@ -93,7 +92,7 @@ class Trackers:
 
     def __init__(self, selected: Iterable[Selection] = ()) -> None:
         self._config: dict[str, Any] = {}
-        self._deliveries = [_Delivery(selection) for selection in selected]
+        self._deliveries = [_Delivery(*selection) for selection in selected]
 
     def start(self, run: str) -> None:
         """Starts to deliver, also earlier records. `run` is the run's id in all processes."""
@@ -120,14 +119,10 @@ class Trackers:
         """Returns the failures since the last call. A tracker reports only its first failure."""
         return [each.problems.pop() for each in self._deliveries if each.problems]
 
-    def leave(self) -> None:
-        """Asks the threads to deliver the pending records and to end. Does not wait for them."""
-        for delivery in self._deliveries:
-            delivery.ended.set()
-
     def close(self) -> list[str]:
         """Delivers the pending records, for at most `MAX_WAIT` seconds. Returns the failures."""
-        self.leave()
+        for delivery in self._deliveries:
+            delivery.ended.set()
         deadline = time.monotonic() + MAX_WAIT
         for delivery in self._deliveries:
             if delivery.ident is not None:
@@ -146,8 +141,8 @@ class Trackers:
 class _Delivery(threading.Thread):
     """The thread of one tracker: a daemon, so that a hanging tracker does not keep the program."""
 
-    def __init__(self, selection: Selection) -> None:
-        super().__init__(name=f"tracker {selection.name}", daemon=True)
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
+        super().__init__(name=f"tracker {name}", daemon=True)
         self.ended = threading.Event()
         self.queue: deque[tuple[Any, ...]] = deque(maxlen=MAX_PENDING)
         """Calls: a method of the tracker, and its arguments."""
@@ -157,7 +152,7 @@ class _Delivery(threading.Thread):
         self._tracker: Tracker | None = None
         """The tracker, or None if it cannot be opened or started."""
         try:
-            self._tracker = selection.open()
+            self._tracker = open_tracker()
         except (Exception, SystemExit) as error:  # from the import or from the client
             self._fail(error)
 

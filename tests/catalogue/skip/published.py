@@ -11,52 +11,28 @@ import math
 import numpy as np
 
 
-def _moments(values: list[float], *, ddof: int) -> tuple[float, float]:
-    """Mean and standard deviation; NaN as NumPy has it."""
-    array = np.array(values)
-    spread = ((array - array.mean()) ** 2).sum() / max(1, len(array) - ddof)
-    return float(array.mean()), math.sqrt(spread) if spread >= 0 else math.nan
+def _outliers(losses: np.ndarray, norms: np.ndarray, first: int, *, ddof: int) -> np.ndarray:
+    """Steps, from number `first` on, with a value above mean + 6 deviations of the 128 before."""
+    skipped, held = [], np.empty((0, 2))
+    for row in np.stack([losses, norms], axis=1).astype(float):
+        skip = False
+        if len(held) >= first:
+            spread = ((held - held.mean(0)) ** 2).sum(0) / max(1, len(held) - ddof)
+            deviation = np.maximum(np.sqrt(spread), 0 if ddof else 1e-6)
+            skip = not (row - held.mean(0) <= 6 * deviation).all()
+        skipped.append(skip)
+        held = np.concatenate([held, row[None]])[-128:]
+    return np.array(skipped)
 
 
 def levanter(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
     """`SkipStepConfig.wrap` (Levanter 9263f81, src/levanter/optim/skipstep.py): steps skipped."""
-    skipped: list[bool] = []
-    held: list[tuple[float, float]] = []
-    for loss, norm in zip(losses.tolist(), norms.tolist(), strict=True):
-        skip = False
-        if len(held) >= 64:
-            fine = True
-            for value, window in zip((loss, norm), zip(*held, strict=True), strict=True):
-                mean, std = _moments(list(window), ddof=0)
-                fine = fine and value <= mean + 6 * max(std, 1e-6)
-            skip = not fine
-        skipped.append(skip)
-        held = [*held, (loss, norm)][-128:]
-    return np.array(skipped)
+    return _outliers(losses, norms, 64, ddof=0)
 
 
-def maxtext(losses: np.ndarray, norms: np.ndarray, *, clip: float | None = None) -> np.ndarray:
-    """`skip_step_on_spikes` (MaxText e591f30, src/maxtext/optimizers/optimizers.py).
-
-    Args:
-        losses: (steps,).
-        norms: (steps,), before clipping.
-        clip: `gradient_clipping_threshold`: the rule is given the norm after it.
-    """
-    skipped: list[bool] = []
-    held: list[tuple[float, float]] = []
-    for loss, norm in zip(losses.tolist(), norms.tolist(), strict=True):
-        norm = norm if clip is None else min(norm, clip)
-        skip = False
-        if len(held) + 1 >= 64:
-            fine = True
-            for value, window in zip((loss, norm), zip(*held, strict=True), strict=True):
-                mean, std = _moments(list(window), ddof=1)
-                fine = fine and value - mean <= 6 * std
-            skip = not fine
-        skipped.append(skip)
-        held = [*held, (loss, norm)][-128:]
-    return np.array(skipped)
+def maxtext(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    """`skip_step_on_spikes` (MaxText e591f30, src/maxtext/optimizers/optimizers.py)."""
+    return _outliers(losses, norms, 63, ddof=1)
 
 
 def axlearn(

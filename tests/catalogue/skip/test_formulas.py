@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,43 +34,42 @@ def test_equal_wherever_the_windows_are(recipe, original):
     assert skipped >= 10
 
 
-# -- AXLearn's skip_and_clip_by_global_norm: equal where the first norm is below 20 and no level
-# -- shifts for good
+def sigmas() -> Policy:
+    """AXLearn's `drop_norm_by_grad_norm_stddev` in place of `drop_norm_by_grad_norm_ema`.
 
-
-def with_sigmas(sigmas: float, warmup_steps: int) -> Policy:
-    """`drop_norm_by_grad_norm_stddev` in place of `drop_norm_by_grad_norm_ema`."""
-    change = {"ratio": None, "sigmas": sigmas, "warmup_steps": warmup_steps}
+    From step 100 on: 500 is longer than the runs.
+    """
+    change = {"ratio": None, "sigmas": 6.0, "warmup_steps": 100}
     return load("axlearn-skip", detect={"grad_ema": change})
 
 
-def test_axlearn_drops_the_same_steps():
-    runs, dropped = traces.everything(), 0
-    for run, ours in zip(runs, traces.port("axlearn-skip", runs), strict=True):
-        theirs = published.axlearn(run.norm)
-        np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
-        dropped += int(theirs.sum())
-    assert dropped >= 5
-
-
-def test_axlearn_drops_the_same_steps_by_standard_deviations():
-    """From step 100 on: 500 is longer than the runs. Unlike a shift, a spike leaves no trace."""
-    runs = [run for run in traces.synthetic() if "shift" not in run.name]
-    dropped = 0
-    for run, ours in zip(runs, traces.port(with_sigmas(6.0, 100), runs), strict=True):
-        theirs = published.axlearn(run.norm, ratio=None, sigmas=6.0, min_count=100)
-        np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
-        dropped += int(theirs.sum())
-    assert dropped >= 10
-
-
-def test_megatron_skips_the_same_norms():
-    runs, skipped = traces.everything(), 0
-    for run, ours in zip(runs, traces.port("megatron-threshold", runs), strict=True):
-        theirs = published.megatron_skips(run.norm, 100.0)
+@pytest.mark.parametrize(
+    ("policy", "original", "fewest", "runs"),
+    [
+        ("axlearn-skip", published.axlearn, 5, traces.everything()),
+        (
+            sigmas(),
+            functools.partial(published.axlearn, ratio=None, sigmas=6.0, min_count=100),
+            10,
+            [run for run in traces.synthetic() if "shift" not in run.name],
+        ),
+        (
+            "megatron-threshold",
+            functools.partial(published.megatron_skips, threshold=100.0),
+            5,
+            traces.everything(),
+        ),
+    ],
+    ids=["AXLearn", "AXLearn by deviations", "Megatron"],
+)
+def test_the_same_norms_are_skipped(policy, original, fewest, runs):
+    """AXLearn: equal where the first norm is below 20 and no level shifts for good."""
+    skipped = 0
+    for run, ours in zip(runs, traces.port(policy, runs), strict=True):
+        theirs = original(run.norm)
         np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
         skipped += int(theirs.sum())
-    assert skipped >= 5
+    assert skipped >= fewest
 
 
 def test_megatron_finds_the_same_losses_unexpectedly_large():

@@ -22,12 +22,12 @@ class KillLossSpike:
     batches, the batch is number 101, and the cap to be taken "at step window_size" never is.
     """
 
-    def __init__(self, *, window: int = 100, multiplier: float = 2.0, patience: int = 4) -> None:
-        self.window: deque[float] = deque(maxlen=window)
-        self.size, self.multiplier, self.patience = window, multiplier, patience
+    size, multiplier, patience = 100, 2.0, 4
+
+    def __init__(self) -> None:
+        self.window: deque[float] = deque(maxlen=self.size)
         self.cap = 10.0
-        self.outliers = 0
-        self.batch = 0
+        self.outliers = self.batch = 0
 
     def see(self, loss: float) -> tuple[bool, bool, bool]:
         """(this loss is an outlier, a spike is called, high losses are called)."""
@@ -63,22 +63,18 @@ class LossWatchDog(TrainerCallback):
         return control
 
 
-def watched(losses: Any, *, threshold: float = 5.0, logging_steps: int = 1) -> np.ndarray:
+def watched(losses: Any, *, threshold: float) -> np.ndarray:
     """At which steps Axolotl's watchdog has asked the Trainer to stop.
 
     As the Trainer calls it: a step ends first and is logged afterwards, so that the entry of a step
     is what the next one sees.
     """
     state, control, watchdog = TrainerState(), TrainerControl(), LossWatchDog(threshold)
-    since: list[float] = []
     asked = []
-    for step, loss in enumerate(losses, start=1):
+    for loss in losses:
         control = watchdog.on_step_end(None, state, control)  # type: ignore[arg-type]
         asked.append(control.should_training_stop)
-        since.append(float(loss))
-        if step % logging_steps == 0:
-            state.log_history.append({"loss": sum(since) / len(since), "step": step})
-            since = []
+        state.log_history.append({"loss": float(loss)})
     return np.array(asked)
 
 
@@ -88,15 +84,10 @@ class SelfHealing:
     Which of several rules goes first is left out: every rule that applies is reported.
     """
 
-    def __init__(
-        self,
-        *,
-        nan_patience: int = 3,
-        loss_spike_factor: float = 5.0,
-        divergence_patience: int = 50,
-    ) -> None:
+    divergence_patience = 50
+
+    def __init__(self, *, nan_patience: int = 3, loss_spike_factor: float = 5.0) -> None:
         self.nan_patience, self.factor = nan_patience, loss_spike_factor
-        self.divergence_patience = divergence_patience
         self.window: deque[float] = deque(maxlen=100)
         self.nan = self.rises = 0
 

@@ -57,18 +57,12 @@ def test_a_restarted_run_is_the_same_run_there(name, folder):
         if number == 8:
             raise KeyError("a program that fails")
 
+    options: Any = {"store": folder / "c", "trackers": asked(name, folder)}
     with pytest.raises(KeyError):
-        train(
-            loop_of("torch"),
-            rules(),
-            range(16),
-            store=folder / "c",
-            before=end_at_8,
-            trackers=asked(name, folder),
-        )
+        train(loop_of("torch"), rules(), range(16), before=end_at_8, **options)
     if name == "wandb":
         time.sleep(1.1)  # the folder of an offline run is named by the second in which it begins
-    train(loop_of("torch"), rules(), range(16), store=folder / "c", trackers=asked(name, folder))
+    train(loop_of("torch"), rules(), range(16), **options)
     found = stored(name, folder)
     assert found.runs == 1
     assert {step for step, _ in found.rows} == set(range(16))
@@ -125,13 +119,7 @@ def test_a_wandb_run_keeps_its_own_steps(folder):
         if number in (4, 9):
             run.log({"epoch": number // 5}, step=number // 5)  # W&B refuses it after a higher one
 
-    train(
-        loop_of("torch"),
-        rules(),
-        range(10),
-        before=log,
-        trackers="wandb",
-    )
+    train(loop_of("torch"), rules(), range(10), before=log, trackers="wandb")
     assert wandb.run is run, "it is still open"
     run.log({"heal/grad_norm": 7.0, "mine": 1.0}, step=5)
     run.finish()

@@ -8,7 +8,7 @@ import numpy as np
 
 from healcore.history import Curves, Incident, Mode
 from healcore.history.incident import count_incidents
-from healcore.policy import dumps, fingerprint, load
+from healcore.policy import load
 from healcore.tools.report.page import outcome, render
 from healcore.tools.report.run_report import RunReport, read_reports
 from tests.tools.report.small_runs import Loop, train
@@ -21,33 +21,7 @@ def text_of(page: str) -> str:
 
 
 def case(number: int, at: float, *action: str, skipped: int = 0) -> Incident:
-    return Incident(
-        number=number,
-        attempt=0,
-        onset_step=at,
-        step=at,
-        cause=("LOSS_SPIKE",),
-        action=action,
-        mode=Mode.REPLAY,
-        skipped=skipped,
-    )
-
-
-def replay(*cases: Incident, title: str = "runs/a.csv", **counted: int) -> RunReport:
-    policy = load("pretraining")
-    step = np.arange(100.0)
-    return RunReport(
-        title=title,
-        mode=Mode.REPLAY,
-        policy_name="pretraining",
-        policy_toml=dumps(policy),
-        fingerprint=fingerprint(policy),
-        curves=Curves(step, np.exp(-step / 50)),
-        incidents=cases,
-        counts=count_incidents(cases, **counted),
-        facts={},
-        stop=40.0,
-    )
+    return Incident(number, 0, at, at, ("LOSS_SPIKE",), action, Mode.REPLAY, skipped=skipped)
 
 
 MIXED = (
@@ -59,7 +33,12 @@ MIXED = (
 
 
 def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
-    report = replay(*MIXED)
+    step = np.arange(100.0)
+    report = RunReport(
+        title="runs/a.csv", mode=Mode.REPLAY, policy_name="pretraining", policy_toml="",
+        fingerprint="", curves=Curves(step, np.exp(-step / 50)), incidents=MIXED,
+        counts=count_incidents(MIXED), facts={}, stop=40.0,
+    )  # fmt: skip
     assert report.counts.rollbacks == 2
     assert [each.outcome for each in MIXED] == ["rollback", "rollback", "stop", "skip"]
     page = text_of(render([report]))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 from markupsafe import escape
 
-from healcore.core.evidence import Evidence
-from healcore.events.models import EventRecord
+from healcore.events.models import EventRecord, EvidenceRecord
 from healcore.history import Counts, Curves, Incident, Mode, RunState
 from healcore.history.incident import count_incidents
 from healcore.history.run import RunAttempt
@@ -22,41 +23,19 @@ EVIL = "</script><script>document.body.dataset.hacked=1</script><img src=x onerr
 def hostile() -> RunReport:
     """A report in which every text wants to be a script."""
     step = np.arange(50.0)
-    series = Curves(
-        step=step,
-        loss=np.exp(-step / 10),
-        attempt=np.zeros(50, int),
-    )
     case = Incident(
-        number=1,
-        attempt=0,
-        onset_step=20.0,
-        step=22.0,
-        cause=(EVIL,),
-        action=(EVIL, "ROLLBACK"),
-        skipped=2,
-        responses=(EventRecord(kind="stop", why=EVIL),),
-        checkpoint=10,
-        evidence=(Evidence(EVIL, 1.0),),
-    )
+        number=1, attempt=0, onset_step=20.0, step=22.0, cause=(EVIL,), action=(EVIL, "ROLLBACK"),
+        skipped=2, responses=(EventRecord(kind="stop", why=EVIL),), checkpoint=10,
+        evidence=(EvidenceRecord(name=EVIL, grad_norm=1.0),),
+    )  # fmt: skip
     return RunReport(
-        title=EVIL,
-        mode=Mode.HEAL,
-        policy_name=EVIL,
-        policy_toml=EVIL,
-        fingerprint=EVIL,
-        curves=series,
-        incidents=(case,),
-        counts=count_incidents((case,)),
-        facts={EVIL: EVIL},
-        state=RunState.UNKNOWN,
-        notes=(EVIL,),
-        attempts=(
-            RunAttempt(0, 0.0, EVIL),
-            RunAttempt(1, 0.0, EVIL),
-        ),
+        title=EVIL, mode=Mode.HEAL, policy_name=EVIL, policy_toml=EVIL, fingerprint=EVIL,
+        curves=Curves(step, np.exp(-step / 10), attempt=np.zeros(50, int)),
+        incidents=(case,), counts=count_incidents((case,)), facts={EVIL: EVIL},
+        state=RunState.UNKNOWN, notes=(EVIL,),
+        attempts=(RunAttempt(0, 0.0, EVIL), RunAttempt(1, 0.0, EVIL)),
         diagnosis=f"{EVIL}\n  - {EVIL}\n    {EVIL}",
-    )
+    )  # fmt: skip
 
 
 class Elements(HTMLParser):
@@ -122,3 +101,16 @@ def test_a_run_without_rows_is_a_page():
     page = render([empty()])
     assert "No curves" in page
     assert "No incident." in page
+
+
+def test_the_programs_of_the_documentation_run(healed, tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parents[3] / "docs" / "reports.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(healed, "run.events.jsonl")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    found = [block for block in blocks if "read_reports" in block or "runs_of" in block]
+    assert len(found) == 2
+    for program in found:
+        exec(program, {})
+    assert "</html>" in Path("run.html").read_text()
+    assert "completed" in capsys.readouterr().out.lower()

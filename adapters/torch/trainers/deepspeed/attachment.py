@@ -60,8 +60,7 @@ def heal_engine(
     """
     # Imported here, so that `import healcore.torch` does not load pydantic.
     from healcore.policy import engine_of
-    from healcore.policy.loader import resolve
-    from healcore.policy.trainer_limit import with_limit
+    from healcore.policy.loader import resolve, with_limit
 
     console = checked(console)
     check(engine)

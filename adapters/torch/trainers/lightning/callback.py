@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from healcore.extras import require
 from healcore.policy import Policy, PolicyLike
-from healcore.policy.trainer_limit import with_limit
+from healcore.policy.loader import with_limit
 from healcore.runtime.data.torch_loader import is_replayable, recorded
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
