@@ -338,15 +338,3 @@ def test_a_broken_promise_is_the_exit_status(tmp_path, fakes, capsys):
     page = ["--page", str(tmp_path / "page.md")]
     assert command.main(["--results", str(file), "--report", *page]) == 1
     assert "fine (jax) healer: +48 ± 0.0 %" in capsys.readouterr().out
-
-
-def test_a_page_with_half_of_the_marks_is_left_alone(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"x\n{BEGIN}\n")
-    with pytest.raises(ValueError, match="needs both marks"):
-        table.write_between(page, "new")
-    assert page.read_text() == f"x\n{BEGIN}\n"
-    page.write_text("prose\n")
-    for text in ("old", "new"):
-        table.write_between(page, text)
-    assert page.read_text() == f"prose\n\n{BEGIN}\n\nnew\n{END}\n"

@@ -53,16 +53,6 @@ def test_the_rows_after_a_nan_are_excused_and_timed():
     assert scored([10], wrong=(800,)).nonfinite_latencies == []
 
 
-def test_a_short_run_is_only_asked_about_nan():
-    loss = np.ones(199, np.float32)
-    loss[100] = np.nan
-    alarms = np.zeros(199, bool)
-    alarms[[100, 170]] = True
-    total = score([Run("a/b", "a", loss, None, (), ())], {"a/b": alarms})["a"]
-    assert (total.files, total.rows, total.false) == (0, 0, 0)
-    assert total.nonfinite_latencies == [0]
-
-
 def folder(path: Path) -> Path:
     """A healthy run, and one with norms, a spike of 40 rows at 400, and a NaN at 600."""
     rng = np.random.default_rng(0)

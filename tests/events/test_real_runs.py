@@ -42,29 +42,17 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
     options = {"store": tmp_path / "store", "events": path}
     # A transient fault and one that stays; what the loop raises ends the run.
     loop = loop_of(framework, Faults(once=[8], always=[19]), policy)
+    hooks = {"before": broken_at(27), "on_incident": wrong_then_right}
     with pytest.raises(RuntimeError, match="power"):
-        train(
-            loop,
-            policy,
-            range(40),
-            before=broken_at(27),
-            on_incident=wrong_then_right,
-            **options,
-        )
+        train(loop, policy, range(40), **hooks, **options)
     # The newest checkpoint is damaged. Then the budget is spent.
-    newest = max((tmp_path / "store").glob("step-*"))
-    flip_a_bit(newest, seed=1)
+    flip_a_bit(max((tmp_path / "store").glob("step-*")), seed=1)
     loop = loop_of(framework, Faults(always=range(28, 40)), policy)
     with pytest.raises(RunStopped):
         train(loop, policy, range(40), **options)
-    assert kinds_in(path) >= set(KINDS) - {
-        "save_failed",
-        "problem",
-        "assessment",
-        "retried",
-        "vote",
-        "alert",  # see tests/healer/test_alerts.py
-    }
+    # For alerts see tests/healer/test_alerts.py.
+    absent = {"save_failed", "problem", "assessment", "retried", "vote", "alert"}
+    assert kinds_in(path) >= set(KINDS) - absent
 
 
 def test_on_a_disk_that_cannot_be_written(tmp_path):

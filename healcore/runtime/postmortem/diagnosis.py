@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
@@ -267,5 +267,5 @@ def _first(items: Sequence[str]) -> str:
 
 
 def _wrapped(text: str, *, first: str = "", then: str = "") -> str:
-    whole = {"break_long_words": False, "break_on_hyphens": False}
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=then, **whole)
