@@ -4,20 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.report.small_runs import Loop, broken_and_resumed, train
+from tests.tools.report.small_runs import broken_and_resumed, train
 
 
 @pytest.fixture(scope="session")
 def healed(tmp_path_factory) -> Path:
     """Two rollbacks, some skips, completed."""
-    folder = tmp_path_factory.mktemp("healed")
-    return train(folder, Loop(nan=[*range(250, 262), 400], large=range(500, 506)))
+    return train(tmp_path_factory.mktemp("healed"), [*range(250, 262), 400, *range(500, 512)])
 
 
 @pytest.fixture(scope="session")
 def stopped(tmp_path_factory) -> Path:
     """A run whose data is NaN from batch 300 on, so that the policy stops it."""
-    return train(tmp_path_factory.mktemp("stopped"), Loop(nan=range(300, 600)))
+    return train(tmp_path_factory.mktemp("stopped"), range(300, 600))
 
 
 @pytest.fixture(scope="session")

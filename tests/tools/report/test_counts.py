@@ -11,7 +11,7 @@ from healcore.history.incident import count_incidents
 from healcore.policy import load
 from healcore.tools.report.page import outcome, render
 from healcore.tools.report.run_report import RunReport, read_reports
-from tests.tools.report.small_runs import Loop, train
+from tests.tools.report.small_runs import train
 
 
 def text_of(page: str) -> str:
@@ -49,7 +49,7 @@ def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
 def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
     policy = load("pretraining", mode="observe")
-    (report,) = read_reports(train(tmp_path, Loop(nan=range(300, 900)), policy=policy, batches=900))
+    (report,) = read_reports(train(tmp_path, range(300, 900), policy=policy, batches=900))
     (incident,) = report.incidents
     assert report.counts.skips == 600
     assert report.counts.alarms == 600
