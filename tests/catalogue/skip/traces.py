@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.core.signals import Signals
-from healcore.policy import PolicySource, load
-from tests.core.fuzz import at
+from healcore.policy import PolicySource
+from tests.catalogue.watch.curves import Decisions, decisions_of
 from tests.parity import recorded_runs
 
 STEPS = 500
@@ -23,37 +22,9 @@ class Trace(NamedTuple):
     norm: np.ndarray
 
 
-class Decisions(NamedTuple):
-    """What a policy decides at each step of one run, (steps,)."""
-
-    alarm: np.ndarray
-    """bool: some detector finds the step out of line."""
-    skip: np.ndarray
-    grad_scale: np.ndarray
-    threshold: np.ndarray
-    """The limit of the clipping rule."""
-
-
 def port(policy: PolicySource, runs: list[Trace]) -> list[Decisions]:
-    """Drives a policy on all runs at once, a lane each; a shorter run ends in skipped steps."""
-    steps = max(len(run.loss) for run in runs)
-    shape = (steps, len(runs))
-    loss, norm = np.ones(shape, np.float32), np.ones(shape, np.float32)
-    skipped = np.ones(shape, bool)
-    for lane, run in enumerate(runs):
-        here = slice(0, len(run.loss))
-        loss[here, lane], norm[here, lane], skipped[here, lane] = run.loss, run.norm, False
-    engine = load(policy).engine()
-    state, rows = engine.init(batch=(len(runs),)), []
-    trace = Signals(loss=loss, grad_norm=norm, externally_skipped=skipped)
-    for i in range(steps):
-        state, d = engine.step(state, at(trace, i), xp=np)
-        rows.append((d.cause != 0, d.skip, d.grad_scale, state.last.threshold))
-    columns = [np.stack(column) for column in zip(*rows, strict=True)]
-    return [
-        Decisions(*(column[: len(run.loss), lane] for column in columns))
-        for lane, run in enumerate(runs)
-    ]
+    """The decisions of a policy on each run."""
+    return [decisions_of(policy, run.loss, run.norm) for run in runs]
 
 
 def after_none(flags: np.ndarray, steps: int) -> np.ndarray:

@@ -24,6 +24,13 @@ class Decisions(NamedTuple):
     skip: np.ndarray
     lr_scale: np.ndarray
     grad_scale: np.ndarray
+    threshold: np.ndarray
+    """The limit of the clipping rule."""
+
+    @property
+    def alarm(self) -> np.ndarray:
+        """At which steps some detector has a cause."""
+        return self.cause != 0
 
     def reports(self, cause: Cause) -> np.ndarray:
         """At which steps, bool (steps,)."""
@@ -59,9 +66,8 @@ def decisions_of(policy: Any, losses: Any, norms: Any = None, evals: Any = None)
             if engine.mode != "observe":  # where a step does it by itself
                 state = engine.subtract_rollback(state, xp=host)
             ordered = state.last.decision  # as ordered, in observe mode too
-            rows.append(
-                (ordered.cause, ordered.action, ordered.skip, ordered.lr_scale, ordered.grad_scale)
-            )
+            parts = (getattr(ordered, name) for name in Decisions._fields[:-1])
+            rows.append((*parts, state.last.threshold))
     return Decisions(*(np.array(column) for column in zip(*rows, strict=True)))
 
 

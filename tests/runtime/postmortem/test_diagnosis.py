@@ -57,15 +57,11 @@ def test_the_whole_of_it():
     text = explain(STOPPED)
     assert text.startswith("healcore stopped the run at step 4121: the budget")
     flat = " ".join(text.split())
-    for part in ("from step 4093 on", "loss 2.31", "layers.3.weight (nan)", "epoch 0 batch 412"):
-        assert part in flat
     for part in (
-        "skipped 1 step",
-        "a flipped bit",
+        "from step 4093 on", "loss 2.31", "layers.3.weight (nan)", "epoch 0 batch 412",
+        "skipped 1 step", "a flipped bit", "3950", "learning rate at most 0.0005",
         "step 4011 back to the checkpoint of step 3900",
-        "learning rate at most 0.0005",
-        "3950",
-    ):
+    ):  # fmt: skip
         assert part in flat
     assert text.count("  - ") == len(advice(STOPPED.cause, rollbacks=2)) == 3
     assert text.endswith("checkpoints/step-0000003800.0a1b2c3d.")
