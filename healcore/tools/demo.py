@@ -28,7 +28,7 @@ from healcore.demo.scenario import (
 )
 from healcore.events.models import EventRecord
 from healcore.extras import require
-from healcore.tools import terminal
+from healcore.tools import output
 from healcore.tools.report import page
 from healcore.tools.report.run_report import RunReport, read_reports
 
@@ -100,7 +100,7 @@ def run_demo(
         out.mkdir(parents=True)
     except FileExistsError:
         raise DemoError(f"{out} exists: delete it, or name another folder with --out") from None
-    console = console or terminal.console()
+    console = console or output.console()
     policy = policies.load("default", rollback={"probation": PROBATION})
     _introduce(console, scenario)
     runs = [DemoRun(framework, arm) for framework in frameworks for arm in ARMS]

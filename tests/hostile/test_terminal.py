@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from healcore.tools.terminal import clean, clean_json
+from healcore.tools.output import clean, clean_json
 from tests.hostile import reader
 from tests.hostile.test_events import EVENT
 from tests.hostile.test_logs import ROWS

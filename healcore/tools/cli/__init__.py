@@ -11,7 +11,7 @@ import typer
 import healcore
 from healcore.tools.cli import demo, events, policy, probe, replay, report
 from healcore.tools.cli.options import reported
-from healcore.tools.terminal import echo
+from healcore.tools.output import echo
 
 __all__ = ["app", "main"]
 

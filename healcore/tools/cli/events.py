@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from healcore.tools.cli.options import reported
-from healcore.tools.terminal import echo, echo_json
+from healcore.tools.output import echo, echo_json
 
 OK, DAMAGED, INTERRUPTED = 0, 1, 130
 

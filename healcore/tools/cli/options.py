@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from healcore.core.errors import HealcoreError
-from healcore.tools.terminal import echo
+from healcore.tools.output import echo
 
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from healcore.policy import Policy

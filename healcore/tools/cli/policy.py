@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from healcore.tools.cli.options import CANNOT_RUN, SetOption, load_policy, reported
-from healcore.tools.terminal import console, echo
+from healcore.tools.output import console, echo
 
 OK, INVALID = 0, 1
 

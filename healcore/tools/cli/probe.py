@@ -19,8 +19,8 @@ from typer.core import TyperGroup
 from healcore import regular_file
 from healcore.checkpoint_contents import ProbeError
 from healcore.tools.cli.options import ColumnOption, JoinOption, fail, parse_columns
+from healcore.tools.output import clean, echo, echo_json
 from healcore.tools.probe.inputs import CheckpointInputs, LossInputs, OptimizerInputs
-from healcore.tools.terminal import clean, echo, echo_json
 
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from healcore.tools.probe.result import ProbeResult

@@ -24,8 +24,7 @@ from healcore.tools.cli.options import (
     load_policy,
     parse_columns,
 )
-from healcore.tools.output_files import check_outputs, replacing
-from healcore.tools.terminal import console, echo, echo_json
+from healcore.tools.output import check_outputs, console, echo, echo_json, replacing
 
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from rich.console import Console

@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from healcore.tools.cli.options import CANNOT_RUN
-from healcore.tools.output_files import check_outputs, replacing
-from healcore.tools.terminal import echo
+from healcore.tools.output import check_outputs, echo, replacing
 
 OK, PARTIAL = 0, 1
 

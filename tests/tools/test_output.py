@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from healcore.tools.output_files import OutputError, check_outputs, replacing
+from healcore.tools.output import OutputError, check_outputs, replacing
 
 
 def test_an_output_may_not_be_an_input(tmp_path):
