@@ -150,23 +150,17 @@ class Log:
 
     Args:
         path: events file, or None to write nothing.
-        run: id of this process, or None for a new id.
         follow_links: as in `append`.
 
     Attributes:
+        run: id of this process.
         seq: number of the next event, from 0.
         lost: number of lost events.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        *,
-        run: str | None = None,
-        follow_links: bool = True,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, *, follow_links: bool = True) -> None:
         self.path = None if path is None else Path(path)
-        self.run = run or f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+        self.run = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
         self.follow_links = follow_links
         self.seq = self.lost = self._reported = 0
         # Re-entrant, because a signal handler may write while it interrupts a `write`.

@@ -49,10 +49,11 @@ class Metrics:
     Args:
         path: the file, or None to write nothing.
         run: the run's id, as in its events.
-        thinned: after 50,000 steps write only every second step, after 100,000 every fourth, and so
-            on, and all steps with an alarm. A line for several steps has the field `every`. The
-            file grows by about 8 MB each time the run gets twice as long.
-        follow_links: as in `log.append`.
+        automatic: whether healcore has chosen the path. Then links are not followed, as in
+            `log.append`, and the file is thinned: after 50,000 steps it has only every second step,
+            after 100,000 every fourth, and so on, and all steps with an alarm. A line for several
+            steps has the field `every`. The file grows by about 8 MB each time the run gets twice
+            as long.
         tracked: `write` returns the fields of every step, for the run's trackers.
     """
 
@@ -61,17 +62,16 @@ class Metrics:
         path: str | os.PathLike[str] | None,
         *,
         run: str,
-        thinned: bool = False,
-        follow_links: bool = True,
+        automatic: bool = False,
         tracked: bool = False,
     ) -> None:
         self.run = run
         self.lost = 0
         self._path = None if path is None else Path(path)
-        self._thinned, self._follow_links, self._tracked = thinned, follow_links, tracked
+        self._automatic, self._tracked = automatic, tracked
         self._lines: list[str] = []
         self._flushed = time.monotonic()
-        self._last_steps: dict[str, int] = {}  # engine -> newest step
+        self._newest: dict[str, tuple[int, int]] = {}  # engine -> step, and its count of steps
         self._logged: set[tuple[str, str]] = set()  # engine and received signal
 
     def write(self, step: int, record: StepRecord, *, several: bool) -> dict[str, Any] | None:
@@ -80,13 +80,13 @@ class Metrics:
         Returns the fields of the line. Returns None for a step without a line, except if `tracked`.
         """
         every = 1
-        if self._thinned and not record.cause:
+        if self._automatic and not record.cause:
             every <<= (step // _UNTHINNED).bit_length()
         written = self._path is not None and step % every == 0
         if not record.judged or not (written or self._tracked):
             return None
         try:
-            fields = self._fields(record, several)
+            fields = self._fields(step, record, several)
             if written:
                 head = {"schema": SCHEMA, "kind": "step", "run": self.run}
                 head |= {"time": round(time.time(), 3), "step": step}
@@ -99,10 +99,6 @@ class Metrics:
             self.flush()
         return fields
 
-    def on_rollback(self) -> None:
-        """Forgets the engines' newest steps, because steps repeat after a rollback."""
-        self._last_steps.clear()
-
     def flush(self) -> None:
         """Writes the buffered lines."""
         self._flushed = time.monotonic()
@@ -110,7 +106,7 @@ class Metrics:
             return
         lines, self._lines = self._lines, []
         try:
-            append(self._path, "".join(lines).encode("ascii"), follow_links=self._follow_links)
+            append(self._path, "".join(lines).encode("ascii"), follow_links=not self._automatic)
         except Exception as error:
             if not self.lost:
                 why = f"{self._path} ({error})"
@@ -118,12 +114,13 @@ class Metrics:
                     console.warning(f"metrics are being lost, training continues: {why}")
             self.lost += len(lines)
 
-    def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
+    def _fields(self, step: int, record: StepRecord, several: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {"engine": record.engine} if several else {}
         # If a GradScaler skips the update, the engine does not judge it and has old signals.
-        if self._last_steps.get(record.engine) != record.step:
+        newest, judged = self._newest.get(record.engine, (-1, -1))
+        if judged != record.step or step <= newest:  # a smaller step: after a rollback
             fields |= self._signals(record)
-        self._last_steps[record.engine] = record.step
+        self._newest[record.engine] = step, record.step
         fields |= {name: to_json(float(getattr(record, name))) for name in _NUMBERS}
         flags = {"cause": names(record.cause), "action": names(record.action)}
         return fields | {"skip": record.skip, **flags}

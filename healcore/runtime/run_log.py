@@ -50,7 +50,7 @@ class RunLog:
         self.trackers = Trackers() if trackers is None else trackers
         self.run = Run()
         """The run by its events, on rank 0 including the events of earlier processes."""
-        self._metrics = metrics
+        self._metrics = Metrics(None, run=events.run) if metrics is None else metrics
         self._hooks = Hooks() if hooks is None else hooks
         self._console: Console = console
         self._silent = silent
@@ -104,17 +104,10 @@ class RunLog:
 
     def records(self, index: int, records: list[StepRecord]) -> None:
         """Writes the metrics of one step."""
-        if self._metrics is None:
-            return
         for record in records:
             fields = self._metrics.write(index, record, several=len(records) > 1)
             if fields is not None:
                 self.trackers.metrics(index, record, fields)
-
-    def on_rollback(self) -> None:
-        """Lets the metrics file accept the undone steps again."""
-        if self._metrics is not None:
-            self._metrics.on_rollback()
 
     def info(self, line: str) -> None:
         """Logs at INFO."""
@@ -136,6 +129,4 @@ class RunLog:
         with suppress(Exception):
             for problem in self.trackers.close():
                 self.warning(problem)
-        with suppress(Exception):
-            if self._metrics is not None:
-                self._metrics.flush()
+        self._metrics.flush()

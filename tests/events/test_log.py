@@ -26,12 +26,12 @@ def lines(path: Path) -> list[dict]:
 
 
 def test_one_line_per_event(path):
-    events = Log(path, run="mine")
+    events = Log(path)
     assert events.write("alarm", step=3, cause=["LOSS_SPIKE"], engine=None)
     assert events.write("end", step=None, ending="completed")
     first, second = lines(path)
     assert list(first) == ["schema", "seq", "run", "time", "mono", "kind", "step", "cause"]
-    assert (first["schema"], first["seq"], first["run"], first["step"]) == (2, 0, "mine", 3)
+    assert (first["schema"], first["seq"], first["run"], first["step"]) == (2, 0, events.run, 3)
     assert (second["seq"], second["kind"], second["step"]) == (1, "end", None)
     assert second["mono"] >= first["mono"]
     assert second["time"] >= first["time"]

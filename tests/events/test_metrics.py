@@ -125,7 +125,7 @@ def test_metrics_lie_next_to_the_events_by_default(tmp_path):
 def test_a_long_run_is_thinned_and_marked_so(tmp_path, monkeypatch):
     monkeypatch.setattr("healcore.events.metrics._UNTHINNED", 100)
     path = tmp_path / "m.jsonl"
-    metrics = Metrics(path, run="r", thinned=True)
+    metrics = Metrics(path, run="r", automatic=True)
     for step in range(400):
         cause = Cause.LOSS_SPIKE if step % 15 == 0 else Cause(0)
         judged = record(step=step + 1, cause=cause, loss=1.0, grad_norm=1.0)

@@ -208,7 +208,6 @@ class Loop:
         for part in (self.data, self.saver, self.recovery):
             part.on_rollback(done.target)
         self.ranks.on_rollback()
-        self.log.on_rollback()
         return True
 
     def _save_when_due(self) -> bool:

@@ -251,4 +251,4 @@ def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
     path = path_next_to(log.path) if log.path is not None and to_file else None
     if path is not None:
         _refuse_link(path, "metrics")
-    return Metrics(path, run=log.run, thinned=True, follow_links=False, tracked=tracked)
+    return Metrics(path, run=log.run, automatic=True, tracked=tracked)
