@@ -8,11 +8,9 @@ import pytest
 
 from healcore.core.verdict import Cause
 from healcore.events.models import Ending
-from healcore.history import Run
 from healcore.runtime.postmortem.diagnosis import RunEnd, advice, explain
+from tests.history.test_run import run_of
 
-Happened = tuple[str, int | None, dict[str, Any]]
-START = ("start", None, {"mode": "heal", "store": "there"})
 ALARM = {
     "incident": 4,
     "skip": True,
@@ -23,15 +21,7 @@ ALARM = {
 }
 
 
-def run_of(*happened: Happened) -> Run:
-    """A run of one process."""
-    run = Run()
-    for seq, (kind, step, fields) in enumerate((START, *happened)):
-        run.add({"schema": 2, "seq": seq, "run": "a", "kind": kind, "step": step, **fields})
-    return run
-
-
-def end_of(ending: str, step: int, *happened: Happened, **fields: Any) -> RunEnd:
+def end_of(ending: str, step: int, *happened: Any, **fields: Any) -> RunEnd:
     run = run_of(*happened)
     return RunEnd(run, ending, step, run.counts(), **fields)
 

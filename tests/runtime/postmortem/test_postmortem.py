@@ -13,13 +13,14 @@ import pytest
 
 from healcore.core.verdict import Cause
 from healcore.events import Log, process, read
-from healcore.events.log import Event
 from healcore.history import Counts, Run, runs_of
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.postmortem.postmortem import path_for
 from tests.events.processes import first_line, python
-from tests.runtime.postmortem.test_diagnosis import ALARM, START, STOPPED, end_of
+from tests.history.test_run import START
+from tests.history.test_run import events as events_of
+from tests.runtime.postmortem.test_diagnosis import ALARM, STOPPED, end_of
 from tests.runtime.store.disk_faults import read_only, small_disk
 
 
@@ -175,12 +176,8 @@ def test_an_older_incident_is_not_reported_for_a_newer_one():
 
 def processes(*happened: tuple[Any, ...]) -> Run:
     """The last run of some processes, whose events follow each other."""
-    events: dict[str, list[Event]] = {}
-    for number, of_process in enumerate(happened):
-        for kind, step, fields in of_process:
-            event = {"schema": 1, "seq": 0, "run": str(number), "kind": kind, "step": step}
-            events.setdefault(str(number), []).append({**event, **fields})
-    return runs_of(events)[-1]
+    each = {str(number): events_of(*of, run=str(number)) for number, of in enumerate(happened)}
+    return runs_of(each)[-1]
 
 
 def test_the_last_good_checkpoint_is_of_the_last_store():
