@@ -55,7 +55,7 @@ class Faults:
 
         torch.Tensor.backward = counted_backward  # type: ignore[method-assign]
         torch.optim.Optimizer.__init__ = remembered  # type: ignore[method-assign]
-        library = torch.library.Library("torchvision", "DEF")  # noqa: TOR901
+        library = torch.library.Library("torchvision", "DEF")
         for name in _VISION.split():
             library.define(f"{name}(Tensor x) -> Tensor")
         self._library = library  # its operators end with the object
