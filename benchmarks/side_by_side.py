@@ -98,12 +98,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Writes the results with the machine's name and load, if a file was asked for.
-
-    Args:
-        path: the file, or None to write nothing.
-        result: the results, strict JSON.
-    """
+    """Writes the results with the machine's name and load, unless `path` is None."""
     if path is None:
         return
     made: dict[str, Any] = {"machine": machine(), "load": round(os.getloadavg()[0], 1)}

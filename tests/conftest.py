@@ -122,7 +122,6 @@ SLOW = (
     # About our own oracles, benchmarks, examples and limits.
     "tests/benchmarks/test_gpu_kit.py",
     "tests/benchmarks/test_healbench_jax.py",
-    "tests/benchmarks/test_labelled_runs.py",
     "tests/core/test_escape.py::test_clipping_is_back_at_its_usual_amount",
     "tests/core/test_planted_errors.py",
     "tests/tools/test_demo.py",

@@ -226,8 +226,8 @@ class Healer(Generic[State]):
             for epoch in healer.epochs(4):  # after a kill in epoch 2: 2, 3
                 train_one_epoch(model, healer.batches(loader, epoch=epoch))
 
-        Code after an epoch runs once for each epoch, except for an epoch at whose end the process
-        was killed.
+        Code after an epoch runs again if the checkpoint is of the epoch's last step. A checkpoint
+        does not hold what that code has changed.
         """
         return self._live.epochs(total)
 

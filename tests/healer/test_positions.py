@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -39,20 +40,39 @@ def plain() -> Any:
     return DataLoader(listed(), batch_size=None, shuffle=True)
 
 
+class Augmented(torch.utils.data.Dataset):
+    """Examples that are changed at random when they are read."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, number: int) -> float:
+        return number + torch.rand(()).item() / 2
+
+
+def augmented() -> Any:
+    return DataLoader(Augmented(), batch_size=None, shuffle=True)
+
+
+def read_ahead() -> Any:
+    """Accelerate reads a batch ahead, and its examples are changed before the step before."""
+    return Accelerator(cpu=True).prepare(augmented())
+
+
 class Accumulating(TorchLoop):
     """Dropout and batch statistics, and a step for each `window` batches."""
 
     def __init__(self, window: int, faults: Faults | None = None) -> None:
         super().__init__(faults)
         self.window, self.waiting = window, 0
-        self.used: list[tuple[int, ...]] = []
-        self.pending: list[int] = []
+        self.used: list[tuple[float, ...]] = []
+        self.pending: list[float] = []
         self.model.append(torch.nn.BatchNorm1d(1))
         self.optimizer.add_param_group({"params": list(self.model[-1].parameters())})
 
-    def micro_batch(self, healer: Healer, number: int) -> None:
-        inputs, targets = map(torch.from_numpy, self.faults.batch(number))
-        loss = (self.model(inputs) - targets).square().mean() / self.window
+    def micro_batch(self, healer: Healer, number: float) -> None:
+        inputs, targets = map(torch.from_numpy, self.faults.batch(int(number)))
+        loss = (self.model(inputs) * (1 + number % 1) - targets).square().mean() / self.window
         healer.observe(loss)
         loss.backward()
         self.pending.append(number)
@@ -77,18 +97,20 @@ def run(loop: Accumulating, data: Any, store: Any, *, raises_at: int | None = No
             if count == raises_at:
                 loop.model(torch.zeros(4, 4))  # dropout and batch statistics
                 raise ZeroDivisionError
-            loop.micro_batch(healer, int(number))
+            loop.micro_batch(healer, float(number))
             count += 1
         return healer.step
 
 
-@pytest.mark.parametrize("data", [listed, shuffled, plain])
+@pytest.mark.parametrize("data", [listed, shuffled, plain, augmented, read_ahead])
 @FEW
 @given(window=st.integers(1, 3), at=st.integers(0, 2 * BATCHES - 1))
 def test_a_run_started_again_after_an_exception_is_the_one_without(
     data, window, at, tmp_path_factory
 ):
     """To the bit, though the window may lie over the end of an epoch."""
+    if data is read_ahead:  # exact only within an epoch, where an exception saves within a window
+        window = 1
     folder = tmp_path_factory.mktemp("run")
     whole = Accumulating(window)
     steps = run(whole, data(), folder / "whole")

@@ -57,6 +57,11 @@ class LoaderAdapter:
         first, self._first = self._first, None
         return iter(self._loader) if first is None else first
 
+    def state_before(self, index: int) -> Any:
+        """The state before a batch of this epoch that was read, or None if it is not known."""
+        del index
+        return None
+
     def state(self, *, ended: bool) -> Any:
         """The state after the batch that was read last, or after the epoch that has `ended`.
 

@@ -179,6 +179,11 @@ class LoaderRegistry:
         return entry is not None and entry.cursor.at_end
 
     @property
+    def names_epochs(self) -> bool:
+        """Whether the program's loop passes the number of its epoch."""
+        return self._epoch is not None
+
+    @property
     def at_epochs(self) -> bool:
         """Whether all saved positions are in use, and no loader stands within a later epoch."""
         return not (self._saved or any(e.cursor.before_end for e in self._entries.values()))
@@ -208,7 +213,11 @@ class LoaderRegistry:
             for number, entry in self._entries.items()
             if not entry.exhausted
         }
-        epoch = self.next_epoch if self._epoch is None else self._epoch + self.at_end(self.current)
+        epoch = self.next_epoch
+        if self._epoch is not None:
+            # While the loop reads the loader, the program's code after the epoch has not run.
+            ended = self.at_end(self.current) and not self._entries[self.current].in_loop
+            epoch = self._epoch + ended
         return {**positions, _COUNT: self._count, _EPOCH: epoch}
 
     def position_before(self, batches: Mapping[int, BatchId]) -> dict[str, Any] | None:

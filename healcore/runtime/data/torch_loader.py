@@ -23,6 +23,8 @@ from healcore.runtime.data.position import DataError
 from healcore.runtime.data.samplers import is_type, samplers_of
 
 _END = object()
+_KEPT = 64
+"""Number of recent batches to whose beginning a rewind is exact."""
 _GLOBAL = 3
 """Number of global generators: of Python, NumPy and torch."""
 
@@ -53,7 +55,8 @@ def recorded(loader: Any) -> Any:
     name = _order_name(base)
     # Accelerate reads one batch ahead.
     ahead = base.num_workers * (base.prefetch_factor or 0) + 1
-    order = _Order(getattr(base, name), [*generators.values()], ahead)
+    reads_ahead = base is not loader and not base.num_workers
+    order = _Order(getattr(base, name), [*generators.values()], ahead, reads_ahead)
     fresh = {"_iterator": None, "_initial_iter_for_state_dict": False}  # also StatefulDataLoader's
     copied = _with(base, **{name: order}, **fresh)
     if base is loader:
@@ -126,7 +129,18 @@ class TorchLoader(LoaderAdapter):
             running = self._base.persistent_workers and self._base._iterator is not None
             begun = running or self._reading is not None or self._draws_first
             return {"generators": order.states()[_GLOBAL:], "begun": begun}
-        return {"index": self._index, "random": order.random, "digest": order.digest(self._index)}
+        return self._state_before(self._index)
+
+    def state_before(self, index: int) -> dict[str, Any] | None:
+        """The state before a batch that was read, if reading it has drawn random numbers."""
+        order = self._order
+        known = order.reads_ahead and order.random is not None and order.planned is None
+        return self._state_before(index) if known and order.knows(index) else None
+
+    def _state_before(self, index: int) -> dict[str, Any]:
+        order = self._order
+        place = {"index": index, "random": order.random, "digest": order.digest(index)}
+        return {**place, "ahead": order.states_ahead(index)} if order.reads_ahead else place
 
     def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
         """Restores a state. The order of the earlier batches is drawn again.
@@ -150,7 +164,11 @@ class TorchLoader(LoaderAdapter):
         current = order.states()
         try:
             after = order.draw(state["random"], index + skip, digest)
-            self._reading = self._begin_batches()
+            self._reading = None
+            if order.reads_ahead:  # begins when the random states of the step are restored
+                order.planned = [] if skip else list(state["ahead"])
+            else:
+                self._reading = self._begin_batches()
             current[_GLOBAL:] = after[_GLOBAL:]
         finally:
             order.set_states(current)
@@ -166,6 +184,8 @@ class TorchLoader(LoaderAdapter):
             self._reading = self._begin_batches()
             self._order.set_states(after)
         elif self._reading is None:
+            if self._order.planned is not None:
+                self._order.planned.append(self._order.states())
             self._reading = self._begin_batches()
         try:
             batch = next(self._reading)
@@ -199,6 +219,10 @@ class _Order:
 
     Attributes:
         random: random states before the order of this epoch was drawn, or None.
+        reads_ahead: whether this process reads items ahead of the steps. Their examples may draw
+            random numbers between those of the steps.
+        planned: after a resume, the random states to set before each of the next items is read;
+            None at other times.
 
     Args:
         sampler: the sampler or batch sampler.
@@ -206,7 +230,9 @@ class _Order:
         ahead: largest number of items that the loader reads ahead.
     """
 
-    def __init__(self, sampler: Iterable[Any], generators: list[Any], ahead: int) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], generators: list[Any], ahead: int, reads_ahead: bool
+    ) -> None:
         torch = sys.modules["torch"]  # imported, because the loader is of torch
         self._sampler = sampler
         self._sources: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
@@ -216,14 +242,18 @@ class _Order:
             *((each.get_state, each.set_state) for each in generators),
         ]
         self._ahead = ahead
+        self.reads_ahead = reads_ahead
         self.begin()
 
     def begin(self) -> None:
         """Begins a new epoch, whose order is drawn when its first index is read."""
         self.random: list[Any] | None = None
+        self.planned: list[list[Any]] | None = None
+        self._before: deque[list[Any]] = deque(maxlen=_KEPT)
+        """Random states before each of the last items was read, if `reads_ahead`."""
         self._drawn: Iterator[Any] | None = None
         self._count = 0
-        self._digests = deque([0], maxlen=self._ahead + 2)
+        self._digests = deque([0], maxlen=self._ahead + _KEPT)
         """Digests of all indices up to each of the last items; workers read `ahead` items ahead."""
 
     def __getattr__(self, name: str) -> Any:
@@ -242,6 +272,16 @@ class _Order:
         """The number of batches and the digest of their indices, after `count` batches."""
         return count, self._digests[-1 - (self._count - count)]
 
+    def states_ahead(self, count: int) -> list[list[Any]]:
+        """Random states before the item was read that Accelerate reads ahead after `count`."""
+        if self.planned is not None:
+            return self.planned
+        return list(self._before)[len(self._before) - (self._count - count) :][:1]
+
+    def knows(self, count: int) -> bool:
+        """Whether the states before the item after the first `count` are known."""
+        return self._count - len(self._before) <= count
+
     def draw(self, states: list[Any], skip: int = 0, digest: tuple[int, int] = (0, 0)) -> list[Any]:
         """Sets random states, draws an order and passes its first `skip` items.
 
@@ -252,7 +292,7 @@ class _Order:
             DataError: the order is not the order of `digest`. The current order is unchanged.
         """
         self.set_states(states)
-        items, digests = iter(self._sampler), deque([0], maxlen=self._ahead + 2)
+        items, digests = iter(self._sampler), deque([0], maxlen=self._ahead + _KEPT)
         matches = not digest[0]
         for number in range(1, skip + 1):
             digests.append(_digest(next(items, None), digests[-1]))
@@ -287,7 +327,17 @@ class _Order:
         for item in items:
             self._count += 1
             self._digests.append(_digest(item, self._digests[-1]))
+            if self.reads_ahead:
+                self._set_planned()
+                self._before.append(self.states())
             yield item
+        self._set_planned(last=True)
+
+    def _set_planned(self, *, last: bool = False) -> None:
+        """Sets the random states of the next planned item, or of the step after the last item."""
+        if self.planned:
+            self.set_states(self.planned[-1] if last else self.planned[0])
+        self.planned = None if last or not self.planned else self.planned[1:] or None
 
 
 def _digest(item: Any, before: int) -> int:

@@ -168,6 +168,8 @@ class Data:
         """Ends the loop over a loader that has no further batch."""
         if number == self.loaders.current:
             self.loader_exhausted = True
+            if self.loaders.names_epochs:  # code after the epoch draws from here on
+                self._generators = None
         else:  # an evaluation, whose batches belong to no step
             self._ids.pop(number, None)
             self._contents.pop(number, None)

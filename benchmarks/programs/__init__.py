@@ -1,0 +1,1 @@
+"""Other people's training programs, with healcore inserted by a few lines."""

@@ -1,0 +1,191 @@
+"""Trains public programs without and with healcore: python -m benchmarks.programs [NAME ...].
+
+Fetches the files of programs.toml at their pinned commits into a folder that git ignores, inserts
+healcore by the edits there, and compares short runs: healthy, with a NaN in the gradients, with a
+learning rate that is 30 times too high, and killed. Prints the table of docs/programs.md.
+
+    --mirror FOLDER   bare repositories FOLDER/OWNER+NAME/repo instead of GitHub
+    --packages PATH   a folder with the packages that the programs import
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.request import urlopen
+
+from benchmarks.programs import data
+from benchmarks.side_by_side import write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+FETCHED = ROOT / ".programs"
+NAN, RATE = "nan:60", "rate:120:20"
+
+
+class Run(NamedTuple):
+    """How a program ended."""
+
+    status: int
+    digest: str
+    metric: float | None
+    passes: int
+
+
+def fetch(program: dict[str, Any], folder: Path, mirror: str | None) -> None:
+    """Writes the program's files, with the edits that make it small."""
+    for path in program["files"]:
+        if mirror:
+            repository = Path(mirror) / program["repo"].replace("/", "+") / "repo"
+            command = ["git", "-C", repository, "show", f"{program['commit']}:{path}"]
+            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        else:
+            url = f"https://raw.githubusercontent.com/{program['repo']}/{program['commit']}/{path}"
+            text = urlopen(url).read().decode()
+        if path.endswith(".ipynb"):
+            cells = json.loads(text)["cells"]
+            text = "\n".join("".join(c["source"]) + "\n" for c in cells if c["cell_type"] == "code")
+        place = (folder / path).with_suffix(".py")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    for name, text in program.get("write", {}).items():
+        (folder / name).write_text(text)
+    edited(folder, program, program.get("small", []))
+
+
+def edited(folder: Path, program: dict[str, Any], edits: list[list[str]]) -> None:
+    """Makes edits in the program's first file."""
+    path = (folder / program["files"][0]).with_suffix(".py")
+    text = path.read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, f"{path} has {text.count(old)} places like {old!r}"
+        text = text.replace(old, new.removeprefix("\n"))
+    path.write_text(text)
+
+
+def healed(folder: Path, program: dict[str, Any]) -> int:
+    """Inserts healcore; returns the number of lines added or changed, without imports."""
+    path = (folder / program["files"][0]).with_suffix(".py")
+    before = path.read_text()
+    edited(folder, program, program["edits"])
+    text = path.read_text()
+    if "indent" in program:
+        first, last = program["indent"]
+        begin = text.index(first)
+        end = text.index(last, begin) if last else len(text)
+        lines = text[begin:end].splitlines(keepends=True)
+        text = text[:begin] + "".join("    " + e if e.strip() else e for e in lines) + text[end:]
+        path.write_text(text)
+    old, new = ([line.strip() for line in each.splitlines()] for each in (before, text))
+    added = [line[2:] for line in difflib.ndiff(old, new) if line.startswith("+ ")]
+    return sum("import " not in line and bool(line) for line in added)
+
+
+def trained(
+    program: dict[str, Any], folder: Path, packages: str, fault: str, *, kill: bool = False
+) -> Run:
+    """Runs the program in its folder; with `kill`, kills it once and starts it again."""
+    script, *arguments = shlex.split(program["run"])
+    framework = program.get("framework", "torch")
+    # The folders of the program's packages come before those of ours.
+    path = os.pathsep.join([str(folder), str(ROOT), packages])
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **quiet, "PYTHONPATH": path, "FRAMEWORK": framework}
+    command = [sys.executable, "-m", "benchmarks.programs.faults", folder / "result.json", fault]
+    command += [folder / script, *arguments]
+    (folder / "result.json").unlink(missing_ok=True)
+    shown: list[str] = []
+    where: Any = {"cwd": (folder / script).parent, "env": environment, "text": True}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)
+    for line in process.stdout or ():
+        shown.append(line)
+        if kill and re.search(program["kill"], line):
+            process.kill()
+            process.wait()
+            return trained(program, folder, packages, fault)
+    status = process.wait()
+    (folder / "output.txt").write_text("".join(shown))
+    metrics = re.findall(program["metric"], "".join(shown)) if "metric" in program else []
+    found = json.loads((folder / "result.json").read_text()) if status == 0 else {}
+    metric = float(metrics[-1]) if metrics else None
+    return Run(status, found.get("digest", ""), metric, found.get("passes", 0))
+
+
+def compared(
+    name: str, program: dict[str, Any], mirror: str | None, packages: str
+) -> dict[str, Any]:
+    """All runs of one program."""
+    runs: dict[str, Any] = {}
+    lines = 0
+    for arm in ("off", "on"):
+        for fault in ("none", NAN, RATE, *["kill"] * ("kill" in program and arm == "on")):
+            folder = FETCHED / name / f"{arm} {fault.partition(':')[0]}" / "program"
+            shutil.rmtree(folder.parent, ignore_errors=True)
+            folder.mkdir(parents=True)
+            fetch(program, folder, mirror)
+            script = Path(program["run"].split()[0])
+            if "data" in program:
+                getattr(data, program["data"])((folder / script).parent)
+            if arm == "on":
+                lines = healed(folder, program)
+            kill = fault == "kill"
+            run = trained(program, folder, packages, "none" if kill else fault, kill=kill)
+            runs[folder.parent.name] = run._asdict()
+            print(name, folder.parent.name, run, flush=True)
+    return {"title": program["title"], "lines": lines, "runs": runs, "note": program.get("note")}
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as a table in Markdown."""
+    head = ("program", "lines", "same bits", "a NaN, off → on", "rate × 30, off → on", "killed")
+    rows = [head, ("---",) * len(head)]
+    for each in results.values():
+        runs = {name: Run(**run) for name, run in each["runs"].items()}
+        off, on, killed = runs["off none"], runs["on none"], runs.get("on kill")
+        nan = f"{_end(runs['off nan'])} → {_end(runs['on nan'])} ({_end(off)})"
+        rate = f"{_end(runs['off rate'])} → {_end(runs['on rate'])} ({_end(off)})"
+        rows.append(
+            (each["title"], str(each["lines"]), _same(on, off), nan, rate, _same(killed, off))
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _end(run: Run) -> str:
+    if run.status:
+        return "fails"
+    return "ends" if run.metric is None else f"{run.metric:.4g}"
+
+
+def _same(run: Run | None, off: Run) -> str:
+    if run is None:
+        return "not tried"
+    return "yes" if (run.digest, run.metric) == (off.digest, off.metric) else "no"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Public programs without and with healcore.")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--mirror")
+    parser.add_argument("--packages", default="")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    programs = tomllib.loads((Path(__file__).parent / "programs.toml").read_text())
+    results = {
+        name: compared(name, programs[name], options.mirror, options.packages)
+        for name in options.names or programs
+    }
+    print(table(results))
+    write_json(options.json, results)
+
+
+if __name__ == "__main__":
+    main()

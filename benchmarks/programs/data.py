@@ -1,0 +1,102 @@
+"""Tiny data sets, made on the spot, in the formats that the programs read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+
+
+def markov_text(words: int, seed: int) -> str:
+    """Text of 60 words, each drawn from a distribution that depends on the word before."""
+    chances = np.random.default_rng(0).dirichlet(np.full(60, 0.05), size=60)
+    random, word, found = np.random.default_rng(seed), 0, []
+    for _ in range(words):
+        word = random.choice(60, p=chances[word])
+        found.append(f"w{word}")
+    lines = (" ".join(found[i : i + 20]) for i in range(0, words, 20))
+    return "\n".join(lines) + "\n"
+
+
+def nanogpt(folder: Path) -> None:
+    """Bytes of a text as `train.bin` and `val.bin`."""
+    words(folder)
+    place = folder / "data" / "tiny"
+    for name, file in (("train", "train"), ("val", "valid")):
+        text = (place / f"{file}.txt").read_bytes()
+        np.frombuffer(text, np.uint8).astype(np.uint16).tofile(place / f"{name}.bin")
+    (place / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))
+
+
+def words(folder: Path) -> None:
+    """Three text files."""
+    place = folder / "data" / "tiny"
+    place.mkdir(parents=True)
+    for name, count, seed in (("train", 30_000, 1), ("valid", 3_000, 2), ("test", 3_000, 3)):
+        (place / f"{name}.txt").write_text(markov_text(count, seed))
+
+
+def _blobs(count: int, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images of one blob each, and the number of its width."""
+    random = np.random.default_rng(seed)
+    kinds, centres = random.integers(0, 10, count), random.uniform(0.3, 0.7, (count, 2)) * size
+    y, x = np.mgrid[:size, :size]
+    far = (y - centres[:, :1, None]) ** 2 + (x - centres[:, 1:, None]) ** 2
+    widths = size * (0.07 + 0.02 * kinds)
+    return (255 * np.exp(-far / (2 * widths[:, None, None] ** 2))).astype(np.uint8), kinds
+
+
+def mnist(folder: Path) -> None:
+    """Files of MNIST in torchvision's folder beside the program's."""
+    place = folder.parent / "data" / "MNIST" / "raw"
+    place.mkdir(parents=True, exist_ok=True)
+    (folder / "results").mkdir()
+    for name, count, seed in (("train", 6_400, 1), ("t10k", 640, 2)):
+        for part, array in zip(
+            ("images-idx3", "labels-idx1"), _blobs(count, 28, seed), strict=True
+        ):
+            head = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+            (place / f"{name}-{part}-ubyte").write_bytes(head + array.astype(np.uint8).tobytes())
+
+
+def images(folder: Path) -> None:
+    """Small coloured pictures."""
+    from PIL import Image
+
+    (folder / "images").mkdir()
+    for number, blob in enumerate(_blobs(128, 16, 1)[0]):
+        colours = np.stack([blob, blob // 2, 255 - blob], axis=-1)
+        Image.fromarray(colours).save(folder / "images" / f"{number}.png")
+
+
+def wikitext(folder: Path) -> None:
+    """The text file of Lightning's `WikiText2`."""
+    (folder / "data").mkdir()
+    (folder / "data" / "wikitext-2.txt").write_text(markov_text(9_000, 1))
+
+
+def language_model(folder: Path) -> None:
+    """A small Llama model with its tokenizer, and sentences as JSON."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    names = {f"w{number}": number for number in range(60)} | {"<pad>": 60, "<eos>": 61}
+    tokens = Tokenizer(models.WordLevel(names, unk_token="w0"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        vocab_size=62, num_attention_heads=2, num_key_value_heads=2, pad_token_id=60, **sizes
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>")
+    wrapped.save_pretrained(folder / "model")
+    (folder / "sentences").mkdir()
+    for name, words, seed in (("train", 24_000, 1), ("test", 800, 2)):
+        lines = markov_text(words, seed).splitlines()
+        rows = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+        (folder / "sentences" / f"{name}.jsonl").write_text(rows)

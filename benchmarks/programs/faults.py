@@ -1,0 +1,101 @@
+"""Runs a program with a fault in it: python -m benchmarks.programs.faults RESULT FAULT SCRIPT ARGS.
+
+FAULT is "none", "nan:60" (the gradients of backward pass 60 are NaN) or "rate:60:20" (the learning
+rates are 30 times as high for 20 backward passes). At the end RESULT gets the digest of the
+parameters of all optimizers. Programs in JAX read the environment variable FAULT by themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+RATE = 30.0
+"""Factor of a learning rate that is too high."""
+_VISION = """nms qnms roi_align _roi_align_backward roi_pool _roi_pool_backward ps_roi_align
+_ps_roi_align_backward ps_roi_pool _ps_roi_pool_backward deform_conv2d _deform_conv2d_backward
+qroi_align"""
+"""Operators of torchvision, whose wheel for CUDA cannot register them in torch for CPUs."""
+
+
+class Faults:
+    """Counts the backward passes of the program, and disturbs some of them."""
+
+    def __init__(self, fault: str) -> None:
+        self.kind, *numbers = fault.split(":")
+        self.first, self.length = [*map(int, numbers), 1, 1][:2]
+        self.passes = 0
+        self.optimizers: list[Any] = []
+        self.raised: dict[int, float] = {}
+        """Id of a parameter group -> the rate that this object has set."""
+
+    def install(self) -> None:
+        """Replaces the backward pass and the constructor of optimizers."""
+        import torch
+
+        backward, created = torch.Tensor.backward, torch.optim.Optimizer.__init__
+
+        def counted_backward(loss: Any, *args: Any, **kwargs: Any) -> None:
+            self.passes += 1
+            self._set_rates()
+            backward(loss, *args, **kwargs)
+            if self.kind == "nan" and self.passes == self.first:
+                for each in self.parameters():
+                    if each.grad is not None:
+                        each.grad.fill_(float("nan"))
+
+        def remembered(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            created(optimizer, *args, **kwargs)
+            self.optimizers.append(optimizer)
+
+        torch.Tensor.backward = counted_backward  # type: ignore[method-assign]
+        torch.optim.Optimizer.__init__ = remembered  # type: ignore[method-assign]
+        library = torch.library.Library("torchvision", "DEF")
+        for name in _VISION.split():
+            library.define(f"{name}(Tensor x) -> Tensor")
+        self._library = library  # its operators end with the object
+
+    def parameters(self) -> list[Any]:
+        """The parameters of all optimizers."""
+        groups = (group for each in self.optimizers for group in each.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _set_rates(self) -> None:
+        within = self.first <= self.passes < self.first + self.length
+        for optimizer in self.optimizers if self.kind == "rate" else ():
+            for group in optimizer.param_groups:
+                ours = self.raised.get(id(group)) == group["lr"]
+                if within and not ours:  # also after a scheduler has set its own
+                    group["lr"] = self.raised[id(group)] = group["lr"] * RATE
+                elif not within and ours:
+                    group["lr"] = self.raised.pop(id(group)) / RATE
+
+    def digest(self) -> str:
+        """Digest of all parameters."""
+        found = hashlib.sha256()
+        for each in self.parameters():
+            found.update(each.detach().float().cpu().numpy().tobytes())
+        return found.hexdigest()[:16]
+
+
+def main(result: str, fault: str, script: str, *args: str) -> None:
+    faults = Faults(fault)
+    os.environ["FAULT"] = fault
+    if os.environ.get("FRAMEWORK", "torch") == "torch":
+        faults.install()
+    sys.argv = [script, *args]
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        found = {"passes": faults.passes, "digest": faults.digest()}
+        Path(result).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
