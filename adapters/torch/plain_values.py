@@ -1,4 +1,4 @@
-"""Encodes torch's own values as JSON, for `healcore.runtime.json_codec` and for checkpoints.
+"""Encodes torch's own values as JSON, for `healcore.runtime.store.values` and for checkpoints.
 
 Names from a file are looked up in tables, never with `getattr`.
 """

@@ -120,7 +120,7 @@ def snapshots() -> dict[str, Any]:
         for each in params:
             each.zero_()  # the save must have read the weights of before
     store.wait()
-    leaves = [leaf for copy in store.ring.copies.values() for leaf in copy.flat.leaves.values()]
+    leaves = [leaf for copy in store.ring.copies.values() for leaf in copy.leaves.values()]
     assert all(leaf.parts[""].is_pinned() is CUDA for leaf in leaves), "the copies are not pinned"
     restore()
     check("saved and restored")

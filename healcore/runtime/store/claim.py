@@ -17,7 +17,6 @@ from pathlib import Path
 
 from healcore.core.printable import clean
 from healcore.events import fork_safety
-from healcore.runtime.store import files
 from healcore.runtime.store.errors import StoreError
 
 try:
@@ -26,7 +25,7 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = "healcore.lock"
-_SAFELY = files.NO_LINK | files.NO_WAITING
+_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags that open the lock file safely if a link or a pipe has just replaced it."""
 _LENGTH = 300
 """Bytes of the lock file that an error message quotes."""

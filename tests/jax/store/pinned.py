@@ -1,4 +1,4 @@
-"""A copier that treats the arrays of a CPU like those of an accelerator."""
+"""A format that treats the arrays of a CPU like those of an accelerator."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from healcore.jax.store.host_copy import JaxCopier
+from healcore.jax.store.orbax import JaxFormat
 
 
-class PinningCopier(JaxCopier):
+class PinningFormat(JaxFormat):
     """Copies every array to pinned host memory, as JAX copies it from a GPU."""
 
     def on_cpu(self, part: Any) -> bool:

@@ -17,13 +17,13 @@ from flax.training.train_state import TrainState
 
 import healcore.jax
 from healcore.runtime.store import CheckpointStore, StateMismatch, UnsavableState
-from tests.jax.store.pinned import PinningCopier
+from tests.jax.store.pinned import PinningFormat
 from tests.runtime.store.store_cases import JAX_MEMORY, JAX_TIERS, ORBAX, StoreCase, over, same
 
 PINNED = StoreCase(
     "jax-pinned",
     # As on an accelerator: arrays go to pinned host memory by themselves. Here it is a CPU's.
-    lambda root, **options: CheckpointStore(PinningCopier(), **options),
+    lambda root, **options: CheckpointStore(PinningFormat(), **options),
     JAX_MEMORY.state,
     JAX_MEMORY.spoil,
 )

@@ -20,7 +20,7 @@ import torch
 import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
 from healcore.runtime.store import CheckpointStore, Keep, superfluous
-from healcore.runtime.store.copies import StateCopy, parts_of
+from healcore.runtime.store.host_copy import HostCopy, parts_of
 
 KEEP = Keep(good=3, candidates=8)
 
@@ -181,9 +181,9 @@ def over(*cases: StoreCase) -> Any:
 def damage_in_memory(store: Any, step: int) -> str:
     """Flips a bit of the largest array of a copy in memory; returns the array's name."""
     copy = store.ring.copies[step]
-    block = max(store.copier.blocks(copy.flat.leaves), key=lambda each: len(each.raw))
-    block.raw[3] ^= 1
-    return block.name
+    name, part = max(parts_of(copy.leaves).items(), key=lambda item: item[1].nbytes)
+    store.format.raw(part)[3] ^= 1
+    return name[0]
 
 
 def forget(store: Any) -> None:
@@ -239,6 +239,6 @@ def held_bytes(store: CheckpointStore) -> int:
     """Bytes of host memory of all copies, including the memory kept for the next copy."""
     store.wait()
     gc.collect()
-    copies = [each for each in gc.get_objects() if type(each) is StateCopy]
-    parts = {id(part): part for copy in copies for part in parts_of(copy.flat)}
+    copies = [each for each in gc.get_objects() if type(each) is HostCopy]
+    parts = {id(part): part for copy in copies for part in parts_of(copy.leaves).values()}
     return sum(part.nbytes for part in parts.values())

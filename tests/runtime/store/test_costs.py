@@ -77,7 +77,7 @@ def test_tiers_take_the_copy_in_memory_to_disk_and_make_no_second_one(case, tmp_
 
 @over(TORCH_MEMORY, JAX_TIERS)
 def test_copies_that_do_not_fit_into_memory(case, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(host_memory, "_free_on_machine", lambda: 10_000)
+    monkeypatch.setattr(host_memory, "free", lambda: 10_000)
     store = case.make(tmp_path)
     store.save(1, case.state(1))
     if store.durable:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.store import CheckpointDamaged, checksummed_json
-from healcore.runtime.store.checksummed_json import ChecksumError
+from healcore.runtime.store import CheckpointDamaged
+from healcore.runtime.store.files import ChecksumError, unseal
 from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import DISKS, StoreCase, mark_good, over, same_states
 
@@ -61,7 +61,7 @@ def test_every_bit_of_the_manifest(case, tmp_path):
         spoilt = bytearray(data)
         spoilt[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ChecksumError):
-            checksummed_json.loads(bytes(spoilt))
+            unseal(bytes(spoilt))
     flip(manifest, 8 * (len(data) // 2))
     store = case.make(tmp_path)
     assert [saved.step for saved in store.steps()] == [1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.store import SaveFailed, StoreError
-from healcore.runtime.store.directory import sweep
+from healcore.runtime.store.manifest import sweep
 from tests.runtime.store import store_cases
 from tests.runtime.store.disk_faults import read_only, small_disk
 from tests.runtime.store.disk_faults_program import large

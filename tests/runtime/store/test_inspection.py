@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from healcore.runtime.store.inspection import finite
+from healcore.runtime.store.host_memory import finite
 
 FLOATS = [
     np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16,

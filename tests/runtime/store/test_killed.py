@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.store.directory import sweep
+from healcore.runtime.store.manifest import sweep
 from tests.runtime.store import store_cases
-from tests.runtime.store.programs import run
+from tests.runtime.store.programs import finish, run, start
 
 # MemoryStore is not here: it dies with its process.
 STORES = ("dcp", "torch-tiers", "orbax", "jax-tiers")
@@ -59,3 +59,8 @@ def test_killed_while_deleting(in_memory):
 
 def files(folder: Path) -> int:
     return sum(len(names) for _, _, names in os.walk(folder))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_does_not_wait_for_its_parents_threads(tmp_path):
+    finish(start("tests.runtime.store.forks_program", tmp_path))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.store import StoreError, UnsavableState, structure
+from healcore.runtime.store import StoreError, UnsavableState, values
 
 KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.floats(-9, 9))
 VALUES = st.recursive(
@@ -40,8 +40,8 @@ def unknown(path: Any, value: Any) -> None:
 
 
 def back(value: Any) -> Any:
-    node = json.loads(structure.dumps(structure.encode(value, (), unknown)))
-    return structure.decode(node, unknown)
+    node = json.loads(values.to_json(values.encode(value, (), unknown)))
+    return values.decode(node, unknown)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -98,7 +98,7 @@ Text = type("Text", (str,), {})
 )
 def test_a_type_that_would_be_lost_is_refused_with_its_place(value: Any):
     with pytest.raises(UnsavableState, match=r"state\['x'\]\['y'\]"):
-        structure.encode({"x": {"y": value}}, (), unknown)
+        values.encode({"x": {"y": value}}, (), unknown)
 
 
 @pytest.mark.parametrize("factory", [None, int, list, dict, set, str, float, tuple])
@@ -119,7 +119,7 @@ def test_kinds_of_dictionaries():
 def test_a_named_tuple_keeps_its_class():
     value = {"pair": Pair(1, [Pair(2, (3,))]), Pair(0, 1): 2}
     assert same(back(value), value)
-    node = structure.encode(Pair(1, 2), (), unknown)
+    node = values.encode(Pair(1, 2), (), unknown)
     node["named"]["class"] = "gone.Pair"
     with pytest.raises(StoreError, match=r"named tuple gone\.Pair .* import the module"):
-        structure.decode(node, unknown)
+        values.decode(node, unknown)
