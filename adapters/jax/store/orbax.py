@@ -23,7 +23,7 @@ from healcore.runtime.store.errors import StoreError, UnsavableState
 from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.ranks import Alone
+from healcore.runtime.store.ranks import Alone, on_each
 from healcore.runtime.store.saved import IN_MEMORY
 
 _PINNED = "pinned_host"
@@ -143,20 +143,12 @@ class JaxFormat(ArrayFormat):
         sources = {i: np.asarray(part) for i, part in enumerate(parts) if i not in pinned}
         old = [part for part in old if isinstance(part, np.ndarray)]
         if [(x.shape, x.dtype) for x in old] != [(x.shape, x.dtype) for x in sources.values()]:
-            old = [self.view(allocate(source.nbytes), source) for source in sources.values()]
+            old = [allocate(x.nbytes).view(x.dtype).reshape(x.shape) for x in sources.values()]
         pairs = [*zip(old, sources.values(), strict=True)]
         files.map_in_threads(lambda pair: np.copyto(*pair), pairs, sum(x.nbytes for x in old))
         copies = pinned | dict(zip(sources, old, strict=True))
         ordered = [copies[index] for index in range(len(parts))]
         return ordered, lambda: jax.block_until_ready([*pinned.values()])
-
-    def raw(self, part: Any) -> np.ndarray:
-        """The bytes of a shard in host memory."""
-        return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-
-    def view(self, raw: np.ndarray, part: Any) -> np.ndarray:
-        """Bytes as an array with the dtype and shape of a shard."""
-        return raw.view(part.dtype).reshape(part.shape)
 
     def array(self, leaf: Leaf, live: Leaf | None) -> Any:
         """The array of shards in NumPy's memory, placed like the live or else the saved array."""
@@ -201,17 +193,19 @@ class JaxFormat(ArrayFormat):
         if saved:
             (folder / _ITEM).mkdir(parents=True, exist_ok=True)
             arrays = {_escaped(name): _to_write(leaf) for name, leaf in saved.items()}
-            _thread.saves = True
-            try:
-                self._handler.save(epath.Path(folder / _ITEM), args=ocp.args.PyTreeSave(arrays))
-            finally:
-                _thread.saves = False
+            item = epath.Path(folder / _ITEM)
 
-    def finish(self, folder: Path) -> None:
-        """Completes the item after all processes have written."""
-        if folder.exists():
-            self._handler.finalize(epath.Path(folder / _ITEM))
-            files.write_new(folder / "_CHECKPOINT_METADATA", b"{}")
+            def save() -> None:
+                _thread.saves = True
+                try:
+                    self._handler.save(item, args=ocp.args.PyTreeSave(arrays))
+                finally:
+                    _thread.saves = False
+
+            on_each(self._ranks, save)
+            if self._ranks.rank == 0:  # after all processes have written
+                self._handler.finalize(item)
+                files.write_new(folder / "_CHECKPOINT_METADATA", b"{}")
 
     def _check_equal(self, copy: HostCopy) -> None:
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""

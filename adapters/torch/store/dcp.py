@@ -31,7 +31,7 @@ from healcore.runtime.store.ranks import Alone, on_each
 from healcore.runtime.store.saved import IN_MEMORY
 from healcore.torch import dcp_index
 from healcore.torch.live_state import identities
-from healcore.torch.plain_values import DTYPES, value_of
+from healcore.torch.plain_values import DTYPES
 from healcore.torch.store.gloo import GlooRanks, initialized
 from healcore.torch.store.state import add_entry, decoded
 
@@ -112,43 +112,33 @@ class TorchFormat(ArrayFormat):
     # -- copies ---------------------------------------------------------------------------------
 
     def copy_parts(
-        self, parts: Sequence[Tensor], old: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Callable[[], object]]:
-        """Copies tensors. From CUDA they go to pinned memory, after the stream's pending work."""
-        # A slice of a larger tensor becomes dense; other layouts are unchanged.
-        dense = [torch.empty_like(part, device="meta") for part in parts]
+        self, parts: Sequence[Tensor], old: Sequence[np.ndarray]
+    ) -> tuple[Sequence[np.ndarray], Callable[[], object]]:
+        """Copies the bytes of tensors. From CUDA they go to pinned memory, in stream order."""
         copies = old
-        if list(map(_layout, old)) != list(map(_layout, dense)):
+        if [each.nbytes for each in old] != [part.nbytes for part in parts]:
             new = _pinned_memory if any(part.is_cuda for part in parts) else allocate
-            copies = [self.view(new(part.nbytes), part) for part in dense]
+            copies = [new(part.nbytes) for part in parts]
         on_host = []
-        for part, copied in zip(parts, copies, strict=True):
+        for part, raw in zip(parts, copies, strict=True):
+            copied = _view(raw, torch.empty_like(part, device="meta"))
             if part.device.type == "cpu" and part.numel() and part.stride() == copied.stride():
                 # Rejected: copy_, whose threads wait for each other after every tensor. While a
                 # data loader uses their cores, the wait takes ten times as long as the copy.
-                on_host.append((self.raw(copied), self.raw(part)))
+                dense = part.as_strided((part.numel(),), (1,), part.storage_offset())
+                on_host.append((raw, dense.view(torch.uint8).numpy()))
             else:
                 copied.copy_(part, non_blocking=part.is_cuda)
-        nbytes = sum(source.nbytes for _, source in on_host)
-        map_in_threads(lambda pair: np.copyto(*pair), on_host, nbytes)
+        map_in_threads(lambda pair: np.copyto(*pair), on_host, sum(len(raw) for raw, _ in on_host))
         events = []
         for device in {part.device for part in parts if part.is_cuda}:
             events.append(torch.cuda.Event())
             events[-1].record(torch.cuda.current_stream(device))
         return copies, lambda: [event.synchronize() for event in events]
 
-    def raw(self, part: Tensor) -> np.ndarray:
-        """The bytes of a dense host tensor in memory order, uint8 (n,)."""
-        flat = part.as_strided((part.numel(),), (1,), part.storage_offset())
-        return flat.view(torch.uint8).numpy()
-
-    def view(self, raw: np.ndarray, part: Tensor) -> Tensor:
-        """Views bytes, uint8 (n,), with the dtype, shape and strides of a dense tensor."""
-        return torch.from_numpy(raw).view(part.dtype).as_strided(part.shape, part.stride())
-
     def array(self, leaf: Leaf, live: Leaf | None) -> Tensor:
         """The tensor, or a DTensor whose part is on the device of the live part."""
-        part, spec = leaf.parts[""], leaf.layout
+        part, spec = _view(leaf.parts[""], leaf.layout.dense), leaf.layout.spec
         if spec is None:
             return part
         # Rejected: DTensor.from_local, which moves the part to the mesh's device.
@@ -162,10 +152,6 @@ class TorchFormat(ArrayFormat):
         if live is not None and node["kind"] == "tensor":
             array = array.to(live.parts[""].device)
         return decoded(node, array)
-
-    def decode_other(self, tag: str, content: Any) -> Any:
-        """A dtype, device or size."""
-        return value_of(content) if tag == "torch" else super().decode_other(tag, content)
 
     # -- files ----------------------------------------------------------------------------------
 
@@ -191,9 +177,6 @@ class TorchFormat(ArrayFormat):
             return
         raise failure  # here, where its context is still the error of the system
 
-    def finish(self, folder: Path) -> None:
-        """Does nothing: DCP has completed its files."""
-
     def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Tensor]:
         """Reads tensors, sharded like the live tensors, with DCP's index parsed without pickle."""
         nodes, ranks = target.arrays, self._ranks or Alone()
@@ -203,8 +186,8 @@ class TorchFormat(ArrayFormat):
         reader.read_metadata = lambda *args, **kwargs: index  # DCP would unpickle its file
         sharded = _moments_of_dtensors(nodes, target.live)
         for leaf in target.flat.leaves.values():
-            if leaf.layout is not None:
-                sharded[leaf.name] = (leaf.parts[""], leaf.layout)
+            if leaf.layout.spec is not None:
+                sharded[leaf.name] = (leaf.parts[""], leaf.layout.spec)
         arrays = {
             name: _empty(node, *sharded.get(name, (None, None))) for name, node in nodes.items()
         }
@@ -223,8 +206,9 @@ def _pinned_memory(nbytes: int) -> np.ndarray:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride()
+def _view(raw: np.ndarray, dense: Tensor) -> Tensor:
+    """Views bytes, uint8 (n,), with the dtype, shape and strides of a dense tensor."""
+    return torch.from_numpy(raw).view(dense.dtype).as_strided(dense.shape, dense.stride())
 
 
 def _checked_index(checkpoint: StoredCheckpoint, nodes: Mapping[str, Any]) -> Metadata:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,20 @@ from healcore.runtime.store.host_copy import Flat
 from healcore.torch.plain_values import node_of
 
 
+class Layout(NamedTuple):
+    """How the bytes of a leaf make a tensor."""
+
+    dense: Tensor
+    """A tensor without memory, with the dtype, shape and dense strides of the part."""
+    spec: Any = None
+    """The DTensorSpec of a DTensor, else None."""
+
+
 def add_entry(flat: Flat, name: str, value: Any, rank: int) -> None:
     """Adds the entry of a value of the state to `flat`, and its arrays, without copies.
 
     The part of a leaf, at "", is a plain tensor on any device: the tensor, the local part of a
-    DTensor, or the bytes of a NumPy array. The layout is the DTensorSpec of a DTensor, else None.
+    DTensor, or the bytes of a NumPy array.
 
     Writers assume that arrays of one name are equal on every rank. So arrays of an object with
     ``per_rank = True`` (a random generator, a data loader) have the rank in their names.
@@ -76,15 +85,16 @@ def _spec(value: Tensor) -> Any:
 
 def _add_tensor(flat: Flat, path: values.Path, value: Tensor, local: Tensor) -> dict[str, Any]:
     dtype = str(value.dtype).removeprefix("torch.")
-    name = flat.add(path, dtype, {"": local}, _spec(value))
+    layout = Layout(torch.empty_like(local, device="meta"), _spec(value))
+    name = flat.add(path, dtype, {"": local}, layout)
     return {"name": name, "kind": "tensor", "dtype": dtype, "shape": list(value.shape)}
 
 
 def _add_numpy(flat: Flat, path: values.Path, value: Any) -> dict[str, Any]:
     """Adds a NumPy array or scalar as bytes, because NumPy has dtypes that torch lacks."""
     # Copies read-only arrays, because torch warns about memory that it cannot write.
-    raw = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
-    name = flat.add(path, value.dtype.name, {"": torch.from_numpy(raw)})
+    raw = torch.from_numpy(np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8))
+    name = flat.add(path, value.dtype.name, {"": raw}, Layout(torch.empty_like(raw, device="meta")))
     kind = "scalar" if isinstance(value, np.generic) else "numpy"
     return {"name": name, "kind": kind, "dtype": value.dtype.str, "shape": list(value.shape)}
 

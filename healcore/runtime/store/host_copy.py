@@ -70,6 +70,11 @@ def parts_of(leaves: Mapping[str, Leaf]) -> dict[tuple[str, Any], Any]:
     }
 
 
+def raw(part: Any) -> np.ndarray:
+    """The bytes of a part in host memory, uint8 (n,), not copied."""
+    return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+
 def with_parts(leaves: Mapping[str, Leaf], parts: Mapping[tuple[str, Any], Any]) -> dict[str, Leaf]:
     """The same leaves with other parts."""
     return {
@@ -161,19 +166,11 @@ class ArrayFormat(ABC):
     def copy_parts(
         self, parts: Sequence[Any], old: Sequence[Any]
     ) -> tuple[Sequence[Any], Callable[[], object]]:
-        """Copies parts to host memory, in the memory of `old` if it has the same layout.
+        """Copies parts to arrays in host memory, in the memory of `old` if it has the same layout.
 
         Also returns a function that waits for the copies: those from an accelerator are
         asynchronous.
         """
-
-    @abstractmethod
-    def raw(self, part: Any) -> np.ndarray:
-        """The bytes of a part in host memory, uint8 (n,), not copied."""
-
-    @abstractmethod
-    def view(self, raw: np.ndarray, part: Any) -> Any:
-        """The bytes `raw` as an array with the dtype and layout of `part`."""
 
     @abstractmethod
     def array(self, leaf: Leaf, live: Leaf | None) -> Any:
@@ -186,17 +183,9 @@ class ArrayFormat(ABC):
         `live` gives the device. It is None if `load_state_dict` moves the value.
         """
 
-    def decode_other(self, tag: str, content: Any) -> Any:
-        """The value of any other node that `values` cannot decode."""
-        raise ValueError(f"unknown kind of value {tag!r:.40}")
-
     @abstractmethod
     def write(self, copy: HostCopy, folder: Path) -> None:
         """Writes the arrays below the new `folder`. Runs in the background, on every rank."""
-
-    @abstractmethod
-    def finish(self, folder: Path) -> None:
-        """Completes the files of all ranks. Runs in the background, on rank 0."""
 
     @abstractmethod
     def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
@@ -244,7 +233,7 @@ class ArrayFormat(ABC):
         copy.copied()
         nonfinite = []
         for (name, place), part in parts_of(copy.leaves).items():
-            digest, is_finite = host_memory.digest(self.raw(part), copy.leaves[name].dtype)
+            digest, is_finite = host_memory.digest(raw(part), copy.leaves[name].dtype)
             copy.digests[name, place] = digest
             nonfinite += [] if is_finite else [name]
         return tuple(dict.fromkeys(nonfinite))
@@ -252,7 +241,7 @@ class ArrayFormat(ABC):
     def check(self, copy: HostCopy) -> None:
         """Recomputes the digests of an inspected copy; CheckpointDamaged if one differs."""
         for key, part in parts_of(copy.leaves).items():
-            if host_memory.digest(self.raw(part))[0] != copy.digests[key]:
+            if host_memory.digest(raw(part))[0] != copy.digests[key]:
                 raise copy.damaged(key)
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -302,7 +291,7 @@ class ArrayFormat(ABC):
 
             def fetch(tag: str, content: Any, live: Any = live) -> Any:
                 if tag != "array":
-                    return self.decode_other(tag, content)
+                    return values.decode_other(tag, content)
                 array = content["name"]
                 return self.decode_array(content, arrays[array], live.get(array))
 
@@ -325,11 +314,10 @@ class ArrayFormat(ABC):
 
         def copied(item: tuple[tuple[str, Any], Any]) -> tuple[tuple[str, Any], Any]:
             key, part = item
-            raw = self.raw(part)
-            fresh = host_memory.allocate(len(raw))
-            if host_memory.digest(raw, into=fresh)[0] != copy.digests[key]:
+            fresh = host_memory.allocate(part.nbytes)
+            if host_memory.digest(raw(part), into=fresh)[0] != copy.digests[key]:
                 raise copy.damaged(key)
-            return key, self.view(fresh, part)
+            return key, fresh.view(part.dtype).reshape(part.shape)
 
         fresh = dict(files.map_in_threads(copied, parts_of(leaves).items(), copy.nbytes))
         arrays = {
@@ -363,20 +351,18 @@ class Ring:
 
     def add(self, copy: HostCopy, nonfinite_ok: Collection[str]) -> HostCopy | None:
         """Adds a copy. Returns a copy that is not in the ring any more, possibly this copy."""
-        if self.keep is None:
-            return copy
-        replaced = self.copies.get(copy.step)
-        self.copies = {**self.copies, copy.step: copy}
-        return self.prune(nonfinite_ok) or replaced
+        held = [copy, *self.copies.values()]
+        if self.keep is not None:
+            self.copies = {**self.copies, copy.step: copy}
+            self.prune(nonfinite_ok)
+        return next((each for each in held if each not in self.copies.values()), None)
 
-    def prune(self, nonfinite_ok: Collection[str]) -> HostCopy | None:
-        """Removes superfluous copies; returns one of them."""
-        copies = self.copies
+    def prune(self, nonfinite_ok: Collection[str]) -> None:
+        """Removes superfluous copies."""
         saves = Course.newest(self.healings()).judged(self.listed(nonfinite_ok))
         surplus = superfluous(saves, self.keep, nonfinite=0) if self.keep else []
-        dropped = {*surplus} - self.protected
-        self.copies = {step: copy for step, copy in copies.items() if step not in dropped}
-        return next((copies[step] for step in dropped), None)
+        for step in {*surplus} - self.protected:
+            self.forget(step)
 
     def forget(self, step: int) -> None:
         """Removes the copy of a step, if there is one."""

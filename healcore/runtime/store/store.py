@@ -293,8 +293,7 @@ class CheckpointStore(Writer):
         try:
             try:
                 inspected = ranks.together(self.processes, lambda: self._inspected(copy))
-                names, created, has_room = zip(*inspected, strict=True)
-                copy.created = created[0]  # all ranks have the clock time of rank 0
+                names, has_room = zip(*inspected, strict=True)
                 copy.nonfinite = ranks.union_of_names(names)
                 if nonfinite := disallowed(copy.nonfinite, self.nonfinite_ok):
                     self._nonfinite.append((copy.step, nonfinite))
@@ -309,13 +308,13 @@ class CheckpointStore(Writer):
             if unused is not None:
                 self.format.release(unused)
 
-    def _inspected(self, copy: HostCopy) -> tuple[tuple[str, ...], float, bool]:
-        """The names of arrays with NaN or Inf, the clock time, and whether memory has room."""
+    def _inspected(self, copy: HostCopy) -> tuple[tuple[str, ...], bool]:
+        """The names of arrays with NaN or Inf, and whether memory has room for more copies."""
         try:
             nonfinite = self.format.inspect(copy)
         except Exception as error:
             raise SaveFailed(copy.step, "while copying the state", error) from error
-        return nonfinite, copy.created, self.ring.has_room(copy, self.processes.world)
+        return nonfinite, self.ring.has_room(copy, self.processes.world)
 
     def _close_ring(self, copy: HostCopy) -> None:
         """Keeps no copies in memory from now on; StoreError for a store without a directory."""
@@ -333,16 +332,13 @@ class CheckpointStore(Writer):
 
         If one rank fails, all ranks raise SaveFailed.
         """
-
-        def complete() -> Path:
-            self.format.finish(folder / manifest.DATA)
-            return manifest.complete(root, folder, copy, self.format.name)
-
         # All exchanges of the ranks go through `ranks.gather`, in the same order.
         folder = root / ranks.agreed(self.processes, files.new_temporary())
         try:
             ranks.on_first(self.processes, lambda: folder.mkdir())
             ranks.on_each(self.processes, lambda: self._write(copy, folder))
+            name = self.format.name
+            complete = lambda: manifest.complete(root, folder, copy, name)  # noqa: E731
             return ranks.on_first(self.processes, complete)
         except Exception as error:
             raise SaveFailed(copy.step, f"while writing to {root}", error) from error

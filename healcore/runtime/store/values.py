@@ -213,8 +213,7 @@ def dumps(value: Any, path: Path) -> str:
     Raises:
         UnsavableState: a part has no plain form.
     """
-    node = encode(value, path, lambda _, part: _numpy_node(part) or _framework_node(part))
-    return to_json(node).decode()
+    return to_json(encode(value, path, lambda _, part: _inline(part))).decode()
 
 
 def loads(text: str, path: Path) -> Any:
@@ -223,15 +222,6 @@ def loads(text: str, path: Path) -> Any:
     Raises:
         StoreError: the text is malformed.
     """
-
-    def decode_other(tag: str, content: Any) -> Any:
-        if tag in ("numpy", "number"):
-            array = unpack_array(content)
-            return array if tag == "numpy" else array[()]
-        if tag in ("torch", "jax"):
-            return adapter_registry.find(tag, "plain_values").value_of(content)
-        raise ValueError(f"unknown kind of value {tag!r:.40}")
-
     try:
         return decode(json.loads(text), decode_other)
     except StoreError as error:
@@ -241,6 +231,16 @@ def loads(text: str, path: Path) -> Any:
             f"{place(path)} is damaged, or healcore did not write it: "
             f"{type(error).__name__}: {str(error)[:200]}"
         ) from error
+
+
+def decode_other(tag: str, content: Any) -> Any:
+    """Decodes an array or another value of NumPy, torch or JAX. For `decode`."""
+    if tag in ("numpy", "number"):
+        array = unpack_array(content)
+        return array if tag == "numpy" else array[()]
+    if tag in ("torch", "jax"):
+        return adapter_registry.find(tag, "plain_values").value_of(content)
+    raise ValueError(f"unknown kind of value {tag!r:.40}")
 
 
 def pack_array(array: Any) -> dict[str, Any] | None:
@@ -264,18 +264,12 @@ def unpack_array(content: Mapping[str, Any]) -> np.ndarray:
     return np.frombuffer(data, np.dtype(content["dtype"])).reshape(content["shape"]).copy()
 
 
-def _numpy_node(value: Any) -> Node | None:
-    if type(value) is not np.ndarray and not isinstance(value, np.generic):
+def _inline(value: Any) -> Node | None:
+    """The node of a value of NumPy, torch or JAX, or None. Imports no other framework."""
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        tag, content = "numpy" if isinstance(value, np.ndarray) else "number", pack_array(value)
+    elif tag := _FRAMEWORK_OF_PACKAGE.get(type(value).__module__.partition(".")[0]):
+        content = adapter_registry.find(tag, "plain_values").node_of(value)
+    else:
         return None
-    content = pack_array(value)
-    tag = "numpy" if isinstance(value, np.ndarray) else "number"
     return None if content is None else {tag: content}
-
-
-def _framework_node(value: Any) -> Node | None:
-    """The node of a torch or JAX value, or None. Imports no framework for other values."""
-    framework = _FRAMEWORK_OF_PACKAGE.get(type(value).__module__.partition(".")[0])
-    if framework is None:
-        return None
-    node = adapter_registry.find(framework, "plain_values").node_of(value)
-    return None if node is None else {framework: node}

@@ -20,7 +20,7 @@ import torch
 import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
 from healcore.runtime.store import CheckpointStore, Keep, superfluous
-from healcore.runtime.store.host_copy import HostCopy, parts_of
+from healcore.runtime.store.host_copy import HostCopy, parts_of, raw
 
 KEEP = Keep(good=3, candidates=8)
 
@@ -182,7 +182,7 @@ def damage_in_memory(store: Any, step: int) -> str:
     """Flips a bit of the largest array of a copy in memory; returns the array's name."""
     copy = store.ring.copies[step]
     name, part = max(parts_of(copy.leaves).items(), key=lambda item: item[1].nbytes)
-    store.format.raw(part)[3] ^= 1
+    raw(part)[3] ^= 1
     return name[0]
 
 
