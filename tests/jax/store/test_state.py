@@ -17,8 +17,16 @@ from flax.training.train_state import TrainState
 
 import healcore.jax
 from healcore.runtime.store import CheckpointStore, StateMismatch, UnsavableState
-from tests.jax.store.pinned import PinningFormat
-from tests.runtime.store.store_cases import JAX_MEMORY, JAX_TIERS, ORBAX, StoreCase, over, same
+from tests.runtime.store.programs import finish, start
+from tests.runtime.store.store_cases import (
+    JAX_MEMORY,
+    JAX_TIERS,
+    ORBAX,
+    PinningFormat,
+    StoreCase,
+    over,
+    same,
+)
 
 PINNED = StoreCase(
     "jax-pinned",
@@ -209,3 +217,9 @@ def test_the_arrays_of_a_checkpoint_are_orbax_s_own(tmp_path):
     folder = Path(store.steps()[0].path or "") / "data"
     found = ocp.load_checkpointables(str(folder))["state"]
     assert found["params.dense.kernel"].tolist() == [0, 1, 2]
+
+
+def test_sharded_arrays_on_eight_devices(tmp_path):
+    flags = "--xla_force_host_platform_device_count=8"
+    program = "tests.jax.store.sharded_program"
+    finish(start(program, tmp_path, XLA_FLAGS=flags, JAX_PLATFORMS="cpu"))

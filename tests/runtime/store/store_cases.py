@@ -19,6 +19,7 @@ import torch
 
 import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
+from healcore.jax.store.orbax import JaxFormat
 from healcore.runtime.store import CheckpointStore, Keep, superfluous
 from healcore.runtime.store.host_copy import HostCopy, parts_of, raw
 
@@ -122,6 +123,13 @@ def spoil_values(state: dict[str, Any]) -> None:
     state["values"]["text"] = "spoilt"
     state["cursor"].order[:] = 77
     state["cursor"].at = 77
+
+
+class PinningFormat(JaxFormat):
+    """Copies arrays of a CPU to pinned host memory, as JAX copies them from a GPU."""
+
+    def on_cpu(self, part: Any) -> bool:
+        return not isinstance(part, jax.Array) or not part.size
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor  # torch's own wrapper 
 
 from healcore.runtime.store import StateMismatch, UnsavableState
 from healcore.torch.store import MemoryStore, apply
+from tests.runtime.store.programs import finish, start
 from tests.runtime.store.store_cases import DCP, TORCH_MEMORY, TORCH_TIERS, over, same
 
 CASES = (DCP, TORCH_MEMORY, TORCH_TIERS)
@@ -256,3 +257,9 @@ def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     store.wait()
     assert [saved.step for saved in store.steps()] == [1]
     assert store.nonfinite_found() == [(2, ("x",))]
+
+
+def test_two_ranks_save_one_checkpoint_and_one_process_reads_it(tmp_path):
+    program = "tests.torch.store.ranks_program"
+    finish(*(start(program, rank, tmp_path) for rank in (0, 1)))
+    finish(start(program, -1, tmp_path))
