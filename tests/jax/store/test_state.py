@@ -28,13 +28,8 @@ from tests.runtime.store.store_cases import (
     same,
 )
 
-PINNED = StoreCase(
-    "jax-pinned",
-    # As on an accelerator: arrays go to pinned host memory by themselves. Here it is a CPU's.
-    lambda root, **options: CheckpointStore(PinningFormat(), **options),
-    JAX_MEMORY.state,
-    JAX_MEMORY.spoil,
-)
+# As on an accelerator: arrays go to pinned host memory by themselves. Here it is a CPU's.
+PINNED = StoreCase("jax-pinned", lambda root: CheckpointStore(PinningFormat()), in_jax=True)
 CASES = (ORBAX, JAX_MEMORY, JAX_TIERS, PINNED)
 
 

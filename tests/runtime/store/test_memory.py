@@ -32,7 +32,6 @@ from tests.runtime.store.store_cases import (
     damage_in_memory,
     forget,
     held_bytes,
-    jax_state,
     over,
     same_states,
 )
@@ -44,7 +43,7 @@ SMALL = Keep(good=1, candidates=2)
 
 def large(case: StoreCase) -> dict[str, Any]:
     """A state of twelve megabytes."""
-    put = jax.device_put if case.state is jax_state else torch.from_numpy
+    put = jax.device_put if case.in_jax else torch.from_numpy
     return {"weights": [put(np.full((SIDE, SIDE), i, np.float32)) for i in range(ARRAYS)]}
 
 
