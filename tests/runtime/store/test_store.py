@@ -84,6 +84,7 @@ def test_statuses_follow_from_the_newest_healing_state(case, tmp_path):
     store = case.make(tmp_path)
     for step in (1, 2, 3):
         store.save(step, case.state(step), healing={"attempts": [0], "proven": step - 2})
+    store.wait()
     assert [saved.status for saved in store.steps()] == ["good", "candidate", "candidate"]
     store.commit(2, {"attempts": [0, 2], "proven": 2})
     assert [s.status for s in store.steps()][:2] == ["good", "good"]
