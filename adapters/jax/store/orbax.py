@@ -189,19 +189,19 @@ class JaxFormat(ArrayFormat):
     def write(self, copy: HostCopy, folder: Path) -> None:
         """Writes the shards of this process. Orbax does not save empty arrays."""
         self._check_equal(copy)
-        saved = {name: leaf for name, leaf in copy.leaves.items() if math.prod(leaf.layout.shape)}
+        saved = [leaf for leaf in copy.leaves.values() if math.prod(leaf.layout.shape)]
+        item = epath.Path(folder / _ITEM)
+
+        def save() -> None:
+            item.mkdir(parents=True, exist_ok=True)
+            arrays = {_escaped(leaf.name): _to_write(leaf) for leaf in saved}
+            _thread.saves = True
+            try:
+                self._handler.save(item, args=ocp.args.PyTreeSave(arrays))
+            finally:
+                _thread.saves = False
+
         if saved:
-            (folder / _ITEM).mkdir(parents=True, exist_ok=True)
-            arrays = {_escaped(name): _to_write(leaf) for name, leaf in saved.items()}
-            item = epath.Path(folder / _ITEM)
-
-            def save() -> None:
-                _thread.saves = True
-                try:
-                    self._handler.save(item, args=ocp.args.PyTreeSave(arrays))
-                finally:
-                    _thread.saves = False
-
             on_each(self._ranks, save)
             if self._ranks.rank == 0:  # after all processes have written
                 self._handler.finalize(item)

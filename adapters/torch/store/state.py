@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from healcore.runtime.store import values
 from healcore.runtime.store.errors import StateMismatch, UnsavableState
 from healcore.runtime.store.host_copy import Flat
-from healcore.torch.plain_values import node_of
+from healcore.torch.plain_values import dtype_name, node_of
 
 
 class Layout(NamedTuple):
@@ -84,7 +84,7 @@ def _spec(value: Tensor) -> Any:
 
 
 def _add_tensor(flat: Flat, path: values.Path, value: Tensor, local: Tensor) -> dict[str, Any]:
-    dtype = str(value.dtype).removeprefix("torch.")
+    dtype = dtype_name(value)
     layout = Layout(torch.empty_like(local, device="meta"), _spec(value))
     name = flat.add(path, dtype, {"": local}, layout)
     return {"name": name, "kind": "tensor", "dtype": dtype, "shape": list(value.shape)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,8 +28,10 @@ def allocate(nbytes: int) -> np.ndarray:
 
 def free() -> float:
     """Free memory in bytes, of the machine or of its container; infinite if unknown."""
-    found = math.inf
-    with suppress(OSError, ValueError, IndexError):
+    found: float = math.inf
+    with suppress(AttributeError, OSError, ValueError):  # all memory, an upper bound
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError, IndexError):  # Linux
         lines = Path("/proc/meminfo").read_text().splitlines()
         found = min(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:"))
     with suppress(OSError, ValueError):  # cgroup v2; the limit "max" is no number

@@ -337,8 +337,7 @@ class CheckpointStore(Writer):
         try:
             ranks.on_first(self.processes, lambda: folder.mkdir())
             ranks.on_each(self.processes, lambda: self._write(copy, folder))
-            name = self.format.name
-            complete = lambda: manifest.complete(root, folder, copy, name)  # noqa: E731
+            complete = partial(manifest.complete, root, folder, copy, self.format.name)
             return ranks.on_first(self.processes, complete)
         except Exception as error:
             raise SaveFailed(copy.step, f"while writing to {root}", error) from error
