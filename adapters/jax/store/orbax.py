@@ -189,7 +189,7 @@ class JaxFormat(ArrayFormat):
     def write(self, copy: HostCopy, folder: Path) -> None:
         """Writes the shards of this process. Orbax does not save empty arrays."""
         self._check_equal(copy)
-        saved = [leaf for leaf in copy.leaves.values() if math.prod(leaf.layout.shape)]
+        saved = [leaf for leaf in copy.flat.leaves.values() if math.prod(leaf.layout.shape)]
         item = epath.Path(folder / _ITEM)
 
         def save() -> None:
@@ -210,9 +210,7 @@ class JaxFormat(ArrayFormat):
     def _check_equal(self, copy: HostCopy) -> None:
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""
         digests = {
-            name: [copy.digests[name, place] for place in leaf.parts]
-            for name, leaf in copy.leaves.items()
-            if not leaf.layout.spans
+            name: leaf.digests for name, leaf in copy.flat.leaves.items() if not leaf.layout.spans
         }
         gathered = self._ranks.gather(digests)
         for name in sorted(set().union(*gathered)):

@@ -164,9 +164,9 @@ class TorchFormat(ArrayFormat):
     def write(self, copy: HostCopy, folder: Path) -> None:
         """Writes the tensors; the store synchronizes all files at the end."""
         # All ranks have the same names, so either every rank returns here or no rank does.
-        if not copy.leaves:
+        if not copy.flat.leaves:
             return
-        tensors = {name: self.array(leaf, None) for name, leaf in copy.leaves.items()}
+        tensors = {name: self.array(leaf, None) for name, leaf in copy.flat.leaves.items()}
         writer = FileSystemWriter(folder, sync_files=False)
         try:
             save(tensors, storage_writer=writer, **self._options)

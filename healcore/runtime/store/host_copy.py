@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,8 @@ Entries = Mapping[str, Mapping[str, Any]]
 for an object with `state_dict`, {"leaves": [[path, node], …]} for a pytree."""
 
 
-class Leaf(NamedTuple):
+@dataclass(eq=False)
+class Leaf:
     """One array of a state."""
 
     name: str
@@ -35,7 +36,9 @@ class Leaf(NamedTuple):
     parts: dict[Any, Any]
     """Place -> the part of the array in this process. A whole array has one part."""
     layout: Any = None
-    """The framework's description of the sharding, or None."""
+    """The framework's description of the sharding."""
+    digests: dict[Any, str] = field(default_factory=dict)
+    """Place -> xxh3 of the part, hexadecimal, once the copy of the array is inspected."""
 
 
 class Flat:
@@ -63,11 +66,9 @@ class Flat:
         return name
 
 
-def parts_of(leaves: Mapping[str, Leaf]) -> dict[tuple[str, Any], Any]:
-    """Name and place -> the part of an array."""
-    return {
-        (leaf.name, place): part for leaf in leaves.values() for place, part in leaf.parts.items()
-    }
+def parts_of(flat: Flat | None) -> list[Any]:
+    """The parts of all arrays, in order."""
+    return [part for leaf in flat.leaves.values() for part in leaf.parts.values()] if flat else []
 
 
 def raw(part: Any) -> np.ndarray:
@@ -75,22 +76,13 @@ def raw(part: Any) -> np.ndarray:
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
 
 
-def with_parts(leaves: Mapping[str, Leaf], parts: Mapping[tuple[str, Any], Any]) -> dict[str, Leaf]:
-    """The same leaves with other parts."""
-    return {
-        name: leaf._replace(parts={place: parts[name, place] for place in leaf.parts})
-        for name, leaf in leaves.items()
-    }
-
-
 @dataclass(eq=False)
 class HostCopy:
     """A copy of the state after one step in host memory."""
 
     step: int
-    entries: Entries
-    leaves: dict[str, Leaf]
-    """The arrays, in host memory."""
+    flat: Flat
+    """The state, with its arrays in host memory."""
     copied: Callable[[], object]
     """Waits for the copies from an accelerator, which are asynchronous."""
     healing: bytes | None
@@ -99,8 +91,6 @@ class HostCopy:
     created: float = field(default_factory=time.time)
     ready: threading.Event = field(default_factory=threading.Event)
     """Set when the copy is inspected, or has failed."""
-    digests: dict[tuple[str, Any], str] = field(default_factory=dict)
-    """Name and place of a part -> xxh3, hexadecimal, once the copy is inspected."""
     nonfinite: tuple[str, ...] = ()
     """Names of the arrays with NaN or Inf on any rank, allowed or not."""
     path: str | None = None
@@ -109,18 +99,18 @@ class HostCopy:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory held."""
-        return sum(part.nbytes for part in parts_of(self.leaves).values())
+        return sum(part.nbytes for part in parts_of(self.flat))
 
     @property
     def healing_state(self) -> dict[str, Any] | None:
         """A fresh copy of the healing state."""
         return None if self.healing is None else files.unseal(self.healing)
 
-    def damaged(self, key: tuple[str, Any]) -> CheckpointDamaged:
-        """Makes the error for a part that has changed."""
-        name, place = key
-        why = "is not what was saved: its digest differs"
-        return CheckpointDamaged(self.step, WHERE, f"{name}{place}", why)
+    def verify(self, leaf: Leaf, place: Any, digest: str) -> None:
+        """Raises CheckpointDamaged if the digest of a part is not that of the inspection."""
+        if digest != leaf.digests[place]:
+            why = "is not what was saved: its digest differs"
+            raise CheckpointDamaged(self.step, WHERE, f"{leaf.name}{place}", why)
 
 
 class Target(NamedTuple):
@@ -150,7 +140,7 @@ class ArrayFormat(ABC):
     """Format of the files, for the manifest."""
 
     def __init__(self) -> None:
-        self._spare: HostCopy | None = None
+        self._spare: Flat | None = None
 
     # -- the framework's part -------------------------------------------------------------------
 
@@ -214,35 +204,36 @@ class ArrayFormat(ABC):
         spare, self._spare = self._spare, None
         try:
             flat = self.flatten(state)
-            parts, old = parts_of(flat.leaves), parts_of(spare.leaves) if spare else {}
-            copies, copied = self.copy_parts([*parts.values()], [*old.values()])
+            copies, copied = self.copy_parts(parts_of(flat), parts_of(spare))
         except StoreError:
             raise
         except Exception as error:
             raise SaveFailed(step, "while copying the state", error) from error
-        leaves = with_parts(flat.leaves, dict(zip(parts, copies, strict=True)))
+        following = iter(copies)
+        for leaf in flat.leaves.values():
+            leaf.parts = {place: next(following) for place in leaf.parts}
         attempt = max(1, len(Course.of(healing).attempts))
-        return HostCopy(step, flat.entries, leaves, copied, sealed, attempt)
+        return HostCopy(step, flat, copied, sealed, attempt)
 
     def release(self, copy: HostCopy) -> None:
         """Makes the memory of a copy available to the next copy."""
-        self._spare = copy
+        self._spare = copy.flat
 
     def inspect(self, copy: HostCopy) -> tuple[str, ...]:
         """Computes the digests of a copy; returns the names of all arrays with NaN or Inf."""
         copy.copied()
-        nonfinite = []
-        for (name, place), part in parts_of(copy.leaves).items():
-            digest, is_finite = host_memory.digest(raw(part), copy.leaves[name].dtype)
-            copy.digests[name, place] = digest
-            nonfinite += [] if is_finite else [name]
-        return tuple(dict.fromkeys(nonfinite))
+        nonfinite = {}
+        for leaf in copy.flat.leaves.values():
+            for place, part in leaf.parts.items():
+                leaf.digests[place], is_finite = host_memory.digest(raw(part), leaf.dtype)
+                nonfinite |= {} if is_finite else {leaf.name: True}
+        return tuple(nonfinite)
 
     def check(self, copy: HostCopy) -> None:
         """Recomputes the digests of an inspected copy; CheckpointDamaged if one differs."""
-        for key, part in parts_of(copy.leaves).items():
-            if host_memory.digest(raw(part))[0] != copy.digests[key]:
-                raise copy.damaged(key)
+        for leaf in copy.flat.leaves.values():
+            for place, part in leaf.parts.items():
+                copy.verify(leaf, place, host_memory.digest(raw(part))[0])
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not."""
@@ -309,22 +300,19 @@ class ArrayFormat(ABC):
             StateMismatch: the state does not fit.
             CheckpointDamaged: a digest differs.
         """
-        target = self.match(copy.step, copy.entries, like)
-        leaves = {name: copy.leaves[name] for name in target.arrays}
+        target = self.match(copy.step, copy.flat.entries, like)
 
-        def copied(item: tuple[tuple[str, Any], Any]) -> tuple[tuple[str, Any], Any]:
-            key, part = item
-            fresh = host_memory.allocate(part.nbytes)
-            if host_memory.digest(raw(part), into=fresh)[0] != copy.digests[key]:
-                raise copy.damaged(key)
-            return key, fresh.view(part.dtype).reshape(part.shape)
+        def fresh(leaf: Leaf) -> Leaf:
+            parts = {}
+            for place, part in leaf.parts.items():
+                bytes_of_part = host_memory.allocate(part.nbytes)
+                copy.verify(leaf, place, host_memory.digest(raw(part), into=bytes_of_part)[0])
+                parts[place] = bytes_of_part.view(part.dtype).reshape(part.shape)
+            return replace(leaf, parts=parts)
 
-        fresh = dict(files.map_in_threads(copied, parts_of(leaves).items(), copy.nbytes))
-        arrays = {
-            name: self.array(leaf, target.flat.leaves.get(name))
-            for name, leaf in with_parts(leaves, fresh).items()
-        }
-        return self.assemble(target, arrays)
+        saved = [copy.flat.leaves[name] for name in target.arrays]
+        leaves, live = files.map_in_threads(fresh, saved, copy.nbytes), target.flat.leaves
+        return self.assemble(target, {x.name: self.array(x, live.get(x.name)) for x in leaves})
 
 
 class Ring:

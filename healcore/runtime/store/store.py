@@ -348,7 +348,7 @@ class CheckpointStore(Writer):
     def _write(self, copy: HostCopy, folder: Path) -> None:
         """Writes `data/` and `state.json`. Every rank calls it."""
         self.format.write(copy, folder / manifest.DATA)
-        manifest.write_entries(folder, copy.entries, self.processes.rank)
+        manifest.write_entries(folder, copy.flat.entries, self.processes.rank)
 
     def _fail_on_others(self, failure: Exception) -> None:
         """Makes a save fail on the other ranks because this rank could not copy its state."""

@@ -164,9 +164,9 @@ def over(*cases: StoreCase) -> Any:
 def damage_in_memory(store: Any, step: int) -> str:
     """Flips a bit of the largest array of a copy in memory; returns the array's name."""
     copy = store.ring.copies[step]
-    name, part = max(parts_of(copy.leaves).items(), key=lambda item: item[1].nbytes)
-    raw(part)[3] ^= 1
-    return name[0]
+    leaf = max(copy.flat.leaves.values(), key=lambda leaf: next(iter(leaf.parts.values())).nbytes)
+    raw(next(iter(leaf.parts.values())))[3] ^= 1
+    return leaf.name
 
 
 def forget(store: Any) -> None:
@@ -223,5 +223,5 @@ def held_bytes(store: CheckpointStore) -> int:
     store.wait()
     gc.collect()
     copies = [each for each in gc.get_objects() if type(each) is HostCopy]
-    parts = {id(part): part for copy in copies for part in parts_of(copy.leaves).values()}
+    parts = {id(part): part for copy in copies for part in parts_of(copy.flat)}
     return sum(part.nbytes for part in parts.values())
