@@ -1,4 +1,4 @@
-"""Encodes torch's own values as JSON, for `healcore.runtime.json_codec` and for checkpoints.
+"""Encodes torch's own values as JSON, for `healcore.runtime.store.values` and for checkpoints.
 
 Names from a file are looked up in tables, never with `getattr`.
 """
@@ -19,6 +19,11 @@ DTYPES = {
 """Name in files, such as "float32", -> dtype."""
 
 
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The name of a tensor's dtype in files, such as "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def node_of(value: Any) -> dict[str, Any] | None:
     """Encodes a dtype, device, size or dense tensor; None for other values. Ignores the device."""
     if isinstance(value, torch.dtype):
@@ -31,15 +36,11 @@ def node_of(value: Any) -> dict[str, Any] | None:
         return None
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         return None
-    extra = {"parameter": value.requires_grad} if type(value) is torch.nn.Parameter else {}
-    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "shape": list(value.shape),
-        "bytes": base64.b64encode(data).decode(),
-        **extra,
-    }
+    plain = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    data = base64.b64encode(plain.view(torch.uint8).numpy().tobytes()).decode()
+    node = {"dtype": dtype_name(value), "shape": list(value.shape), "bytes": data}
+    is_parameter = type(value) is torch.nn.Parameter
+    return node | ({"parameter": value.requires_grad} if is_parameter else {})
 
 
 def value_of(content: dict[str, Any]) -> Any:

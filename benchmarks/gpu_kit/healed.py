@@ -121,7 +121,8 @@ def snapshots() -> dict[str, Any]:
             each.zero_()  # the save must have read the weights of before
     store.wait()
     leaves = [leaf for copy in store.ring.copies.values() for leaf in copy.flat.leaves.values()]
-    assert all(leaf.parts[""].is_pinned() is CUDA for leaf in leaves), "the copies are not pinned"
+    copies = [torch.from_numpy(leaf.parts[""]) for leaf in leaves]
+    assert all(each.is_pinned() is CUDA for each in copies), "the copies are not pinned"
     restore()
     check("saved and restored")
     for each in params:

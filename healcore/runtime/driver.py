@@ -19,7 +19,7 @@ from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.microbatches.window import Gradients
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
-from healcore.runtime.store.structure import attribute
+from healcore.runtime.store.values import attribute
 
 
 class PendingDispatch(Protocol):

@@ -38,7 +38,7 @@ from healcore import Checkpoints
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.store import directory
+from healcore.runtime.store import CheckpointStore
 from healcore.torch.store import DCPStore
 from tests.healer.training_loops import rules
 
@@ -99,7 +99,7 @@ class Watched:
         self._actions = actions
         self._begun: dict[str, int] = dict.fromkeys(PHASES, 0)
         self._watch(CheckpointManager, "save", SAVE)
-        self._watch(directory, "commit", WRITE)
+        self._watch(CheckpointStore, "_commit", WRITE)
         self._watch(Recovery, "roll_back", BACK)
 
     def begin(self, phase: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.termination import AlreadyCompleted
-from healcore.runtime.store import directory
+from healcore.runtime.store import CheckpointStore
 from tests.healer.training_loops import Faults, loop_of, rules, train
 
 DATA = 45
@@ -84,7 +84,7 @@ class Watched:
         self.calls: dict[str, int] = dict.fromkeys(PHASES, 0)
         """The most calls of each phase."""
         self._watch(CheckpointManager, "save", SAVE)
-        self._watch(directory, "commit", WRITE)
+        self._watch(CheckpointStore, "_commit", WRITE)
         self._watch(Recovery, "roll_back", BACK)
         for name in CALLS:
             self._count(name)

@@ -80,7 +80,7 @@ def rots(healer: Healer, number: int) -> None:
         store.join()
         for step, copy in store.ring.copies.items():
             if step >= 15:
-                next(store.copier.blocks(copy.flat.leaves)).raw[0] ^= 1
+                next(iter(copy.flat.leaves.values())).parts[""][0] ^= 1
 
 
 def loses_a_shard(healer: Healer, number: int) -> None:

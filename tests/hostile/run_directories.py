@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime.store import checksummed_json, files, inspection, manifest
+from healcore.runtime.store import files, manifest
 from tests.healer.training_loops import loop_of, rules, train
 
 STEPS = 12
@@ -72,7 +72,7 @@ def rewrite(folder: Path, file: str, content: Any) -> None:
     """Replaces a JSON file of a checkpoint, with the right digests."""
     if file == manifest.HEALING and isinstance(content, dict):
         content.pop("digest", None)
-        (folder / file).write_bytes(checksummed_json.dumps(content))
+        (folder / file).write_bytes(files.seal(content))
         return
     (folder / file).write_text(json.dumps(content))
     sealed_again(folder)
@@ -80,10 +80,11 @@ def rewrite(folder: Path, file: str, content: Any) -> None:
 
 def sealed_again(folder: Path) -> None:
     """The manifest of a checkpoint as its files are now: the digests are no secret."""
-    content = checksummed_json.read(folder / manifest.MANIFEST)
-    known = {*files.list_below(folder)} - {manifest.MANIFEST, manifest.HEALING}
-    content["files"] = {name: inspection.file_digest(folder / name)._asdict() for name in known}
-    (folder / manifest.MANIFEST).write_bytes(checksummed_json.dumps(content))
+    content = files.read_sealed(folder / manifest.MANIFEST)
+    unlisted = {manifest.MANIFEST, manifest.HEALING}
+    digests = files.sync_and_digest(folder)
+    content["files"] = {name: digests[name]._asdict() for name in digests.keys() - unlisted}
+    (folder / manifest.MANIFEST).write_bytes(files.seal(content))
 
 
 def change_state(root: Path, change: Callable[[dict[str, Any]], None]) -> None:

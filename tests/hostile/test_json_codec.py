@@ -15,8 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime import json_codec
-from healcore.runtime.store import StoreError, UnsavableState
+from healcore.runtime.store import StoreError, UnsavableState, values
 from tests.hostile.run_directories import base64_of
 
 ARRAYS = [
@@ -40,7 +39,7 @@ class Row(list):
 
 
 def back(value: Any, **options: Any) -> Any:
-    return json_codec.loads(json_codec.dumps(value, ("x",), **options), ("x",), **options)
+    return values.loads(values.dumps(value, ("x",), **options), ("x",), **options)
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda each: each.dtype.name)
@@ -106,7 +105,7 @@ def test_values_of_jax():
 )
 def test_without_a_plain_form(value):
     with pytest.raises(UnsavableState, match=r"state\['x'\]\['at'\]\[1\]"):
-        json_codec.dumps({"at": [0, value]}, ("x",))
+        values.dumps({"at": [0, value]}, ("x",))
 
 
 NODES = st.recursive(
@@ -131,7 +130,7 @@ NODES = st.recursive(
 @given(NODES)
 def test_any_text_is_a_value_or_refused(node):
     try:
-        json_codec.loads(json.dumps(node), ("x",))
+        values.loads(json.dumps(node), ("x",))
     except StoreError as error:
         assert "state['x']" in str(error)
 
@@ -149,4 +148,4 @@ def test_any_text_is_a_value_or_refused(node):
 )
 def test_crafted_texts(text):
     with pytest.raises(StoreError, match=r"state\['x'\]"):
-        json_codec.loads(text, ("x",))
+        values.loads(text, ("x",))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from healcore.runtime.store import StoreError, checksummed_json
+from healcore.runtime.store import StoreError, files
 from healcore.runtime.store.manifest import HEALING, MANIFEST, STATE
 from healcore.torch.store import DCPStore
 from tests.healer.run_directory import events
@@ -71,10 +71,10 @@ def two_checkpoints(root: Path) -> tuple[DCPStore, Path, dict[str, Any]]:
 
 def test_a_malformed_manifest_is_a_damaged_checkpoint(tmp_path):
     store, newest, state = two_checkpoints(tmp_path)
-    content = checksummed_json.read(newest / MANIFEST)
+    content = files.read_sealed(newest / MANIFEST)
     raw = []
     for name, mutant in mutants(content):
-        (newest / MANIFEST).write_bytes(checksummed_json.dumps(mutant))
+        (newest / MANIFEST).write_bytes(files.seal(mutant))
         try:
             found = [each.step for each in store.steps()]
             assert found in ([1], [1, 2]), name

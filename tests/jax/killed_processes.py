@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from healcore.jax.store import OrbaxStore
-from healcore.runtime.store.directory import sweep
+from healcore.runtime.store.manifest import sweep
 from tests.jax.processes import free_port, join
 
 HEARTBEATS_S = 10

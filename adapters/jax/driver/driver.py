@@ -32,7 +32,7 @@ from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import SAMPLE, Driver, WeightsChanged, json_setting
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.runtime.store.ring import IN_MEMORY
+from healcore.runtime.store.saved import IN_MEMORY
 
 if TYPE_CHECKING:
     from healcore.jax.driver.vote_marks import VoteMarks

@@ -1,4 +1,4 @@
-"""Stores checkpoints on disk with Orbax."""
+"""JAX states in host memory, and on disk in Orbax's format."""
 
 from __future__ import annotations
 
@@ -7,48 +7,42 @@ import math
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.jax.store.host_copy import PINNED, JaxCopier, index_of
-from healcore.runtime.store import CheckpointStore, files, manifest, structure
-from healcore.runtime.store.copies import StateCopy
-from healcore.runtime.store.errors import StoreError
+from healcore.runtime.store import CheckpointStore, Keep, files, manifest, values
+from healcore.runtime.store.errors import StoreError, UnsavableState
+from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
+from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.retention import Keep
-from healcore.runtime.store.structure import Flat, Leaf
+from healcore.runtime.store.ranks import Alone, on_each
+from healcore.runtime.store.saved import IN_MEMORY
 
+_PINNED = "pinned_host"
+"""Name of the memory of the host that an accelerator copies to without waiting."""
 _ITEM = "state"
 """Name of the only checkpointable. Its tree is flat: array name -> array."""
 _thread = threading.local()
 """`saves`: whether the thread writes arrays for an `OrbaxStore`."""
 
 
-@functools.cache
-def _wait_for_no_signals() -> None:
-    """Makes saves of this module wait for no signal of Orbax.
+class MemoryStore(CheckpointStore):
+    """Stores copies of a JAX state in host memory. Copies of arrays on a GPU are pinned.
 
-    A handler waits until the directory of its save exists: for the signals of the newest save of
-    the process, which may be a save of the program's own manager in another thread. A save of this
-    module then waited for 5 minutes, and failed, in 1 of some 40 runs (orbax-checkpoint 0.12.8).
+    Args:
+        keep: number of copies of each kind to keep. A save needs the memory of one more copy.
     """
-    try:
-        from orbax.checkpoint._src.futures.future import AwaitableSignalsContract as Contract
-    except ImportError:  # a later version, which may have no such wait
-        return
-    original = Contract.get_awaitable_signals_from_contract
 
-    def signals(operation_id: str | None = None) -> Any:
-        return [] if getattr(_thread, "saves", False) else original(operation_id)
-
-    Contract.get_awaitable_signals_from_contract = staticmethod(signals)  # type: ignore[method-assign]
+    def __init__(self, keep: Keep = IN_MEMORY) -> None:
+        super().__init__(JaxFormat(), keep=keep)
 
 
 class OrbaxStore(CheckpointStore):
@@ -74,110 +68,279 @@ class OrbaxStore(CheckpointStore):
         StoreError: the directory cannot be used.
     """
 
-    format = "orbax"
     root: Path
 
     def __init__(self, root: str | os.PathLike[str], *, in_memory: Keep | None = None) -> None:
-        processes = CoordinatedRanks() if jax.process_count() > 1 else None
-        super().__init__(JaxCopier(), root, keep=in_memory, ranks=processes)
-        # Orbax's handler, and not its checkpointers: these number their operations in a variable of
-        # the process without a lock, and the program's own manager may run in another thread. Not
-        # compressed: trained weights would shrink by about 8 %, and a save would take two to three
-        # times as long.
-        self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-        _wait_for_no_signals()
+        ranks = CoordinatedRanks() if jax.process_count() > 1 else None
+        super().__init__(JaxFormat(ranks), root, keep=in_memory, ranks=ranks)
 
-    def _write_arrays(self, copy: StateCopy, folder: Path) -> None:
-        # Orbax does not save empty arrays.
-        leaves = copy.flat.leaves.items()
-        saved = {name: leaf for name, leaf in leaves if math.prod(leaf.layout.shape)}
-        if self.processes.world > 1:
-            self._check_equal(copy)
-        if saved:
-            (folder / _ITEM).mkdir(parents=True, exist_ok=True)
-            arrays = {_escaped(name): self._to_write(leaf) for name, leaf in saved.items()}
+
+class _Layout(NamedTuple):
+    """How the shards of a leaf make an array."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding | None
+    """Sharding, or None for a NumPy array."""
+    committed: bool
+    """Whether JAX may not move the array to another device. True for a NumPy array."""
+
+    @property
+    def spans(self) -> bool:
+        """Whether other processes hold shards of the array."""
+        return self.sharding is not None and not self.sharding.is_fully_addressable
+
+
+class JaxFormat(ArrayFormat):
+    """Copies JAX states, and writes and reads their arrays with Orbax's handler.
+
+    The parts of a leaf are this process's distinct shards, by (start, stop) per axis. Shards on a
+    CPU are copied before `copy` returns, because the next step may reuse donated memory. JAX copies
+    shards on a GPU to pinned host memory asynchronously, and handles donation.
+    """
+
+    name = "orbax"
+
+    def __init__(self, ranks: CoordinatedRanks | None = None) -> None:
+        super().__init__()
+        self._ranks = ranks or Alone()
+
+    def add(self, flat: Flat, name: str, value: Any) -> None:
+        """Adds the entry and the arrays of a value. See `ArrayFormat.add`."""
+        encode = functools.partial(_encode_array, flat)
+        if not hasattr(value, "state_dict"):
+            paths, flat.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
+            flat.entries[name] = {"leaves": (leaves := [])}
+            for path, leaf in paths:
+                readable = jax.tree_util.keystr(path, simple=True, separator=".")
+                node = values.encode(leaf, (name, readable) if path else (name,), encode)
+                leaves.append([jax.tree_util.keystr(path), node])
+            return
+        flat.entries[name] = {"tree": values.encode(value.state_dict(), (name,), encode)}
+        if values.attribute(value, "per_rank"):
+            if any(values.arrays_of(flat.entries[name])):
+                raise UnsavableState(
+                    f'state["{name}"] is saved by each process separately and contains an array: '
+                    "Orbax writes such an array from one process only; make it a list of numbers"
+                )
+            flat.entries[name]["per_rank"] = True
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def on_cpu(self, part: Any) -> bool:
+        """Whether a shard is in host memory. Empty shards count as such."""
+        on_device = isinstance(part, jax.Array) and part.size
+        return not on_device or next(iter(part.devices())).platform == "cpu"
+
+    def copy_parts(
+        self, parts: Sequence[Any], old: Sequence[Any]
+    ) -> tuple[Sequence[Any], Callable[[], object]]:
+        """Copies shards. See `ArrayFormat.copy_parts`."""
+        pinned = {
+            index: jax.device_put(part, part.sharding.with_memory_kind(_PINNED))
+            for index, part in enumerate(parts)
+            if not self.on_cpu(part)
+        }
+        sources = {i: np.asarray(part) for i, part in enumerate(parts) if i not in pinned}
+        old = [part for part in old if isinstance(part, np.ndarray)]
+        if [(x.shape, x.dtype) for x in old] != [(x.shape, x.dtype) for x in sources.values()]:
+            old = [allocate(x.nbytes).view(x.dtype).reshape(x.shape) for x in sources.values()]
+        pairs = [*zip(old, sources.values(), strict=True)]
+        files.map_in_threads(lambda pair: np.copyto(*pair), pairs, sum(x.nbytes for x in old))
+        copies = pinned | dict(zip(sources, old, strict=True))
+        ordered = [copies[index] for index in range(len(parts))]
+        return ordered, lambda: jax.block_until_ready([*pinned.values()])
+
+    def array(self, leaf: Leaf, live: Leaf | None) -> Any:
+        """The array of shards in NumPy's memory, placed like the live or else the saved array."""
+        like: _Layout = leaf.layout if live is None else live.layout
+        if like.sharding is None:
+            return _assembled(leaf)
+        if live is not None and not like.committed:
+            return jax.device_put(_assembled(leaf))
+        shape = leaf.layout.shape
+
+        def shard(slices: Any) -> np.ndarray:
+            saved = leaf.parts.get(_index_of(slices, shape))
+            return _assembled(leaf)[slices] if saved is None else saved
+
+        # Replicas on a CPU share memory. This is safe with donation, because XLA never writes to
+        # memory that belongs to NumPy.
+        return jax.make_array_from_callback(shape, like.sharding, shard)
+
+    def decode_array(self, node: Mapping[str, Any], array: Any, live: Leaf | None) -> Any:
+        """An array, a NumPy scalar, or a random key."""
+        if node["kind"] == "key":
+            return jax.random.wrap_key_data(array, impl=node["impl"])
+        return array[()] if node["kind"] == "scalar" and isinstance(array, np.ndarray) else array
+
+    # -- files ----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _handler(self) -> ocp.PyTreeCheckpointHandler:
+        """Orbax's handler.
+
+        Not Orbax's checkpointers: these number their operations in a variable of the process
+        without a lock, and the program's own manager may run in another thread. Not compressed:
+        trained weights would shrink by about 8 %, and a save would take two to three times as long.
+        """
+        _wait_for_no_signals()
+        return ocp.PyTreeCheckpointHandler(use_compression=False)
+
+    def write(self, copy: HostCopy, folder: Path) -> None:
+        """Writes the shards of this process. Orbax does not save empty arrays."""
+        self._check_equal(copy)
+        saved = [leaf for leaf in copy.flat.leaves.values() if math.prod(leaf.layout.shape)]
+        item = epath.Path(folder / _ITEM)
+
+        def save() -> None:
+            item.mkdir(parents=True, exist_ok=True)
+            arrays = {_escaped(leaf.name): _to_write(leaf) for leaf in saved}
             _thread.saves = True
             try:
-                self._handler.save(epath.Path(folder / _ITEM), args=ocp.args.PyTreeSave(arrays))
+                self._handler.save(item, args=ocp.args.PyTreeSave(arrays))
             finally:
                 _thread.saves = False
 
-    def _to_write(self, leaf: Leaf) -> Any:
-        """The copy of an array: of NumPy if it is whole, else of JAX in the host's memory."""
-        shape, sharding, first = leaf.layout.shape, leaf.layout.sharding, [*leaf.parts.values()][:1]
-        if not leaf.layout.spans and first[0].shape == shape:
-            return np.asarray(first[0])
-        if first and isinstance(first[0], jax.Array):  # of an accelerator: stays in host memory
-            sharding = sharding.with_memory_kind(PINNED)
-        return jax.make_array_from_callback(
-            shape,
-            sharding,
-            lambda slices: np.asarray(leaf.parts[index_of(slices, shape)]),
-            dtype=np.dtype(leaf.dtype),
-        )
+        if saved:
+            on_each(self._ranks, save)
+            if self._ranks.rank == 0:  # after all processes have written
+                self._handler.finalize(item)
+                files.write_new(folder / "_CHECKPOINT_METADATA", b"{}")
 
-    def _complete_arrays(self, folder: Path) -> None:
-        if folder.exists():
-            self._handler.finalize(epath.Path(folder / _ITEM))
-            files.write_new(folder / "_CHECKPOINT_METADATA", b"{}")
-
-    def _check_equal(self, copy: StateCopy) -> None:
+    def _check_equal(self, copy: HostCopy) -> None:
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""
         digests = {
-            name: [copy.digests[f"{name}{place}"] for place in leaf.parts]
-            for name, leaf in copy.flat.leaves.items()
-            if not leaf.layout.spans
+            name: leaf.digests for name, leaf in copy.flat.leaves.items() if not leaf.layout.spans
         }
-        gathered = self.processes.gather(digests)
+        gathered = self._ranks.gather(digests)
         for name in sorted(set().union(*gathered)):
             if any(digests.get(name) != gathered[0].get(name) for digests in gathered):
                 raise StoreError(
-                    f"{name} differs between the {self.processes.world} processes, and does not "
+                    f"{name} differs between the {self._ranks.world} processes, and does not "
                     "span them: make it one array over the mesh of all processes, "
                     "jax.make_array_from_process_local_data(NamedSharding(mesh, spec), part), or "
                     "make it equal everywhere (for instance a key without the process index)"
                 )
 
-    def _read_arrays(
-        self,
-        checkpoint: StoredCheckpoint,
-        entries: Mapping[str, Mapping[str, Any]],
-        like: Mapping[str, Any],
-        live: Flat,
-    ) -> dict[str, Any]:
-        nodes = structure.nodes_of(entries)
-        # An array that is not committed to a device is read as NumPy's, and put there afterwards.
-        wanted = {
-            _escaped(name): ocp.RestoreArgs(restore_type=np.ndarray)
-            if (sharding := _sharding(live, name)) is None
-            else ocp.ArrayRestoreArgs(sharding=sharding)
-            for name, node in nodes.items()
-            if math.prod(node["shape"])
+    def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
+        """Reads arrays with the live shardings.
+
+        An array that is not committed to a device is read as NumPy's, and put there afterwards.
+        """
+        nodes = {name: node for name, node in target.arrays.items() if math.prod(node["shape"])}
+        live = target.flat.leaves
+        shardings = {
+            name: live[name].layout.sharding
+            for name in target.arrays
+            if name in live and live[name].layout.committed
         }
         read = {}
-        if wanted:
-            item = dict.fromkeys(wanted, 0)
-            args = ocp.args.PyTreeRestore(item, restore_args=wanted, partial_restore=True)
+        if nodes:
+            args = {
+                _escaped(name): ocp.ArrayRestoreArgs(sharding=shardings[name])
+                if shardings.get(name) is not None
+                else ocp.RestoreArgs(restore_type=np.ndarray)
+                for name in nodes
+            }
+            item = dict.fromkeys(args, 0)
+            wanted = ocp.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
             folder = epath.Path(checkpoint.folder / manifest.DATA / _ITEM)
-            read = self._handler.restore(folder, args=args)
-        placed = {}
-        for name, node in nodes.items():
+            read = self._handler.restore(folder, args=wanted)
+        arrays = {}
+        for name, node in target.arrays.items():
             shape, dtype = tuple(node["shape"]), np.dtype(node["dtype"])
-            array = read[_escaped(name)] if math.prod(shape) else np.empty(shape, dtype)
+            array = read[_escaped(name)] if name in nodes else np.empty(shape, dtype)
             if (array.shape, array.dtype) != (shape, dtype):
                 actual = f"{array.dtype}{list(array.shape)}"
                 raise ValueError(f"{name} is stored as {actual}, not as {dtype}{list(shape)}")
-            leaf = live.leaves.get(name)
-            numpy = node["kind"] in ("numpy", "scalar") if leaf is None else leaf.layout.numpy
-            on_host = isinstance(array, np.ndarray) and not numpy
-            placed[name] = jax.device_put(array, _sharding(live, name)) if on_host else array
-        return placed
+            is_numpy = node["kind"] in ("numpy", "scalar")
+            if name in live:
+                is_numpy = live[name].layout.sharding is None
+            if isinstance(array, np.ndarray) and not is_numpy:
+                array = jax.device_put(array, shardings.get(name))
+            arrays[name] = array
+        return arrays
 
 
-def _sharding(live: Flat, name: str) -> Any:
-    """The sharding of a live array, or None if JAX may move the array."""
-    leaf = live.leaves.get(name)
-    return leaf.layout.sharding if leaf is not None and leaf.layout.committed else None
+@functools.cache
+def _wait_for_no_signals() -> None:
+    """Makes saves of this module wait for no signal of Orbax.
+
+    A handler waits until the directory of its save exists: for the signals of the newest save of
+    the process, which may be a save of the program's own manager in another thread. A save of this
+    module then waited for 5 minutes, and failed, in 1 of some 40 runs (orbax-checkpoint 0.12.8).
+    """
+    try:
+        from orbax.checkpoint._src.futures.future import AwaitableSignalsContract as Contract
+    except ImportError:  # a later version, which may have no such wait
+        return
+    original = Contract.get_awaitable_signals_from_contract
+
+    def signals(operation_id: str | None = None) -> Any:
+        return [] if getattr(_thread, "saves", False) else original(operation_id)
+
+    Contract.get_awaitable_signals_from_contract = staticmethod(signals)  # type: ignore[method-assign]
+
+
+def _encode_array(flat: Flat, path: values.Path, value: Any) -> values.Node | None:
+    """Encodes an array, NumPy scalar or random key. Returns None for any other value."""
+    extra, sharding, committed = {}, None, True
+    if isinstance(value, jax.Array):
+        kind = "jax"
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
+            value = jax.random.key_data(value)
+        sharding, committed = value.sharding, value.committed
+        parts = {_index_of(x.index, value.shape): x.data for x in value.addressable_shards}
+    elif type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic):
+        if value.dtype.hasobject or value.dtype.names is not None or value.dtype.kind in "SUMm":
+            return None
+        kind = "scalar" if isinstance(value, np.generic) else "numpy"
+        value = np.asarray(value, value.dtype.newbyteorder("="))
+        parts = {tuple((0, size) for size in value.shape): value}
+    else:
+        return None
+    dtype = np.dtype(value.dtype).name
+    name = flat.add(path, dtype, parts, _Layout(tuple(value.shape), sharding, committed))
+    node = {"name": name, "kind": kind, "dtype": dtype, "shape": list(value.shape)}
+    return {"array": node | extra}
+
+
+def _to_write(leaf: Leaf) -> Any:
+    """The copy of an array: of NumPy if it is whole, else of JAX in the host's memory."""
+    shape, sharding, first = leaf.layout.shape, leaf.layout.sharding, [*leaf.parts.values()][:1]
+    if not leaf.layout.spans and first[0].shape == shape:
+        return np.asarray(first[0])
+    if first and isinstance(first[0], jax.Array):  # of an accelerator: stays in host memory
+        sharding = sharding.with_memory_kind(_PINNED)
+    return jax.make_array_from_callback(
+        shape,
+        sharding,
+        lambda slices: np.asarray(leaf.parts[_index_of(slices, shape)]),
+        dtype=np.dtype(leaf.dtype),
+    )
+
+
+def _assembled(leaf: Leaf) -> np.ndarray:
+    """The whole array. Raises ValueError if other processes hold some of its shards."""
+    shape, shards = leaf.layout.shape, leaf.parts
+    first = next(iter(shards.values()))
+    if first.shape == shape:
+        return first
+    if sum(shard.size for shard in shards.values()) != math.prod(shape):
+        raise ValueError(
+            f"{leaf.name} spans several processes, and its live sharding differs: "
+            "restore the array into the sharding in which it was saved"
+        )
+    result = np.empty(shape, first.dtype)
+    for index, shard in shards.items():
+        result[tuple(slice(*bounds) for bounds in index)] = shard
+    return result
+
+
+def _index_of(slices: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The position of a shard in its array: (start, stop) per axis."""
+    return tuple(axis.indices(size)[:2] for axis, size in zip(slices, shape, strict=True))
 
 
 def _escaped(name: str) -> str:

@@ -18,8 +18,8 @@ from healcore.runtime.driver import check_engines
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.runtime.store.ring import IN_MEMORY
-from healcore.runtime.store.structure import attribute
+from healcore.runtime.store.saved import IN_MEMORY
+from healcore.runtime.store.values import attribute
 from healcore.torch import gradients, live_state, optimizer_numbers
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of

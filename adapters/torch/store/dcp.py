@@ -1,4 +1,4 @@
-"""`DCPStore`: checkpoints on disk with torch.distributed.checkpoint (DCP)."""
+"""Torch states in host memory, and on disk with torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -21,21 +22,33 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from healcore.runtime.store import CheckpointStore, manifest, structure
-from healcore.runtime.store.copies import StateCopy
+from healcore.runtime.store import CheckpointStore, Keep, manifest
+from healcore.runtime.store.files import map_in_threads
+from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.ranks import on_each
-from healcore.runtime.store.retention import Keep
-from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.ranks import Alone, on_each
+from healcore.runtime.store.saved import IN_MEMORY
 from healcore.torch import dcp_index
+from healcore.torch.live_state import identities
 from healcore.torch.plain_values import DTYPES
 from healcore.torch.store.gloo import GlooRanks, initialized
-from healcore.torch.store.host_copy import TorchCopier
+from healcore.torch.store.state import add_entry, decoded
 
 # DCP warns at every save and load of a program with one process. The filter is not set around the
 # calls, because they run in the background and warning filters are global.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+
+class MemoryStore(CheckpointStore):
+    """Copies of a torch state in host memory, pinned where the state is on CUDA.
+
+    Args:
+        keep: how many copies of each kind are kept; a save adds one more while it runs.
+    """
+
+    def __init__(self, keep: Keep = IN_MEMORY) -> None:
+        super().__init__(TorchFormat(dist.get_rank() if initialized() else 0), keep=keep)
 
 
 class DCPStore(CheckpointStore):
@@ -56,7 +69,6 @@ class DCPStore(CheckpointStore):
         StoreError: the directory cannot be used.
     """
 
-    format = "dcp"
     root: Path
 
     def __init__(
@@ -67,25 +79,97 @@ class DCPStore(CheckpointStore):
         ranks: GlooRanks | None = None,
     ) -> None:
         ranks = ranks or (GlooRanks() if initialized() else None)
-        super().__init__(TorchCopier(ranks.rank if ranks else 0), root, keep=in_memory, ranks=ranks)
+        format = TorchFormat(ranks.rank if ranks else 0, ranks)
+        super().__init__(format, root, keep=in_memory, ranks=ranks)
+
+
+class TorchFormat(ArrayFormat):
+    """Copies torch states, and writes and reads their arrays with DCP.
+
+    Args:
+        rank: part of the names of per-rank values.
+        ranks: the ranks that save together, or None for one process.
+    """
+
+    name = "dcp"
+
+    def __init__(self, rank: int = 0, ranks: GlooRanks | None = None) -> None:
+        super().__init__()
+        self.rank = rank
+        self._ranks = ranks
+
+    def flatten(self, state: Mapping[str, Any]) -> Flat:
+        """Splits a state into JSON and tensors, with the identities of optimizers."""
+        flat = super().flatten(state)
+        for name, identity in identities(state).items():
+            flat.entries[name]["identity"] = identity
+        return flat
+
+    def add(self, flat: Flat, name: str, value: Any) -> None:
+        """Adds the entry and the tensors of a value. See `ArrayFormat.add`."""
+        add_entry(flat, name, value, self.rank)
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def copy_parts(
+        self, parts: Sequence[Tensor], old: Sequence[np.ndarray]
+    ) -> tuple[Sequence[np.ndarray], Callable[[], object]]:
+        """Copies the bytes of tensors. From CUDA they go to pinned memory, in stream order."""
+        copies = old
+        if [each.nbytes for each in old] != [part.nbytes for part in parts]:
+            new = _pinned_memory if any(part.is_cuda for part in parts) else allocate
+            copies = [new(part.nbytes) for part in parts]
+        on_host = []
+        for part, raw in zip(parts, copies, strict=True):
+            copied = _view(raw, torch.empty_like(part, device="meta"))
+            if part.device.type == "cpu" and part.numel() and part.stride() == copied.stride():
+                # Rejected: copy_, whose threads wait for each other after every tensor. While a
+                # data loader uses their cores, the wait takes ten times as long as the copy.
+                dense = part.as_strided((part.numel(),), (1,), part.storage_offset())
+                on_host.append((raw, dense.view(torch.uint8).numpy()))
+            else:
+                copied.copy_(part, non_blocking=part.is_cuda)
+        map_in_threads(lambda pair: np.copyto(*pair), on_host, sum(len(raw) for raw, _ in on_host))
+        events = []
+        for device in {part.device for part in parts if part.is_cuda}:
+            events.append(torch.cuda.Event())
+            events[-1].record(torch.cuda.current_stream(device))
+        return copies, lambda: [event.synchronize() for event in events]
+
+    def array(self, leaf: Leaf, live: Leaf | None) -> Tensor:
+        """The tensor, or a DTensor whose part is on the device of the live part."""
+        part, spec = _view(leaf.parts[""], leaf.layout.dense), leaf.layout.spec
+        if spec is None:
+            return part
+        # Rejected: DTensor.from_local, which moves the part to the mesh's device.
+        from torch.distributed.tensor import DTensor
+
+        part = part if live is None else part.to(live.parts[""].device)
+        return DTensor(part, spec, requires_grad=False)
+
+    def decode_array(self, node: Mapping[str, Any], array: Tensor, live: Leaf | None) -> Any:
+        """A tensor on its live device, or a NumPy array or scalar."""
+        if live is not None and node["kind"] == "tensor":
+            array = array.to(live.parts[""].device)
+        return decoded(node, array)
+
+    # -- files ----------------------------------------------------------------------------------
 
     @property
-    def _group(self) -> Any:
-        """The group for DCP, or None for one process."""
-        return self.processes.group if isinstance(self.processes, GlooRanks) else None
+    def _options(self) -> dict[str, Any]:
+        """The arguments of DCP for the ranks."""
+        group = self._ranks and self._ranks.group
+        return {"process_group": group, "no_dist": group is None}
 
-    def _write_arrays(self, copy: StateCopy, folder: Path) -> None:
+    def write(self, copy: HostCopy, folder: Path) -> None:
+        """Writes the tensors; the store synchronizes all files at the end."""
         # All ranks have the same names, so either every rank returns here or no rank does.
         if not copy.flat.leaves:
             return
+        tensors = {name: self.array(leaf, None) for name, leaf in copy.flat.leaves.items()}
+        writer = FileSystemWriter(folder, sync_files=False)
         try:
-            save(
-                {name: self.copier.array(leaf, None) for name, leaf in copy.flat.leaves.items()},
-                # The store synchronizes all files at the end.
-                storage_writer=FileSystemWriter(folder, sync_files=False),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+            save(tensors, storage_writer=writer, **self._options)
         except CheckpointException as error:
             # DCP's exception holds the errors of all ranks and has no error number.
             failure = next(iter(error.failures.values()))[0]
@@ -93,77 +177,71 @@ class DCPStore(CheckpointStore):
             return
         raise failure  # here, where its context is still the error of the system
 
-    def _read_arrays(
-        self,
-        checkpoint: StoredCheckpoint,
-        entries: Mapping[str, Mapping[str, Any]],
-        like: Mapping[str, Any],
-        live: Flat,
-    ) -> dict[str, Tensor]:
-        nodes = structure.nodes_of(entries)
-        reader = self._reader(checkpoint, nodes)
-        sharded = _moments_of_dtensors(nodes, like)
-        for leaf in live.leaves.values():
-            if leaf.layout is not None:
-                sharded[leaf.name] = (leaf.parts[""], leaf.layout)
-        targets = {name: _empty_array(node, sharded) for name, node in nodes.items()}
-        if any(self.processes.gather(bool(targets))):
+    def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Tensor]:
+        """Reads tensors, sharded like the live tensors, with DCP's index parsed without pickle."""
+        nodes, ranks = target.arrays, self._ranks or Alone()
+        # If one rank rejects the index, all ranks raise.
+        index = on_each(ranks, lambda: _checked_index(checkpoint, nodes))
+        reader = FileSystemReader(checkpoint.folder / manifest.DATA)
+        reader.read_metadata = lambda *args, **kwargs: index  # DCP would unpickle its file
+        sharded = _moments_of_dtensors(nodes, target.live)
+        for leaf in target.flat.leaves.values():
+            if leaf.layout.spec is not None:
+                sharded[leaf.name] = (leaf.parts[""], leaf.layout.spec)
+        arrays = {
+            name: _empty(node, *sharded.get(name, (None, None))) for name, node in nodes.items()
+        }
+        if any(ranks.gather(bool(arrays))):
             try:
-                load(
-                    targets,
-                    storage_reader=reader,
-                    process_group=self._group,
-                    no_dist=self._group is None,
-                )
+                load(arrays, storage_reader=reader, **self._options)
             except CheckpointException as error:  # a BaseException, on every rank
                 failure = next(iter(error.failures.values()))[0]
                 lines = str(failure).splitlines() or [""]
                 why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
                 raise checkpoint.damaged(manifest.DATA, why) from error
-        return targets
-
-    def _reader(self, checkpoint: StoredCheckpoint, nodes: Mapping[str, Any]) -> FileSystemReader:
-        """DCP's own reader, with an index that is parsed without pickle.
-
-        If one rank rejects the index, all ranks raise.
-        """
-        wanted = {name: _stored_type(node) for name, node in nodes.items()}
-        index = on_each(self.processes, lambda: _checked_index(checkpoint, wanted))
-        reader = FileSystemReader(checkpoint.folder / manifest.DATA)
-        reader.read_metadata = lambda *args, **kwargs: index  # DCP would unpickle its file
-        return reader
+        return arrays
 
 
-def _checked_index(
-    checkpoint: StoredCheckpoint, wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-) -> Metadata:
-    """DCP's index, with the part for some tensors, read without pickle.
+def _pinned_memory(nbytes: int) -> np.ndarray:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+def _view(raw: np.ndarray, dense: Tensor) -> Tensor:
+    """Views bytes, uint8 (n,), with the dtype, shape and strides of a dense tensor."""
+    return torch.from_numpy(raw).view(dense.dtype).as_strided(dense.shape, dense.stride())
+
+
+def _checked_index(checkpoint: StoredCheckpoint, nodes: Mapping[str, Any]) -> Metadata:
+    """The part of DCP's index for some array nodes, read without pickle.
 
     Other entries stay out, because DCP unpickles values that are not tensors.
-
-    Args:
-        checkpoint: the checkpoint.
-        wanted: name -> required dtype and shape of a tensor.
 
     Raises:
         CheckpointDamaged: a tensor is missing or differs, or the index is not as DCP writes it.
     """
-    if not wanted:
+    if not nodes:
         return Metadata({})
     file = f"{manifest.DATA}/{dcp_index.INDEX}"
     try:
         index = dcp_index.read(checkpoint.folder / file)
-        for name, required in wanted.items():
+        for name, node in nodes.items():
             entry = index.state_dict_metadata.get(name)
             if not isinstance(entry, TensorStorageMetadata):
                 raise ValueError(f"it has no tensor {name:.200}")
-            if (entry.properties.dtype, tuple(entry.size)) != required:
-                actual = f"{entry.properties.dtype}{list(entry.size)}"
-                raise ValueError(f"{name:.200} is {actual:.200}, not {required}")
+            stored, required = (entry.properties.dtype, tuple(entry.size)), _stored_type(node)
+            if stored != required:
+                raise ValueError(f"{name:.200} is {stored!s:.200}, not {required}")
     except (OSError, ValueError) as error:
         raise checkpoint.damaged(file, f"is not what DCP writes: {error}") from None
-    index.state_dict_metadata = {name: index.state_dict_metadata[name] for name in wanted}
+    index.state_dict_metadata = {name: index.state_dict_metadata[name] for name in nodes}
     return index
+
+
+def _stored_type(node: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape in DCP's files. NumPy arrays are stored as bytes."""
+    if node["kind"] == "tensor":
+        return DTYPES[node["dtype"]], tuple(node["shape"])
+    return torch.uint8, (np.dtype(node["dtype"]).itemsize * math.prod(node["shape"]),)
 
 
 def _moments_of_dtensors(
@@ -190,31 +268,16 @@ def _moments_of_dtensors(
     return sharded
 
 
-def _stored_type(node: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape in DCP's files. NumPy arrays are stored as bytes."""
-    if node["kind"] == "tensor":
-        return DTYPES[node["dtype"]], tuple(node["shape"])
-    return torch.uint8, (_nbytes(node),)
+def _empty(node: Mapping[str, Any], part: Tensor | None, spec: Any) -> Tensor:
+    """New memory to read an array into: a DTensor if the local part and spec of one are given."""
+    dtype, shape = _stored_type(node)
+    if part is None or tuple(spec.shape) != shape:
+        return (
+            torch.from_numpy(allocate(dtype.itemsize * math.prod(shape))).view(dtype).reshape(shape)
+        )
+    from torch.distributed.tensor import DTensor
 
-
-def _nbytes(node: Mapping[str, Any]) -> int:
-    tensor = node["kind"] == "tensor"
-    dtype = DTYPES[node["dtype"]] if tensor else np.dtype(node["dtype"])
-    return dtype.itemsize * math.prod(node["shape"])
-
-
-def _empty_array(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, Any]]) -> Tensor:
-    """New memory to read an array into; a DTensor if `sharded` has its local part and spec."""
-    shape = node["shape"]
-    if node["kind"] != "tensor":
-        return torch.from_numpy(allocate(_nbytes(node)))
-    dtype = DTYPES[node["dtype"]]
-    part, spec = sharded.get(node["name"], (None, None))
-    if part is not None and spec is not None and list(spec.shape) == shape:
-        from torch.distributed.tensor import DTensor
-
-        if dtype != part.dtype:  # a float32 moment of a bfloat16 parameter
-            spec = copy.copy(spec)
-            spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
-        return DTensor(torch.empty_like(part, dtype=dtype), spec, requires_grad=False)
-    return torch.from_numpy(allocate(_nbytes(node))).view(dtype).reshape(shape)
+    if dtype != part.dtype:  # a float32 moment of a bfloat16 parameter
+        spec = copy.copy(spec)
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
+    return DTensor(torch.empty_like(part, dtype=dtype), spec, requires_grad=False)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.runtime import json_codec
 from healcore.runtime.driver import Generators
+from healcore.runtime.store import values
 from healcore.runtime.store.errors import StoreError
 
 ITEM = "healcore"
@@ -101,7 +101,7 @@ class HostState:
         if state is None:
             return None
         try:
-            generators = {name: json_codec.loads(state[name], (ITEM, name)) for name in _GENERATORS}
+            generators = {name: values.loads(state[name], (ITEM, name)) for name in _GENERATORS}
             parts = HostParts(**generators, data=dict(state[_DATA]))
             _check_generators(parts)
         except StoreError:
@@ -128,7 +128,7 @@ class HostState:
 
 
 def _as_text(states: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: json_codec.dumps(state, (ITEM, name)) for name, state in states.items()}
+    return {name: values.dumps(state, (ITEM, name)) for name, state in states.items()}
 
 
 def _check_generators(parts: HostParts) -> None:

@@ -23,9 +23,9 @@ from healcore.runtime.store import (
     UnsavableState,
     superfluous,
 )
-from healcore.runtime.store.copies import WHERE
-from healcore.runtime.store.inspection import disallowed
+from healcore.runtime.store.host_copy import WHERE
 from healcore.runtime.store.ranks import Ranks, on_first
+from healcore.runtime.store.saved import disallowed
 
 
 class CheckpointManager:

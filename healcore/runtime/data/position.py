@@ -1,8 +1,8 @@
 """A position in the data, as Python values that any checkpoint can hold.
 
 A position is the loader's state at its last capture, and the number of batches since. The loader's
-own state is text of `healcore.runtime.json_codec`, because a JAX run may read from a torch loader,
-and a store of JAX cannot save torch tensors.
+own state is text of `runtime.store.values`, because a JAX run may read from a torch loader, and a
+store of JAX cannot save torch tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime import json_codec
+from healcore.runtime.store import values
 
 VERSION = 2
 """Version of the format of positions."""
@@ -97,12 +97,12 @@ def check_division(value: Mapping[str, Any], division: list[Any] | None, loader:
 
 def state_to_text(state: Any) -> str | None:
     """A loader's state as text. The text is also a copy: loaders return live objects."""
-    return None if state is None else json_codec.dumps(state, _STATE_PATH)
+    return None if state is None else values.dumps(state, _STATE_PATH)
 
 
 def state_from_text(text: str | None) -> Any:
     """A new copy of the state."""
-    return None if text is None else json_codec.loads(text, _STATE_PATH)
+    return None if text is None else values.loads(text, _STATE_PATH)
 
 
 def decode(value: Any) -> Position:

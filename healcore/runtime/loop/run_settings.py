@@ -11,7 +11,7 @@ from typing import Any
 
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.store.structure import attribute
+from healcore.runtime.store.values import attribute
 
 _SHOWN = 6
 """Max differences in one line."""

@@ -31,7 +31,7 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.run_options import Checkpoints, Logging
 from healcore.runtime.store import CheckpointStore, Keep, StoreError
 from healcore.runtime.store.claim import Claim, claim
-from healcore.runtime.store.directory import sweep
+from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.trackers import Selection, Trackers
 

@@ -48,9 +48,9 @@ from healcore.runtime.store import (
     StateMismatch,
     StoreError,
 )
-from healcore.runtime.store.copies import WHERE
+from healcore.runtime.store.host_copy import WHERE
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each, on_first
-from healcore.runtime.store.structure import attribute
+from healcore.runtime.store.values import attribute
 
 T = TypeVar("T")
 

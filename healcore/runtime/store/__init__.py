@@ -1,4 +1,4 @@
-"""Verified checkpoints: the protocol and the parts that all stores share.
+"""Verified checkpoints: the store and the parts that all frameworks share.
 
 The stores come from the adapters: `healcore.torch.store`, `healcore.jax.store`.
 """
@@ -15,8 +15,7 @@ from healcore.runtime.store.errors import (
     StoreError,
     UnsavableState,
 )
-from healcore.runtime.store.retention import Keep, superfluous
-from healcore.runtime.store.saved import Course, Restored, Saved, Status
+from healcore.runtime.store.saved import Course, Keep, Restored, Saved, Status, superfluous
 from healcore.runtime.store.store import CheckpointStore
 
 __all__ = [

@@ -1,9 +1,8 @@
 """Reserves a directory for one run.
 
-Two runs in one directory would delete each other's checkpoints. `healcore.lock` in
-the root is locked (`flock`) as long as the run lasts. The kernel releases the lock when the process
-ends in any way, and the lock works between containers. On a file system without locks the claim has
-a warning.
+Two runs in one directory would delete each other's checkpoints. `healcore.lock` in the root is
+locked (`flock`) as long as the run lasts. The kernel releases the lock when the process ends in any
+way, and the lock works between containers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 
 from healcore.core.printable import clean
 from healcore.events.process import watch_forks
-from healcore.runtime.store import files
 from healcore.runtime.store.errors import StoreError
 
 try:
@@ -26,7 +24,7 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = "healcore.lock"
-_SAFELY = files.NO_LINK | files.NO_WAITING
+_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags that open the lock file safely if a link or a pipe has just replaced it."""
 _LENGTH = 300
 """Bytes of the lock file that an error message quotes."""
@@ -41,27 +39,22 @@ class StoreInUse(StoreError):
     """The process of the other run, as its lock file names it."""
 
     def _message(self) -> str:
-        ranks = os.environ.get("WORLD_SIZE", "1")
-        hint = (
-            f". If that is another rank of this run (WORLD_SIZE={ranks}): call "
-            "torch.distributed.init_process_group() before the Healer is entered"
-        )
-        return (
+        message = (
             f"{self.root} is in use by another run, {self.holder}. Two runs would delete each "
             "other's checkpoints: end the other run first, or pass another directory"
-            f"{'' if ranks == '1' else hint}"
         )
+        if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+            message += f". If that is another rank of this run (WORLD_SIZE={ranks}): call "
+            message += "torch.distributed.init_process_group() before the Healer is entered"
+        return message
 
 
 class Claim:
-    """Reserves a directory until `release`, garbage collection or the end of the process.
+    """Reserves a directory until `release`, garbage collection or the end of the process."""
 
-    Attributes:
-        warning: why another run could use the directory unnoticed, or None.
-    """
-
-    def __init__(self, handle: int | None, warning: str | None) -> None:
+    def __init__(self, handle: int | None, warning: str | None = None) -> None:
         self.warning = warning
+        """Why another run could use the directory unnoticed, or None."""
         # Closing the file also releases the lock.
         self._end = weakref.finalize(self, os.close, handle) if handle is not None else None
         watch_forks(self)
@@ -111,4 +104,4 @@ def claim(root: str | os.PathLike[str]) -> Claim:
     except OSError as error:
         why = f"{lock} cannot be locked ({error.strerror or error})"
         return Claim(handle, f"{why}: a second run in this directory would not be noticed")
-    return Claim(handle, None)
+    return Claim(handle)

@@ -12,6 +12,14 @@ class StoreError(HealcoreError, RuntimeError):
     """Base class of all errors of checkpoint stores."""
 
 
+class NoGoodCheckpoint(StoreError):
+    """There is no checkpoint to roll back to."""
+
+
+class UnsavableState(StoreError, TypeError):
+    """The state holds a value that a checkpoint cannot hold."""
+
+
 @dataclass(eq=False, repr=False)
 class CheckpointDamaged(StoreError):
     """The bytes of a checkpoint differ from the saved bytes. Use an older checkpoint."""
@@ -44,10 +52,6 @@ class CheckpointNotFound(StoreError):
         return f"{self.location} has no checkpoint of step {self.step}; it has: {more}{newest}"
 
 
-class NoGoodCheckpoint(StoreError):
-    """There is no checkpoint to roll back to."""
-
-
 @dataclass(eq=False, repr=False)
 class SaveFailed(StoreError):
     """A checkpoint could not be copied or written. Earlier checkpoints are unchanged."""
@@ -57,12 +61,12 @@ class SaveFailed(StoreError):
     error: BaseException
 
     def _message(self) -> str:
-        error = f"{type(self.error).__name__}: {self.error}"
         # torch hides the error of the system behind an error of its own.
         system: BaseException | None = self.error
         while system is not None and not isinstance(system, OSError):
             system = system.__cause__ or system.__context__
-        reason = f" ({system})" if system is not None and system is not self.error else ""
+        reason = f" ({system})" if system not in (None, self.error) else ""
+        error = f"{type(self.error).__name__}: {self.error}"
         return f"step {self.step} was not saved, {self.doing}: {error}{reason}"
 
 
@@ -79,22 +83,8 @@ class StateMismatch(StoreError):
         more = f"; and {len(self.differences) - 3} more" if len(self.differences) > 3 else ""
         which = "the saved state" if self.step is None else f"the checkpoint of step {self.step}"
         place = f" in {self.where}" if self.where else ""
-        advice = (
-            "Pass the state as it was saved, with all parameters that the run had added by then"
+        otherwise = ", or an empty directory to begin a new run" if self.where else ""
+        return (
+            f"{which}{place} does not fit: {shown}{more}. Pass the state as it was saved, with all "
+            f"parameters that the run had added by then{otherwise}"
         )
-        advice += ", or an empty directory to begin a new run" if self.where else ""
-        return f"{which}{place} does not fit: {shown}{more}. {advice}"
-
-
-class UnsavableState(StoreError, TypeError):
-    """The state holds a value that a checkpoint cannot hold."""
-
-
-def unsavable_error(place: str, value: object) -> UnsavableState:
-    """The error for a value at `place` that only pickle can save."""
-    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    return UnsavableState(
-        f"{place} is a {name}, which has no plain form: keep arrays, "
-        "numbers, strings, lists, tuples and dictionaries in the state, or give the object a "
-        "state_dict() that returns such values"
-    )

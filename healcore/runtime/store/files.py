@@ -1,33 +1,49 @@
-"""Writes files in a run directory so that a crash leaves no partial file.
+"""Writes files in a run directory so that a crash leaves no partial file, and computes digests.
 
 Writing always makes a new file, because a write through a link would change another file. The bytes
 go to disk first, then the name, then the directory that holds the name: without the last step a
-power cut can undo the name.
+power cut can undo the name. Work in progress is named `.tmp-healcore-<random>`, so that the next
+start can remove the files of a killed process.
 
-Work in progress is named `.tmp-healcore-<random>`, so that the next start can remove the files of a
-killed process.
+Digests are xxh3, 128 bits; they detect damage, not malice. xxh3 costs little beside a copy
+(measured: 15 to 22 GB/s on one core; crc32 7, sha256 2).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-NO_WAITING = getattr(os, "O_NONBLOCK", 0)
-_CLOSED_IN_CHILDREN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+import xxhash
+from pydantic import Field
 
+from healcore import regular_file
+
+_PIECE = 1 << 17
+"""Bytes of one read, which fit into a core's cache."""
+_WORTH_THREADS = 8 << 20
+"""Least number of bytes that are worth several threads."""
+_MAX_SEALED = 1 << 26
+"""Largest size of a sealed file: enough for a manifest of half a million files."""
 _TEMPORARY = re.compile(r"\.tmp-healcore-[0-9a-f]{16}")
 
+A = TypeVar("A")
+B = TypeVar("B")
 
-def create(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> int:
-    """Creates and opens a file, never an existing file or a link. Also an `opener` for `open`."""
-    del flags
-    exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK
-    return os.open(path, exclusive | _CLOSED_IN_CHILDREN, 0o666)
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a new file, never an existing file or a link, and waits until it is on disk."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -42,20 +58,10 @@ def replace(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
-def write_new(path: Path, data: bytes) -> None:
-    """Writes a new file and waits until it is on disk."""
-    with os.fdopen(create(path), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def rename(old: Path, new: Path) -> None:
-    """Renames a directory, durably. `new` must not exist."""
+    """Renames a directory within its parent, durably. `new` must not exist."""
     old.rename(new)
     sync_directory(new.parent)
-    if old.parent != new.parent:
-        sync_directory(old.parent)
 
 
 def sync_directory(path: Path) -> None:
@@ -79,13 +85,12 @@ def discard(path: Path) -> bool:
     return True
 
 
-def list_below(folder: Path) -> list[str]:
-    """Every file below a folder as sorted relative paths with forward slashes."""
-    return sorted(
-        (Path(parent) / name).relative_to(folder).as_posix()
-        for parent, _, names in os.walk(folder)
-        for name in names
-    )
+def entries_of(folder: Path) -> list[Path]:
+    """The sorted entries of a directory; empty if it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 def new_temporary() -> str:
@@ -96,3 +101,101 @@ def new_temporary() -> str:
 def is_temporary(name: str) -> bool:
     """Whether a name is a name for work in progress."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+# -- digests ----------------------------------------------------------------------------------
+
+
+class Digest(NamedTuple):
+    """The size and digest of a file."""
+
+    bytes: Annotated[int, Field(ge=0, lt=1 << 63)]
+    xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+def digest_of(path: Path, *, sync: bool = False) -> Digest:
+    """The digest of a file's content; `sync` also waits until the content is on disk."""
+    state, size = xxhash.xxh3_128(), 0
+    buffer = bytearray(_PIECE)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0, opener=regular_file.opener) as file:
+        while count := file.readinto(buffer):
+            state.update(view[:count])
+            size += count
+        if sync:
+            os.fsync(file.fileno())
+    return Digest(size, state.hexdigest())
+
+
+def sync_and_digest(folder: Path) -> dict[str, Digest]:
+    """Waits until all files below a folder are on disk; returns relative path -> digest."""
+    inner = [(Path(parent), names) for parent, _, names in os.walk(folder)]
+    paths = sorted(
+        (path / name).relative_to(folder).as_posix() for path, names in inner for name in names
+    )
+    # Concurrently: a file system flushes simultaneous requests together.
+    with ThreadPoolExecutor(threads()) as pool:
+        digests = pool.map(lambda path: digest_of(folder / path, sync=True), paths)
+        list(pool.map(sync_directory, [path for path, _ in inner]))
+        return dict(zip(paths, digests, strict=True))
+
+
+def map_in_threads(action: Callable[[A], B], items: Iterable[A], nbytes: int) -> list[B]:
+    """Applies an action that releases the interpreter's lock, in threads if `nbytes` is large.
+
+    The results are in no particular order.
+    """
+    items, workers = list(items), threads() if nbytes >= _WORTH_THREADS else 1
+    if workers == 1:
+        return list(map(action, items))
+    # Not one task per item: submitting a task takes as long as a small item.
+    with ThreadPoolExecutor(workers) as pool:
+        shares = pool.map(lambda first: [*map(action, items[first::workers])], range(workers))
+        return [result for share in shares for result in share]
+
+
+def threads() -> int:
+    """Number of threads to read with, at most four: more make neither disk nor memory faster."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(4, cores or 1))
+
+
+# -- small JSON files with their own digest -----------------------------------------------------
+
+
+class ChecksumError(ValueError):
+    """The bytes are not the output of `seal`."""
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Canonical JSON with a digest of the content; ValueError for NaN and Inf."""
+    body = json.loads(_canonical(content))
+    digest = xxhash.xxh3_128_hexdigest(_canonical(body))
+    return _canonical({**body, "digest": digest}) + b"\n"
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The content of the output of `seal`; ChecksumError if a bit has changed.
+
+    The bytes must be canonical, because JSON ignores a flipped bit in white space or in the case of
+    an exponent.
+    """
+    try:
+        content = json.loads(data)
+        del content["digest"]
+        whole = seal(content) == data
+    except (ValueError, KeyError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise ChecksumError("is not what was written: its digest differs")
+    return content
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The content of a file; OSError if it cannot be read, ChecksumError if it has changed."""
+    return unseal(regular_file.read(path, _MAX_SEALED))
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode()

@@ -1,8 +1,17 @@
-"""The manifest lists the files of a complete checkpoint, with their sizes and digests.
+"""The directories of checkpoints: written, listed, verified and removed.
 
-It is written last and never changed. A directory without a valid manifest is no checkpoint. The
-healing state, which a rollback replaces, has a digest of its own. Nothing is cached: each function
-reads the disk.
+    root/
+      step-0000000120.1/               step and attempt of the save
+        data/                          files that the framework writes
+        state.json                     structure of the state, Python values
+        state-rank-00001.json          the same for per-rank values, if the state has any
+        manifest.json                  size and digest of all files above
+        healing.json                   the healing state, if one was saved; a rollback replaces it
+      .tmp-healcore-…/                 work in progress: a save, or a checkpoint being deleted
+
+A save is written to a temporary directory. The manifest is written last and never changed; then the
+directory gets its final name. A deletion is the reverse. A directory without a valid manifest is no
+checkpoint. Nothing is cached: each function reads the disk.
 """
 
 from __future__ import annotations
@@ -11,28 +20,31 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from healcore.runtime.store import checksummed_json, files
-from healcore.runtime.store.checksummed_json import ChecksumError
+import healcore
+from healcore import regular_file
+from healcore.runtime.store import files, values
 from healcore.runtime.store.errors import CheckpointDamaged, StoreError
-from healcore.runtime.store.inspection import Digest, file_digest, map_in_threads
+from healcore.runtime.store.files import ChecksumError, Digest
 from healcore.runtime.store.saved import Course, Saved
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
-"""Structure of the state and its Python values."""
 HEALING = "healing.json"
 DATA = "data"
 """Directory of the files that the framework writes."""
-DIFFERS = "is not what was written: its digest differs"
+_DIFFERS = "is not what was written: its digest differs"
 _STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{1,18}")
 """Other versions of healcore had a random suffix."""
+_CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
+"""Errors that reading raises if another program wrote a file with the right digest."""
 
 
 def _checked_path(name: str) -> str:
@@ -86,86 +98,94 @@ class StoredCheckpoint(NamedTuple):
         """Makes the error for a damaged file of this checkpoint."""
         return _damaged(self.folder, difference, file)
 
+    def entries(self, rank: int) -> dict[str, Any]:
+        """Structure and Python values of the state, for a rank, from verified files."""
+        sizes, found = self.manifest.files, {}
+        own = _rank_file(rank)
+        for name in [STATE, own] if own in sizes else [STATE]:
+            found |= {**json.loads(regular_file.read(self.folder / name, sizes[name].bytes))}
+        return found
 
-def write(folder: Path, manifest: Manifest) -> None:
-    """Completes a checkpoint. All other files of `folder` must be on disk."""
-    listed = {name: digest._asdict() for name, digest in manifest.files.items()}
-    content = {"schema": SCHEMA, **manifest._asdict(), "files": listed}
-    files.write_new(folder / MANIFEST, checksummed_json.dumps(content))
+    @contextmanager
+    def only_written_by_healcore(self) -> Iterator[None]:
+        """Raises CheckpointDamaged for content with the right digests that no store has written."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except _CRAFTED as error:
+            why = f"{type(error).__name__}: {error!s:.200}"
+            raise self.damaged(
+                STATE, f"holds a state that healcore does not write ({why})"
+            ) from error
 
 
-def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
+# -- writing and removing ---------------------------------------------------------------------
 
-    Raises:
-        CheckpointDamaged: the manifest is missing, torn, altered or of another schema.
+
+def write_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]], rank: int) -> None:
+    """Writes the per-rank entries of this rank, and on rank 0 also the shared entries."""
+    own = {name: entry for name, entry in entries.items() if entry.get("per_rank")}
+    if own:
+        files.write_new(folder / _rank_file(rank), values.to_json(own))
+    if rank == 0:
+        shared = {name: entry for name, entry in entries.items() if name not in own}
+        files.write_new(folder / STATE, values.to_json(shared))
+
+
+def complete(root: Path, folder: Path, copy: Any, format: str) -> Path:
+    """Completes the save of a `HostCopy`: writes the manifest, and sets the final name."""
+    digests = files.sync_and_digest(folder)
+    if copy.healing is not None:
+        files.write_new(folder / HEALING, copy.healing)
+    content = {
+        "schema": SCHEMA,
+        "step": copy.step,
+        "created": copy.created,
+        "attempt": copy.attempt,
+        "writer": f"healcore {healcore.__version__}",
+        "format": format,
+        "files": {name: digest._asdict() for name, digest in digests.items()},
+        "nonfinite": copy.nonfinite,
+        "healing": copy.healing is not None,
+    }
+    files.write_new(folder / MANIFEST, files.seal(content))
+    files.sync_directory(folder)
+    final = root / _directory_name(copy.step, copy.attempt)
+    same_step = [each for each in files.entries_of(root) if step_of(each) == copy.step]
+    if final.exists():
+        remove(final)
+    files.rename(folder, final)
+    for each in same_step:
+        remove(each) if each != final else None
+    return final
+
+
+def remove(folder: Path) -> None:
+    """Renames a checkpoint to a temporary name, atomically, then deletes its files."""
+    temporary = folder.with_name(files.new_temporary())
+    try:
+        files.rename(folder, temporary)
+    except FileNotFoundError:
+        return  # another program has removed it
+    files.discard(temporary)
+
+
+def sweep(root: Path) -> list[str]:
+    """Removes the temporary files of killed processes; returns their names.
+
+    The caller has claimed the directory, and nothing is being written.
     """
-    content = _read_json(folder, MANIFEST)
-    if content.pop("schema", None) != SCHEMA:
-        raise _damaged(folder, "is of another version of healcore: resume with that version")
-    known = {key: content[key] for key in Manifest._fields if key in content}
-    try:
-        return _MANIFEST.validate_json(json.dumps(known), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        why = f"has values that healcore does not write: {where!a:.200} ({first['msg']})"
-        raise _damaged(folder, why) from None
+    folders = [root, *(path for path in files.entries_of(root) if step_of(path) is not None)]
+    return [
+        path.relative_to(root).as_posix()
+        for folder in folders
+        for path in files.entries_of(folder)
+        if files.is_temporary(path.name) and files.discard(path)
+    ]
 
 
-def _read_json(folder: Path, file: str) -> dict[str, Any]:
-    try:
-        return checksummed_json.read(folder / file)
-    except OSError as error:
-        raise _damaged(folder, f"cannot be read ({error.strerror})", file) from None
-    except ChecksumError as error:
-        raise _damaged(folder, str(error), file) from None
-
-
-def _damaged(folder: Path, difference: str, file: str = MANIFEST) -> CheckpointDamaged:
-    return CheckpointDamaged(step_of(folder) or 0, str(folder), file, difference)
-
-
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raises CheckpointDamaged for a file that is missing or has another size; reads no data."""
-    for name, digest in manifest.files.items():
-        try:
-            status = (folder / name).lstat()
-        except OSError as error:
-            raise _damaged(folder, f"is missing ({error.strerror})", name) from None
-        if not stat.S_ISREG(status.st_mode):
-            raise _damaged(folder, "is no regular file", name)
-        if status.st_size != digest.bytes:
-            why = f"has {status.st_size} bytes instead of {digest.bytes}"
-            raise _damaged(folder, why, name)
-
-
-def check(checkpoint: StoredCheckpoint, rank: int, world: int) -> None:
-    """Recomputes the digests of a rank's share of the files; CheckpointDamaged for a difference."""
-    for error in find_damage(checkpoint, sorted(checkpoint.manifest.files)[rank::world]):
-        raise error
-
-
-def find_damage(checkpoint: StoredCheckpoint, names: Iterable[str]) -> list[CheckpointDamaged]:
-    """Recomputes the digests of the files `names`; returns an error for each damaged file."""
-
-    def compare(name: str) -> CheckpointDamaged | None:
-        try:
-            same = file_digest(checkpoint.folder / name) == checkpoint.manifest.files[name]
-        except OSError as error:
-            return checkpoint.damaged(name, f"cannot be read ({error.strerror})")
-        return None if same else checkpoint.damaged(name, DIFFERS)
-
-    errors = map_in_threads(compare, list(names), checkpoint.manifest.nbytes)
-    return sorted((error for error in errors if error), key=lambda error: error.file)
-
-
-# -- the checkpoints of a store ---------------------------------------------------------------
-
-
-def step_directory(step: int, attempt: int) -> str:
-    """The name of a checkpoint's directory: `step-0000000123.1`."""
-    return f"step-{step:010d}.{attempt}"
+# -- the checkpoints in a directory -----------------------------------------------------------
 
 
 def step_of(folder: Path) -> int | None:
@@ -183,13 +203,17 @@ class Scan(NamedTuple):
     healings: dict[int, dict[str, Any]]
     """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
     damaged: list[CheckpointDamaged]
-    """The errors of directories that have the name of a checkpoint and are not complete."""
+    """The errors of directories that have the name of a checkpoint and are not complete. A crash
+    leaves none: a save gets its name last, a deletion removes it first."""
 
 
-def scan(root: Path) -> Scan:
-    """Looks at every checkpoint; StoreError if the directory cannot be read."""
+def scan(root: Path | None) -> Scan:
+    """Looks at every checkpoint; StoreError if the directory cannot be read.
+
+    A store in memory only has no directory: None.
+    """
     try:
-        folders = sorted(root.iterdir())
+        folders = sorted(root.iterdir()) if root else []
     except OSError as error:  # an empty list would look like a run without checkpoints
         raise StoreError(f"{root} cannot be read: {error.strerror}") from error
     found: list[StoredCheckpoint] = []
@@ -214,17 +238,79 @@ def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[Saved]:
     return Course.newest(found.healings).judged(entries)
 
 
+def find_damage(
+    checkpoint: StoredCheckpoint, rank: int = 0, world: int = 1
+) -> list[CheckpointDamaged]:
+    """Recomputes the digests of a rank's share of the files; returns an error for each damage."""
+
+    def compare(name: str) -> CheckpointDamaged | None:
+        try:
+            same = files.digest_of(checkpoint.folder / name) == checkpoint.manifest.files[name]
+        except OSError as error:
+            return checkpoint.damaged(name, f"cannot be read ({error.strerror})")
+        return None if same else checkpoint.damaged(name, _DIFFERS)
+
+    names = sorted(checkpoint.manifest.files)[rank::world]
+    errors = files.map_in_threads(compare, names, checkpoint.manifest.nbytes)
+    return sorted((error for error in errors if error), key=lambda error: error.file)
+
+
 def _open(folder: Path, healings: dict[int, dict[str, Any]]) -> StoredCheckpoint:
     """Opens a complete checkpoint. Adds its healing state to `healings`, if that is intact."""
     healing = damage = None
     try:
-        healing = healings[step_of(folder) or 0] = _read_json(folder, HEALING)
+        healing = healings[step_of(folder) or 0] = _read_sealed(folder, HEALING)
     except CheckpointDamaged as error:
         damage = error
-    record = read(folder)
-    if folder.name != step_directory(record.step, record.attempt):
+    record = _read_manifest(folder)
+    if folder.name != _directory_name(record.step, record.attempt):
         raise _damaged(folder, f"is of step {record.step}, attempt {record.attempt}")
     if damage is not None and (record.healing or (folder / HEALING).exists()):
         raise damage
-    _check_sizes(folder, record)
+    for name, digest in record.files.items():
+        try:
+            status = (folder / name).lstat()
+        except OSError as error:
+            raise _damaged(folder, f"is missing ({error.strerror})", name) from None
+        if not stat.S_ISREG(status.st_mode):
+            raise _damaged(folder, "is no regular file", name)
+        if status.st_size != digest.bytes:
+            why = f"has {status.st_size} bytes instead of {digest.bytes}"
+            raise _damaged(folder, why, name)
     return StoredCheckpoint(folder, record, healing)
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    """The manifest; CheckpointDamaged if it is missing, torn, altered or of another schema."""
+    content = _read_sealed(folder, MANIFEST)
+    if content.pop("schema", None) != SCHEMA:
+        raise _damaged(folder, "is of another version of healcore: resume with that version")
+    known = {key: content[key] for key in Manifest._fields if key in content}
+    try:
+        return _MANIFEST.validate_json(json.dumps(known), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        why = f"has values that healcore does not write: {where!a:.200} ({first['msg']})"
+        raise _damaged(folder, why) from None
+
+
+def _read_sealed(folder: Path, file: str) -> dict[str, Any]:
+    try:
+        return files.read_sealed(folder / file)
+    except OSError as error:
+        raise _damaged(folder, f"cannot be read ({error.strerror})", file) from None
+    except ChecksumError as error:
+        raise _damaged(folder, str(error), file) from None
+
+
+def _damaged(folder: Path, difference: str, file: str = MANIFEST) -> CheckpointDamaged:
+    return CheckpointDamaged(step_of(folder) or 0, str(folder), file, difference)
+
+
+def _directory_name(step: int, attempt: int) -> str:
+    return f"step-{step:010d}.{attempt}"
+
+
+def _rank_file(rank: int) -> str:
+    return f"state-rank-{rank:05d}.json"

@@ -1,4 +1,4 @@
-"""`Saved`: a checkpoint in a list. `Course`: which checkpoints belong to the run.
+"""The checkpoints of a run as a list: which belong to the run, and which can be deleted.
 
 Each start, resume and rollback begins an attempt at a step, its base. A checkpoint is abandoned if
 a later attempt began below its step. The healing state of a checkpoint has the bases of all
@@ -7,10 +7,11 @@ attempts so far; so nothing has to be marked, and a crash leaves nothing half ma
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
-from healcore.runtime.store.inspection import disallowed
+from healcore.runtime.store.errors import StoreError
 
 Status = Literal["candidate", "good", "abandoned"]
 """`candidate`: complete, still on probation. `good`: known-good. `abandoned`: saved before a
@@ -42,6 +43,15 @@ class Saved(NamedTuple):
         return cls(record.step, "candidate", not bad, *numbers, path, bad)
 
 
+def disallowed(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
+    """The names that no pattern of `nonfinite_ok` (`model.*.mask`) matches."""
+    return tuple(
+        name
+        for name in names
+        if name not in nonfinite_ok and not any(fnmatchcase(name, each) for each in nonfinite_ok)
+    )
+
+
 class Restored(NamedTuple):
     """The result of `restore`, in fresh memory."""
 
@@ -71,9 +81,8 @@ class Course(NamedTuple):
     @classmethod
     def newest(cls, healings: Mapping[int, Mapping[str, Any]]) -> Course:
         """The course in the newest of some healing states, by step."""
-        courses = [(step, cls.of(healing)) for step, healing in healings.items()]
-        newest = max(courses, key=lambda each: (len(each[1].attempts), each[0]), default=None)
-        return cls() if newest is None else newest[1]
+        courses = [(cls.of(healing), step) for step, healing in healings.items()]
+        return max(courses, key=lambda each: (len(each[0].attempts), each[1]), default=(cls(),))[0]
 
     def abandons(self, step: int, attempt: int) -> bool:
         """Whether an attempt after `attempt` began below `step`."""
@@ -87,3 +96,80 @@ class Course(NamedTuple):
         if self.abandons(saved.step, saved.attempt):
             return "abandoned"
         return "good" if saved.finite and saved.step <= self.proven else "candidate"
+
+
+class Keep(NamedTuple):
+    """Number of checkpoints of each kind to keep."""
+
+    good: int = 3
+    """The newest known-good checkpoints. A rollback of depth n needs n of them. At least 1."""
+    candidates: int = 3
+    """Finite checkpoints newer than the newest known-good one. At least 2: the oldest candidate is
+    the next known-good checkpoint, and the newest one loses the fewest steps in a restart."""
+    older: bool = False
+    """Whether to keep older known-good checkpoints too, one at each doubling of the distance in
+    steps, including the first of the run, so that a deep rollback can undo a slow drift. Their
+    number is at most log2(steps / steps between two saves)."""
+
+    @property
+    def most(self) -> int:
+        """Largest number of finite checkpoints, without the `older` ones."""
+        return self.good + self.candidates
+
+    def checked(self) -> Keep:
+        """Returns itself, or raises StoreError for an invalid number."""
+        for field, least in (("good", 1), ("candidates", 2)):
+            value = getattr(self, field)
+            if type(value) is not int or value < least:
+                raise StoreError(f"keep.{field} is a whole number >= {least}, not {value!r}")
+        if type(self.older) is not bool:
+            raise StoreError(f"keep.older is True or False, not {self.older!r}")
+        return self
+
+
+IN_MEMORY = Keep(good=1, candidates=2)
+"""In host memory: one known-good copy, the next candidate, and the newest copy."""
+
+
+def superfluous(saves: Iterable[Saved], keep: Keep, *, nonfinite: int = 2) -> list[int]:
+    """The steps to delete, ascending; `saves` are all checkpoints of a store, in any order.
+
+    The newest known-good checkpoint always stays. While there is none, the oldest finite candidate
+    stays, because it is the first that can become known-good. The newest `nonfinite` checkpoints
+    with NaN or Inf stay: a run may end in such a state.
+    """
+    keep.checked()
+    ordered = sorted(saves, key=lambda save: save.step)
+    good = [s.step for s in ordered if s.status == "good"]
+    candidates = [s.step for s in ordered if s.status == "candidate" and s.finite]
+    bad = [s.step for s in ordered if s.status == "candidate" and not s.finite]
+    dropped = {
+        *({*good[: -keep.good]} - (_one_per_doubling(good, keep.good) if keep.older else set())),
+        *(s.step for s in ordered if s.status == "abandoned"),
+        *bad[: max(0, len(bad) - nonfinite)],
+        *_surplus_candidates(candidates, keep.candidates),
+    }
+    return sorted(dropped)
+
+
+def _one_per_doubling(good: Sequence[int], newest: int) -> set[int]:
+    """One known-good step per doubling of the distance from the last, without the `newest`.
+
+    The oldest step of each doubling stays, because the newest would never reach the next doubling.
+    """
+    by_doubling = {(good[-1] - step).bit_length(): step for step in reversed(good[:-newest])}
+    return set(by_doubling.values())
+
+
+def _surplus_candidates(steps: Sequence[int], most: int) -> list[int]:
+    """The steps to delete so that at most `most` stay, evenly spread.
+
+    The oldest and the newest stay. The step whose neighbours are closest together is deleted first.
+    Without the oldest, and with saves more frequent than the probation is long, every candidate
+    would be deleted just before it is verified.
+    """
+    remaining, surplus = list(steps), []
+    while len(remaining) > most:
+        gaps = [remaining[i + 1] - remaining[i - 1] for i in range(1, len(remaining) - 1)]
+        surplus.append(remaining.pop(1 + gaps.index(min(gaps))))
+    return surplus

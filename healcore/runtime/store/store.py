@@ -1,17 +1,7 @@
 """`CheckpointStore`: the checkpoints of one run, in host memory and in a directory.
 
-    root/
-      step-0000000120.1/               step and attempt of the save
-        data/                          files that the framework writes
-        state.json                     structure of the state, Python values
-        state-rank-00001.json          the same for per-rank values, if the state has any
-        manifest.json                  size and digest of all files above
-        healing.json                   the healing state, if one was saved; a rollback replaces it
-      .tmp-healcore-…/                 work in progress: a save, or a checkpoint being deleted
-
 A save takes one copy of the state. The background inspects the copy, keeps it in memory, and writes
-it to the directory. A save is written to a temporary directory, which gets its final name when its
-files are on disk. A deletion is the reverse. The next start of a run removes what a crash leaves.
+it to the directory, whose files `manifest` describes.
 """
 
 from __future__ import annotations
@@ -25,20 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from healcore import console
-from healcore.runtime.store import directory, entries, files, inspection, manifest, ranks
-from healcore.runtime.store.copies import WHERE, Copier, StateCopy, checked_step, encode_healing
+from healcore.runtime.store import files, manifest, ranks
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     SaveFailed,
     StoreError,
 )
+from healcore.runtime.store.host_copy import (
+    WHERE,
+    ArrayFormat,
+    HostCopy,
+    Ring,
+    Target,
+    checked_step,
+    sealed_healing,
+)
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.runtime.store.retention import Keep
-from healcore.runtime.store.ring import IN_MEMORY, Ring
-from healcore.runtime.store.saved import Course, Restored, Saved
-from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.saved import IN_MEMORY, Course, Keep, Restored, Saved, disallowed
 from healcore.runtime.store.writer import Writer
 
 
@@ -46,14 +41,13 @@ class CheckpointStore(Writer):
     """Checkpoints of one run, by step: in host memory, in a directory, or in both.
 
     A checkpoint in both is restored from memory, or from the directory if its copy in memory is
-    damaged. If the directory cannot be read, the copies in memory are used. A subclass writes and
-    reads the arrays of its framework.
+    damaged. If the directory cannot be read, the copies in memory are used.
 
     The thread that trains calls all methods. The background may call `verify`, `delete` and
     `steps`. The ranks of a run call every method together, except `steps`.
 
     Args:
-        copier: copies states to host memory and back.
+        format: copies, writes and reads the arrays of the framework.
         root: directory of this run's checkpoints and of nothing else, created if necessary, or
             None for memory only.
         keep: copies to keep in memory, or None for the directory only. A save adds one copy.
@@ -63,28 +57,26 @@ class CheckpointStore(Writer):
         StoreError: the directory cannot be used.
     """
 
-    format: str = ""
-    """Format of the files in `data`, for the manifest."""
     root: Path | None = None
     """Absolute directory of the checkpoints, or None."""
 
     def __init__(
         self,
-        copier: Copier,
+        format: ArrayFormat,
         root: str | os.PathLike[str] | None = None,
         *,
         keep: Keep | None = IN_MEMORY,
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
-        self.copier = copier
+        self.format = format
         self.ring = Ring(keep)
         """The copies in memory."""
         self.nonfinite_ok: tuple[str, ...] = ()
         """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
         self.processes = ranks or Alone()
         """The ranks that save together. Exchange over them only while nothing is being written."""
-        self._last: StateCopy | None = None
+        self._last: HostCopy | None = None
         self._written: Future[None] | None = None
         """The save in progress, or the last save."""
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
@@ -105,25 +97,6 @@ class CheckpointStore(Writer):
     def durable(self) -> bool:
         """Whether the checkpoints outlive the process."""
         return self.root is not None
-
-    # -- the framework's part -------------------------------------------------------------------
-
-    def _write_arrays(self, copy: StateCopy, folder: Path) -> None:
-        """Writes the arrays below the new `folder`. Runs in the background, on every rank."""
-        raise NotImplementedError
-
-    def _complete_arrays(self, folder: Path) -> None:
-        """Completes the files of all ranks. Runs in the background, on rank 0."""
-
-    def _read_arrays(
-        self,
-        checkpoint: StoredCheckpoint,
-        entries: Mapping[str, Mapping[str, Any]],
-        like: Mapping[str, Any],
-        live: Flat,
-    ) -> dict[str, Any]:
-        """Reads the arrays of some entries from verified files into fresh memory, on every rank."""
-        raise NotImplementedError
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -154,7 +127,7 @@ class CheckpointStore(Writer):
         if self._written is not None and self.busy:
             self._written.result()  # at most one copy is pending
         try:
-            copy = self.copier.copy(step, state, healing)
+            copy = self.format.copy(step, state, healing)
         except Exception as error:
             if self.processes.world > 1:  # the other ranks would wait for this rank
                 self._written = self.submit(step, partial(self._fail_on_others, error))
@@ -176,7 +149,7 @@ class CheckpointStore(Writer):
         """
         if self.processes.world > 1:
             self.join()  # the save in progress exchanges messages with the other ranks too
-        found = ranks.together(self.processes, lambda: self.copier.nonfinite_in(state))
+        found = ranks.together(self.processes, lambda: self.format.nonfinite_in(state))
         return ranks.union_of_names(found)
 
     # -- the checkpoints ------------------------------------------------------------------------
@@ -202,8 +175,6 @@ class CheckpointStore(Writer):
 
     def steps_on_disk(self) -> list[Saved]:
         """The checkpoints in the directory; StoreError if it cannot be read."""
-        if self.root is None:
-            return []
         return manifest.listed(manifest.scan(self.root), self.nonfinite_ok)
 
     def steps_in_memory(self) -> set[int]:
@@ -214,8 +185,7 @@ class CheckpointStore(Writer):
     def healings(self) -> dict[int, dict[str, Any]]:
         """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
         self._wait_for_inspection()
-        on_disk = {} if self.root is None else manifest.scan(self.root).healings
-        return on_disk | self.ring.healings()
+        return manifest.scan(self.root).healings | self.ring.healings()
 
     def verify(self, step: int) -> None:
         """Recomputes every digest of the files, or of the copy in memory if there are no files.
@@ -228,7 +198,7 @@ class CheckpointStore(Writer):
         if stored is not None:
             self._check_files(stored)
         elif copy is not None:
-            ranks.on_each(self.processes, lambda: self.copier.check(copy))
+            ranks.on_each(self.processes, lambda: self.format.check(copy))
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies a checkpoint and reads it, from memory if possible.
@@ -247,7 +217,7 @@ class CheckpointStore(Writer):
         copy, stored = self._locate(step)
         if copy is not None:
             try:
-                state = ranks.on_each(self.processes, lambda: self.copier.restore(copy, like))
+                state = ranks.on_each(self.processes, lambda: self.format.restore(copy, like))
                 return Restored(state, copy.healing_state)
             except CheckpointDamaged as error:
                 self.ring.forget(step)
@@ -255,7 +225,17 @@ class CheckpointStore(Writer):
                     raise
                 self._trouble.append(error)
         assert stored is not None, "a checkpoint is in memory or on disk"
-        return self._restore_files(stored, like)
+        self._check_files(stored)
+
+        def matched() -> Target:
+            with stored.only_written_by_healcore():
+                return self.format.match(step, stored.entries(self.processes.rank), like)
+
+        # All ranks raise or none: the others would wait for a rank that raised.
+        target = ranks.on_each(self.processes, matched)
+        with stored.only_written_by_healcore():
+            arrays = self.format.read(stored, target)
+            return Restored(self.format.assemble(target, arrays), stored.healing)
 
     def commit(self, step: int, healing: Mapping[str, Any]) -> None:
         """Replaces the healing state of a checkpoint, atomically. The arrays stay.
@@ -264,15 +244,15 @@ class CheckpointStore(Writer):
             CheckpointNotFound: the step has no checkpoint.
             StoreError: the healing state could not be written.
         """
-        encoded = encode_healing(healing)
+        sealed = sealed_healing(healing)
         _, stored = self._locate(step)
         if (copy := self.ring.copies.get(step)) is not None:
-            copy.healing = encoded
+            copy.healing = sealed
             self.ring.prune(self.nonfinite_ok)
         if stored is not None:
-            failure = f"the healing state of step {step} cannot be written"
             file = stored.folder / manifest.HEALING
-            self._change(failure, lambda: files.replace(file, encoded))
+            failure = f"the healing state of step {step} cannot be written"
+            self._change(failure, lambda: files.replace(file, sealed))
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint, atomically.
@@ -283,17 +263,13 @@ class CheckpointStore(Writer):
         _, stored = self._locate(step)
         self.ring.forget(step)
         if stored is not None:
-            failure = f"step {step} cannot be deleted"
-            self._change(failure, lambda: directory.remove(stored.folder))
+            self._change(f"step {step} cannot be deleted", lambda: manifest.remove(stored.folder))
 
     # -- problems, each reported once -----------------------------------------------------------
 
     def damaged(self) -> list[CheckpointDamaged]:
-        """Checkpoints on disk that are too damaged for `steps` to list. Reads no arrays.
-
-        A crash leaves no such directory: a save gets its name last, a deletion removes it first.
-        """
-        return [] if self.root is None else manifest.scan(self.root).damaged
+        """Checkpoints on disk that are too damaged for `steps` to list. Reads no arrays."""
+        return manifest.scan(self.root).damaged
 
     def trouble(self) -> list[StoreError]:
         """Errors since the last call for which another copy was used instead.
@@ -311,16 +287,15 @@ class CheckpointStore(Writer):
 
     # -- saving, in the background --------------------------------------------------------------
 
-    def _complete(self, copy: StateCopy) -> None:
+    def _complete(self, copy: HostCopy) -> None:
         """Inspects a copy, adds it to memory, and writes it to disk. Every rank calls it."""
-        unused: StateCopy | None = copy
+        unused: HostCopy | None = copy
         try:
             try:
                 inspected = ranks.together(self.processes, lambda: self._inspected(copy))
-                names, created, has_room = zip(*inspected, strict=True)
-                copy.created = created[0]  # all ranks have the clock time of rank 0
+                names, has_room = zip(*inspected, strict=True)
                 copy.nonfinite = ranks.union_of_names(names)
-                if nonfinite := inspection.disallowed(copy.nonfinite, self.nonfinite_ok):
+                if nonfinite := disallowed(copy.nonfinite, self.nonfinite_ok):
                     self._nonfinite.append((copy.step, nonfinite))
                 if not all(has_room):
                     self._close_ring(copy)
@@ -328,20 +303,20 @@ class CheckpointStore(Writer):
             finally:
                 copy.ready.set()
             if self.root is not None:
-                folder = directory.commit(
-                    self.root,
-                    self.processes,
-                    copy,
-                    self.format,
-                    lambda folder: self._write(copy, folder),
-                    lambda folder: self._complete_arrays(folder / manifest.DATA),
-                )
-                copy.path = str(folder)
+                copy.path = str(self._commit(self.root, copy))
         finally:
             if unused is not None:
-                self.copier.release(unused)
+                self.format.release(unused)
 
-    def _close_ring(self, copy: StateCopy) -> None:
+    def _inspected(self, copy: HostCopy) -> tuple[tuple[str, ...], bool]:
+        """The names of arrays with NaN or Inf, and whether memory has room for more copies."""
+        try:
+            nonfinite = self.format.inspect(copy)
+        except Exception as error:
+            raise SaveFailed(copy.step, "while copying the state", error) from error
+        return nonfinite, self.ring.has_room(copy, self.processes.world)
+
+    def _close_ring(self, copy: HostCopy) -> None:
         """Keeps no copies in memory from now on; StoreError for a store without a directory."""
         assert self.ring.keep is not None, "an empty ring has room"
         each = f"{copy.nbytes / 1e9:.3g} GB each, {self.processes.world} ranks"
@@ -352,15 +327,28 @@ class CheckpointStore(Writer):
         console.warning(f"{line}: checkpoints go to disk only")
         self.ring.keep, self.ring.copies = None, {}
 
-    def _inspected(self, copy: StateCopy) -> tuple[tuple[str, ...], float, bool]:
-        """The names of arrays with NaN or Inf, the clock time, and whether memory has room."""
+    def _commit(self, root: Path, copy: HostCopy) -> Path:
+        """Writes a checkpoint atomically; returns its directory. Every rank calls it.
+
+        If one rank fails, all ranks raise SaveFailed.
+        """
+        # All exchanges of the ranks go through `ranks.gather`, in the same order.
+        folder = root / ranks.agreed(self.processes, files.new_temporary())
         try:
-            copy.copied()
-            found = self.copier.inspect(copy.flat.leaves)
+            ranks.on_first(self.processes, lambda: folder.mkdir())
+            ranks.on_each(self.processes, lambda: self._write(copy, folder))
+            complete = partial(manifest.complete, root, folder, copy, self.format.name)
+            return ranks.on_first(self.processes, complete)
         except Exception as error:
-            raise SaveFailed(copy.step, "while copying the state", error) from error
-        copy.digests = found.digests
-        return found.nonfinite, copy.created, self.ring.has_room(copy, self.processes.world)
+            raise SaveFailed(copy.step, f"while writing to {root}", error) from error
+        finally:
+            if self.processes.rank == 0:
+                files.discard(folder)  # after a success the folder has its final name
+
+    def _write(self, copy: HostCopy, folder: Path) -> None:
+        """Writes `data/` and `state.json`. Every rank calls it."""
+        self.format.write(copy, folder / manifest.DATA)
+        manifest.write_entries(folder, copy.flat.entries, self.processes.rank)
 
     def _fail_on_others(self, failure: Exception) -> None:
         """Makes a save fail on the other ranks because this rank could not copy its state."""
@@ -371,26 +359,19 @@ class CheckpointStore(Writer):
         with suppress(type(failure)):  # `save` raises it on this rank
             ranks.on_each(self.processes, fail)
 
-    def _write(self, copy: StateCopy, folder: Path) -> None:
-        """Writes `data/` and `state.json`. Every rank calls it."""
-        self._write_arrays(copy, folder / manifest.DATA)
-        entries.write(folder, copy.flat.entries, self.processes.rank)
-
     # -- the directory --------------------------------------------------------------------------
 
     def _on_disk(self) -> manifest.Scan:
         """The checkpoints in the directory; nothing if only memory can be read."""
-        if self.root is None:
-            return manifest.Scan({}, {}, [])
         try:
             return manifest.scan(self.root)
         except StoreError as error:
             if not self.ring.copies:
                 raise
             self._trouble.append(error)
-            return manifest.Scan({}, {}, [])
+            return manifest.scan(None)
 
-    def _locate(self, step: int) -> tuple[StateCopy | None, StoredCheckpoint | None]:
+    def _locate(self, step: int) -> tuple[HostCopy | None, StoredCheckpoint | None]:
         """The copy in memory if every rank has one, and the same save on disk.
 
         No rank uses a copy that another rank has lost: then any save on disk counts. At least one
@@ -409,35 +390,24 @@ class CheckpointStore(Writer):
             return found.complete.get(step) or next(incomplete, missing)
 
         stored = ranks.on_first(self.processes, look)
-        found = None if isinstance(stored, StoreError) else stored
-        same = found is not None and copy is not None and copy.path == str(found.folder)
-        by_rank = self.processes.gather((copy is not None, same))
-        if all(in_memory for in_memory, _ in by_rank):
-            return copy, found if all(same for _, same in by_rank) else None
+        in_memory = all(self.processes.gather(copy is not None))
         if isinstance(stored, StoreError):
-            raise stored
-        return None, found
+            if not in_memory:
+                raise stored
+            return copy, None
+        if copy is None or not in_memory:
+            return None, stored
+        return copy, stored if copy.path == str(stored.folder) else None
 
     def _check_files(self, checkpoint: StoredCheckpoint) -> None:
-        processes = self.processes
-        ranks.on_each(
-            processes, lambda: manifest.check(checkpoint, processes.rank, processes.world)
-        )
+        """Recomputes the digests of the files, shared among the ranks; CheckpointDamaged."""
+        rank, world = self.processes.rank, self.processes.world
 
-    def _restore_files(self, checkpoint: StoredCheckpoint, like: Mapping[str, Any]) -> Restored:
-        """Verifies every file, then reads the state."""
-        self._check_files(checkpoint)
-        step, copier = checkpoint.manifest.step, self.copier
+        def check() -> None:
+            for error in manifest.find_damage(checkpoint, rank, world):
+                raise error
 
-        def check() -> tuple[dict[str, Any], dict[str, Any], Flat]:
-            with entries.only_written_by_healcore(checkpoint):
-                return copier.match(step, entries.read(checkpoint, self.processes.rank), like)
-
-        # All ranks raise or none: the others would wait for a rank that raised.
-        saved, wanted, live = ranks.on_each(self.processes, check)
-        with entries.only_written_by_healcore(checkpoint):
-            arrays = self._read_arrays(checkpoint, saved, wanted, live)
-            return Restored(copier.assemble(saved, arrays, wanted, live), checkpoint.healing)
+        ranks.on_each(self.processes, check)
 
     def _change(self, failure: str, action: Callable[[], None]) -> None:
         """Changes something on disk, from rank 0; StoreError if that fails."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -25,7 +24,8 @@ class Writer:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._jobs: deque[Future[None]] = deque()
+        self._newest: Future[None] | None = None
+        """The last job: if it is done, all are."""
         self._worker = 0
         self._failures: list[SaveFailed] = []
         watch_forks(self)
@@ -45,23 +45,19 @@ class Writer:
             except BaseException as error:
                 self._failures.append(SaveFailed(step, "in the background", error))
 
-        while self._jobs and self._jobs[0].done():
-            self._jobs.popleft()
-        self._jobs.append(self._pool.submit(run))
-        return self._jobs[-1]
+        self._newest = self._pool.submit(run)
+        return self._newest
 
     @property
     def busy(self) -> bool:
         """Whether there are jobs to wait for. False for a job, which would wait for itself."""
-        if threading.get_ident() == self._worker:
-            return False
-        return not all(job.done() for job in tuple(self._jobs))
+        newest = self._newest
+        return not (newest is None or newest.done() or threading.get_ident() == self._worker)
 
     def join(self) -> None:
         """Waits for the background; raises no failures."""
-        if self.busy:
-            for job in tuple(self._jobs):
-                job.result()
+        if self.busy and self._newest is not None:
+            self._newest.result()
 
     def wait(self) -> None:
         """Waits until every save is complete.
@@ -81,8 +77,7 @@ class Writer:
 
     def forked(self) -> None:
         """Empties the queue in a forked child, where the thread does not exist."""
-        self._pool, self._worker = None, 0
-        self._jobs, self._failures = deque(), []
+        self._pool, self._newest, self._failures = None, None, []
 
     def _finish(self) -> None:
         self.join()
@@ -97,15 +92,9 @@ def _call_before_exit(method: Callable[[], None]) -> None:
     The earlier hook is private. On an interpreter without it an unfinished save is lost.
     """
     register: Any = getattr(threading, "_register_atexit", None)
-    if register is not None:
-        reference = weakref.WeakMethod(method)
-
-        def finish() -> None:
-            alive = reference()
-            if alive is not None:
-                alive()
-
-        # The interpreter raises RuntimeError if it is already ending. A job of another store then
-        # started this queue, and that store waits for it.
-        with contextlib.suppress(RuntimeError):
-            register(finish)
+    reference = weakref.WeakMethod(method)
+    # The interpreter raises RuntimeError if it is already ending. A job of another store then
+    # started this queue, and that store waits for it.
+    with contextlib.suppress(RuntimeError):
+        if register is not None:
+            register(lambda: (alive := reference()) and alive())

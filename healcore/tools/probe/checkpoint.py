@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from healcore.checkpoint_contents import Contents, ProbeError
-from healcore.runtime.store import StoreError, inspection, manifest
+from healcore.runtime.store import StoreError, manifest
+from healcore.runtime.store.saved import disallowed
 from healcore.tools.probe.child import probe_paths
 from healcore.tools.probe.formats import damaged_archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
@@ -65,7 +66,7 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         number, notes = len(contents.arrays), contents.notes
         if not number:
             raise NothingToProbe(f"{path} is a {contents.format} without arrays")
-        bad = inspection.disallowed(found, inputs.nonfinite_ok)
+        bad = disallowed(found, inputs.nonfinite_ok)
         message = f"no NaN and no Inf in {number} arrays"
         if bad:
             message = f"NaN or Inf in {len(bad)} of {number} arrays: {first_three(bad)}"
@@ -119,7 +120,7 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     for saved, found in zip(listed, scan.complete.values(), strict=True):
         if not wanted(found.folder):
             continue
-        errors = manifest.find_damage(found, sorted(found.manifest.files))
+        errors = manifest.find_damage(found)
         row = {name: getattr(saved, name) for name in ("step", "status", "finite")}
         row |= {"intact": not errors, "bytes": saved.bytes, "path": saved.path}
         rows.append(row)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from healcore.jax.store import Keep, MemoryStore, OrbaxStore
 from healcore.runtime.store import CheckpointStore
-from tests.jax.store.pinned import PinningCopier
+from tests.runtime.store.store_cases import PinningFormat
 
 root, KEEP = Path(sys.argv[1]), Keep()
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
@@ -47,7 +47,7 @@ def data(leaf):
 stores = {
     "orbax": OrbaxStore(root / "orbax"),
     "memory": MemoryStore(KEEP),
-    "pinned": CheckpointStore(PinningCopier(), keep=KEEP),
+    "pinned": CheckpointStore(PinningFormat(), keep=KEEP),
     "tiers": OrbaxStore(root / "tiers", in_memory=KEEP),
 }
 for name, store in stores.items():

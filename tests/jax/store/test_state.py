@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -14,19 +15,23 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from orbax.checkpoint import v1 as orbax
 
 import healcore.jax
 from healcore.runtime.store import CheckpointStore, StateMismatch, UnsavableState
-from tests.jax.store.pinned import PinningCopier
-from tests.runtime.store.store_cases import JAX_MEMORY, JAX_TIERS, ORBAX, StoreCase, over, same
-
-PINNED = StoreCase(
-    "jax-pinned",
-    # As on an accelerator: arrays go to pinned host memory by themselves. Here it is a CPU's.
-    lambda root, **options: CheckpointStore(PinningCopier(), **options),
-    JAX_MEMORY.state,
-    JAX_MEMORY.spoil,
+from tests.runtime.store.programs import finish, start
+from tests.runtime.store.store_cases import (
+    JAX_MEMORY,
+    JAX_TIERS,
+    ORBAX,
+    PinningFormat,
+    StoreCase,
+    over,
+    same,
 )
+
+# As on an accelerator: arrays go to pinned host memory by themselves. Here it is a CPU's.
+PINNED = StoreCase("jax-pinned", lambda root: CheckpointStore(PinningFormat()), in_jax=True)
 CASES = (ORBAX, JAX_MEMORY, JAX_TIERS, PINNED)
 
 
@@ -49,40 +54,42 @@ def loss_of(params: Any, key: Any) -> Any:
 TX = optimizer()
 
 
-def _step(params: Any, state: Any, key: Any) -> Any:
-    key, now = jax.random.split(key)
-    loss, grads = jax.value_and_grad(loss_of)(params, now)
-    updates, state = TX.update(grads, state, params, value=loss)
-    return optax.apply_updates(params, updates), state, key, loss
-
-
 # Donated: what was saved is overwritten by the very next step.
-step = jax.jit(_step, donate_argnums=(0, 1, 2))
+@partial(jax.jit, donate_argnums=0)
+def step(run: dict[str, Any]) -> Any:
+    key, now = jax.random.split(run["key"])
+    loss, grads = jax.value_and_grad(loss_of)(run["params"], now)
+    updates, opt = TX.update(grads, run["opt"], run["params"], value=loss)
+    return {"params": optax.apply_updates(run["params"], updates), "opt": opt, "key": key}, loss
+
+
+def train(run: dict[str, Any], steps: int) -> tuple[dict[str, Any], list[float]]:
+    losses = []
+    for _ in range(steps):
+        run, loss = step(run)
+        losses.append(float(loss))
+    return run, losses
 
 
 def test_a_run_replays_bit_for_bit_though_every_step_donates(tmp_path):
     for case in CASES:
         params = {"w": jnp.linspace(-1, 1, 4096).reshape(64, 64)}
-        state, key = TX.init(params), jax.random.key(0)
         store = case.make(tmp_path / case.name)
-        for _ in range(3):
-            params, state, key, _ = step(params, state, key)
-        store.save(3, {"params": params, "opt": state, "key": key})
-        first = []
-        for _ in range(4):
-            params, state, key, loss = step(params, state, key)
-            first.append(float(loss))
-        like = {"params": params, "opt": state, "key": key}
+        run, _ = train({"params": params, "opt": TX.init(params), "key": jax.random.key(0)}, 3)
+        store.save(3, run)
+        run, losses = train(run, 4)
         for _ in range(2):
-            found = store.restore(3, like).state
-            params, state, key = found["params"], found["opt"], found["key"]
-            again = []
-            for _ in range(4):
-                params, state, key, loss = step(params, state, key)
-                again.append(float(loss))
-            assert again == first, case.name
-            like = {"params": params, "opt": state, "key": key}
+            run, again = train(store.restore(3, run).state, 4)
+            assert again == losses, case.name
             store.verify(3)
+
+
+def back(case: StoreCase, root: Any, state: dict[str, Any], like: Any = None) -> dict[str, Any]:
+    """A state, saved and restored into `like` or itself."""
+    store = case.make(root)
+    store.save(1, state)
+    store.wait()
+    return store.restore(1, like or state).state
 
 
 class Trained(NamedTuple):
@@ -107,10 +114,7 @@ def test_any_pytree_keeps_its_type(case, tmp_path):
         "nnx": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
         "bare": jnp.arange(3),
     }
-    store = case.make(tmp_path)
-    store.save(1, tree)
-    store.wait()
-    found = store.restore(1, tree).state
+    found = back(case, tmp_path, tree)
     for name, value in tree.items():
         assert jax.tree.structure(found[name]) == jax.tree.structure(value), name
         assert same(jax.tree.leaves(value), jax.tree.leaves(found[name])), name
@@ -139,28 +143,24 @@ def test_what_an_object_holds_keeps_its_type(case, tmp_path):
         "array": np.arange(3),
         "key": jax.random.key(0),
     }
-    store = case.make(tmp_path)
-    store.save(1, {"loader": Loader(value)})
-    store.wait()
-    found = store.restore(1, {"loader": Loader(value)}).state["loader"]
+    found = back(case, tmp_path, {"loader": Loader(value)})["loader"]
     assert [type(each) for each in found.values()] == [type(each) for each in value.values()]
     assert found["defaults"].default_factory is int
     assert type(found["named"].seen) is type(value["named"].seen)
     assert [type(each) for each in found["ordered"].values()] == [tuple, Counter]
     for lost in (np.ma.masked_array([1.0], [True]), type("Settings", (dict,), {})(a=1)):
         with pytest.raises(UnsavableState, match=r"state\['loader'\]\['last'\] is a "):
-            store.save(2, {"loader": Loader({"last": lost})})
+            case.make(tmp_path).save(2, {"loader": Loader({"last": lost})})
 
 
 @over(*CASES)
 def test_jax_and_numpy_arrays_stand_for_each_other(case, tmp_path):
-    store = case.make(tmp_path)
-    store.save(1, {"x": {"a": jnp.arange(3), "b": np.arange(3, dtype=np.int32)}})
-    store.wait()
-    found = store.restore(1, {"x": {"a": np.zeros(3, np.int32), "b": jnp.zeros(3, jnp.int32)}})
-    assert type(found.state["x"]["a"]) is np.ndarray
-    assert isinstance(found.state["x"]["b"], jax.Array)
-    assert found.state["x"]["a"].tolist() == found.state["x"]["b"].tolist() == [0, 1, 2]
+    saved = {"a": jnp.arange(3), "b": np.arange(3, dtype=np.int32)}
+    like = {"a": np.zeros(3, np.int32), "b": jnp.zeros(3, jnp.int32)}
+    found = back(case, tmp_path, {"x": saved}, {"x": like})["x"]
+    assert type(found["a"]) is np.ndarray
+    assert isinstance(found["b"], jax.Array)
+    assert found["a"].tolist() == found["b"].tolist() == [0, 1, 2]
 
 
 @over(*CASES)
@@ -168,10 +168,7 @@ def test_names_that_file_systems_do_not_like(case, tmp_path):
     names = ["a/b", "a.b", "..", "", " ", "%2F", "ü", "a", "A", "x" * 100, "[0]", "a#2", "\n"]
     tree: dict[str, Any] = {name: jnp.full(2, i) for i, name in enumerate(names)}
     tree["a "] = {"b": jnp.full(2, 99)}
-    store = case.make(tmp_path)
-    store.save(1, {"tree": tree, "t/r": tree})
-    store.wait()
-    found = store.restore(1, {"tree": tree, "t/r": tree}).state
+    found = back(case, tmp_path, {"tree": tree, "t/r": tree})
     assert same(tree, found["tree"])
     assert same(tree, found["t/r"])
 
@@ -199,13 +196,13 @@ def test_an_entry_that_cannot_be_saved_is_named(case, tmp_path):
 
 def test_the_arrays_of_a_checkpoint_are_orbax_s_own(tmp_path):
     """Readable without healcore."""
-    from pathlib import Path
-
-    from orbax.checkpoint import v1 as ocp
-
-    store = ORBAX.make(tmp_path)
-    store.save(1, {"params": {"dense": {"kernel": jnp.arange(3.0)}}})
-    store.wait()
-    folder = Path(store.steps()[0].path or "") / "data"
-    found = ocp.load_checkpointables(str(folder))["state"]
+    back(ORBAX, tmp_path, {"params": {"dense": {"kernel": jnp.arange(3.0)}}})
+    (folder,) = tmp_path.glob("step-*/data")
+    found = orbax.load_checkpointables(str(folder))["state"]
     assert found["params.dense.kernel"].tolist() == [0, 1, 2]
+
+
+def test_sharded_arrays_on_eight_devices(tmp_path):
+    flags = "--xla_force_host_platform_device_count=8"
+    program = "tests.jax.store.sharded_program"
+    finish(start(program, tmp_path, XLA_FLAGS=flags, JAX_PLATFORMS="cpu"))

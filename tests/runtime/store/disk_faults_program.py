@@ -26,9 +26,7 @@ def large(case: StoreCase, megabytes: int) -> dict[str, Any]:
 
 def file_size_limit(case: StoreCase, root: Path) -> None:
     """A disk that is full, by a limit of the system, which needs no rights to set."""
-    store = case.make(root)
-    store.save(1, case.state(1))
-    store.wait()
+    store = case.filled(root, 1)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     store.save(2, large(case, 3))

@@ -40,7 +40,7 @@ def state(case: store_cases.StoreCase, step: int) -> dict[str, Any]:
     """A small state that only depends on the step. Nothing is compiled for it."""
     random = np.random.default_rng(step)
     arrays = [random.standard_normal((20, size), dtype=np.float32) for size in (1, 30, 400)]
-    put = jax.device_put if case.state is store_cases.jax_state else torch.from_numpy
+    put = jax.device_put if case.in_jax else torch.from_numpy
     return {"weights": [put(each) for each in arrays], "step": {"is": step}}
 
 

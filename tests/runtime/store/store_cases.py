@@ -19,8 +19,9 @@ import torch
 
 import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
+from healcore.jax.store.orbax import JaxFormat
 from healcore.runtime.store import CheckpointStore, Keep, superfluous
-from healcore.runtime.store.copies import StateCopy, parts_of
+from healcore.runtime.store.host_copy import HostCopy, parts_of, raw
 
 KEEP = Keep(good=3, candidates=8)
 
@@ -39,7 +40,7 @@ class Cursor:
         self.at, self.order = state["at"], state["order"]
 
 
-def values() -> dict[str, Any]:
+def python_values() -> dict[str, Any]:
     """Python values and NumPy arrays that both frameworks must give back unchanged."""
     return {
         "int": 2**70,
@@ -57,120 +58,102 @@ def values() -> dict[str, Any]:
     }
 
 
-def torch_state(seed: int = 0) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    random = torch.randn(7, 5, generator=generator)
+def torch_weights(seed: int) -> dict[str, Any]:
+    random = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed))
     return {
-        "weights": {
-            "float32": random,
-            "bfloat16": random.bfloat16(),
-            "half": random.half(),
-            "double": random.double(),
-            "int64": torch.arange(9) + seed,
-            "bool": random > 0,
-            "scalar": torch.tensor(3.5 + seed),
-            "empty": torch.zeros(0, 4),
-            "strided": random.t()[::2],
-            "nested": {"deeper": [random[0].clone(), (random[1].clone(), {})]},
-        },
-        "values": values(),
-        "cursor": Cursor(seed),
+        "float32": random,
+        "bfloat16": random.bfloat16(),
+        "half": random.half(),
+        "double": random.double(),
+        "int64": torch.arange(9) + seed,
+        "bool": random > 0,
+        "scalar": torch.tensor(3.5 + seed),
+        "empty": torch.zeros(0, 4),
+        "strided": random.t()[::2],
+        "nested": {"deeper": [random[0].clone(), (random[1].clone(), {})]},
     }
 
 
-def jax_state(seed: int = 0) -> dict[str, Any]:
+def jax_weights(seed: int) -> dict[str, Any]:
     random = jax.random.normal(jax.random.key(seed), (7, 5))
     return {
-        "weights": {
-            "float32": random,
-            "bfloat16": random.astype(jnp.bfloat16),
-            "half": random.astype(jnp.float16),
-            "float8": random.astype(jnp.float8_e4m3fn),
-            "int32": jnp.arange(9) + seed,
-            "bool": random > 0,
-            "scalar": jnp.float32(3.5 + seed),
-            "empty": jnp.zeros((0, 4)),
-            "key": jax.random.key(seed),
-            "nested": {"deeper": [random[0], (random[1], {})]},
-        },
-        "values": values(),
-        "cursor": Cursor(seed),
+        "float32": random,
+        "bfloat16": random.astype(jnp.bfloat16),
+        "half": random.astype(jnp.float16),
+        "float8": random.astype(jnp.float8_e4m3fn),
+        "int32": jnp.arange(9) + seed,
+        "bool": random > 0,
+        "scalar": jnp.float32(3.5 + seed),
+        "empty": jnp.zeros((0, 4)),
+        "key": jax.random.key(seed),
+        "nested": {"deeper": [random[0], (random[1], {})]},
     }
 
 
-def torch_spoil(state: dict[str, Any]) -> None:
-    """Overwrites everything that can be overwritten in place."""
-    for leaf in jax.tree.leaves(state["weights"]):
-        leaf.zero_() if leaf.dtype == torch.bool else leaf.fill_(77)
-    spoil_values(state)
+_donate = jax.jit(lambda leaf: jnp.full_like(leaf, 77), donate_argnums=0)
 
 
-def jax_spoil(state: dict[str, Any]) -> None:
-    """Donates every array: its memory may be used for something else from now on."""
-    fill = jax.jit(lambda leaf: jnp.full_like(leaf, 77), donate_argnums=0)
-    for leaf in jax.tree.leaves(state["weights"]):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # type: ignore[attr-defined]
-            continue
-        if leaf.size:
-            jax.block_until_ready(fill(leaf))
-    spoil_values(state)
+class PinningFormat(JaxFormat):
+    """Copies arrays of a CPU to pinned host memory, as JAX copies them from a GPU."""
 
-
-def spoil_values(state: dict[str, Any]) -> None:
-    state["values"]["numpy"][:] = 77
-    state["values"]["list"][1].append("spoilt")
-    state["values"]["text"] = "spoilt"
-    state["cursor"].order[:] = 77
-    state["cursor"].at = 77
+    def on_cpu(self, part: Any) -> bool:
+        return not isinstance(part, jax.Array) or not part.size
 
 
 @dataclass(frozen=True)
 class StoreCase:
-    """One kind of store."""
+    """One kind of store. `make` takes a directory."""
 
     name: str
     make: Callable[..., Any]
-    """root -> store; anything else is passed on."""
-    state: Callable[[int], dict[str, Any]]
-    """seed -> state."""
-    spoil: Callable[[dict[str, Any]], None]
+    in_jax: bool = False
+
+    def state(self, seed: int = 0) -> dict[str, Any]:
+        weights = jax_weights(seed) if self.in_jax else torch_weights(seed)
+        return {"weights": weights, "values": python_values(), "cursor": Cursor(seed)}
 
     def with_nan(self, seed: int = 0) -> dict[str, Any]:
         """A state with one NaN in one array."""
         state = self.state(seed)
-        where = state["weights"]
-        if self.state is torch_state:
-            where["bfloat16"][3, 3] = float("nan")
+        weights = state["weights"]
+        if self.in_jax:
+            weights["bfloat16"] = weights["bfloat16"].at[3, 3].set(jnp.nan)
         else:
-            where["bfloat16"] = where["bfloat16"].at[3, 3].set(jnp.nan)
+            weights["bfloat16"][3, 3] = float("nan")
         return state
 
+    def spoil(self, state: dict[str, Any]) -> None:
+        """Overwrites everything in place, and donates JAX's arrays: their memory is used again."""
+        for leaf in jax.tree.leaves(state["weights"]):
+            if isinstance(leaf, torch.Tensor):
+                leaf.zero_() if leaf.dtype == torch.bool else leaf.fill_(77)
+            elif not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.size:  # type: ignore[attr-defined]
+                jax.block_until_ready(_donate(leaf))
+        state["values"]["numpy"][:] = 77
+        state["values"]["list"][1].append("spoilt")
+        state["values"]["text"] = "spoilt"
+        state["cursor"].order[:] = 77
+        state["cursor"].at = 77
 
-DCP = StoreCase("dcp", torch_stores.DCPStore, torch_state, torch_spoil)
-ORBAX = StoreCase("orbax", jax_stores.OrbaxStore, jax_state, jax_spoil)
-TORCH_MEMORY = StoreCase(
-    "torch-memory",
-    lambda root, **options: torch_stores.MemoryStore(KEEP, **options),
-    torch_state,
-    torch_spoil,
-)
-JAX_MEMORY = StoreCase(
-    "jax-memory",
-    lambda root, **options: jax_stores.MemoryStore(KEEP, **options),
-    jax_state,
-    jax_spoil,
-)
-TORCH_TIERS = StoreCase(
-    "torch-tiers", partial(torch_stores.DCPStore, in_memory=KEEP), torch_state, torch_spoil
-)
-JAX_TIERS = StoreCase(
-    "jax-tiers", partial(jax_stores.OrbaxStore, in_memory=KEEP), jax_state, jax_spoil
-)
+    def filled(self, root: Any, *steps: int, healing: Any = None) -> Any:
+        """A store with checkpoints of some steps, each of the state with that seed."""
+        store = self.make(root)
+        for step in steps:
+            store.save(step, self.state(step), healing=healing)
+            store.wait()
+        return store
+
+
+DCP = StoreCase("dcp", torch_stores.DCPStore)
+ORBAX = StoreCase("orbax", jax_stores.OrbaxStore, in_jax=True)
+TORCH_MEMORY = StoreCase("torch-memory", lambda root: torch_stores.MemoryStore(KEEP))
+JAX_MEMORY = StoreCase("jax-memory", lambda root: jax_stores.MemoryStore(KEEP), in_jax=True)
+TORCH_TIERS = StoreCase("torch-tiers", partial(torch_stores.DCPStore, in_memory=KEEP))
+JAX_TIERS = StoreCase("jax-tiers", partial(jax_stores.OrbaxStore, in_memory=KEEP), in_jax=True)
 
 DISKS = (DCP, ORBAX)
-MEMORIES = (TORCH_MEMORY, JAX_MEMORY)
 TIERS = (TORCH_TIERS, JAX_TIERS)
-ALL = (*DISKS, *MEMORIES, *TIERS)
+ALL = (*DISKS, TORCH_MEMORY, JAX_MEMORY, *TIERS)
 
 
 def over(*cases: StoreCase) -> Any:
@@ -181,9 +164,9 @@ def over(*cases: StoreCase) -> Any:
 def damage_in_memory(store: Any, step: int) -> str:
     """Flips a bit of the largest array of a copy in memory; returns the array's name."""
     copy = store.ring.copies[step]
-    block = max(store.copier.blocks(copy.flat.leaves), key=lambda each: len(each.raw))
-    block.raw[3] ^= 1
-    return block.name
+    leaf = max(copy.flat.leaves.values(), key=lambda leaf: next(iter(leaf.parts.values())).nbytes)
+    raw(next(iter(leaf.parts.values())))[3] ^= 1
+    return leaf.name
 
 
 def forget(store: Any) -> None:
@@ -239,6 +222,6 @@ def held_bytes(store: CheckpointStore) -> int:
     """Bytes of host memory of all copies, including the memory kept for the next copy."""
     store.wait()
     gc.collect()
-    copies = [each for each in gc.get_objects() if type(each) is StateCopy]
+    copies = [each for each in gc.get_objects() if type(each) is HostCopy]
     parts = {id(part): part for copy in copies for part in parts_of(copy.flat)}
     return sum(part.nbytes for part in parts.values())

@@ -7,22 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.store import CheckpointDamaged, checksummed_json
-from healcore.runtime.store.checksummed_json import ChecksumError
+from healcore.runtime.store import CheckpointDamaged
+from healcore.runtime.store.files import ChecksumError, unseal
 from tests.runtime.store.disk_faults import flip
-from tests.runtime.store.store_cases import DISKS, StoreCase, mark_good, over, same_states
+from tests.runtime.store.store_cases import DISKS, StoreCase, over, same_states
 
 FLIPS = 60
+HEALING = {"attempts": [0], "proven": 2}
 
 
 def two_saves(case: StoreCase, root: Path) -> Path:
     """Known-good checkpoints of steps 1 and 2; returns the newer one's directory."""
-    store = case.make(root)
-    for step in (1, 2):
-        store.save(step, case.state(step), healing={"step": step})
-        store.wait()
-        mark_good(store, step)
-    return Path(store.steps()[1].path)
+    return Path(case.filled(root, 1, 2, healing=HEALING).steps()[1].path)
 
 
 def files(folder: Path) -> list[Path]:
@@ -46,7 +42,7 @@ def test_60_of_60_flipped_bits_are_noticed_and_the_older_one_is_intact(case, tmp
                 call(2)
             assert error.value.file == path.relative_to(newer).as_posix()
         found = store.restore(1, like)
-        assert found.healing == {"step": 1, "attempts": [0], "proven": 1}
+        assert found.healing == HEALING
         assert same_states(case.state(1), found.state)
         flip(path, bit)
     assert same_states(case.state(2), case.make(tmp_path).restore(2, like).state)
@@ -61,7 +57,7 @@ def test_every_bit_of_the_manifest(case, tmp_path):
         spoilt = bytearray(data)
         spoilt[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ChecksumError):
-            checksummed_json.loads(bytes(spoilt))
+            unseal(bytes(spoilt))
     flip(manifest, 8 * (len(data) // 2))
     store = case.make(tmp_path)
     assert [saved.step for saved in store.steps()] == [1]
@@ -94,12 +90,9 @@ def test_a_file_that_is_not_whole(case, tmp_path, how):
 
 @over(*DISKS)
 def test_unknown_files_stay(case, tmp_path):
-    newer = two_saves(case, tmp_path)
-    (newer / "data" / "notes.txt").write_text("mine")
-    (tmp_path / "README").write_text("mine too")
-    store = case.make(tmp_path)
+    unknown = (two_saves(case, tmp_path) / "data" / "notes.txt", tmp_path / "README")
+    for path in unknown:
+        path.write_text("mine")
+    store = case.filled(tmp_path, 3)
     assert same_states(case.state(2), store.restore(2, case.state(1)).state)
-    store.save(3, case.state(3))
-    store.wait()
-    assert (newer / "data" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "README").read_text() == "mine too"
+    assert [path.read_text() for path in unknown] == ["mine", "mine"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.store.directory import sweep
-from tests.runtime.store import store_cases
-from tests.runtime.store.programs import run
+from healcore.runtime.store.manifest import sweep
+from tests.runtime.store.programs import finish, run, start
+from tests.runtime.store.store_cases import DCP
 
 # MemoryStore is not here: it dies with its process.
 STORES = ("dcp", "torch-tiers", "orbax", "jax-tiers")
@@ -37,11 +37,7 @@ def test_killed_many_times(rounds, stores, in_memory):
 
 def test_killed_while_deleting(in_memory):
     """Killed in the middle of a deletion: of many files only some are gone."""
-    store = store_cases.DCP.make(in_memory)
-    for step in (1, 2):
-        store.save(step, store_cases.torch_state(step))
-        store.wait()
-        store_cases.mark_good(store, step)
+    store = DCP.filled(in_memory, 1, 2, healing={"attempts": [0], "proven": 2})
     folder = Path(store.steps()[1].path or "")
     for number in range(CLUTTER):
         (folder / "data" / f"clutter{number}").touch()
@@ -50,7 +46,7 @@ def test_killed_while_deleting(in_memory):
     done = run(program, "killed_while_deleting", "dcp", in_memory, CLUTTER // 2)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert before - CLUTTER < files(in_memory) < before
-    store = store_cases.DCP.make(in_memory)
+    store = DCP.make(in_memory)
     assert len(sweep(in_memory)) == 1
     assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "good")]
     assert store.damaged() == []
@@ -59,3 +55,8 @@ def test_killed_while_deleting(in_memory):
 
 def files(folder: Path) -> int:
     return sum(len(names) for _, _, names in os.walk(folder))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_does_not_wait_for_its_parents_threads(tmp_path):
+    finish(start("tests.runtime.store.forks_program", tmp_path))

@@ -13,7 +13,7 @@ from tests.runtime.store.store_cases import ALL, DISKS, TIERS, StoreCase, over, 
 
 @pytest.fixture
 def store(case: StoreCase, tmp_path):
-    return case.make(tmp_path / "checkpoints")
+    return case.make(tmp_path)
 
 
 def save(case: StoreCase, store, step: int, seed: int, *attempts: int) -> None:

@@ -6,31 +6,15 @@ import json
 
 import pytest
 
-from healcore.runtime.store import (
-    CheckpointNotFound,
-    StateMismatch,
-    StoreError,
-)
-from tests.runtime.store.store_cases import (
-    ALL,
-    DISKS,
-    TIERS,
-    Cursor,
-    StoreCase,
-    over,
-    same_states,
-)
+from healcore.runtime.store import CheckpointNotFound, StateMismatch, StoreError
+from tests.runtime.store.store_cases import ALL, DISKS, TIERS, Cursor, over, same_states
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 
 
-@pytest.fixture
-def store(case: StoreCase, tmp_path):
-    return case.make(tmp_path / "checkpoints")
-
-
 @over(*ALL)
-def test_a_save_is_exact_and_shares_no_memory_with_the_live_or_a_restored_state(case, store):
+def test_a_save_is_exact_and_shares_no_memory_with_the_live_or_a_restored_state(case, tmp_path):
+    store = case.make(tmp_path / "checkpoints")
     assert store.steps() == store.damaged() == []
     healing, state = json.loads(json.dumps(HEALING)), case.state(1)
     store.save(7, state, healing=healing)
@@ -41,18 +25,10 @@ def test_a_save_is_exact_and_shares_no_memory_with_the_live_or_a_restored_state(
         restored = store.restore(7, case.state(2))
         assert same_states(case.state(1), restored.state)
         assert restored.healing == HEALING
-        weights = dict(restored.state["weights"])
-        case.spoil(
-            {**restored.state, "weights": weights, "cursor": _Holder(restored.state["cursor"])}
-        )
+        cursor = Cursor()
+        cursor.load_state_dict(restored.state["cursor"])
+        case.spoil({**restored.state, "cursor": cursor})
         store.verify(7)
-
-
-class _Holder:
-    """A restored cursor's arrays, in the form that `spoil` knows."""
-
-    def __init__(self, state):
-        self.order, self.at = state["order"], 0
 
 
 class Newcomer(Cursor):
@@ -62,12 +38,12 @@ class Newcomer(Cursor):
 
 
 @over(*ALL)
-def test_optional_names_that_a_checkpoint_lacks_are_left_out(case, store):
-    store.save(7, case.state(1))
+def test_optional_names_that_a_checkpoint_lacks_are_left_out(case, tmp_path):
+    store = case.filled(tmp_path, 7)
     store.save(8, {**case.state(1), "healcore": Newcomer(5)})
     store.wait()
     like = {**case.state(2), "healcore": Newcomer()}
-    assert same_states(case.state(1), store.restore(7, like).state)
+    assert same_states(case.state(7), store.restore(7, like).state)
     assert store.restore(8, like).state["healcore"]["at"] == 5
     assert store.restore(7, {"healcore": Newcomer()}) == ({}, None)
     assert store.healings() == {}
@@ -77,11 +53,9 @@ def test_optional_names_that_a_checkpoint_lacks_are_left_out(case, store):
 
 
 @over(*ALL)
-def test_another_state_does_not_fit(case, store):
-    store.save(7, case.state(1))
-    store.wait()
-    like = case.state(1)
-    del like["weights"]["int64" if "int64" in like["weights"] else "int32"]
+def test_another_state_does_not_fit(case, tmp_path):
+    store, like = case.filled(tmp_path, 7), case.state(1)
+    del like["weights"]["int32" if case.in_jax else "int64"]
     like["weights"]["float32"] = like["weights"]["float32"][:3]
     like["weights"]["new"] = like["weights"]["half"]
     with pytest.raises(StateMismatch) as error:
@@ -93,13 +67,12 @@ def test_another_state_does_not_fit(case, store):
 
 
 @over(*ALL)
-def test_a_commit_replaces_the_healing_state_alone(case, store):
-    store.save(7, case.state(1), healing=HEALING)
-    store.wait()
+def test_a_commit_replaces_the_healing_state_alone(case, tmp_path):
+    store = case.filled(tmp_path, 7, healing=HEALING)
     store.commit(7, {"lr": 0.25})
     restored = store.restore(7, case.state(2))
     assert store.healings()[7] == restored.healing == {"lr": 0.25}
-    assert same_states(case.state(1), restored.state)
+    assert same_states(case.state(7), restored.state)
     with pytest.raises(CheckpointNotFound):
         store.commit(8, {})
     with pytest.raises(StoreError, match="JSON-safe"):
@@ -107,7 +80,8 @@ def test_a_commit_replaces_the_healing_state_alone(case, store):
 
 
 @over(*ALL)
-def test_statuses_follow_from_the_newest_healing_state(case, store):
+def test_statuses_follow_from_the_newest_healing_state(case, tmp_path):
+    store = case.make(tmp_path)
     for step in (1, 2, 3):
         store.save(step, case.state(step), healing={"attempts": [0], "proven": step - 2})
     store.wait()
@@ -121,9 +95,8 @@ def test_statuses_follow_from_the_newest_healing_state(case, store):
 
 
 @over(*ALL)
-def test_a_fault_while_the_copy_is_taken_loses_nothing(case, store):
-    store.save(7, case.state(1))
-    store.wait()
+def test_a_fault_while_the_copy_is_taken_loses_nothing(case, tmp_path):
+    store = case.filled(tmp_path, 7)
 
     class Broken:
         def state_dict(self):
@@ -135,23 +108,21 @@ def test_a_fault_while_the_copy_is_taken_loses_nothing(case, store):
     store.wait()
     assert [saved.step for saved in store.steps()] == [7]
     store.verify(7)
-    assert same_states(case.state(1), store.restore(7, case.state(1)).state)
+    assert same_states(case.state(7), store.restore(7, case.state(1)).state)
 
 
 @over(*DISKS, *TIERS)  # memory keeps no such copy
-def test_they_can_be_named_later(case, tmp_path):
+def test_arrays_that_may_hold_nan_can_be_named_later(case, tmp_path):
     store = case.make(tmp_path)
     store.save(1, case.with_nan(), healing={"attempts": [0], "proven": 9})
     store.wait()
-    saved = store.steps()[0]
-    assert saved.status == "candidate"
-    assert not saved.finite
+    (saved,) = store.steps()
+    assert (saved.status, saved.finite) == ("candidate", False)
     assert saved.nonfinite == ("weights.bfloat16",)
     store.nonfinite_ok += ("weights.b*16",)
-    assert store.steps()[0].finite
-    assert store.steps()[0].nonfinite == ()
+    (saved,) = store.steps()
+    assert (saved.status, saved.finite, saved.nonfinite) == ("good", True, ())
     store.verify(1)
-    assert store.steps()[0].status == "good"
     store.nonfinite_ok = ()
     assert not store.steps()[0].finite
 

@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor  # torch's own wrapper 
 
 from healcore.runtime.store import StateMismatch, UnsavableState
 from healcore.torch.store import MemoryStore, apply
+from tests.runtime.store.programs import finish, start
 from tests.runtime.store.store_cases import DCP, TORCH_MEMORY, TORCH_TIERS, over, same
 
 CASES = (DCP, TORCH_MEMORY, TORCH_TIERS)
@@ -34,12 +35,23 @@ SCHEDULERS = {
     "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
     "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=30),
     "warm up": lambda opt: lr_scheduler.SequentialLR(
-        opt,
-        [lr_scheduler.LinearLR(opt), lr_scheduler.ExponentialLR(opt, 0.9)],
-        milestones=[3],
+        opt, [lr_scheduler.LinearLR(opt), lr_scheduler.ExponentialLR(opt, 0.9)], milestones=[3]
     ),
     "plateau": partial(lr_scheduler.ReduceLROnPlateau, patience=1),
 }
+PAIRS = [*((name, "cosine") for name in OPTIMIZERS), *(("adamw", name) for name in SCHEDULERS)]
+
+
+class Generator:
+    """torch's global generator; every rank has its own."""
+
+    per_rank = True
+
+    def state_dict(self):
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        torch.set_rng_state(state["torch"])
 
 
 class Run:
@@ -52,16 +64,8 @@ class Run:
         )
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scheduler = SCHEDULERS[scheduler](self.optimizer)
-        self.generator = _Generator()
-
-    @property
-    def state(self):
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "rng": self.generator,
-        }
+        trained = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        self.state = {**trained, "rng": Generator()}
 
     def step(self) -> float:
         batch = torch.randn(16, 4)
@@ -81,21 +85,6 @@ class Run:
         return copy.deepcopy(
             [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
         )
-
-
-class _Generator:
-    """torch's global generator; every rank has its own."""
-
-    per_rank = True
-
-    def state_dict(self):
-        return {"torch": torch.get_rng_state()}
-
-    def load_state_dict(self, state):
-        torch.set_rng_state(state["torch"])
-
-
-PAIRS = [*((name, "cosine") for name in OPTIMIZERS), *(("adamw", name) for name in SCHEDULERS)]
 
 
 @pytest.mark.parametrize(
@@ -152,30 +141,17 @@ def swapped(model: nn.Sequential) -> list[nn.Parameter]:
     return params
 
 
+CHANGES = {
+    "optimizer is AdamW": lambda run: torch.optim.SGD(run.model.parameters(), lr=0.1),
+    r"optimizer\[0.bias\] is parameter 1": lambda run: torch.optim.AdamW(swapped(run.model)),
+    r"optimizer\[0.bias\] is missing": lambda run: torch.optim.AdamW(run.model[4].parameters()),
+    "scheduler is CosineAnnealingLR": lambda run: lr_scheduler.StepLR(run.optimizer, 3),
+}
+
+
 @over(*CASES)
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda run: torch.optim.SGD(run.model.parameters(), lr=0.1),
-            "optimizer is AdamW",
-        ),
-        (
-            lambda run: torch.optim.AdamW(swapped(run.model)),
-            r"optimizer\[0.bias\] is parameter 1",
-        ),
-        (
-            lambda run: torch.optim.AdamW(run.model[4].parameters()),
-            r"optimizer\[0.bias\] is missing",
-        ),
-        (
-            lambda run: lr_scheduler.StepLR(run.optimizer, 3),
-            "scheduler is CosineAnnealingLR",
-        ),
-    ],
-    ids=["class", "order", "fewer", "scheduler"],
-)
-def test_another_optimizer_is_named_and_gets_nothing(case, tmp_path, change, message):
+@pytest.mark.parametrize("message", CHANGES)
+def test_another_optimizer_is_named_and_gets_nothing(case, tmp_path, message):
     run = Run()
     run.step()
     store = case.make(tmp_path)
@@ -184,11 +160,10 @@ def test_another_optimizer_is_named_and_gets_nothing(case, tmp_path, change, mes
     if case is not TORCH_MEMORY:  # as a new process
         store = case.make(tmp_path)
     other = Run(seed=1)
-    changed = change(other)
-    name = "scheduler" if isinstance(changed, lr_scheduler.LRScheduler) else "optimizer"
+    live = {**other.state, message.split()[0].split("\\")[0]: CHANGES[message](other)}
     before = other.everything()
     with pytest.raises(StateMismatch, match=message):
-        apply(other.state, store.restore(1, {**other.state, name: changed}).state)
+        apply(other.state, store.restore(1, live).state)
     assert same(other.everything(), before)
 
 
@@ -237,15 +212,14 @@ def test_layouts_and_views(case, tmp_path):
 @over(*CASES)
 def test_an_entry_that_cannot_be_saved_is_named(case, tmp_path):
     store = case.make(tmp_path)
-    with pytest.raises(UnsavableState, match=r"state\['x'\]\['f'\] is a function"):
-        store.save(1, {"x": {"f": lambda: 0}})
-    sparse = torch.eye(3).to_sparse()
-    with pytest.raises(UnsavableState, match=r"state\['x'\]\[0\] is a tensor of layout"):
-        store.save(1, {"x": [sparse]})
-    with pytest.raises(UnsavableState, match="holds its values in other tensors"):
-        store.save(1, {"x": TwoTensor(torch.ones(2), torch.ones(2))})
-    with pytest.raises(UnsavableState, match="meta"):
-        store.save(1, {"x": torch.empty(2, device="meta")})
+    for value, message in (
+        (lambda: 0, r"state\['x'\]\[0\] is a function"),
+        (torch.eye(3).to_sparse(), r"state\['x'\]\[0\] is a tensor of layout"),
+        (TwoTensor(torch.ones(2), torch.ones(2)), "holds its values in other tensors"),
+        (torch.empty(2, device="meta"), "meta"),
+    ):
+        with pytest.raises(UnsavableState, match=message):
+            store.save(1, {"x": [value]})
     assert store.steps() == []
 
 
@@ -256,3 +230,9 @@ def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     store.wait()
     assert [saved.step for saved in store.steps()] == [1]
     assert store.nonfinite_found() == [(2, ("x",))]
+
+
+def test_two_ranks_save_one_checkpoint_and_one_process_reads_it(tmp_path):
+    program = "tests.torch.store.ranks_program"
+    finish(*(start(program, rank, tmp_path) for rank in (0, 1)))
+    finish(start(program, -1, tmp_path))

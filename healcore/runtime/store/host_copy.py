@@ -1,0 +1,415 @@
+"""Copies of a state in host memory, which stores inspect, write and restore from."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.runtime.store import files, host_memory, values
+from healcore.runtime.store.errors import CheckpointDamaged, SaveFailed, StateMismatch, StoreError
+from healcore.runtime.store.manifest import StoredCheckpoint
+from healcore.runtime.store.saved import Course, Keep, Saved, superfluous
+
+WHERE = "memory"
+"""Place of a copy in messages."""
+
+Entries = Mapping[str, Mapping[str, Any]]
+"""Name in the state -> structure. In torch: {"tree": node} with "stateful" and "per_rank", and
+"identity" (part -> text that must be equal) for optimizers and schedulers. In JAX: {"tree": node}
+for an object with `state_dict`, {"leaves": [[path, node], …]} for a pytree."""
+
+
+@dataclass(eq=False)
+class Leaf:
+    """One array of a state."""
+
+    name: str
+    dtype: str
+    """Name of the dtype, such as "bfloat16"."""
+    parts: dict[Any, Any]
+    """Place -> the part of the array in this process. A whole array has one part."""
+    layout: Any = None
+    """The framework's description of the sharding."""
+    digests: dict[Any, str] = field(default_factory=dict)
+    """Place -> xxh3 of the part, hexadecimal, once the copy of the array is inspected."""
+
+
+class Flat:
+    """A state as JSON-safe structures and named arrays, which `ArrayFormat.flatten` collects."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, dict[str, Any]] = {}
+        """See `Entries`."""
+        self.leaves: dict[str, Leaf] = {}
+        """Name of an array -> the array."""
+        self.treedefs: dict[str, Any] = {}
+        """Name -> PyTreeDef in JAX. Not saved: a restore uses the structure of the live pytrees."""
+
+    def add(self, path: values.Path, dtype: str, parts: dict[Any, Any], layout: Any = None) -> str:
+        """Adds an array; returns its name, such as `optimizer.state.0.exp_avg`.
+
+        If two paths give the same name, because a key has a dot, the second name gets a number.
+        """
+        plain = ".".join(map(str, path))
+        name, number = plain, 1
+        while name in self.leaves:
+            number += 1
+            name = f"{plain}#{number}"
+        self.leaves[name] = Leaf(name, dtype, parts, layout)
+        return name
+
+
+def parts_of(flat: Flat | None) -> list[Any]:
+    """The parts of all arrays, in order."""
+    return [part for leaf in flat.leaves.values() for part in leaf.parts.values()] if flat else []
+
+
+def raw(part: Any) -> np.ndarray:
+    """The bytes of a part in host memory, uint8 (n,), not copied."""
+    return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """A copy of the state after one step in host memory."""
+
+    step: int
+    flat: Flat
+    """The state, with its arrays in host memory."""
+    copied: Callable[[], object]
+    """Waits for the copies from an accelerator, which are asynchronous."""
+    healing: bytes | None
+    """The sealed healing state, or None."""
+    attempt: int
+    created: float = field(default_factory=time.time)
+    ready: threading.Event = field(default_factory=threading.Event)
+    """Set when the copy is inspected, or has failed."""
+    nonfinite: tuple[str, ...] = ()
+    """Names of the arrays with NaN or Inf on any rank, allowed or not."""
+    path: str | None = None
+    """Directory of the checkpoint, or None while it is in memory only."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory held."""
+        return sum(part.nbytes for part in parts_of(self.flat))
+
+    @property
+    def healing_state(self) -> dict[str, Any] | None:
+        """A fresh copy of the healing state."""
+        return None if self.healing is None else files.unseal(self.healing)
+
+    def verify(self, leaf: Leaf, place: Any, digest: str) -> None:
+        """Raises CheckpointDamaged if the digest of a part is not that of the inspection."""
+        if digest != leaf.digests[place]:
+            why = "is not what was saved: its digest differs"
+            raise CheckpointDamaged(self.step, WHERE, f"{leaf.name}{place}", why)
+
+
+class Target(NamedTuple):
+    """Saved entries, and the live values that they are restored into."""
+
+    entries: dict[str, Any]
+    live: dict[str, Any]
+    flat: Flat
+    """The live values, flattened; gives shapes, dtypes, shardings and devices."""
+
+    @property
+    def arrays(self) -> dict[str, dict[str, Any]]:
+        """Name -> node of every saved array."""
+        nodes = (node for entry in self.entries.values() for node in values.arrays_of(entry))
+        return {node["name"]: node for node in nodes}
+
+
+class ArrayFormat(ABC):
+    """Copies, writes and reads the arrays of a framework.
+
+    The memory of a released copy is reused for the next copy: a copy into fresh memory is slower
+    because of the first touch of every page (measured: 1.2 GB/s into memory of torch's allocator,
+    6 GB/s into NumPy's, 9 GB/s into used memory).
+    """
+
+    name: str
+    """Format of the files, for the manifest."""
+
+    def __init__(self) -> None:
+        self._spare: Flat | None = None
+
+    # -- the framework's part -------------------------------------------------------------------
+
+    @abstractmethod
+    def add(self, flat: Flat, name: str, value: Any) -> None:
+        """Adds the entry of a value and its arrays, not copied, to `flat`.
+
+        Raises:
+            UnsavableState: the value cannot be saved.
+        """
+
+    @abstractmethod
+    def copy_parts(
+        self, parts: Sequence[Any], old: Sequence[Any]
+    ) -> tuple[Sequence[Any], Callable[[], object]]:
+        """Copies parts to arrays in host memory, in the memory of `old` if it has the same layout.
+
+        Also returns a function that waits for the copies: those from an accelerator are
+        asynchronous.
+        """
+
+    @abstractmethod
+    def array(self, leaf: Leaf, live: Leaf | None) -> Any:
+        """The framework's array of a leaf in host memory, sharded like the live array."""
+
+    @abstractmethod
+    def decode_array(self, node: Mapping[str, Any], array: Any, live: Leaf | None) -> Any:
+        """The value of an array node whose array has been read.
+
+        `live` gives the device. It is None if `load_state_dict` moves the value.
+        """
+
+    @abstractmethod
+    def write(self, copy: HostCopy, folder: Path) -> None:
+        """Writes the arrays below the new `folder`. Runs in the background, on every rank."""
+
+    @abstractmethod
+    def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
+        """Reads the arrays of verified files into fresh memory, on every rank; name -> array."""
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def flatten(self, state: Mapping[str, Any]) -> Flat:
+        """The structure and arrays of a state, not copied; StoreError if it cannot be saved."""
+        if not isinstance(state, Mapping) or not state:
+            raise StoreError(
+                f"the state to save is a non-empty mapping of names to values, not {state!r:.60}"
+            )
+        flat = Flat()
+        for name, value in state.items():
+            if not isinstance(name, str):
+                raise StoreError(f"names in the state are strings, not {name!r}")
+            self.add(flat, name, value)
+        return flat
+
+    def copy(
+        self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None
+    ) -> HostCopy:
+        """Copies a state. Arguments and errors as for `CheckpointStore.save`."""
+        step, sealed = checked_step(step), None if healing is None else sealed_healing(healing)
+        spare, self._spare = self._spare, None
+        try:
+            flat = self.flatten(state)
+            copies, copied = self.copy_parts(parts_of(flat), parts_of(spare))
+        except StoreError:
+            raise
+        except Exception as error:
+            raise SaveFailed(step, "while copying the state", error) from error
+        following = iter(copies)
+        for leaf in flat.leaves.values():
+            leaf.parts = {place: next(following) for place in leaf.parts}
+        attempt = max(1, len(Course.of(healing).attempts))
+        return HostCopy(step, flat, copied, sealed, attempt)
+
+    def release(self, copy: HostCopy) -> None:
+        """Makes the memory of a copy available to the next copy."""
+        self._spare = copy.flat
+
+    def inspect(self, copy: HostCopy) -> tuple[str, ...]:
+        """Computes the digests of a copy; returns the names of all arrays with NaN or Inf."""
+        copy.copied()
+        nonfinite = {}
+        for leaf in copy.flat.leaves.values():
+            for place, part in leaf.parts.items():
+                leaf.digests[place], is_finite = host_memory.digest(raw(part), leaf.dtype)
+                nonfinite |= {} if is_finite else {leaf.name: True}
+        return tuple(nonfinite)
+
+    def check(self, copy: HostCopy) -> None:
+        """Recomputes the digests of an inspected copy; CheckpointDamaged if one differs."""
+        for leaf in copy.flat.leaves.values():
+            for place, part in leaf.parts.items():
+                copy.verify(leaf, place, host_memory.digest(raw(part))[0])
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the arrays in a state that hold NaN or Inf, allowed or not."""
+        copy = self.copy(0, state, None)
+        try:
+            return self.inspect(copy)
+        finally:
+            self.release(copy)  # the first save reuses it
+
+    # -- restoring ------------------------------------------------------------------------------
+
+    def match(self, step: int, saved: Entries, like: Mapping[str, Any]) -> Target:
+        """The part of the saved entries for the live values `like`.
+
+        Without optional values that the checkpoint lacks. Trees must have the same arrays. For
+        objects with `state_dict` only names and identities are compared: a fresh optimizer has no
+        moments yet, and `load_state_dict` checks the rest.
+
+        Raises:
+            StateMismatch: the checkpoint of `step` does not fit.
+        """
+        optional = [name for name in like if getattr(like[name], "optional", False) is True]
+        live = {name: like[name] for name in like if name in saved or name not in optional}
+        flat = self.flatten(live) if live else Flat()
+        wrong = [f'"{name}" is missing in the saved state' for name in live if name not in saved]
+        for name, entry in flat.entries.items():
+            if name not in saved:
+                continue
+            if _is_stateful(entry):
+                if "identity" in entry and "identity" in saved[name]:
+                    wrong += _differences(saved[name]["identity"], entry["identity"])
+            elif "leaves" in entry and "leaves" not in saved[name]:
+                wrong.append(f'"{name}" was an object with state_dict')
+            else:
+                wrong += _differences(_array_types(name, saved[name]), _array_types(name, entry))
+        if wrong:
+            raise StateMismatch(step, wrong)
+        return Target({name: saved[name] for name in live}, live, flat)
+
+    def assemble(self, target: Target, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Builds a state from its saved entries and their arrays, by name."""
+        state = {}
+        for name, entry in target.entries.items():
+            stateful = _is_stateful(entry) or hasattr(target.live[name], "state_dict")
+            live = {} if stateful else target.flat.leaves
+
+            def fetch(tag: str, content: Any, live: Any = live) -> Any:
+                if tag != "array":
+                    return values.decode_other(tag, content)
+                array = content["name"]
+                return self.decode_array(content, arrays[array], live.get(array))
+
+            if "leaves" in entry:
+                leaves = [values.decode(node, fetch) for _, node in entry["leaves"]]
+                state[name] = target.flat.treedefs[name].unflatten(leaves)
+            else:
+                state[name] = values.decode(entry["tree"], fetch)
+        return state
+
+    def restore(self, copy: HostCopy, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of an inspected copy in fresh memory, on the devices of `like`.
+
+        Raises:
+            StateMismatch: the state does not fit.
+            CheckpointDamaged: a digest differs.
+        """
+        target = self.match(copy.step, copy.flat.entries, like)
+
+        def fresh(leaf: Leaf) -> Leaf:
+            parts = {}
+            for place, part in leaf.parts.items():
+                bytes_of_part = host_memory.allocate(part.nbytes)
+                copy.verify(leaf, place, host_memory.digest(raw(part), into=bytes_of_part)[0])
+                parts[place] = bytes_of_part.view(part.dtype).reshape(part.shape)
+            return replace(leaf, parts=parts)
+
+        saved = [copy.flat.leaves[name] for name in target.arrays]
+        leaves, live = files.map_in_threads(fresh, saved, copy.nbytes), target.flat.leaves
+        return self.assemble(target, {x.name: self.array(x, live.get(x.name)) for x in leaves})
+
+
+class Ring:
+    """Inspected copies by step, as many as `keep` allows, for a rollback within milliseconds.
+
+    With `keep` None it stays empty. The dictionary is replaced, never changed, because the
+    background replaces it too.
+    """
+
+    def __init__(self, keep: Keep | None) -> None:
+        self.keep = keep and keep.checked()
+        self.protected: frozenset[int] = frozenset()
+        """Steps that never leave the ring by themselves."""
+        self.copies: dict[int, HostCopy] = {}
+
+    def has_room(self, copy: HostCopy, processes: int) -> bool:
+        """Whether the copies that follow `copy` fit into half of the free host memory.
+
+        Assumes that all processes share this machine: a slow rollback is better than an OOM kill.
+        """
+        following = self.keep.most - len(self.copies) if self.keep else 0
+        # The other half is for data loaders, the page cache and the next allocation.
+        return following * copy.nbytes * processes <= host_memory.free() / 2
+
+    def add(self, copy: HostCopy, nonfinite_ok: Collection[str]) -> HostCopy | None:
+        """Adds a copy. Returns a copy that is not in the ring any more, possibly this copy."""
+        held = [copy, *self.copies.values()]
+        if self.keep is not None:
+            self.copies = {**self.copies, copy.step: copy}
+            self.prune(nonfinite_ok)
+        return next((each for each in held if each not in self.copies.values()), None)
+
+    def prune(self, nonfinite_ok: Collection[str]) -> None:
+        """Removes superfluous copies."""
+        saves = Course.newest(self.healings()).judged(self.listed(nonfinite_ok))
+        surplus = superfluous(saves, self.keep, nonfinite=0) if self.keep else []
+        for step in {*surplus} - self.protected:
+            self.forget(step)
+
+    def forget(self, step: int) -> None:
+        """Removes the copy of a step, if there is one."""
+        self.copies = {at: copy for at, copy in self.copies.items() if at != step}
+
+    def listed(self, nonfinite_ok: Collection[str]) -> list[Saved]:
+        """The entries of the copies in a list of checkpoints, without a status."""
+        return [Saved.of(copy, None, nonfinite_ok) for copy in self.copies.values()]
+
+    def healings(self) -> dict[int, dict[str, Any]]:
+        """The healing states by step."""
+        found = {step: copy.healing_state for step, copy in self.copies.items()}
+        return {step: healing for step, healing in found.items() if healing is not None}
+
+
+def checked_step(step: Any) -> int:
+    """The step as an int; StoreError if it is not a whole number >= 0."""
+    if isinstance(step, bool) or not hasattr(step, "__index__") or (number := int(step)) < 0:
+        raise StoreError(f"step is a whole number >= 0, not {step!r}: pass the optimizer step")
+    return number
+
+
+def sealed_healing(healing: Mapping[str, Any]) -> bytes:
+    """The healing state as JSON bytes with a digest; StoreError if it is not JSON-safe."""
+    try:
+        return files.seal(healing)
+    except (TypeError, ValueError) as error:
+        raise StoreError(
+            f"the healing state must be JSON-safe ({error}): pass the adapter's to_dict()"
+        ) from None
+
+
+def _is_stateful(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is the state of an object with `state_dict`."""
+    return entry.get("stateful", "tree" in entry)
+
+
+def _array_types(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
+    """Place -> dtype and shape, which must be equal in a saved and a live entry.
+
+    JAX and NumPy arrays may replace each other; random keys may not.
+    """
+    if "leaves" in entry:
+        return {f"{name}{path}": _array_type(node) for path, node in entry["leaves"]}
+    return {node["name"]: _array_type({"array": node}) for node in values.arrays_of(entry)}
+
+
+def _array_type(node: values.Node) -> str:
+    array = node.get("array") if isinstance(node, dict) else None
+    if array is None:
+        return "no array"
+    kind = f" {array['impl']} key" if array["kind"] == "key" else ""
+    return f"{array['dtype']}{tuple(array['shape'])}{kind}"
+
+
+def _differences(saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
+    wrong = [f"{key} is missing in the saved state" for key in live if key not in saved]
+    wrong += [f"{key} is missing in the live state" for key in saved if key not in live]
+    for key in live.keys() & saved.keys():
+        if saved[key] != live[key]:
+            wrong.append(f"{key} is {saved[key]} in the saved and {live[key]} in the live state")
+    return sorted(wrong)

@@ -1,0 +1,275 @@
+"""Converts nested Python values to JSON, beside named arrays or with the arrays in the text.
+
+In the JSON an object is a node with one tag. All other values are stored unchanged:
+`null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
+`{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`,
+`{"deque": {"parts": […], "maxlen": 5}}`, `{"set": […]}`, `{"range": [0, 9, 1]}`,
+`{"bytearray": base64}`,
+`{"named": {"class": "module.Pair", "fields": [names], "parts": [nodes]}}` (a named tuple).
+A dictionary of another type has a "type": "OrderedDict", "Counter", or "defaultdict:int".
+Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number their parameters.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from healcore import adapter_registry
+from healcore.runtime.store.errors import StoreError, UnsavableState
+
+Node = Any
+"""A JSON-safe value as described above."""
+Path = tuple[Any, ...]
+"""The keys that lead to a value, for its name and for errors."""
+Special = Callable[[Path, Any], Node | None]
+"""Encodes a value that this module cannot, such as an array. Returns None for an unknown value."""
+Fetch = Callable[[str, Any], Any]
+"""Decodes the tag and the content of a node whose tag this module does not know."""
+
+_SIMPLE = {type(None), bool, int, str}
+"""Types that JSON stores unchanged."""
+_CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_FACTORIES = (None, bool, bytes, dict, float, int, list, set, str, tuple)
+_MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda items: Counter(dict(items)),
+    **{
+        f"defaultdict:{getattr(factory, '__name__', None)}": partial(defaultdict, factory)
+        for factory in _FACTORIES
+    },
+}
+_CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    float: (repr, float),  # NaN and Inf
+    complex: (lambda x: [repr(x.real), repr(x.imag)], lambda x: complex(*map(float, x))),
+    range: (lambda x: [x.start, x.stop, x.step], lambda x: range(*x)),
+    bytes: (lambda x: base64.b64encode(x).decode(), base64.b64decode),
+    bytearray: (lambda x: base64.b64encode(x).decode(), lambda x: bytearray(base64.b64decode(x))),
+}
+"""Type -> encoder and decoder of the content of its node. The tag is the name of the type."""
+_DECODERS = {kind.__name__: decoder for kind, (_, decoder) in _CODECS.items()}
+_FRAMEWORK_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
+"""Package of a class -> framework whose adapter converts its values (`node_of`, `value_of`)."""
+
+
+def attribute(item: object, name: str) -> Any:
+    """An attribute of an item of the state, or None.
+
+    A `__getattr__` is not called: that of `flax.nnx.Rngs` has a value for every name.
+    """
+    found = inspect.getattr_static(item, name, None) is not None
+    return getattr(item, name) if found else None
+
+
+def place(path: Path) -> str:
+    """A path as a Python expression: `state["model"]["layer"][0]`."""
+    return "state" + "".join(f"[{part!r}]" for part in path)
+
+
+def class_name(kind: type) -> str:
+    """A class's name with its module, as in a checkpoint."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def newest_class(base: type, name: str, fields: list[str] | None = None) -> Any:
+    """The newest subclass of this name (with these fields) in this program. Imports nothing.
+
+    Raises:
+        StoreError: this program has no such class.
+    """
+    queue, found = base.__subclasses__(), None
+    for kind in queue:
+        queue += [new for new in kind.__subclasses__() if new not in queue]
+        if class_name(kind) == name and fields in (None, [*getattr(kind, "_fields", ())]):
+            found = kind
+    if found is None:
+        what = "tensor class" if fields is None else "named tuple"
+        with_fields = "" if fields is None else f" with the fields {fields!s:.200}"
+        raise StoreError(
+            f"the checkpoint holds a {what} {name:.200}{with_fields}, but this program has no such "
+            "class: import the module that defines it, then restore"
+        )
+    return found
+
+
+# -- values with their arrays beside them -----------------------------------------------------
+
+
+def encode(value: Any, path: Path, special: Special) -> Node:
+    """A value as a node; UnsavableState if nothing can encode it."""
+    # By exact type: an enum or a NumPy number, which may also be an int, would lose its type.
+    kind = type(value)
+    if kind in _SIMPLE or (kind is float and math.isfinite(value)):
+        return value
+    if kind in _CODECS:
+        return {kind.__name__: _CODECS[kind][0](value)}
+    if kind in (dict, OrderedDict, Counter, defaultdict):
+        name = kind.__name__
+        if kind is defaultdict:
+            name += f":{getattr(value.default_factory, '__name__', None)}"
+        if kind is not defaultdict or value.default_factory in _FACTORIES:
+            return _encode_dict(value, name, path, special)
+    if _CONTAINERS.get(kind.__name__) is kind:
+        return {kind.__name__: _encode_parts(value, path, special)}
+    if kind is deque:
+        return {"deque": {"parts": _encode_parts(value, path, special), "maxlen": value.maxlen}}
+    if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
+        parts = _encode_parts(value, path, special)
+        return {"named": {"class": class_name(kind), "fields": list(fields), "parts": parts}}
+    node = special(path, value)
+    if node is None:
+        raise UnsavableState(
+            f"{place(path)} is a {class_name(kind).removeprefix('builtins.')}, which has no plain "
+            "form: keep arrays, numbers, strings, lists, tuples and dictionaries in the state, or "
+            "give the object a state_dict() that returns such values"
+        )
+    return node
+
+
+def _encode_parts(value: Collection[Any], path: Path, special: Special) -> list[Node]:
+    if set(map(type, value)) <= _SIMPLE:
+        return list(value)
+    return [encode(part, (*path, i), special) for i, part in enumerate(value)]
+
+
+def _encode_dict(value: dict[Any, Any], kind: str, path: Path, special: Special) -> Node:
+    items = []
+    for key, part in value.items():
+        if not isinstance(key, (str, int, float, bool, tuple, bytes, type(None))):
+            raise UnsavableState(
+                f"{place(path)} has the key {key!r}, a {type(key).__name__}: "
+                "keys are strings, numbers or tuples of them"
+            )
+        part = encode(part, (*path, key), special)
+        items.append([encode(key, path, lambda path, value: None), part])  # keys hold no arrays
+    node: dict[str, Any] = {"dict": items} | ({} if kind == "dict" else {"type": kind})
+    # torch keeps the versions of modules in an attribute of the dictionary.
+    versions = getattr(value, "_metadata", None)
+    if isinstance(versions, Mapping):
+        node["versions"] = _encode_dict(dict(versions), "dict", path, special)
+    return node
+
+
+def decode(node: Node, fetch: Fetch) -> Any:
+    """The value of a node; StoreError if this program lacks the class of a named tuple."""
+    if not isinstance(node, dict):
+        return node
+    if "dict" in node:
+        items = [(decode(key, fetch), decode(part, fetch)) for key, part in node["dict"]]
+        value = _MAPPINGS[node.get("type", "dict")](items)
+        if "versions" in node and type(value) is not dict:
+            value._metadata = decode(node["versions"], fetch)  # type: ignore[attr-defined]
+        return value
+    ((tag, content),) = node.items()
+    if tag in _CONTAINERS:
+        if dict in set(map(type, content)):
+            content = [decode(part, fetch) for part in content]
+        return _CONTAINERS[tag](content)
+    if tag == "named":
+        kind = newest_class(tuple, content["class"], content["fields"])
+        parts = zip(content["fields"], content["parts"], strict=True)
+        return tuple.__new__(kind, [decode(part, fetch) for _, part in parts])
+    if tag == "deque":
+        return deque((decode(part, fetch) for part in content["parts"]), content["maxlen"])
+    return _DECODERS[tag](content) if tag in _DECODERS else fetch(tag, content)
+
+
+def arrays_of(node: Any) -> Iterator[dict[str, Any]]:
+    """The content of every array node in a node or in some entries, in order."""
+    if isinstance(node, dict):
+        for tag, content in node.items():
+            if tag == "array":
+                yield content
+            else:
+                yield from arrays_of(content)
+    elif isinstance(node, list):
+        for part in node:
+            yield from arrays_of(part)
+
+
+def to_json(node: Node) -> bytes:
+    """A node as the bytes of a JSON file."""
+    return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
+
+
+# -- text with the arrays in it ---------------------------------------------------------------
+
+
+def dumps(value: Any, path: Path) -> str:
+    """Converts the state of a loader or a random generator to text, with its arrays.
+
+    The arrays may be of NumPy, torch and JAX: a JAX run may read from a torch loader. `path` is the
+    place of the value in the state, for error messages.
+
+    Raises:
+        UnsavableState: a part has no plain form.
+    """
+    return to_json(encode(value, path, lambda _, part: _inline(part))).decode()
+
+
+def loads(text: str, path: Path) -> Any:
+    """Converts text of `dumps` back to the value, and calls no function that the text names.
+
+    Raises:
+        StoreError: the text is malformed.
+    """
+    try:
+        return decode(json.loads(text), decode_other)
+    except StoreError as error:
+        raise StoreError(f"{place(path)}: {error}") from error
+    except Exception as error:  # crafted or damaged text may raise anything
+        raise StoreError(
+            f"{place(path)} is damaged, or healcore did not write it: "
+            f"{type(error).__name__}: {str(error)[:200]}"
+        ) from error
+
+
+def decode_other(tag: str, content: Any) -> Any:
+    """Decodes an array or another value of NumPy, torch or JAX. For `decode`."""
+    if tag in ("numpy", "number"):
+        array = unpack_array(content)
+        return array if tag == "numpy" else array[()]
+    if tag in ("torch", "jax"):
+        return adapter_registry.find(tag, "plain_values").value_of(content)
+    raise ValueError(f"unknown kind of value {tag!r:.40}")
+
+
+def pack_array(array: Any) -> dict[str, Any] | None:
+    """A NumPy array or number as JSON; None if its dtype (of objects, fields) has no name."""
+    dtype = array.dtype
+    if dtype.hasobject or dtype.names is not None:
+        return None
+    for name in (dtype.str, dtype.name):  # for dtypes of ml_dtypes only the name works
+        try:
+            if np.dtype(name) == dtype:
+                data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+                return {"dtype": name, "shape": list(array.shape), "bytes": data}
+        except TypeError:
+            continue
+    return None
+
+
+def unpack_array(content: Mapping[str, Any]) -> np.ndarray:
+    """The writable array of `pack_array`. Raises any exception for other JSON."""
+    data = base64.b64decode(content["bytes"])
+    return np.frombuffer(data, np.dtype(content["dtype"])).reshape(content["shape"]).copy()
+
+
+def _inline(value: Any) -> Node | None:
+    """The node of a value of NumPy, torch or JAX, or None. Imports no other framework."""
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        tag, content = "numpy" if isinstance(value, np.ndarray) else "number", pack_array(value)
+    elif tag := _FRAMEWORK_OF_PACKAGE.get(type(value).__module__.partition(".")[0]):
+        content = adapter_registry.find(tag, "plain_values").node_of(value)
+    else:
+        return None
+    return None if content is None else {tag: content}

@@ -1,0 +1,188 @@
+"""Copies in host memory: their cost, counted in bytes and waits, and their place beside the disk.
+
+The check for NaN and Inf reads bits; here it gets values of every float format.
+"""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from healcore.runtime.store import CheckpointDamaged, Keep, SaveFailed, host_memory
+from healcore.runtime.store.host_memory import finite
+from tests.runtime.store.disk_faults import flip
+from tests.runtime.store.store_cases import (
+    ALL,
+    DISKS,
+    JAX_TIERS,
+    TIERS,
+    TORCH_MEMORY,
+    StoreCase,
+    damage_in_memory,
+    forget,
+    held_bytes,
+    over,
+    same_states,
+)
+
+ARRAYS, SIDE = 12, 500
+BYTES = ARRAYS * SIDE * SIDE * 4
+SMALL = Keep(good=1, candidates=2)
+
+
+def large(case: StoreCase) -> dict[str, Any]:
+    """A state of twelve megabytes."""
+    put = jax.device_put if case.in_jax else torch.from_numpy
+    return {"weights": [put(np.full((SIDE, SIDE), i, np.float32)) for i in range(ARRAYS)]}
+
+
+@contextmanager
+def traced() -> Iterator[list[int]]:
+    """The most host memory that NumPy and Python held in the block, beyond what was there."""
+    peak: list[int] = []
+    tracemalloc.start(1)
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        yield peak
+        peak.append(tracemalloc.get_traced_memory()[1] - before)
+    finally:
+        tracemalloc.stop()
+
+
+@over(*ALL)
+def test_a_save_takes_one_copy_and_the_next_one_uses_its_memory_again(case, tmp_path):
+    store, state = case.make(tmp_path), large(case)
+    with traced() as first:
+        store.save(0, state)
+    store.wait()
+    assert BYTES <= first[0] < 1.5 * BYTES
+    if case in DISKS:  # the others use memory again when their ring is full
+        with traced() as second:
+            store.save(1, state)
+        store.wait()
+        assert second[0] < 0.2 * BYTES
+
+
+@over(*TIERS)
+def test_memory_is_not_used_again_while_it_is_written_to_disk(case, tmp_path):
+    """The small ring lets go of a snapshot long before the disk has it."""
+    store = case.make(tmp_path, in_memory=SMALL)
+    for step in range(12):
+        state = case.state(step)
+        state["values"]["large"] = np.full(4 << 20, step, np.uint8)
+        store.save(step, state)
+        case.spoil(state)
+        if step % 4 == 0:
+            # One each for the ring, the one being taken, and the one on its way to disk.
+            assert held_bytes(store) <= (SMALL.most + 2) * (5 << 20)
+    store.wait()
+    assert [saved.step for saved in store.steps()] == list(range(12))
+    for step in (0, 6):
+        like = case.state(0)
+        like["values"]["large"] = np.empty(4 << 20, np.uint8)
+        found = case.make(tmp_path).restore(step, like).state
+        assert set(np.unique(found["values"].pop("large"))) == {step}
+        assert same_states(case.state(step), found)
+
+
+@over(TORCH_MEMORY, JAX_TIERS)
+def test_copies_that_do_not_fit_into_memory(case, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(host_memory, "free", lambda: 10_000)
+    store = case.make(tmp_path)
+    store.save(1, case.state(1))
+    if store.durable:
+        store.wait()
+        assert [saved.step for saved in store.steps_on_disk()] == [1]
+        assert "checkpoints go to disk only" in caplog.text
+    else:
+        with pytest.raises(SaveFailed, match="pass a directory"):
+            store.wait()
+    assert store.steps_in_memory() == set()
+
+
+@over(*DISKS)
+def test_save_does_not_wait_for_the_disk(case, tmp_path):
+    """`save` returns before a byte is written, and the state can be changed at once."""
+    store, gate = case.make(tmp_path), threading.Event()
+    write = store._write
+    store._write = lambda *arguments: gate.wait(60) and write(*arguments)
+    state = case.state(1)
+    store.save(1, state)
+    case.spoil(state)
+    assert store.steps() == store.failures() == []
+    gate.set()
+    store.wait()
+    assert [saved.step for saved in store.steps()] == [1]
+
+
+@over(*TIERS)
+def test_memory_and_disk_stand_for_each_other(case, tmp_path):
+    store = case.make(tmp_path)
+    for step in (7, 8):
+        store.save(step, case.state(step))
+        store.wait()
+    name = damage_in_memory(store, 7)
+    assert same_states(case.state(7), store.restore(7, case.state(2)).state)
+    assert any("memory" in str(each) and name in str(each) for each in store.trouble())
+    assert store.steps()[0].path is not None
+    assert store.steps_in_memory() == {8}
+    flip(Path(store.steps()[1].path) / "state.json", 17)
+    assert same_states(case.state(8), store.restore(8, case.state(2)).state)
+    forget(store)
+    with pytest.raises(CheckpointDamaged):
+        store.restore(8, case.state(1))
+
+
+FLOATS = [
+    np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16,
+    ml_dtypes.float8_e3m4, ml_dtypes.float8_e4m3, ml_dtypes.float8_e4m3b11fnuz,
+    ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2,
+    ml_dtypes.float8_e5m2fnuz, ml_dtypes.float8_e8m0fnu,
+]  # fmt: skip
+
+
+def is_finite(array: np.ndarray) -> bool:
+    return finite(array.reshape(-1).view(np.uint8), array.dtype.name)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
+def test_one_bad_number_anywhere(dtype):
+    for at in (0, 1, 1000, -1):
+        array = np.ones(1 << 14, dtype)
+        assert is_finite(array)
+        array[at] = np.nan
+        assert not is_finite(array), at
+    if np.dtype(dtype).itemsize <= 2:  # every bit pattern
+        bits = np.uint8 if np.dtype(dtype).itemsize == 1 else np.uint16
+        for pattern in range(np.iinfo(bits).max + 1):
+            array = np.array([pattern], bits).view(dtype)
+            assert is_finite(array) == bool(np.isfinite(array.astype(np.float32))[0]), pattern
+
+
+@pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf, -np.inf, 1e39])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.complex128, np.float64])
+def test_finite_values_are_finite(number, dtype):
+    with np.errstate(over="ignore"):
+        array = np.array([0.0, -0.0, number, 1e-45, 3.4e38]).astype(dtype)
+    assert is_finite(array) == bool(np.isfinite(array).all())
+
+
+def test_whole_numbers_are_finite_and_the_names_are_those_of_the_frameworks():
+    for dtype in (np.int8, np.uint64, np.bool_, ml_dtypes.int4):
+        assert is_finite(np.array([1, 0, 1]).astype(dtype))
+    assert is_finite(np.zeros(0, np.float32))
+    for name in ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"):
+        assert str(getattr(torch, name)) == f"torch.{name}"
+        assert jnp.dtype(name).name == name
