@@ -35,9 +35,8 @@ class EmptyLoader(DataError):
     loader: str
 
     def _message(self) -> str:
-        if self.epoch == 0:
-            hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
-        else:
+        hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
+        if self.epoch > 0:
             hint = (
                 "it can be iterated over only once: pass something that starts again with every "
                 "iter(), or epochs=1"
@@ -112,17 +111,12 @@ def decode(value: Any) -> Position:
             f"a position is a result of Cursor.position() of version {VERSION}, not {value!r:.80}"
         )
     try:
-        state, number, behind = value["state"], value["told_epoch"], int(value["behind"])
+        number, behind = value["told_epoch"], int(value["behind"])
         (batch,) = checked_ids([(value["epoch"], value["index"])])
         if not 0 <= behind <= batch.index:
             raise DataError(f"batch {batch.index} has no {behind} batches before it in its epoch")
-        return Position(
-            str(value["kind"]),
-            batch,
-            state_from_text(state),
-            None if number is None else int(number),
-            behind,
-        )
+        number = None if number is None else int(number)
+        return Position(str(value["kind"]), batch, state_from_text(value["state"]), number, behind)
     except DataError:
         raise
     except Exception as error:  # the value may be crafted or damaged

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
-from healcore.runtime.microbatches.splitting import UnsplittableBatch, count_samples, split
+from healcore.runtime.microbatches.parts import UnsplittableBatch, count_samples, split
 
 
 class Pair(NamedTuple):
