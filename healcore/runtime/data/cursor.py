@@ -19,13 +19,7 @@ from healcore.runtime.data.loader_adapters import (
     class_name,
     division,
 )
-from healcore.runtime.data.position import (
-    BatchId,
-    DataError,
-    EmptyLoader,
-    Position,
-    UnusableLoader,
-)
+from healcore.runtime.data.position import BatchId, DataError, EmptyLoader, Position, UnusableLoader
 from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 
 _MAX_POSITIONS = 4
@@ -68,12 +62,9 @@ class Cursor:
         self._sampler_epochs = SamplerEpochs(loader)
         self._batches: Iterator[Any] | None = None
         """The rest of the epoch, or None before the epoch begins."""
-        self._between = False
-        """Whether an epoch has ended, and the next one has not begun."""
-        self._resumed = False
-        """Whether the epoch was restored from a state."""
-        self._exhausted = False
-        """Whether the only epoch of an iterator has ended."""
+        self._between = False  # whether an epoch has ended, and the next one has not begun
+        self._resumed = False  # whether the epoch was restored from a state
+        self._exhausted = False  # whether the only epoch of an iterator has ended
         self._ended: BatchId | None = None
         """Id after the last batch of the last complete epoch, or None."""
         self._error: Exception | None = None
@@ -83,8 +74,7 @@ class Cursor:
         self._captures: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_MAX_POSITIONS)
         """The last positions, oldest first, with the ids of their next batches. After a first call
         of `position` each epoch adds one."""
-        self._requested = 0
-        """The epoch that the user's loop requested last."""
+        self._requested = 0  # the epoch that the user's loop requested last
         self._until: int | None = 0
         self.extend(epochs)
 
@@ -187,11 +177,10 @@ class Cursor:
     def next(self) -> tuple[Any, BatchId]:
         """The next batch that is not skipped, and its id.
 
-        Exceptions of the loader propagate, with the batch's id and its rows of the dataset, where
-        they are known, as a note. The batch counts as read, and the next call continues after it if
-        the loader can. If the exception has ended the loader before the end of the epoch, as in a
-        generator, the next call raises it again. An exception at a skipped batch is ignored, unless
-        it ends the loader.
+        Exceptions of the loader propagate, with the batch's id and rows as a note. The batch counts
+        as read, and the next call continues after it if the loader can. If the exception has ended
+        the loader before the end of the epoch, as in a generator, the next call raises it again. An
+        exception at a skipped batch is ignored, unless it ends the loader.
 
         Raises:
             StopIteration: there are no more epochs.
@@ -257,7 +246,8 @@ class Cursor:
 
         A batch that raises counts as read: torch loaders continue after it.
         """
-        batches, (epoch, index) = self._begin(), self.next_id
+        batches, which = self._begin(), self.next_id
+        following = BatchId(which.epoch, which.index + 1)
         self._error = None
         try:
             batch = next(batches)
@@ -267,12 +257,11 @@ class Cursor:
             self._end()
             raise
         except Exception as error:
-            rows = self._adapter.rows()
-            known = "" if rows is None else f", rows {rows} of the dataset"
-            error.add_note(f"healcore: reading batch {index} of epoch {epoch}{known}")
-            self._error, self.next_id = error, BatchId(epoch, index + 1)
+            which.rows = self._adapter.rows()
+            error.add_note(f"healcore: reading {which}")
+            self._error, self.next_id = error, following
             raise
-        self.next_id = BatchId(epoch, index + 1)
+        which.rows, self.next_id = self._adapter.rows(), following
         return batch
 
     def _end(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from healcore.runtime.data.position import state_from_text, state_to_text
@@ -13,9 +14,6 @@ _GET_STATE = ("get_state", "set_state")
 # These samplers draw a new order in every epoch and do not record it. A restored torchdata loader
 # then skips forward through a different order, without a warning.
 _UNRECORDED = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
-_MAX_BEGINNINGS = 100
-"""Number of epochs whose state at the beginning is kept."""
-
 
 Batch = TypeVar("Batch", covariant=True)
 
@@ -69,8 +67,9 @@ class LoaderAdapter:
         """
         raise NotImplementedError(self.why_not)
 
-    def rows(self) -> Any:
-        """The dataset's indices of the batch that was read last, or None if unknown."""
+    def rows(self) -> list[int] | None:
+        """The dataset's indices of the batch that was read last, or None if they are unknown."""
+        return None
 
 
 class _StatefulLoader(LoaderAdapter):
@@ -125,7 +124,6 @@ class _StatefulIterator(LoaderAdapter):
         self._current = super().start(epoch)
         with suppress(Exception):  # `state` raises it again
             self._beginnings[epoch] = state_to_text(self.state(ended=False))
-        self._beginnings.pop(epoch - _MAX_BEGINNINGS, None)
         return self._current
 
     def state(self, *, ended: bool) -> Any:
@@ -175,6 +173,7 @@ class _IndexedLoader(LoaderAdapter):
         return batch
 
 
+@dataclass
 class UnreadableBatch:
     """Takes the place of a batch whose reading raised, until the `Cursor` raises the error.
 
@@ -182,11 +181,7 @@ class UnreadableBatch:
     the generator as a batch, so the next batches can still be read.
     """
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __repr__(self) -> str:
-        return f"UnreadableBatch({self.error!r})"
+    error: Exception
 
 
 class TolerantIterator:

@@ -57,8 +57,7 @@ class LoaderRegistry:
         self._last: BatchId | None = None
         self._ids_to_skip: defaultdict[int, set[BatchId]] = defaultdict(set)
         """Number of a loader -> the ids that its cursor skips."""
-        self._epoch: int | None = None
-        """The `epoch` of the last call of `begin`."""
+        self._epoch: int | None = None  # the `epoch` of the last call of `begin`
         self._noticed: set[str] = set()
 
     def __getitem__(self, number: int) -> Cursor:

@@ -16,6 +16,7 @@ from healcore.runtime import json_codec
 
 VERSION = 2
 """Version of the format of positions."""
+MAX_ROWS = 64
 _STATE_PATH = ("the loader's state",)
 
 
@@ -44,12 +45,22 @@ class EmptyLoader(DataError):
         return f"{self.loader} gave no batch in epoch {self.epoch}: {hint}"
 
 
-class BatchId(NamedTuple):
-    """Identifies a batch of the whole run by numbers from 0. A rewind does not change it."""
-
+class _Place(NamedTuple):
     epoch: int
     index: int
     """Number of the batch in its epoch; skipped batches count too."""
+
+
+class BatchId(_Place):
+    """Identifies a batch of the whole run by numbers from 0. A rewind does not change it."""
+
+    rows: list[int] | None = None
+    """The first `MAX_ROWS` rows of the dataset in a batch that was read, or None if unknown. They
+    are no part of the id."""
+
+    def __str__(self) -> str:
+        rows = "" if self.rows is None else f" (rows {', '.join(map(str, self.rows))})"
+        return f"batch {self.index} of epoch {self.epoch}{rows}"
 
 
 class Position(NamedTuple):

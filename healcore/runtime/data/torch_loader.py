@@ -25,7 +25,7 @@ from healcore.runtime.data.loader_adapters import (
     is_type,
     samplers_of,
 )
-from healcore.runtime.data.position import DataError
+from healcore.runtime.data.position import MAX_ROWS, DataError
 
 _END = object()
 _GLOBAL = 3
@@ -130,9 +130,11 @@ class TorchLoader(LoaderAdapter):
             return {"generators": order.states()[_GLOBAL:], "begun": begun}
         return {"index": self._index, "random": order.random, "digest": order.digest(self._index)}
 
-    def rows(self) -> Any:
-        """The indices of the batch that was read last, or the index of a single example."""
-        return self._order.rows(self._index)
+    def rows(self) -> list[int] | None:
+        """The first indices of the batch that was read last, or None if they are no numbers."""
+        item = self._order.item(self._index)
+        rows = item if isinstance(item, (list, tuple)) else [item]
+        return [each for each in rows[:MAX_ROWS] if isinstance(each, int)] or None
 
     def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
         """Restores a state. The order of the earlier batches is drawn again.
@@ -249,7 +251,7 @@ class _Order:
         """The number of batches and the digest of their indices, after `count` batches."""
         return count, self._recent[count - self._count - 1][1]
 
-    def rows(self, count: int) -> Any:
+    def item(self, count: int) -> Any:
         """The item before `count`, which is an index or a list of indices."""
         return self._recent[count - self._count - 1][0]
 

@@ -61,8 +61,7 @@ class Data:
         self.host = host
         self.step = self.steps_taken = 0
         self.loader_exhausted = self.had_completed = False
-        self.passes = 0
-        """Calls of `batches` in this process."""
+        self.passes = 0  # calls of `batches` in this process
         self._termination = termination
         self._log = log
         self._record = record
@@ -76,18 +75,15 @@ class Data:
         """Number of a loader -> its last batch, with several ranks."""
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since the last step."""
-        self._last_ids: list[BatchId] = []
-        """Ids of the last step's batches."""
+        self._last_ids: list[BatchId] = []  # of the last step's batches
         self._keeps_batches = keeps_batches
         self._loop_names_batches = False
         """Whether the loop calls `Healer.loss`, or `observe` with a batch."""
         self._contents: dict[int, list[ObservedBatch]] = {}
         """Number of a loader -> its batches since the last step, if weights are compared; at most
         as many as a step has had, because an evaluation takes no step."""
-        self._most = 1
-        """Largest number of batches of a step so far."""
-        self._current = 0
-        """Number of the loader of the last batch."""
+        self._most = 1  # largest number of batches of a step so far
+        self._current = 0  # number of the loader of the last batch
         self._in_use: set[int] = set()
         """Numbers of the loaders whose last batch the loop is still using."""
         self._generators: HostParts | None = None
@@ -222,12 +218,15 @@ class Data:
     def _skip(self, number: int, skip: _Skip) -> None:
         """Skips the batch, unless another batch has replaced it, and logs the fault."""
         batch, fault, error = skip
-        problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {_one_line(error)}"
+        problem = f"{batch} cannot be read: {_one_line(error)}"
         if self._single_rank:
             self.loaders[number].left_out.add(batch)
         else:
             problem += "; the batch before comes again in its place"
-        self._log.fault(self.step, fault, problem, answer="skip_batch", batches=[list(batch)])
+        rows = batch.rows and [batch.rows]
+        self._log.fault(
+            self.step, fault, problem, answer="skip_batch", batches=[list(batch)], rows=rows
+        )
 
     def release_batch(self, number: int) -> None:
         """Notes that the loop no longer uses its batch of a loader."""

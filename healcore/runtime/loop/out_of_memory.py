@@ -80,14 +80,11 @@ class OutOfMemory:
         self._whole = self._why_not = ""
         """Reasons why the run's batches cannot be split, and why the window cannot be repeated in
         smaller parts, or empty strings."""
-        self._redoable = True
-        """Whether all gradients come from the parts of this window."""
-        self._held: list[Any] = []
-        """Values of the failed part that variables of the loop refer to."""
+        self._redoable = True  # whether all gradients come from the parts of this window
+        self._held: list[Any] = []  # values of the failed part that variables of the loop refer to
         self._joint: Synchronization | None = None
         """How the ranks repeat a window together, or None if each rank decides alone."""
-        self._no_joint = ""
-        """Reason why several ranks cannot repeat a window, or an empty string."""
+        self._no_joint = ""  # reason why several ranks cannot repeat a window, or an empty string
 
     def parts(
         self,
@@ -185,7 +182,7 @@ class OutOfMemory:
                 ends = i == len(pairs)
                 last = ends and number == len(batches)
                 on_exit = partial(self._leave, batch, parts, ends)
-                yield Microbatch(piece, weight, first=first, last=last, on_exit=on_exit)
+                yield Microbatch(piece, weight, first, last, on_exit)
                 first = False
 
     def _number_of_parts(self, batch: Any) -> int:
@@ -257,8 +254,8 @@ class OutOfMemory:
 
     def _shrink(self, overrun: _Overrun, error: BaseException, rank: str) -> None:
         """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
-        samples, record, limit = overrun.samples, self._record, self._policy.budget.shrinks
-        before, why, fields = -(-samples // overrun.parts), "", {}
+        step, samples, record = self._data.step, overrun.samples, self._record
+        before, limit, why = -(-samples // overrun.parts), self._policy.budget.shrinks, ""
         if before == 1:
             why = "a single sample does not fit into memory"
         elif record.shrinks >= limit:
@@ -267,17 +264,20 @@ class OutOfMemory:
                 f"policy permits it {limit} times ([budget] shrinks)"
             )
         if why:
-            answer, changed = "clear_cache", self._last_resort()
+            changed = self._last_resort()
             if not changed:
                 self._recovery.stop(rank + why, error, Cause.OOM, cause=names(Cause.OOM))
-            problem = f"{rank}{why}: {changed}"
-        else:
-            answer = "shrink_microbatch"
-            record.shrinks += 1
-            record.part_limit = size = -(-samples // min(2 * overrun.parts, samples))
-            fields = {"samples": samples, "size_before": before, "size": size}
-            problem = (
-                f"{rank}{before} of {samples} samples do not fit into memory, the step is repeated "
-                f"with {size} at a time: {overrun.line}"
-            )
-        self._log.fault(self._data.step, overrun.fault, problem, answer=answer, **fields)
+            self._log.fault(step, overrun.fault, f"{rank}{why}: {changed}", answer="clear_cache")
+            return
+        record.shrinks += 1
+        record.part_limit = -(-samples // min(2 * overrun.parts, samples))
+        self._log.fault(
+            step,
+            overrun.fault,
+            f"{rank}{before} of {samples} samples do not fit into memory, the step is repeated "
+            f"with {record.part_limit} at a time: {overrun.line}",
+            answer="shrink_microbatch",
+            samples=samples,
+            size_before=before,
+            size=record.part_limit,
+        )

@@ -18,6 +18,7 @@ import dataclasses
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -41,6 +42,7 @@ class MicrobatchError(HealcoreError, RuntimeError):
     """The loop over the parts of a batch does not have the required form."""
 
 
+@dataclass(eq=False, repr=False)
 class Microbatch(Generic[Batch]):
     """A part of a batch: a context manager for its forward and backward pass.
 
@@ -52,21 +54,13 @@ class Microbatch(Generic[Batch]):
         failed: whether memory ran out, here or on another rank, and the window is repeated.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        weight: float,
-        *,
-        first: bool,
-        last: bool,
-        on_exit: Callable[[BaseException | None], bool],
-    ) -> None:
-        self.batch = batch
-        self.weight = weight
-        self.first = first
-        self.last = last
-        self.failed = self.entered = False
-        self._on_exit = on_exit
+    batch: Batch
+    weight: float
+    first: bool
+    last: bool
+    _on_exit: Callable[[BaseException | None], bool]
+    failed: bool = field(default=False, init=False)
+    entered: bool = field(default=False, init=False)
 
     def __enter__(self) -> Microbatch[Batch]:
         self.entered = True
