@@ -24,7 +24,7 @@ from healcore.runtime.loop.termination import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.microbatches.window import MicrobatchError
+from healcore.runtime.microbatches.parts import MicrobatchError
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,

@@ -76,6 +76,7 @@ Causes = Annotated[list[str], _names(Cause), Field(title="array of causes")]
 Actions = Annotated[list[str], _names(Action), Field(title="array of actions")]
 BatchPair = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 BatchList = Annotated[list[BatchPair], Field(title="array of `[epoch, index]`")]
+RowLists = Annotated[list[list[int]], Field(title="array of arrays of whole numbers")]
 
 
 class _EventsModel(BaseModel):
@@ -143,6 +144,7 @@ class EventRecord(_EventsModel):
     readings: ReadingsField = _maybe("The judged numbers, with the last finite loss and norm.")
     evidence: EvidenceList = _maybe("Tensors with unusual gradients, the worst first.")
     batches: BatchList = _maybe("Batches of the step, or the skipped batches.")
+    rows: RowLists = _maybe("For each of `batches` its first 64 rows of the dataset, if known.")
     # Responses.
     action: Actions = _maybe("Actions on the host.")
     ordered: Actions = _maybe("Order of the policy that a hook has overridden.")

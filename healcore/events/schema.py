@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import counted
@@ -79,6 +80,20 @@ def alarm_text(alarm: Any) -> str:
         done.append(f"learning rate × {alarm.lr_scale:g}")
     numbers = ", ".join(filter(None, (seen, rate)))
     return "; ".join(filter(None, (flag_names(causes), numbers, *done)))
+
+
+def batch_names(batches: Sequence[Sequence[int]], rows: Sequence[list[int]]) -> list[str]:
+    """Batches in words, with their first rows of the dataset where these are known."""
+    shown = [f" (rows {', '.join(map(str, each[:16]))})" for each in rows]
+    return [
+        f"epoch {epoch} batch {index}{text}"
+        for (epoch, index), text in zip_longest(batches, shown[: len(batches)], fillvalue="")
+    ]
+
+
+def _alarm(event: EventRecord) -> str:
+    names = batch_names(event.batches or (), event.rows or ()) if event.rows else ()
+    return "; ".join([alarm_text(event), *names])
 
 
 def _over(event: EventRecord) -> str:
@@ -224,7 +239,7 @@ KINDS: dict[str, EventKind] = {
         ("checkpoint",),
         "resumed from the checkpoint of step {checkpoint}",
     ),
-    "alarm": EventKind("A step with a cause.", ("cause", "readings"), alarm_text, Trait.JUDGED),
+    "alarm": EventKind("A step with a cause.", ("cause", "readings"), _alarm, Trait.JUDGED),
     "incident": EventKind(
         "An incident begins.",
         ("incident", "onset", "cause"),

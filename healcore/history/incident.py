@@ -55,6 +55,7 @@ class Incident:
     lr_path: tuple[float, ...] = ()  # learning-rate multipliers: the first, and after each cut
     checkpoint: int | None = None  # step of the restored checkpoint
     batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of the batches of the first step
+    rows: Sequence[list[int]] = ()  # for each of `batches` its first rows of the dataset, if known
     skipped_batches: tuple[tuple[int, int], ...] = ()  # (epoch, index), skipped by a rollback
     evidence: tuple[EvidenceRecord, ...] = ()  # tensors with unusual gradients, the worst first
     readings: ReadingsRecord | None = None  # readings of the first alarm
@@ -104,6 +105,7 @@ class Incident:
         self.cause = merge_names(self.cause, event.cause or ())
         self.action = merge_names(self.action, event.action or ())
         self.batches = self.batches or batch_ids(event)
+        self.rows = self.rows or event.rows or ()
         if event.kind == "alarm":
             self.alarms += 1
             self.skipped += bool(event.skip)

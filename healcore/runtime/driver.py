@@ -16,7 +16,7 @@ from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
 from healcore.runtime.healthy_range import HealthyRange
-from healcore.runtime.microbatches.window import Gradients
+from healcore.runtime.microbatches.parts import Gradients
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.values import attribute

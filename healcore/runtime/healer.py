@@ -33,7 +33,7 @@ from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.setup import Options, open_run
-from healcore.runtime.microbatches.window import Microbatch
+from healcore.runtime.microbatches.parts import Microbatch
 from healcore.runtime.run_options import (
     CHECKPOINTS,
     LOGGING,
@@ -302,7 +302,7 @@ class Healer(Generic[State]):
 
         Args:
             batch: an array or a structure of arrays, split along their first axis, or a list of
-                samples; see `healcore.runtime.microbatches.splitting`.
+                samples; see `healcore.runtime.microbatches.parts`.
             count: what the loss averages over, which weights the parts: the key of an entry whose
                 elements count unless they are -100, a function that returns the count of a part,
                 or None for samples. Used only if a batch is split.

@@ -104,7 +104,7 @@ def test_an_unreadable_batch_is_left_out_and_logged(framework, tmp_path):
     faults = events(tmp_path, "fault")
     assert [each["batches"] for each in faults] == [[[0, 5]], [[0, 11]], [[0, 12]]]
     assert {each["answer"] for each in faults} == {"skip_batch"}
-    assert "batch 5 of epoch 0 cannot be read: ValueError" in faults[0]["problem"]
+    assert "batch 5 of epoch 0 (rows 5) cannot be read: ValueError" in faults[0]["problem"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from healcore.runtime.store.ranks import Ranks
 
 
 class GradientWindow:
-    """Implements `healcore.runtime.microbatches.window.Gradients`.
+    """Implements `healcore.runtime.microbatches.parts.Gradients`.
 
     Args:
         counters: returns arrays that every optimizer step replaces.

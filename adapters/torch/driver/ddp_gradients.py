@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from healcore.runtime.microbatches.window import MicrobatchError
+from healcore.runtime.microbatches.parts import MicrobatchError
 from healcore.torch.ranks import StepRanks
 from healcore.torch.store.gloo import GlooRanks
 
@@ -83,7 +83,7 @@ def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Mo
 
 
 class DDPGradients:
-    """Implements `healcore.runtime.microbatches.window.Synchronization`.
+    """Implements `healcore.runtime.microbatches.parts.Synchronization`.
 
     Args:
         modules: the DDP modules. Without DDP the loop reduces gradients itself, after the parts.

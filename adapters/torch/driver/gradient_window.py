@@ -107,7 +107,7 @@ class Accumulation:
 
 
 class GradientWindow:
-    """Implements `healcore.runtime.microbatches.window.Gradients`.
+    """Implements `healcore.runtime.microbatches.parts.Gradients`.
 
     A window is all parts since the last step. It starts without gradients, and `BatchStatistics`
     has already saved the statistics, so only the states of random generators are saved here. A

@@ -13,18 +13,13 @@ from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_adapters import (
     Loader,
     LoaderAdapter,
+    SamplerEpochs,
     UnreadableBatch,
     adapter_for,
     class_name,
+    division,
 )
-from healcore.runtime.data.position import (
-    BatchId,
-    DataError,
-    EmptyLoader,
-    Position,
-    UnusableLoader,
-)
-from healcore.runtime.data.samplers import SamplerEpochs, division
+from healcore.runtime.data.position import BatchId, DataError, EmptyLoader, Position, UnusableLoader
 from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 
 _MAX_POSITIONS = 4
@@ -42,6 +37,12 @@ class Cursor:
         loader: any object that can be iterated over.
         epochs: number of epochs, or None for no end. An iterator has one epoch.
 
+    Attributes:
+        loader: the loader.
+        next_id: the id of the next batch.
+        left_out: ids of the batches to skip, before and after the current position.
+        unreadable: the batch whose reading made the last `next` raise, or None.
+
     Raises:
         UnusableLoader: the loader cannot be iterated over, or has fewer epochs.
         DataError: `epochs` is not a whole number >= 1.
@@ -53,40 +54,37 @@ class Cursor:
                 f"a loader is something to iterate over, not {loader!r:.80}: "
                 "pass a DataLoader, a dataset of batches or a list"
             )
+        self.loader: Any = loader
         self.next_id = BatchId(0, 0)
-        """The id of the next batch."""
         self.left_out: set[BatchId] = set()
-        """Ids of the batches to skip, before and after the current position."""
         self.unreadable: BatchId | None = None
-        """The batch whose reading made the last `next` raise, or None."""
-        self._loader: Any = loader
         self._name = class_name(loader)
         self._sampler_epochs = SamplerEpochs(loader)
         self._batches: Iterator[Any] | None = None
         """The rest of the epoch, or None before the epoch begins."""
-        self._between = False
-        """Whether an epoch has ended, and the next one has not begun."""
-        self._resumed = False
-        """Whether the epoch was restored from a state."""
-        self._exhausted = False
-        """Whether the only epoch of an iterator has ended."""
+        self._between = False  # whether an epoch has ended, and the next one has not begun
+        self._resumed = False  # whether the epoch was restored from a state
+        self._exhausted = False  # whether the only epoch of an iterator has ended
         self._ended: BatchId | None = None
         """Id after the last batch of the last complete epoch, or None."""
-        self._requested = 0
-        """The epoch that the user's loop requested last."""
+        self._error: Exception | None = None
+        """Exception of the last read, or None if it gave a batch."""
         self._rewind_error: str | None = None
         self._skipped: list[BatchId] = []
         self._captures: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_MAX_POSITIONS)
         """The last positions, oldest first, with the ids of their next batches. After a first call
         of `position` each epoch adds one."""
+        self._requested = 0  # the epoch that the user's loop requested last
         self._until: int | None = 0
         self.extend(epochs)
 
     @functools.cached_property
     def _adapter(self) -> LoaderAdapter:
         """Created on first use, because that may begin an epoch."""
-        loader = self._loader
+        loader = self.loader
         return TorchLoader(loader) if is_replayable(loader) else adapter_for(loader)
+
+    # -- epochs ---------------------------------------------------------------------------------
 
     def extend(self, epochs: int | None = 1) -> None:
         """Allows further epochs, for programs that call `next` within their own `for epoch` loop.
@@ -98,7 +96,7 @@ class Cursor:
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise DataError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
-        if isinstance(self._loader, Iterator) and epochs is not None and epochs > 1:
+        if isinstance(self.loader, Iterator) and epochs is not None and epochs > 1:
             raise UnusableLoader(
                 f"{self._name} is an iterator and has one epoch, not {epochs}: pass "
                 "the loader that created it, or epochs=1"
@@ -128,72 +126,10 @@ class Cursor:
         self._requested, self._until = epoch, epoch + 1
 
     @property
-    def before_end(self) -> bool:
-        """Whether the loader stands within an epoch that the loop does not reach."""
-        epoch, index = self.next_id
-        return self._until is not None and epoch >= self._until and index > 0
-
-    @property
-    def can_rewind(self) -> bool:
-        """Whether the loader can be rewound."""
-        return self._adapter.why_not is None
-
-    @property
-    def why_not(self) -> str | None:
-        """Why the loader cannot be rewound, or why the last `rewind` failed, or None."""
-        return self._adapter.why_not or self._rewind_error
-
-    def next(self, *, after: Exception | None = None) -> tuple[Any, BatchId]:
-        """The next batch that is not skipped, and its id.
-
-        Exceptions of the loader propagate, with the batch's id as a note. The batch counts as read,
-        and the next call continues after it if the loader can. An exception at a skipped batch is
-        ignored, unless it ends the loader before the end of the epoch, as in a generator.
-
-        Args:
-            after: the exception of the last call, which is raised again if it has ended the loader.
-
-        Raises:
-            StopIteration: there are no more epochs.
-            EmptyLoader: an epoch has no batch.
-        """
-        self.unreadable = None
-        while not self._exhausted and (self._until is None or self.next_id.epoch < self._until):
-            self._begin()  # an exception of iter() belongs to no batch
-            which = self.next_id
-            skipped = which in self.left_out
-            try:
-                batch = self._read()
-            except StopIteration:
-                if after is not None and (self.length is None or which.index < self.length):
-                    after.add_note(
-                        f"healcore: {self._name} has ended with this error, as a generator does: "
-                        "there is no batch after it to continue with"
-                    )
-                    raise after from None
-                continue
-            except DataError:
-                raise
-            except Exception as error:
-                if not skipped:
-                    self.unreadable = which
-                    raise
-                after = error
-            else:
-                # The epoch's order may be drawn when its first batch is read.
-                if self._captures and self._captures[-1][0] < BatchId(which.epoch, 1):
-                    self.position()
-                if not skipped:
-                    return batch, which
-                after = None
-            self._skipped.append(which)
-        raise StopIteration
-
-    @property
     def length(self) -> int | None:
         """Number of batches in an epoch, or None if the loader has no length."""
         try:
-            return len(self._loader)
+            return len(self.loader)
         except TypeError:
             return None
 
@@ -213,17 +149,154 @@ class Cursor:
         return self._until is not None and self.next_id.epoch == self._until - 1 and self.is_last()
 
     @property
-    def left_early(self) -> bool:
-        """Whether a `break` here leaves batches. False without a number of epochs or a length."""
-        before_end = self._until is not None and self.next_id.epoch < self._until
-        return before_end and self.length is not None and not self.at_end
+    def before_end(self) -> bool:
+        """Whether the loader stands within an epoch that the loop does not reach."""
+        epoch, index = self.next_id
+        return self._until is not None and epoch >= self._until and index > 0
+
+    @property
+    def break_place(self) -> str:
+        """The place, if a `break` here leaves batches, or "".
+
+        An empty string too without a number of epochs or a length.
+        """
+        (epoch, index), length = self.next_id, self.length
+        if self._until is None or epoch >= self._until or length is None or self.at_end:
+            return ""
+        return f"a `break` in epoch {epoch}, before batch {index} of {length},"
 
     def abandon(self) -> None:
         """Drops the rest of the epoch, after a `break`; the next batch is of the next epoch."""
-        if self.next_id.index > 0 and not isinstance(self._loader, Iterator):
+        if self.next_id.index > 0 and not isinstance(self.loader, Iterator):
             self.next_id = BatchId(self.next_id.epoch + 1, 0)
             # Not between two epochs: the loader's own state still belongs to this epoch.
             self._batches, self._between = None, False
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def next(self) -> tuple[Any, BatchId]:
+        """The next batch that is not skipped, and its id.
+
+        Exceptions of the loader propagate, with the batch's id and rows as a note. The batch counts
+        as read, and the next call continues after it if the loader can. If the exception has ended
+        the loader before the end of the epoch, as in a generator, the next call raises it again. An
+        exception at a skipped batch is ignored, unless it ends the loader.
+
+        Raises:
+            StopIteration: there are no more epochs.
+            EmptyLoader: an epoch has no batch.
+        """
+        self.unreadable = None
+        while not self._exhausted and (self._until is None or self.next_id.epoch < self._until):
+            self._begin()  # an exception of iter() belongs to no batch
+            which, error = self.next_id, self._error
+            try:
+                batch = self._read()
+            except StopIteration:
+                if error is not None and (self.length is None or which.index < self.length):
+                    error.add_note(
+                        f"healcore: {self._name} has ended with this error, as a generator does: "
+                        "there is no batch after it to continue with"
+                    )
+                    raise error from None
+                continue
+            except DataError:
+                raise
+            except Exception:
+                if which not in self.left_out:
+                    self.unreadable = which
+                    raise
+            else:
+                # The epoch's order may be drawn when its first batch is read.
+                if self._captures and self._captures[-1][0] < BatchId(which.epoch, 1):
+                    self.position()
+                if which not in self.left_out:
+                    return batch, which
+            self._skipped.append(which)
+        raise StopIteration
+
+    def leave_out(self, ids: Iterable[BatchId]) -> None:
+        """Skips batches when the cursor reaches them; `skipped` then lists them.
+
+        Args:
+            ids: batch ids, or pairs. Ids after the end of an epoch have no effect on the next
+                epoch.
+
+        Raises:
+            DataError: a value is no batch id.
+        """
+        self.left_out |= positions.checked_ids(ids)
+
+    def skipped(self) -> list[BatchId]:
+        """Ids of the batches skipped since the last call, in order."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
+    def _begin(self) -> Iterator[Any]:
+        """The batches of the epoch; begins the epoch if necessary."""
+        if self._batches is None:
+            epoch = self.next_id.epoch
+            self._sampler_epochs.begin(epoch, by_user=epoch == self._requested)
+            self._between = self._resumed = False
+            self._batches = self._adapter.start(epoch)
+        return self._batches
+
+    def _read(self) -> Any:
+        """Reads the next batch; StopIteration after an epoch, EmptyLoader if it had no batch.
+
+        A batch that raises counts as read: torch loaders continue after it.
+        """
+        batches, which = self._begin(), self.next_id
+        following = BatchId(which.epoch, which.index + 1)
+        self._error = None
+        try:
+            batch = next(batches)
+            if isinstance(batch, UnreadableBatch):
+                raise batch.error
+        except StopIteration:
+            self._end()
+            raise
+        except Exception as error:
+            which.rows = self._adapter.rows()
+            error.add_note(f"healcore: reading {which}")
+            self._error, self.next_id = error, following
+            raise
+        which.rows, self.next_id = self._adapter.rows(), following
+        return batch
+
+    def _end(self) -> None:
+        epoch, index = self.next_id
+        if index == 0 and not self._resumed:
+            raise EmptyLoader(epoch, self._name)
+        if isinstance(self.loader, Iterator):
+            self._exhausted = True
+            return
+        # A state between two epochs may lead to the end of the first: then the epoch begins again.
+        if index > 0:
+            self._ended, self.next_id = self.next_id, BatchId(epoch + 1, 0)
+        self._batches, self._between = None, True
+
+    def _drop_until(self, goal: BatchId) -> None:
+        """Reads and discards batches. An unreadable batch also counts as read."""
+        while self.next_id < goal:
+            try:
+                self._read()
+            except (StopIteration, DataError):
+                raise
+            except Exception:
+                continue
+
+    # -- positions ------------------------------------------------------------------------------
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the loader can be rewound."""
+        return self._adapter.why_not is None
+
+    @property
+    def why_not(self) -> str | None:
+        """Why the loader cannot be rewound, or why the last `rewind` failed, or None."""
+        return self._adapter.why_not or self._rewind_error
 
     def position(self) -> dict[str, Any]:
         """The position right after the last batch, for `rewind` and `fast_forward`.
@@ -231,17 +304,17 @@ class Cursor:
         It consists of Python values that any checkpoint can hold. If the loader's state cannot be
         taken, the cursor cannot rewind from then on.
         """
-        adapter, text = self._adapter, None
+        text = None
         try:
             # Beginning the next epoch for its state would read ahead.
-            if not (adapter.stateless or self._between):
+            if self.can_rewind and not self._between:
                 self._begin()
-            text = positions.state_to_text(adapter.state(ended=self._between))
+            text = positions.state_to_text(self._adapter.state(ended=self._between))
         except Exception as error:  # the loader's code may raise anything
             why_not = f"the state of {self._name} cannot be taken: {_text(error)}"
-            self._adapter = LoaderAdapter(self._loader, why_not=why_not)
+            self._adapter = LoaderAdapter(self.loader, why_not=why_not)
         position = self._encoded(self.next_id, text)
-        if not self._adapter.stateless:
+        if self.can_rewind:
             self._captures.append((self.next_id, position))
         return position
 
@@ -253,8 +326,8 @@ class Cursor:
         """
         if batch == self.next_id:
             return self.position()
-        if self._adapter.stateless:
-            return self._encoded(batch, positions.state_to_text(self._adapter.state(ended=False)))
+        if not self.can_rewind:
+            return self._encoded(batch, None)
         if batch.index == 0 and self._ended is not None and self._ended.epoch == batch.epoch - 1:
             batch = self._ended  # the next epoch's order may be drawn when it begins
         state = (
@@ -310,8 +383,7 @@ class Cursor:
                 ) from error
             return False
         self._captures.clear()
-        if not self._adapter.stateless:
-            self._captures.append((self.next_id, dict(position)))
+        self._captures.append((self.next_id, dict(position)))
         self._rewind_error = None
         return True
 
@@ -336,8 +408,7 @@ class Cursor:
             self.next_id = BatchId(goal.epoch, 0)
         first = self.next_id.index
         with suppress(StopIteration):
-            while self.next_id < goal:
-                self._drop()
+            self._drop_until(goal)
         if self.next_id != goal:
             return f"epoch {goal.epoch} has fewer than {goal.index} batches: continues after it"
         batches = counted(goal.index - first, "batch", "batches")
@@ -347,76 +418,6 @@ class Cursor:
             "give different batches"
         )
 
-    def leave_out(self, ids: Iterable[BatchId]) -> None:
-        """Skips batches when the cursor reaches them; `skipped` then lists them.
-
-        Args:
-            ids: batch ids, or pairs. Ids after the end of an epoch have no effect on the next
-                epoch.
-
-        Raises:
-            DataError: a value is no batch id.
-        """
-        self.left_out |= positions.checked_ids(ids)
-
-    def skipped(self) -> list[BatchId]:
-        """Ids of the batches skipped since the last call, in order."""
-        skipped, self._skipped = self._skipped, []
-        return skipped
-
-    # -- reading --------------------------------------------------------------------------------
-
-    def _begin(self) -> Iterator[Any]:
-        """The batches of the epoch; begins the epoch if necessary."""
-        if self._batches is None:
-            epoch = self.next_id.epoch
-            self._sampler_epochs.begin(epoch, by_user=epoch == self._requested)
-            self._between = self._resumed = False
-            self._batches = self._adapter.start(epoch)
-        return self._batches
-
-    def _read(self) -> Any:
-        """Reads the next batch; StopIteration after an epoch, EmptyLoader if it had no batch.
-
-        A batch that raises counts as read: torch loaders continue after it.
-        """
-        which, batches = self.next_id, self._begin()
-        following = which._replace(index=which.index + 1)
-        try:
-            batch = next(batches)
-            if isinstance(batch, UnreadableBatch):
-                raise batch.error
-        except StopIteration:
-            self._end()
-            raise
-        except Exception as error:
-            error.add_note(f"healcore: reading batch {which.index} of epoch {which.epoch}")
-            self.next_id = following
-            raise
-        self.next_id = following
-        return batch
-
-    def _end(self) -> None:
-        epoch, index = self.next_id
-        if index == 0 and not self._resumed:
-            raise EmptyLoader(epoch, self._name)
-        if isinstance(self._loader, Iterator):
-            self._exhausted = True
-            return
-        # A state between two epochs may lead to the end of the first: then the epoch begins again.
-        if index > 0:
-            self._ended, self.next_id = self.next_id, BatchId(epoch + 1, 0)
-        self._batches, self._between = None, True
-
-    def _drop(self) -> None:
-        """Reads and discards a batch. An unreadable batch also counts as read."""
-        try:
-            self._read()
-        except (StopIteration, DataError):
-            raise
-        except Exception:
-            return
-
     def _restore(self, target: Position) -> None:
         """Moves the loader to a position. If the loader raises, its position is unknown."""
         (epoch, index), behind = target.batch, target.behind
@@ -425,14 +426,14 @@ class Cursor:
         if target.state is not None:
             self._batches, behind = self._adapter.resume(target.state, behind)
             self._resumed, self._between = True, False
-        self._exhausted = False
+        self._exhausted, self._error = False, None
         self.next_id = BatchId(epoch, index - behind)
-        while self.next_id < target.batch:
-            self._drop()
+        self._drop_until(target.batch)
+        self._error = None
 
     def _decoded(self, position: Any) -> Position:
         target = positions.decode(position)
-        positions.check_division(position, division(self._loader), self._name)
+        positions.check_division(position, division(self.loader), self._name)
         return target
 
     def _encoded(self, batch: BatchId, text: str | None) -> dict[str, Any]:
@@ -444,8 +445,8 @@ class Cursor:
             "index": batch.index,
             "state": text,
             "told_epoch": self._sampler_epochs.number(batch.epoch),
-            "behind": batch.index if self._adapter.stateless else 0,
-            "division": division(self._loader),
+            "behind": 0,
+            "division": division(self.loader),
         }
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from healcore.runtime.data.position import state_from_text, state_to_text
-from healcore.runtime.data.samplers import is_type, samplers_of
 
 _STATE_DICT = ("state_dict", "load_state_dict")
 _GET_STATE = ("get_state", "set_state")
 # These samplers draw a new order in every epoch and do not record it. A restored torchdata loader
 # then skips forward through a different order, without a warning.
 _UNRECORDED = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
-_MAX_BEGINNINGS = 100
-"""Number of epochs whose state at the beginning is kept."""
-
 
 Batch = TypeVar("Batch", covariant=True)
 
@@ -37,12 +34,10 @@ class LoaderAdapter:
 
     Attributes:
         kind: name in positions, because a state fits only loaders of the same kind.
-        stateless: whether the state is the same at every batch.
-        why_not: why the loader cannot be rewound, or None.
+        why_not: why the loader has no state and cannot be rewound, or None.
     """
 
     kind = "forward"
-    stateless = True
 
     def __init__(
         self, loader: Any, *, why_not: str | None = None, first: Iterator[Any] | None = None
@@ -77,6 +72,10 @@ class LoaderAdapter:
         """
         raise NotImplementedError(self.why_not)
 
+    def rows(self) -> list[int] | None:
+        """The dataset's indices of the batch that was read last, or None if they are unknown."""
+        return None
+
 
 class _StatefulLoader(LoaderAdapter):
     """A loader with `state_dict` and `load_state_dict`: such as torchdata's StatefulDataLoader.
@@ -88,13 +87,10 @@ class _StatefulLoader(LoaderAdapter):
     """
 
     kind = "loader"
-    stateless = False
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        generators = [getattr(sampler, "generator", None) for sampler in samplers_of(loader)]
-        unique = {id(each): each for each in generators if _has_methods(each, _GET_STATE)}
-        self._generators: list[Any] = [*unique.values()]
+        self._generators = generators_of(samplers_of(loader))
 
     def state(self, *, ended: bool) -> Any:
         return {
@@ -120,7 +116,6 @@ class _StatefulIterator(LoaderAdapter):
     """
 
     kind = "iterator"
-    stateless = False
 
     def __init__(self, loader: Any, first: Iterator[Any], names: tuple[str, str]) -> None:
         super().__init__(loader, first=first)
@@ -134,7 +129,6 @@ class _StatefulIterator(LoaderAdapter):
         self._current = super().start(epoch)
         with suppress(Exception):  # `state` raises it again
             self._beginnings[epoch] = state_to_text(self.state(ended=False))
-        self._beginnings.pop(epoch - _MAX_BEGINNINGS, None)
         return self._current
 
     def state(self, *, ended: bool) -> Any:
@@ -148,7 +142,7 @@ class _StatefulIterator(LoaderAdapter):
         return self._current, skip
 
 
-class _Indexed(LoaderAdapter):
+class _IndexedLoader(LoaderAdapter):
     """A sequence, or an object with `__getitem__` only, which is read by index."""
 
     kind = "sequence"
@@ -156,11 +150,11 @@ class _Indexed(LoaderAdapter):
 
     def start(self, epoch: int) -> Iterator[Any]:
         del epoch
-        return self.resume(0, 0)[0]
+        self._next = 0
+        return self
 
-    def state(self, *, ended: bool) -> int:
-        del ended
-        return 0
+    def state(self, *, ended: bool) -> int | None:
+        return None if ended else self._next
 
     def resume(self, state: int, skip: int) -> tuple[Iterator[Any], int]:
         self._next = state + skip
@@ -170,33 +164,29 @@ class _Indexed(LoaderAdapter):
         return self
 
     def __next__(self) -> Any:
-        has_length = hasattr(self._loader, "__len__")
-        if has_length and self._next >= len(self._loader):
+        has_length, at = hasattr(self._loader, "__len__"), self._next
+        if has_length and at >= len(self._loader):
             raise StopIteration
-        self._next += 1
         try:
-            return self._loader[self._next - 1]
-        except Exception as error:  # an unreadable item counts as read
+            batch = self._loader[at]
+        except Exception as error:
             if isinstance(error, IndexError) and not has_length:
                 raise StopIteration from None
+            self._next = at + 1  # an unreadable item counts as read
             raise
-        except BaseException:  # Ctrl-C: the item was not returned
-            self._next -= 1
-            raise
+        self._next = at + 1
+        return batch
 
 
+@dataclass
 class UnreadableBatch:
-    """Takes the place of a batch whose reading raised, until the `EpochReader` raises the error.
+    """Takes the place of a batch whose reading raised, until the `Cursor` raises the error.
 
     Trainers read in generators, and a generator that raises is finished. This object passes through
     the generator as a batch, so the next batches can still be read.
     """
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __repr__(self) -> str:
-        return f"UnreadableBatch({self.error!r})"
+    error: Exception
 
 
 class TolerantIterator:
@@ -223,23 +213,52 @@ def adapter_for(loader: Any) -> LoaderAdapter:
     A wrapper of a loader can have an attribute `why_not`: the reason why it cannot be rewound, or
     None if its `state_dict` is exact.
     """
-    why_not = getattr(loader, "why_not", ...)
+    has_state = hasattr(loader, "why_not") or _has_methods(loader, _STATE_DICT)
+    why_not = loader.why_not if hasattr(loader, "why_not") else why_no_state(loader)
     if why_not is None:
         return _StatefulLoader(loader)
-    if isinstance(why_not, str):
+    if has_state:
         return LoaderAdapter(loader, why_not=why_not)
-    if is_type(loader, "accelerate.data_loader", "DataLoaderAdapter"):
-        return LoaderAdapter(loader, why_not=_accelerate_problem(loader))
-    if _has_methods(loader, _STATE_DICT):
-        why_not = unrecorded_order(loader)
-        return LoaderAdapter(loader, why_not=why_not) if why_not else _StatefulLoader(loader)
     if isinstance(loader, Sequence) or not hasattr(loader, "__iter__"):
-        return _Indexed(loader)
+        return _IndexedLoader(loader)
     first = iter(loader)
     for names in (_GET_STATE, _STATE_DICT):
         if _has_methods(first, names):
             return _StatefulIterator(loader, first, names)
-    return LoaderAdapter(loader, why_not=why_no_state(loader), first=first)
+    return LoaderAdapter(loader, why_not=why_not, first=first)
+
+
+def why_no_state(loader: Any) -> str | None:
+    """Why a loader has no exact `state_dict`, and what to use instead, or None if it has one."""
+    name = class_name(loader)
+    if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
+        return (
+            f"{name} reads for all ranks on one rank: use dispatch_batches=False and a map-style "
+            "dataset"
+        )
+    if is_type(loader, "accelerate.data_loader", "DataLoaderAdapter"):
+        return (
+            f"{name} does not record the position in an IterableDataset: use a map-style dataset, "
+            "or pass torchdata's StatefulDataLoader to the Healer without preparing it"
+        )
+    if not _has_methods(loader, _STATE_DICT):
+        return (
+            f"{name} has no state_dict and load_state_dict (or get_state and set_state): pass a "
+            "list, a torch DataLoader of a map-style dataset, torchdata's StatefulDataLoader, a "
+            "Grain dataset, or a loader whose iterator has these methods"
+        )
+    if is_type(loader, "torchdata.nodes", "Loader"):
+        return f"{name} reads ahead into the next epoch: use StatefulDataLoader"
+    if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
+        return f"{name} with in_order=False has no fixed order: use in_order=True"
+    for sampler in samplers_of(loader):
+        unrecorded = is_type(sampler, "torch.utils.data", *_UNRECORDED)
+        if unrecorded and not hasattr(sampler, "state_dict"):
+            return (
+                f"{name} does not record the order of {class_name(sampler)}: use shuffle=True, or "
+                "a sampler that records the order in its state_dict"
+            )
+    return None
 
 
 def class_name(thing: Any) -> str:
@@ -247,46 +266,96 @@ def class_name(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}".removeprefix("builtins.")
 
 
-# -- why a loader cannot be rewound ---------------------------------------------------------------
-
-
-def why_no_state(loader: Any) -> str:
-    """Why a loader without a state cannot be rewound, and what to use instead."""
-    return (
-        f"{class_name(loader)} has no state_dict and load_state_dict (or get_state and set_state): "
-        "pass a list, a torch DataLoader of a map-style dataset, torchdata's StatefulDataLoader, a "
-        "Grain dataset, or a loader whose iterator has these methods"
-    )
-
-
-def unrecorded_order(loader: Any) -> str | None:
-    """Why the state of a loader lacks the order of its batches, or None."""
-    if is_type(loader, "torchdata.nodes", "Loader"):
-        return f"{class_name(loader)} reads ahead into the next epoch: use StatefulDataLoader"
-    if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
-        return f"{class_name(loader)} with in_order=False has no fixed order: use in_order=True"
-    for sampler in samplers_of(loader):
-        unrecorded = is_type(sampler, "torch.utils.data", *_UNRECORDED)
-        if unrecorded and not hasattr(sampler, "state_dict"):
-            return (
-                f"{class_name(loader)} does not record the order of {class_name(sampler)}: use "
-                "shuffle=True, or a sampler that records the order in its state_dict"
-            )
-    return None
-
-
-def _accelerate_problem(loader: Any) -> str:
-    """Why a loader that Accelerate has prepared cannot be rewound."""
-    if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
-        return (
-            f"{class_name(loader)} reads for all ranks on one rank: use dispatch_batches=False and "
-            "a map-style dataset"
-        )
-    return (
-        f"{class_name(loader)} does not record the position in an IterableDataset: use a map-style "
-        "dataset, or pass torchdata's StatefulDataLoader to the Healer without preparing it"
+def is_type(thing: Any, package: str, *names: str) -> bool:
+    """Whether a class of one of these names, in a module of the package, is a base of `thing`."""
+    return any(
+        kind.__name__ in names and kind.__module__.startswith(package)
+        for kind in type(thing).__mro__
     )
 
 
 def _has_methods(thing: Any, names: tuple[str, str]) -> bool:
     return all(callable(getattr(thing, name, None)) for name in names)
+
+
+# -- samplers of torch loaders --------------------------------------------------------------------
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """The samplers and batch samplers of a torch loader, including samplers inside samplers."""
+    parts = [loader]
+    for part in parts:
+        for name in ("sampler", "batch_sampler"):
+            inner = getattr(part, name, None)
+            if inner is not None and all(inner is not other for other in parts):
+                parts.append(inner)
+    return parts[1:]
+
+
+def generators_of(parts: Iterable[Any]) -> list[Any]:
+    """The random generators of loaders and samplers, each once."""
+    found = [getattr(part, "generator", None) for part in parts]
+    return [*{id(each): each for each in found if _has_methods(each, _GET_STATE)}.values()]
+
+
+def division(loader: Any) -> list[Any] | None:
+    """[unit, number] that must not change with the number of ranks, or None if unknown.
+
+    If it is equal, batch i has the same rows. It is the number of batches for a list or a loader in
+    order, where every rank reads the same batches, else the rows per global batch.
+    """
+    if isinstance(loader, Sequence):
+        return ["batches", len(loader)]
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    rows = getattr(batch_sampler, "batch_size", None)
+    for sampler in samplers_of(loader):
+        replicas = getattr(sampler, "num_replicas", None)
+        distributed = sampler is not batch_sampler and hasattr(sampler, "set_epoch")
+        if distributed and type(rows) is int and type(replicas) is int:
+            return ["rows of a global batch", rows * replicas]
+        if is_type(sampler, "torch.utils.data", "SequentialSampler") and hasattr(loader, "__len__"):
+            return ["batches", len(loader)]
+    return None
+
+
+class SamplerEpochs:
+    """Calls `set_epoch` on samplers and records its arguments: epoch of the cursor -> number.
+
+    DistributedSampler and others need `set_epoch` with the next number for a new order, and with
+    the earlier number after a rewind. A user's loop over epochs usually calls `set_epoch`; the
+    number is then read, not overwritten.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        owners: list[Any] = [loader, *samplers_of(loader), getattr(loader, "dataset", None)]
+        self._owners = [each for each in owners if callable(getattr(each, "set_epoch", None))]
+        self._numbers: dict[int, int] = {}
+
+    def begin(self, epoch: int, *, by_user: bool) -> None:
+        """Sets the epoch's number, or reads it if the user's loop began the epoch (`by_user`)."""
+        if epoch not in self._numbers and by_user:
+            self._numbers[epoch] = self._read(default=epoch)
+            return
+        number = self.number(epoch)
+        self.restore(epoch, epoch if number is None else number)
+
+    def number(self, epoch: int) -> int | None:
+        """The number of an epoch that has begun or is next, or None if unknown."""
+        before = self._numbers.get(epoch - 1)
+        return self._numbers.get(epoch, None if before is None else before + 1)
+
+    def restore(self, epoch: int, number: int | None) -> None:
+        """Sets the number of an epoch of a saved position."""
+        if number is not None:
+            self._numbers[epoch] = number
+            for owner in self._owners:
+                owner.set_epoch(number)
+
+    def _read(self, default: int) -> int:
+        for owner in self._owners:
+            # Accelerate's loader counts its epochs itself.
+            accelerated = is_type(owner, "accelerate.data_loader", "DataLoaderShard")
+            number = getattr(owner, "iteration" if accelerated else "epoch", None)
+            if type(number) is int:
+                return number
+        return default

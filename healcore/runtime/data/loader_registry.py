@@ -6,6 +6,7 @@ numbered in the order of their first use, so that a restarted program finds each
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,23 +30,6 @@ class RewindResult(NamedTuple):
     """Why the loader was not rewound, or None."""
 
 
-class LoaderEntry:
-    """A loader of the run.
-
-    Attributes:
-        cursor: the cursor that reads the loader.
-        in_loop: whether a loop reads the loader. After a `break` the rest of the epoch is dropped.
-        exhausted: whether all epochs were read before the restart.
-    """
-
-    def __init__(self, loader: Any, cursor: Cursor) -> None:
-        self.loader = loader
-        self.cursor = cursor
-        self.in_loop = self.exhausted = False
-        self.start = cursor.position()
-        """Position for checkpoints that are older than the first use."""
-
-
 class LoaderRegistry:
     """All loaders of a run.
 
@@ -59,24 +43,30 @@ class LoaderRegistry:
         self.notices: list[str] = []
         self.current: int | None = None
         self.next_epoch = 0
-        self._entries: dict[int, LoaderEntry] = {}
+        self._cursors: dict[int, Cursor] = {}
+        """Number of a loader -> its cursor, in the order of their last use."""
+        self._starts: dict[int, dict[str, Any]] = {}
+        """Number of a loader -> position for checkpoints that are older than its first use."""
+        self._in_loop: set[int] = set()
+        """Numbers of the loaders that a loop reads. A `break` drops the rest of their epoch."""
+        self._finished: set[int] = set()
+        """Numbers of the loaders whose epochs were all read before the restart."""
         self._count = 0
         self._saved: dict[str, Any] = {}
         self._saved_count = 0
         self._last: BatchId | None = None
-        self._ids_to_skip: dict[int, set[BatchId]] = {}
+        self._ids_to_skip: defaultdict[int, set[BatchId]] = defaultdict(set)
         """Number of a loader -> the ids that its cursor skips."""
-        self._epoch: int | None = None
-        """The `epoch` of the last call of `begin`."""
-        self._noticed: set[str | None] = set()
+        self._epoch: int | None = None  # the `epoch` of the last call of `begin`
+        self._noticed: set[str] = set()
 
-    def __getitem__(self, number: int) -> LoaderEntry:
-        """The loader of a number."""
-        return self._entries[number]
+    def __getitem__(self, number: int) -> Cursor:
+        """The cursor of a loader's number."""
+        return self._cursors[number]
 
     def number(self, loader: Any) -> int | None:
         """The number of a loader, or None before its first use."""
-        return next((n for n, entry in self._entries.items() if entry.loader is loader), None)
+        return next((n for n, cursor in self._cursors.items() if cursor.loader is loader), None)
 
     def has_saved(self, loader: Any) -> bool:
         """Whether an earlier process has saved a position of this loader."""
@@ -95,38 +85,39 @@ class LoaderRegistry:
         number = self.number(loader)
         if number is None:
             number = self._count if epoch is None else self._number_in(epoch)
-            self._count = number + 1
-            entry = LoaderEntry(loader, Cursor(loader, epochs=epochs))
-            entry.cursor.left_out = self._ids_to_skip.setdefault(number, set())
-            entry.exhausted = self._saved_count > number and str(number) not in self._saved
-            why_not = entry.cursor.why_not
+            cursor = Cursor(loader, epochs=epochs)
+            cursor.left_out = self._ids_to_skip[number]
+            self._count, self._starts[number] = number + 1, cursor.position()
+            if self._saved_count > number and str(number) not in self._saved:
+                self._finished.add(number)
+            why_not = cursor.why_not
             if why_not is not None and why_not not in self._noticed:
                 self._noticed.add(why_not)
                 self.notices.append(f"after rollbacks the data continues forward: {why_not}")
         else:
-            entry = self._entries.pop(number)
-            entry.cursor.extend(epochs)
-            if entry.in_loop:
-                entry.cursor.abandon()
-            entry.exhausted = False
-        self._entries[number] = entry  # at the end
-        entry.in_loop = True
+            cursor = self._cursors.pop(number)
+            cursor.extend(epochs)
+            if number in self._in_loop:
+                cursor.abandon()
+            self._finished.discard(number)
+        self._cursors[number] = cursor  # at the end
+        self._in_loop.add(number)
         if self.current is None:
             self.current = number
         saved = self._saved.pop(str(number), None)
-        if saved is not None and not entry.cursor.rewind(saved):
-            self.notices.append(entry.cursor.fast_forward(saved))
+        if saved is not None and not cursor.rewind(saved):
+            self.notices.append(cursor.fast_forward(saved))
         if epoch is not None:
-            entry.cursor.read_only(epoch)
+            cursor.read_only(epoch)
             self._epoch = epoch
-        elif saved is not None and entry.cursor.before_end:
+        elif saved is not None and cursor.before_end:
             self.notices.append(
                 f"epoch 0 of this loop was trained before the restart, which resumes in epoch "
                 f"{saved['epoch']}; a loop that begins at an epoch of its own has to write "
                 "healer.batches(loader, epoch=epoch), see healer.epochs"
             )
-        while len(self._entries) > _MAX_LOADERS:
-            del self._entries[next(n for n in self._entries if n not in (number, self.current))]
+        while len(self._cursors) > _MAX_LOADERS:
+            del self._cursors[next(n for n in self._cursors if n not in (number, self.current))]
         return number
 
     def _number_in(self, epoch: int) -> int:
@@ -143,40 +134,33 @@ class LoaderRegistry:
             return self._count
         return max(begun, key=lambda number: (begun[number], number), default=self._count)
 
-    def next(self, number: int, *, after: Exception | None = None) -> tuple[Any, BatchId]:
+    def next(self, number: int) -> tuple[Any, BatchId]:
         """The next batch of a loader; StopIteration after its last epoch. See `Cursor.next`."""
-        entry = self._entries[number]
-        if entry.exhausted:
+        if number in self._finished:
             raise StopIteration
-        entry.in_loop = True
-        return entry.cursor.next(after=after)
+        self._in_loop.add(number)
+        return self._cursors[number].next()
 
     def all_unreadable(self) -> dict[int, BatchId]:
         """The unreadable batches of all loaders, by number of the loader."""
-        batches = {number: entry.cursor.unreadable for number, entry in self._entries.items()}
+        batches = {number: cursor.unreadable for number, cursor in self._cursors.items()}
         return {number: batch for number, batch in batches.items() if batch is not None}
-
-    def leave_out(self, number: int, batch: BatchId) -> None:
-        """Skips a batch from now on, also after a rollback and a restart."""
-        self._ids_to_skip[number].add(batch)
 
     def stepped(self, number: int, last: BatchId | None) -> None:
         """Makes the loader of a step's batches the current loader, which rollbacks rewind.
 
         Other loaders, such as the loader of an evaluation inside the loop, are not rewound.
         """
-        if number in self._entries:
+        if number in self._cursors:
             self.current, self._last = number, last
 
     def close(self, number: int) -> None:
         """Ends the loop over this loader."""
-        if number in self._entries:
-            self._entries[number].in_loop = False
+        self._in_loop.discard(number)
 
     def at_end(self, number: int | None) -> bool:
         """See `Cursor.at_end`."""
-        entry = None if number is None else self._entries.get(number)
-        return entry is not None and entry.cursor.at_end
+        return number is not None and number in self._cursors and self._cursors[number].at_end
 
     @property
     def names_epochs(self) -> bool:
@@ -186,15 +170,12 @@ class LoaderRegistry:
     @property
     def at_epochs(self) -> bool:
         """Whether all saved positions are in use, and no loader stands within a later epoch."""
-        return not (self._saved or any(e.cursor.before_end for e in self._entries.values()))
+        return not (self._saved or any(each.before_end for each in self._cursors.values()))
 
     def left_at(self) -> str:
         """The place where a `break` left the loop, as part of a sentence, or an empty string."""
-        entry = None if self.current is None else self._entries[self.current]
-        if entry is None or not (entry.in_loop and entry.cursor.left_early):
-            return ""
-        (epoch, index), length = entry.cursor.next_id, entry.cursor.length
-        return f"a `break` in epoch {epoch}, before batch {index} of {length},"
+        number = self.current
+        return self[number].break_place if number is not None and number in self._in_loop else ""
 
     @property
     def left_out_count(self) -> int:
@@ -204,38 +185,31 @@ class LoaderRegistry:
     @property
     def can_rewind(self) -> bool:
         """Whether the current loader can be rewound."""
-        return self.current is not None and self._entries[self.current].cursor.can_rewind
+        return self.current is not None and self[self.current].can_rewind
 
     def position(self) -> dict[str, Any]:
         """The positions of all loaders, for a checkpoint."""
-        positions = {
-            str(number): entry.cursor.position()
-            for number, entry in self._entries.items()
-            if not entry.exhausted
-        }
+        unfinished = {n: each for n, each in self._cursors.items() if n not in self._finished}
+        positions = {str(number): cursor.position() for number, cursor in unfinished.items()}
         epoch = self.next_epoch
         if self._epoch is not None:
             # While the loop reads the loader, the program's code after the epoch has not run.
-            ended = self.at_end(self.current) and not self._entries[self.current].in_loop
-            epoch = self._epoch + ended
+            epoch = self._epoch + (self.at_end(self.current) and self.current not in self._in_loop)
         return {**positions, _COUNT: self._count, _EPOCH: epoch}
 
     def position_before(self, batches: Mapping[int, BatchId]) -> dict[str, Any] | None:
         """The positions before some batches, by number of the loader, or None if unreachable."""
         before = {
-            str(number): self._entries[number].cursor.position_before(batch)
+            str(number): self[number].position_before(batch)
             for number, batch in batches.items()
-            if number in self._entries
+            if number in self._cursors
         }
         return None if None in before.values() else {**self.position(), **before}
 
     def forward_positions(self) -> dict[str, Any]:
         """The positions of loaders that cannot be rewound, JSON-safe. A rollback keeps them."""
-        return {
-            str(number): entry.cursor.position()
-            for number, entry in self._entries.items()
-            if not entry.cursor.can_rewind
-        }
+        forward = {n: each for n, each in self._cursors.items() if not each.can_rewind}
+        return {str(number): cursor.position() for number, cursor in forward.items()}
 
     def left_out(self) -> dict[str, list[list[int]]]:
         """Ids of all skipped batches, by number of the loader, JSON-safe."""
@@ -250,13 +224,11 @@ class LoaderRegistry:
         Raises:
             DataError: a position cannot be decoded, or the number of loaders is no whole number.
         """
-        for key in (_COUNT, _EPOCH):
-            value = position.get(key, 0)
-            if type(value) is not int or value < 0:
+        for key, value in {_COUNT: 0, _EPOCH: 0, **position}.items():
+            if key not in (_COUNT, _EPOCH):
+                positions.decode(value)
+            elif type(value) is not int or value < 0:
                 raise DataError(f"the {key} of loaders is a whole number >= 0, not {value!r:.80}")
-        for number, loader_position in position.items():
-            if number not in (_COUNT, _EPOCH):
-                positions.decode(loader_position)
 
     def resume(
         self, position: Mapping[str, Any], skipped: Mapping[str, Iterable[Iterable[int]]] = {}
@@ -265,7 +237,8 @@ class LoaderRegistry:
         self._saved = dict(position)
         self._saved_count = int(self._saved.pop(_COUNT, 0))
         self.next_epoch = int(self._saved.pop(_EPOCH, 0))
-        self._ids_to_skip = {int(n): {BatchId(*pair) for pair in ids} for n, ids in skipped.items()}
+        for number, ids in skipped.items():
+            self._ids_to_skip[int(number)] = {BatchId(*pair) for pair in ids}
 
     def rewind(
         self,
@@ -282,18 +255,16 @@ class LoaderRegistry:
         """
         if self.current is None:
             return RewindResult(False, "the loop does not read its batches through healcore")
-        entry, cursor = self._entries[self.current], self._entries[self.current].cursor
+        number, cursor = self.current, self[self.current]
         # Earlier bad batches stay skipped, because a deeper rollback reads them again.
         cursor.left_out.update(bad)
         last = max(bad, default=self._last)
         if last is not None:
             cursor.left_out.update(BatchId(last.epoch, last.index + 1 + i) for i in range(more))
         cursor.left_out.difference_update(again)
-        why = None
         if position is None:
-            why = "the checkpoint has no position of this loader"
-        elif not cursor.rewind(position.get(str(self.current), entry.start)):
-            why = cursor.why_not or "it could not be rewound"
-        else:
-            entry.in_loop = False  # a `break` came after this position
-        return RewindResult(why is None, why)
+            return RewindResult(False, "the checkpoint has no position of this loader")
+        if not cursor.rewind(position.get(str(number), self._starts[number])):
+            return RewindResult(False, cursor.why_not or "it could not be rewound")
+        self._in_loop.discard(number)  # a `break` came after this position
+        return RewindResult(True, None)

@@ -16,6 +16,7 @@ from healcore.runtime.store import values
 
 VERSION = 2
 """Version of the format of positions."""
+MAX_ROWS = 64
 _STATE_PATH = ("the loader's state",)
 
 
@@ -35,9 +36,8 @@ class EmptyLoader(DataError):
     loader: str
 
     def _message(self) -> str:
-        if self.epoch == 0:
-            hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
-        else:
+        hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
+        if self.epoch > 0:
             hint = (
                 "it can be iterated over only once: pass something that starts again with every "
                 "iter(), or epochs=1"
@@ -45,12 +45,22 @@ class EmptyLoader(DataError):
         return f"{self.loader} gave no batch in epoch {self.epoch}: {hint}"
 
 
-class BatchId(NamedTuple):
-    """Identifies a batch of the whole run by numbers from 0. A rewind does not change it."""
-
+class _Place(NamedTuple):
     epoch: int
     index: int
     """Number of the batch in its epoch; skipped batches count too."""
+
+
+class BatchId(_Place):
+    """Identifies a batch of the whole run by numbers from 0. A rewind does not change it."""
+
+    rows: list[int] | None = None
+    """The first `MAX_ROWS` rows of the dataset in a batch that was read, or None if unknown. They
+    are no part of the id."""
+
+    def __str__(self) -> str:
+        rows = "" if self.rows is None else f" (rows {', '.join(map(str, self.rows))})"
+        return f"batch {self.index} of epoch {self.epoch}{rows}"
 
 
 class Position(NamedTuple):
@@ -112,17 +122,12 @@ def decode(value: Any) -> Position:
             f"a position is a result of Cursor.position() of version {VERSION}, not {value!r:.80}"
         )
     try:
-        state, number, behind = value["state"], value["told_epoch"], int(value["behind"])
+        number, behind = value["told_epoch"], int(value["behind"])
         (batch,) = checked_ids([(value["epoch"], value["index"])])
         if not 0 <= behind <= batch.index:
             raise DataError(f"batch {batch.index} has no {behind} batches before it in its epoch")
-        return Position(
-            str(value["kind"]),
-            batch,
-            state_from_text(state),
-            None if number is None else int(number),
-            behind,
-        )
+        number = None if number is None else int(number)
+        return Position(str(value["kind"]), batch, state_from_text(value["state"]), number, behind)
     except DataError:
         raise
     except Exception as error:  # the value may be crafted or damaged

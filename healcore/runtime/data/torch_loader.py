@@ -18,9 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from healcore.runtime.data.loader_adapters import LoaderAdapter, TolerantIterator
-from healcore.runtime.data.position import DataError
-from healcore.runtime.data.samplers import is_type, samplers_of
+from healcore.runtime.data.loader_adapters import (
+    LoaderAdapter,
+    TolerantIterator,
+    generators_of,
+    is_type,
+    samplers_of,
+)
+from healcore.runtime.data.position import MAX_ROWS, DataError
 
 _END = object()
 _KEPT = 64
@@ -50,13 +55,12 @@ def recorded(loader: Any) -> Any:
     base = _base(loader)
     if isinstance(getattr(base, _order_name(base)), _Order):
         return loader
-    owned = [getattr(part, "generator", None) for part in (loader, *samplers_of(loader))]
-    generators = {id(each): each for each in owned if hasattr(each, "get_state")}
     name = _order_name(base)
     # Accelerate reads one batch ahead.
     ahead = base.num_workers * (base.prefetch_factor or 0) + 1
     reads_ahead = base is not loader and not base.num_workers
-    order = _Order(getattr(base, name), [*generators.values()], ahead, reads_ahead)
+    generators = generators_of((loader, *samplers_of(loader)))
+    order = _Order(getattr(base, name), generators, ahead, reads_ahead)
     fresh = {"_iterator": None, "_initial_iter_for_state_dict": False}  # also StatefulDataLoader's
     copied = _with(base, **{name: order}, **fresh)
     if base is loader:
@@ -92,7 +96,6 @@ class TorchLoader(LoaderAdapter):
     """
 
     kind = "dataloader"
-    stateless = False
 
     def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]] | None = None) -> None:
         super().__init__(loader)
@@ -141,6 +144,12 @@ class TorchLoader(LoaderAdapter):
         order = self._order
         place = {"index": index, "random": order.random, "digest": order.digest(index)}
         return {**place, "ahead": order.states_ahead(index)} if order.reads_ahead else place
+
+    def rows(self) -> list[int] | None:
+        """The first indices of the batch that was read last, or None if they are no numbers."""
+        item = self._order.item(self._index)
+        rows = item if isinstance(item, (list, tuple)) else [item]
+        return [each for each in rows[:MAX_ROWS] if isinstance(each, int)] or None
 
     def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
         """Restores a state. The order of the earlier batches is drawn again.
@@ -253,8 +262,9 @@ class _Order:
         """Random states before each of the last items was read, if `reads_ahead`."""
         self._drawn: Iterator[Any] | None = None
         self._count = 0
-        self._digests = deque([0], maxlen=self._ahead + _KEPT)
-        """Digests of all indices up to each of the last items; workers read `ahead` items ahead."""
+        self._recent: deque[tuple[Any, int]] = deque([(None, 0)], maxlen=self._ahead + _KEPT)
+        """The last items, each with the digest of all items up to it; workers read `ahead` items
+        ahead."""
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the sampler, such as `set_epoch` and `batch_size`, except its state."""
@@ -270,7 +280,11 @@ class _Order:
 
     def digest(self, count: int) -> tuple[int, int]:
         """The number of batches and the digest of their indices, after `count` batches."""
-        return count, self._digests[-1 - (self._count - count)]
+        return count, self._recent[count - self._count - 1][1]
+
+    def item(self, count: int) -> Any:
+        """The item before `count`, which is an index or a list of indices."""
+        return self._recent[count - self._count - 1][0]
 
     def states_ahead(self, count: int) -> list[list[Any]]:
         """Random states before the item was read that Accelerate reads ahead after `count`."""
@@ -292,18 +306,18 @@ class _Order:
             DataError: the order is not the order of `digest`. The current order is unchanged.
         """
         self.set_states(states)
-        items, digests = iter(self._sampler), deque([0], maxlen=self._ahead + _KEPT)
+        items, recent = iter(self._sampler), deque([(None, 0)], maxlen=self._ahead + _KEPT)
         matches = not digest[0]
         for number in range(1, skip + 1):
-            digests.append(_digest(next(items, None), digests[-1]))
-            matches |= (number, digests[-1]) == digest
+            recent.append(_digested(next(items, None), recent))
+            matches |= (number, recent[-1][1]) == digest
         first = next(items, _END)  # samplers draw when their first item is read
         if not matches:
             raise DataError(
                 "the samplers do not give the same order again: they draw from a generator that is "
                 "neither a global one nor their attribute `generator`, or the dataset has changed"
             )
-        self.random, self._count, self._digests = states, skip, digests
+        self.random, self._count, self._recent = states, skip, recent
         self._drawn = self._noted(items if first is _END else chain([first], items))
         return self.states()
 
@@ -326,7 +340,7 @@ class _Order:
         self._drawn = None  # the next `iter` begins another epoch; with workers, `iter` runs twice
         for item in items:
             self._count += 1
-            self._digests.append(_digest(item, self._digests[-1]))
+            self._recent.append(_digested(item, self._recent))
             if self.reads_ahead:
                 self._set_planned()
                 self._before.append(self.states())
@@ -340,5 +354,6 @@ class _Order:
         self.planned = None if last or not self.planned else self.planned[1:] or None
 
 
-def _digest(item: Any, before: int) -> int:
-    return zlib.crc32(repr(item).encode(), before)
+def _digested(item: Any, recent: deque[tuple[Any, int]]) -> tuple[Any, int]:
+    """The item with the digest of all items up to it."""
+    return item, zlib.crc32(repr(item).encode(), recent[-1][1])

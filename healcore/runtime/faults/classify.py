@@ -20,7 +20,6 @@ _MAX_CHAIN = 100
 _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, AssertionError)
 """Bugs in an error handler. The error that was being handled is not their cause."""
 
-
 _OOM, _DATA, _HANG = Fault(Cause.OOM, ""), Fault(Cause.DATA, ""), Fault(Cause.HANG, "")
 _WORKER = Fault(Cause.WORKER, "")
 _TRANSIENT, _PERMANENT = Fault(Cause.NETWORK, "", transient=True), Fault(Cause.NETWORK, "")

@@ -6,6 +6,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from random import SystemRandom
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -72,8 +73,7 @@ def retrying(call: Callable[P, T], policy: PolicyLike = "default") -> Callable[P
         healcore.policy.PolicyError: the policy does not exist or is invalid.
     """
     host = HostPolicy.of(policy)
-    retry = host.retry if "retry" in host.answers(Cause.NETWORK) else None
-    return repeated(call, partial(Retries, rules=retry, report=_log, sleep=time.sleep))
+    return repeated(call, partial(Retries, policy=host, report=_log, sleep=time.sleep))
 
 
 def _log(attempt: Attempt) -> None:
@@ -81,61 +81,50 @@ def _log(attempt: Attempt) -> None:
     write(str(attempt))
 
 
+@dataclass
 class Retries:
-    """The attempts at one call, which is repeated after a transient failure in the network.
+    """The attempts at one call, which is repeated after a transient failure in the network."""
 
-    Args:
-        name: name of the call, for the log.
-        rules: the `[retry]` table of a policy, or None for one attempt.
-        report: receives each attempt that fails in the network, and the attempt that succeeds after
-            a failure.
-        sleep: waits a number of seconds; its exceptions end the call.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        rules: Retry | None,
-        report: Callable[[Attempt], object],
-        sleep: Callable[[float], None],
-    ) -> None:
-        self._name = name
-        self._rules = Retry(attempts=1) if rules is None else rules
-        self._report = report
-        self._sleep = sleep
-        self._failed = 0
-        """Number of failures since the last success."""
+    name: str
+    """Name of the call, for the log."""
+    policy: HostPolicy
+    report: Callable[[Attempt], object]
+    """Receives each attempt that fails in the network, and the attempt that succeeds after a
+    failure."""
+    sleep: Callable[[float], None]
+    """Waits a number of seconds; its exceptions end the call."""
+    failed: int = field(default=0, init=False)
+    """Number of failures since the last success."""
 
     def wait_after(self, error: BaseException) -> bool:
         """Reports a failed attempt, and waits. Returns whether to call again."""
-        fault = classify(error)
+        fault, rules = classify(error), self.policy.retry
         if fault.cause is not Cause.NETWORK:
             return False
-        self._failed += 1
+        self.failed += 1
+        attempts = rules.attempts if "retry" in self.policy.answers(Cause.NETWORK) else 1
         asked = fault.retry_after_s or 0.0
-        again = fault.transient and asked <= _MAX_SERVER_WAIT_S
-        again = again and self._failed < self._rules.attempts
+        again = fault.transient and asked <= _MAX_SERVER_WAIT_S and self.failed < attempts
         # A longer wait that the server asks for has priority, even beyond `max_delay_s`.
-        wait_s = max(self._delay() * (1 - self._rules.jitter * _random()), asked) if again else None
-        self._report(Attempt(self._name, self._failed, error, fault, wait_s))
+        delay = _delay(rules, self.failed) * (1 - rules.jitter * _random())
+        wait_s = max(delay, asked) if again else None
+        self.report(Attempt(self.name, self.failed, error, fault, wait_s))
         if wait_s is not None:
-            self._sleep(wait_s)
+            self.sleep(wait_s)
         return again
 
     def succeeded(self) -> None:
         """Reports a success after failures."""
-        if self._failed:
-            self._report(Attempt(self._name, self._failed + 1))
-        self._failed = 0
+        if self.failed:
+            self.report(Attempt(self.name, self.failed + 1))
+        self.failed = 0
 
-    def _delay(self) -> float:
-        rules = self._rules
-        try:
-            delay = rules.base_delay_s * rules.factor ** (self._failed - 1)
-        except OverflowError:
-            return rules.max_delay_s
-        return min(delay, rules.max_delay_s)
+
+def _delay(rules: Retry, failed: int) -> float:
+    try:
+        return min(rules.base_delay_s * rules.factor ** (failed - 1), rules.max_delay_s)
+    except OverflowError:
+        return rules.max_delay_s
 
 
 def repeated(call: Callable[P, T], retries: Callable[[str], Retries]) -> Callable[P, T]:

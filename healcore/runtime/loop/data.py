@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
-from healcore.policy.recovery import Retry
 from healcore.runtime.checkpoints.host_state import HostParts, HostState
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
@@ -62,28 +61,29 @@ class Data:
         self.host = host
         self.step = self.steps_taken = 0
         self.loader_exhausted = self.had_completed = False
-        self.passes = 0
-        """Calls of `batches` in this process."""
+        self.passes = 0  # calls of `batches` in this process
         self._termination = termination
         self._log = log
         self._record = record
-        retries = "retry" in policy.answers(Cause.NETWORK)
-        self._retry: Retry | None = policy.retry if retries else None
-        self._reader = _Reader(self, policy, ranks, termination, log)
+        self._policy = policy
+        self._single_rank = ranks.world == 1
+        self._reads = 0
+        self._failed_reads: deque[int] = deque()
+        """Numbers of the reads that failed, among the last `[skip_batch] within`."""
+        self._consecutive_failures = 0
+        self._last_batches: dict[int, Any] = {}
+        """Number of a loader -> its last batch, with several ranks."""
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since the last step."""
-        self._last_ids: list[BatchId] = []
-        """Ids of the last step's batches."""
+        self._last_ids: list[BatchId] = []  # of the last step's batches
         self._keeps_batches = keeps_batches
         self._loop_names_batches = False
         """Whether the loop calls `Healer.loss`, or `observe` with a batch."""
         self._contents: dict[int, list[ObservedBatch]] = {}
         """Number of a loader -> its batches since the last step, if weights are compared; at most
         as many as a step has had, because an evaluation takes no step."""
-        self._most = 1
-        """Largest number of batches of a step so far."""
-        self._current = 0
-        """Number of the loader of the last batch."""
+        self._most = 1  # largest number of batches of a step so far
+        self._current = 0  # number of the loader of the last batch
         self._in_use: set[int] = set()
         """Numbers of the loaders whose last batch the loop is still using."""
         self._generators: HostParts | None = None
@@ -150,7 +150,7 @@ class Data:
         """Reads the next batch of a loader. Raises StopIteration after the last epoch."""
         alone = self._termination.waiting_for_data() if self.between_steps else nullcontext()
         with alone:
-            batch, batch_id = self._reader.next(number)
+            batch, batch_id = self._read(number)
         self._current = number
         ids = self._ids.setdefault(number, [])
         ids.append(batch_id)
@@ -159,6 +159,74 @@ class Data:
             self._contents.setdefault(number, []).append(ObservedBatch(batch))
         self._in_use.add(number)
         return batch
+
+    def _read(self, number: int) -> tuple[Any, BatchId]:
+        """The next readable batch and its id. Raises StopIteration after the last batch.
+
+        With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
+        would end its epoch early, and the other ranks would wait for it.
+        """
+        skip: _Skip | None = None  # carried out once the loader has yielded the batch after it
+        while True:
+            self._reads += 1
+            try:
+                result = self.loaders.next(number)
+            except Exception as error:
+                if skip is not None and error is not skip[2]:
+                    self._skip(number, skip)
+                skip = self._skip_for(number, error)
+                if skip is None:
+                    raise
+                if not self._single_rank:
+                    self._skip(number, skip)
+                    self.loaders[number].unreadable = None  # it counts as read
+                    return _copied(self._last_batches[number]), skip[0]
+            else:
+                if skip is not None:
+                    self._skip(number, skip)
+                self._consecutive_failures = 0
+                if not self._single_rank:
+                    self._last_batches[number] = _copied(result[0])
+                return result
+
+    def _skip_for(self, number: int, error: Exception) -> _Skip | None:
+        """The skip of a batch whose read has raised, or None if the error propagates."""
+        batch = self.loaders[number].unreadable
+        if batch is None or self._termination.signal_number is not None:
+            return None  # no batch is at fault; a signal kills a loader's workers too
+        fault = classify(error)
+        skips = "skip_batch" in self._policy.answers(Cause.DATA)
+        if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN):
+            return None
+        limits, failed = self._policy.skip_batch, self._failed_reads
+        in_a_row = self._consecutive_failures
+        while failed and failed[0] <= self._reads - limits.within:
+            failed.popleft()
+        if in_a_row >= limits.consecutive or len(failed) >= limits.count:
+            done = "skipped" if self._single_rank else "replaced by the batch before"
+            error.add_note(
+                f"healcore: {in_a_row} unreadable batches in a row and {len(failed)} within "
+                f"{limits.within} were {done}, which is the limit of [skip_batch]"
+            )
+            return None
+        if not self._single_rank and number not in self._last_batches:
+            return None
+        failed.append(self._reads)
+        self._consecutive_failures += 1
+        return batch, fault._replace(cause=Cause.DATA), error  # also an unknown error of a batch
+
+    def _skip(self, number: int, skip: _Skip) -> None:
+        """Skips the batch, unless another batch has replaced it, and logs the fault."""
+        batch, fault, error = skip
+        problem = f"{batch} cannot be read: {_one_line(error)}"
+        if self._single_rank:
+            self.loaders[number].left_out.add(batch)
+        else:
+            problem += "; the batch before comes again in its place"
+        rows = batch.rows and [batch.rows]
+        self._log.fault(
+            self.step, fault, problem, answer="skip_batch", batches=[list(batch)], rows=rows
+        )
 
     def release_batch(self, number: int) -> None:
         """Notes that the loop no longer uses its batch of a loader."""
@@ -181,7 +249,7 @@ class Data:
 
     def log_skipped(self, number: int) -> None:
         """Logs the batches that the loader has skipped since the last call."""
-        skipped = self.loaders[number].cursor.skipped()
+        skipped = self.loaders[number].skipped()
         if skipped:
             batches = [list(each) for each in skipped]
             self._log.event("skipped_batches", step=self.step, batches=batches)
@@ -194,8 +262,7 @@ class Data:
 
     def retries(self, name: str) -> Retries:
         """The retries of a call under the run's policy."""
-        report, sleep = self._report_attempt, self._termination.sleep
-        return Retries(name, rules=self._retry, report=report, sleep=sleep)
+        return Retries(name, self._policy, self._report_attempt, self._termination.sleep)
 
     def _report_attempt(self, attempt: Attempt) -> None:
         if attempt.error is None or attempt.fault is None:
@@ -279,110 +346,6 @@ class Data:
     def skipped_steps(self) -> int:
         """Approximate number of steps whose batches rollbacks have skipped."""
         return self.loaders.left_out_count // max(1, len(self._last_ids))
-
-
-class _Reader:
-    """Reads batches, and skips unreadable batches.
-
-    With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
-    would end its epoch early, and the other ranks would wait for it.
-    """
-
-    def __init__(
-        self,
-        data: Data,
-        policy: HostPolicy,
-        ranks: Ranks,
-        termination: TerminationWatch,
-        log: RunLog,
-    ) -> None:
-        self._data = data
-        self._loaders = data.loaders
-        self._limits = policy.skip_batch
-        self._skips = "skip_batch" in policy.answers(Cause.DATA)
-        self._single_rank = ranks.world == 1
-        self._termination = termination
-        self._log = log
-        self._reads = 0
-        self._unreadable: deque[int] = deque()
-        """Numbers of the reads that failed, among the last `within`."""
-        self._consecutive_failures = 0
-        self._last: dict[int, Any] = {}
-        """Number of a loader -> its last batch, with several ranks."""
-        self._replaced_errors: dict[int, Exception] = {}
-        """Number of a loader -> exception of the last replaced batch."""
-
-    def next(self, number: int) -> tuple[Any, BatchId]:
-        """Returns the next readable batch and its id. Raises StopIteration after the last batch."""
-        failed = self._replaced_errors.pop(number, None)
-        pending: _Skip | None = None  # skipped once the loader has yielded the batch after it
-        while True:
-            self._reads += 1
-            try:
-                result = self._loaders.next(number, after=failed)
-            except Exception as error:
-                if pending is not None and error is not failed:
-                    self._skip_batch(number, pending)
-                if isinstance(error, StopIteration) or error is failed:
-                    raise
-                pending = self._skip_for(number, error)
-                if pending is None:
-                    raise
-                failed = error
-                if not self._single_rank:
-                    self._skip_batch(number, pending)
-                    self._replaced_errors[number] = error
-                    self._loaders[number].cursor.unreadable = None  # it counts as read
-                    return _copied(self._last[number]), pending[0]
-            else:
-                if pending is not None:
-                    self._skip_batch(number, pending)
-                self._consecutive_failures = 0
-                if not self._single_rank:
-                    self._last[number] = _copied(result[0])
-                return result
-
-    def _skip_for(self, number: int, error: Exception) -> _Skip | None:
-        """The skip of a batch whose read has raised, or None if the error propagates."""
-        batch = self._loaders[number].cursor.unreadable
-        fault = classify(error)
-        if batch is None or self._termination.signal_number is not None:
-            return None  # no batch is at fault; a signal kills a loader's workers too
-        if fault.cause not in (Cause.DATA, Cause.UNKNOWN):
-            return None
-        fault = fault._replace(cause=Cause.DATA)  # unknown errors of a batch count as data errors
-        limits = self._limits
-        while self._unreadable and self._unreadable[0] <= self._reads - limits.within:
-            self._unreadable.popleft()
-        if not self._skips:
-            return None
-        if (
-            self._consecutive_failures >= limits.consecutive
-            or len(self._unreadable) >= limits.count
-        ):
-            done = "skipped" if self._single_rank else "replaced by the batch before"
-            error.add_note(
-                f"healcore: {self._consecutive_failures} unreadable batches in a row and "
-                f"{len(self._unreadable)} within {limits.within} were {done}, which is "
-                "the limit of [skip_batch]"
-            )
-            return None
-        if not self._single_rank and number not in self._last:
-            return None
-        self._unreadable.append(self._reads)
-        self._consecutive_failures += 1
-        return batch, fault, error
-
-    def _skip_batch(self, number: int, skip: _Skip) -> None:
-        """Skips the batch, unless another batch has replaced it, and logs the fault."""
-        batch, fault, error = skip
-        problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {_one_line(error)}"
-        if self._single_rank:
-            self._loaders.leave_out(number, batch)
-        else:
-            problem += "; the batch before comes again in its place"
-        step, batches = self._data.step, [list(batch)]
-        self._log.fault(step, fault, problem, answer="skip_batch", batches=batches)
 
 
 def _one_line(error: Exception) -> str:

@@ -15,14 +15,16 @@ from healcore.runtime.faults import Fault, classify
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.microbatches.splitting import UnsplittableBatch, count_samples, split
-from healcore.runtime.microbatches.window import (
+from healcore.runtime.microbatches.parts import (
     Count,
     Microbatch,
     MicrobatchError,
     Synchronization,
+    UnsplittableBatch,
+    count_samples,
     part_weights,
     released,
+    split,
 )
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import RankFailed, Ranks
@@ -37,8 +39,7 @@ class _Overrun(NamedTuple):
     """Samples of the part's batch; 0 if smaller parts are impossible."""
     parts: int
     """Number of parts that the batch was split into."""
-    sign: str
-    """Feature by which the exception was classified."""
+    fault: Fault
     line: str
     """First line of the exception."""
     why_not: str
@@ -66,29 +67,24 @@ class OutOfMemory:
         ranks: Ranks,
         log: RunLog,
     ) -> None:
-        self._policy = policy
-        self._data = data
-        self._recovery = recovery
-        self._ranks = ranks
-        self._log = log
+        self._policy, self._data, self._recovery = policy, data, recovery
+        self._ranks, self._log = ranks, log
         self._answers = policy.answers(Cause.OOM)
         self._record = recovery.restorer.record
         self._retries = data.retries("a part of healer.microbatches")
-        self.part: Microbatch[Any] | None = None
         self._gradients = driver.gradient_window()
-        self._last_resort: Callable[[], str] | None = None
+        self._last_resort: Callable[[], str] = str
+        self.part: Microbatch[Any] | None = None
         self._batches: list[tuple[Any, Count]] = []
         """The batches since the last step, with their arguments `count`."""
-        self._whole = ""
-        """Reason why the run's batches cannot be split, or an empty string."""
-        self._why_not = ""
-        """Reason why the window cannot be repeated in smaller parts, or an empty string."""
-        self._redoable = True
-        """Whether all gradients come from the parts of this window."""
-        self._held: list[Any] = []
-        """Values of the failed part that variables of the loop refer to."""
-        self._synchronization: Synchronization | str | None = None
-        """How the ranks repeat a window, or why they cannot; None if each rank decides alone."""
+        self._whole = self._why_not = ""
+        """Reasons why the run's batches cannot be split, and why the window cannot be repeated in
+        smaller parts, or empty strings."""
+        self._redoable = True  # whether all gradients come from the parts of this window
+        self._held: list[Any] = []  # values of the failed part that variables of the loop refer to
+        self._joint: Synchronization | None = None
+        """How the ranks repeat a window together, or None if each rank decides alone."""
+        self._no_joint = ""  # reason why several ranks cannot repeat a window, or an empty string
 
     def parts(
         self,
@@ -96,7 +92,7 @@ class OutOfMemory:
         *,
         count: Count = None,
         whole: str = "",
-        last_resort: Callable[[], str] | None = None,
+        last_resort: Callable[[], str] = str,
     ) -> Iterator[Microbatch[Any]]:
         """Yields the parts of a batch; see `Healer.microbatches`.
 
@@ -129,9 +125,11 @@ class OutOfMemory:
                 else:
                     self._retries.succeeded()
                     return
-                self.part = None
-                self._undo()
-                done = 0
+                self.part, done = None, 0
+                clear_cache = "clear_cache" in self._answers
+                self._gradients.redo_window(self._held, clear_cache=clear_cache)
+                self._held.clear()
+                self._data.forget_parts()
         finally:
             self.part = None
 
@@ -145,22 +143,10 @@ class OutOfMemory:
         self._batches.clear()
         self._gradients.begin_window()
         self._redoable = not accumulating
-        self._whole, self._why_not = whole, whole or self._policy_obstacle()
-        if self._why_not:
-            return
-        if self._synchronization is None and self._ranks.world > 1:
-            self._synchronization = self._gradients.between_ranks(self._ranks)
-        if isinstance(self._synchronization, str):
-            advice = "use smaller batches, and accumulate the gradients of more batches"
-            self._why_not = f"{self._synchronization}; {advice}"
-        elif not self._redoable:
-            self._why_not = (
-                "gradients existed before the first part of the batch, and a repeated step would "
-                "discard them: compute these gradients within a part too, or call "
-                "zero_grad(set_to_none=True) before the first part"
-            )
+        self._whole, self._why_not = whole, whole or self._obstacle()
 
-    def _policy_obstacle(self) -> str:
+    def _obstacle(self) -> str:
+        """Reason why this window cannot be repeated in smaller parts, or an empty string."""
         if self._policy.observes:
             return "the policy only observes"
         if "shrink_microbatch" not in self._answers:
@@ -168,13 +154,20 @@ class OutOfMemory:
                 f'policy {self._policy.name} has no rule for out of memory: add to = ["oom"], '
                 'do = ["shrink_microbatch", "clear_cache"]'
             )
-        return ""
-
-    def _undo(self) -> None:
-        clear_cache = "clear_cache" in self._answers
-        self._gradients.redo_window(self._held, clear_cache=clear_cache)
-        self._held.clear()
-        self._data.forget_parts()
+        if self._ranks.world > 1 and self._joint is None and not self._no_joint:
+            joint = self._gradients.between_ranks(self._ranks)
+            if isinstance(joint, str):
+                advice = "use smaller batches, and accumulate the gradients of more batches"
+                self._no_joint = f"{joint}; {advice}"
+            else:
+                self._joint = joint
+        if self._no_joint or self._redoable:
+            return self._no_joint
+        return (
+            "gradients existed before the first part of the batch, and a repeated step would "
+            "discard them: compute these gradients within a part too, or call "
+            "zero_grad(set_to_none=True) before the first part"
+        )
 
     def _split(self, batches: list[tuple[Any, Count]], *, first: bool) -> Iterator[Microbatch[Any]]:
         for number, (batch, count) in enumerate(batches, 1):
@@ -189,7 +182,7 @@ class OutOfMemory:
                 ends = i == len(pairs)
                 last = ends and number == len(batches)
                 on_exit = partial(self._leave, batch, parts, ends)
-                yield Microbatch(piece, weight, first=first, last=last, on_exit=on_exit)
+                yield Microbatch(piece, weight, first, last, on_exit)
                 first = False
 
     def _number_of_parts(self, batch: Any) -> int:
@@ -205,11 +198,6 @@ class OutOfMemory:
             parts = min(2 * parts, samples)
         return parts
 
-    @property
-    def _joint(self) -> Synchronization | None:
-        """The synchronization of all ranks, or None if each rank decides alone."""
-        return None if isinstance(self._synchronization, str) else self._synchronization
-
     # -- out of memory --------------------------------------------------------------------------
 
     def _leave(self, batch: Any, parts: int, ends: bool, error: BaseException | None) -> bool:
@@ -218,12 +206,15 @@ class OutOfMemory:
         Raises RunStopped on every rank if there is no smaller part, and RankFailed if another
         rank's batch cannot be split.
         """
-        joint, overrun = self._joint, None
-        if error is not None:
-            overrun = self._overrun(batch, parts, error)
-            if overrun is None:
-                return self._waits_for_network(error)
-        elif joint is None or not ends:
+        joint = self._joint
+        overrun = None if error is None else self._overrun(batch, parts, error)
+        if error is not None and overrun is None:
+            # With several ranks, the other ranks would wait.
+            alone = self._ranks.world == 1 and self._redoable
+            again = alone and self._retries.wait_after(error)
+            self._held = released(error) if again else []
+            return again
+        if error is None and (joint is None or not ends):
             return False
         overruns = [overrun]
         if joint is not None:
@@ -242,15 +233,8 @@ class OutOfMemory:
         # The smallest part that did not fit determines the size for all ranks.
         rank, smallest = min(failed.items(), key=lambda item: item[1].samples / item[1].parts)
         prefix = "" if joint is None else f"rank {', '.join(map(str, failed))}: "
-        self._shrink(smallest, error or RankFailed(f"rank {rank}: {smallest.line}"), prefix)
-        if error is not None:
-            self._held = released(error)
-        return True
-
-    def _waits_for_network(self, error: BaseException) -> bool:
-        """Waits after a transient failure in the network. Returns whether to repeat the window."""
-        if self._ranks.world > 1 or not self._redoable or not self._retries.wait_after(error):
-            return False  # with several ranks, the other ranks would wait
+        error = error or RankFailed(f"rank {rank}: {smallest.line}")
+        self._shrink(smallest, error, prefix)
         self._held = released(error)
         return True
 
@@ -266,30 +250,30 @@ class OutOfMemory:
             except UnsplittableBatch as reason:
                 why_not = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        return _Overrun(samples, parts, fault.sign, line, why_not)
+        return _Overrun(samples, parts, fault, line, why_not)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, rank: str) -> None:
         """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
-        step, fault, samples = self._data.step, Fault(Cause.OOM, overrun.sign), overrun.samples
-        before, record, why = -(-samples // overrun.parts), self._record, ""
+        step, samples, record = self._data.step, overrun.samples, self._record
+        before, limit, why = -(-samples // overrun.parts), self._policy.budget.shrinks, ""
         if before == 1:
             why = "a single sample does not fit into memory"
-        elif record.shrinks >= self._policy.budget.shrinks:
+        elif record.shrinks >= limit:
             why = (
                 f"{before} samples do not fit into memory, and the batch is not halved again: the "
-                f"policy permits it {self._policy.budget.shrinks} times ([budget] shrinks)"
+                f"policy permits it {limit} times ([budget] shrinks)"
             )
         if why:
-            changed = "" if self._last_resort is None else self._last_resort()
+            changed = self._last_resort()
             if not changed:
                 self._recovery.stop(rank + why, error, Cause.OOM, cause=names(Cause.OOM))
-            self._log.fault(step, fault, f"{rank}{why}: {changed}", answer="clear_cache")
+            self._log.fault(step, overrun.fault, f"{rank}{why}: {changed}", answer="clear_cache")
             return
         record.shrinks += 1
         record.part_limit = -(-samples // min(2 * overrun.parts, samples))
         self._log.fault(
             step,
-            fault,
+            overrun.fault,
             f"{rank}{before} of {samples} samples do not fit into memory, the step is repeated "
             f"with {record.part_limit} at a time: {overrun.line}",
             answer="shrink_microbatch",

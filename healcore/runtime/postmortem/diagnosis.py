@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.events.models import Ending
-from healcore.events.schema import readings_text, sentence
+from healcore.events.schema import batch_names, readings_text, sentence
 from healcore.history import Counts, Run, RunState
 from healcore.runtime.faults.failures import FAILURES, causes_of
 
@@ -144,8 +144,7 @@ def _seen(end: RunEnd) -> Iterator[str]:
         norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in last.evidence]
         yield f"Gradients that stood out: {_first(norms)}."
     if last.batches:
-        batches = [f"epoch {epoch} batch {index}" for epoch, index in last.batches]
-        yield f"Its data: {_first(batches)}."
+        yield f"Its data: {_first(batch_names(last.batches, last.rows))}."
     if counts.incidents > 1:
         yield f"The run had {total}."
 

@@ -197,6 +197,7 @@ class IncidentMonitor:
             onset=incident.onset,
             cause=names(Cause(incident.cause)),
             batches=[list(each) for each in step.batches],
+            rows=[each.rows for each in step.batches if each.rows] or None,
             of_ranks=self._values_of_ranks(first),
         )
 
@@ -378,6 +379,7 @@ class IncidentMonitor:
             readings=record.readings._asdict(),
             evidence=[each._asdict() for each in record.evidence],
             batches=[list(each) for each in step.batches],
+            rows=[each.rows for each in step.batches if each.rows] or None,
             observed=self.policy.observes,
         )
         if has_line:

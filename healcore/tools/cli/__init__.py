@@ -1,15 +1,20 @@
-"""The command `healcore`: collects the subcommands."""
+"""The command `healcore`: collects the subcommands, and defines `healcore demo`.
+
+Exit status of the demo: 0 the runs ended, 2 the demo could not run.
+"""
 
 from __future__ import annotations
 
+import enum
 import io
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import healcore
-from healcore.tools.cli import demo, events, policy, probe, replay, report
+from healcore.tools.cli import events, policy, probe, replay
 from healcore.tools.cli.options import reported
 from healcore.tools.output import echo
 
@@ -26,10 +31,35 @@ app = typer.Typer(
 app.add_typer(policy.app, name="policy")
 app.add_typer(events.app, name="events")
 app.add_typer(probe.app, name="probe")
-app.command("demo")(reported(demo.demo))
-app.command("replay")(reported(replay.replay))
-app.command("report")(reported(report.report))
-app.command("sweep")(reported(replay.sweep))
+
+
+class _Framework(enum.StrEnum):
+    TORCH = "torch"
+    JAX = "jax"
+    BOTH = "both"
+
+
+@app.command()
+@reported
+def demo(
+    framework: Annotated[_Framework, typer.Option(help="Framework of the runs.")] = _Framework.BOTH,
+    steps: Annotated[
+        int, typer.Option(help="Steps of each run. The detectors need at least 240 to work well.")
+    ] = 300,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="New folder for the picture and the healed runs.")
+    ] = Path("healcore-demo"),
+) -> None:
+    """Train a failing run unprotected, clipped and healed, in torch and in JAX, and compare."""
+    from healcore.tools.demo import run_demo
+
+    frameworks = ("torch", "jax") if framework is _Framework.BOTH else (framework.value,)
+    run_demo(out, frameworks=frameworks, steps=steps)
+
+
+app.command()(reported(replay.replay))
+app.command()(reported(events.report))
+app.command()(reported(replay.sweep))
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,7 +1,8 @@
-"""The commands `healcore events schema | show`.
+"""The commands `healcore events schema | show` and `healcore report run.events.jsonl`.
 
-Exit status: 0 success, 1 `show` found damaged lines, 2 the file could not be read. Of
-`show --follow`: 0 the run completed, 1 it ended in another way, 130 after Ctrl-C.
+Exit status: 0 success, 1 `show` found damaged lines or `report` an unreadable run, 2 no file could
+be read, the page could not be written, or the command line is invalid. Of `show --follow`: 0 the
+run completed, 1 it ended in another way, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from healcore.tools.cli.options import reported
-from healcore.tools.output import echo, echo_json
+from healcore.tools.cli.options import CANNOT_RUN, reported
+from healcore.tools.output import check_outputs, echo, echo_json, replacing
 
 OK, DAMAGED, INTERRUPTED = 0, 1, 130
 
 POLL_INTERVAL = 0.5
 """Seconds between two reads of `--follow`."""
+_MAX_PRINTED = 20
+"""Limit of printed problems of a report. The page lists more."""
 
 app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
 
@@ -113,3 +116,48 @@ def _line(event: dict[str, Any]) -> str:
 def _shorten(value: Any, limit: int = 400) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def report(
+    events: Annotated[
+        list[Path],
+        typer.Argument(metavar="EVENTS...", help="Events files of runs, or folders with one each."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="OUT.html", help="Default: run.report.html next to the events."
+        ),
+    ] = None,
+) -> None:
+    """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
+    from healcore.events.metrics import stem
+    from healcore.tools.report.page import render
+    from healcore.tools.report.run_report import (
+        ReportError,
+        RunReport,
+        find_events,
+        read_reports,
+    )
+
+    reports: list[RunReport] = []
+    files: list[Path] = []
+    for path in events:
+        try:
+            file = find_events(path)
+            reports += read_reports(file)
+            files.append(file)
+        except ReportError as error:
+            echo(str(error), err=True)
+    if not files:
+        raise typer.Exit(CANNOT_RUN)
+    for problem in [note for each in reports for note in each.notes][:_MAX_PRINTED]:
+        echo(problem, err=True)
+    page = out or files[0].with_name(f"{stem(files[0])}.report.html")
+    # Metrics and postmortems are next to the events file.
+    inputs = [path for file in files for path in (file, *file.parent.glob("*.json*"))]
+    check_outputs([page], inputs)
+    with replacing(page) as draft:
+        draft.write_text(render(reports), encoding="utf-8", errors="backslashreplace")
+    echo(f"page: {page}")
+    raise typer.Exit(OK if len(files) == len(events) else DAMAGED)

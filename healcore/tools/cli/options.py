@@ -16,8 +16,7 @@ from healcore.tools.output import echo
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from healcore.policy import Policy
 
-CANNOT_RUN = 2
-"""Exit status of a command that cannot run."""
+CANNOT_RUN = 2  # exit status
 
 SetOption = Annotated[
     list[str] | None,

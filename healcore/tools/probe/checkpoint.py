@@ -54,7 +54,7 @@ def judge(path: Path, inputs: CheckpointInputs) -> ProbeResult:
 
 def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     damage = damaged_archives(path)
-    checks, facts, notes = [], {}, ()
+    checks, facts, notes = [], {"known_good": None}, ()
     try:
         contents = open_contents(path)
         found = _count_nonfinite(contents)
@@ -71,7 +71,7 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         if bad:
             message = f"NaN or Inf in {len(bad)} of {number} arrays: {first_three(bad)}"
         checks.append(Check("finite", FAIL if bad else PASS, message, len(bad), 0))
-        facts = {"format": contents.format, "arrays": number, "nonfinite": found}
+        facts |= {"format": contents.format, "arrays": number, "nonfinite": found}
     if damage is None:
         message = "not known: only archives of torch and healcore stores have digests"
         checks.append(Check("digests", SKIP, message, decides=False))
@@ -80,7 +80,6 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         checks.append(Check("digests", FAIL if damage else PASS, message, len(damage), 0))
     message = "not known: only a healcore store records the health of later steps"
     checks.append(Check("known_good", SKIP, message, decides=inputs.require_good))
-    facts["known_good"] = None
     return ProbeResult("checkpoint", str(path), tuple(checks), facts, notes)
 
 

@@ -18,8 +18,6 @@ from healcore.runtime.store import manifest
 from healcore.tools.probe.result import NothingToProbe
 
 _SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors"}
-TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
-"""Numbers and flags that trainers save with a checkpoint."""
 _MAX_JSON_BYTES = 1 << 24
 """A `trainer_state.json` is large, because it has an entry for each logged step."""
 
@@ -44,21 +42,20 @@ def open_contents(path: Path, step: int | None = None) -> Contents:
     if any(manifest.step_of(folder) is not None for folder in path.iterdir()):
         return _open_store(path, step)
     contents = _open_folder(path)
-    return contents._replace(leaves={**_training_facts(path), **contents.leaves})
+    return contents._replace(leaves={**_beside(path), **contents.leaves})
 
 
-def _training_facts(folder: Path) -> dict[tuple[str, ...], Any]:
-    """Reads the values named in `TRAINING_FACTS` from the JSON files of a directory."""
-    facts: dict[tuple[str, ...], Any] = {}
+def _beside(folder: Path) -> dict[tuple[str, ...], Any]:
+    """Reads the numbers and flags in the JSON files of a directory, such as a trainer's state."""
+    values: dict[tuple[str, ...], Any] = {}
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(regular_file.read(path, _MAX_JSON_BYTES))
         except (OSError, ValueError, RecursionError):
             continue
-        for name in TRAINING_FACTS if isinstance(content, dict) else ():
-            if isinstance(content.get(name), (bool, int, float)):
-                facts[(path.stem, name)] = content[name]
-    return facts
+        for name, value in content.items() if isinstance(content, dict) else ():
+            values |= {(path.stem, name): value} if isinstance(value, (bool, int, float)) else {}
+    return values
 
 
 def _open_file(path: Path) -> Contents:

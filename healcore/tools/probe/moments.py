@@ -1,8 +1,14 @@
-"""Adam's moments in a checkpoint."""
+"""Adam's moments in a checkpoint, and the names of their parameters.
+
+A torch optimizer state has numbers instead of names, in the order in which the program passed the
+parameters. A name is used only if it is certain, because a wrong name points to the wrong layer.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +19,16 @@ from healcore.checkpoint_contents import Array, Contents
 
 Keys = tuple[str, ...]
 Shape = tuple[int, ...]
+Model = list[tuple[str, Shape]]
+"""Names and shapes of parameters."""
 
 _WRAPPERS = ("value", "raw_value")
 """Keys under which flax.nnx stores an array."""
 _BETA2 = 0.999
 """Adam's beta2 if the state does not contain it, as the states of optax."""
+_NUMBER = re.compile(r"\d+")
+_MIN_BLOCKS, _MAX_BLOCK_SIZE = 3, 256
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Tree:
@@ -80,6 +91,11 @@ class Moments:
     mean: float = math.nan
     """Mean of the finite second moments."""
 
+    def set_name(self, name: str) -> None:
+        """Sets the name, and the layer and the kind that follow from it."""
+        self.name, self.layer = name, _layer_of(name)
+        self.kind = (_NUMBER.sub("*", name), self.second.shape)
+
     def measure(self, step: float | None) -> None:
         """Reads the moments. `step` is the default for a missing value."""
         self.step = step if self.step is None else self.step
@@ -90,8 +106,7 @@ class Moments:
         finite = second[np.isfinite(second)]
         others = [array.read() for array in self.others if array is not None]
         self.size = len(second)
-        self.nonfinite = len(second) - len(finite)
-        self.nonfinite += sum(int(np.count_nonzero(~np.isfinite(each))) for each in others)
+        self.nonfinite = sum(int(np.count_nonzero(~np.isfinite(m))) for m in (second, *others))
         self.negative = int(np.count_nonzero(finite < 0))
         self.dead = len(second) > 0 and not second.any()
         self.mean = float(finite.mean(dtype=np.float64)) if len(finite) else math.nan
@@ -143,3 +158,147 @@ def _optax_moments(tree: Tree) -> Iterator[Moments]:
                 step = tree.number((*optimizer, "count"))
                 yield Moments(optimizer, ".".join(parameter), array, others, step)
                 break
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def name_parameters(tree: Tree, moments: Sequence[Moments]) -> None:
+    """Sets the name, layer and kind of the parameters."""
+    optimizers: dict[Keys, dict[str, Moments]] = {}
+    for each in moments:
+        optimizers.setdefault(each.optimizer, {})[each.key] = each
+    models = _models(tree, list(optimizers))
+    for optimizer, members in optimizers.items():
+        groups: dict[str, list[str]] = {}
+        listed = tree.groups.get(optimizer, {})
+        for key in dict.fromkeys([*listed, *members]):
+            if key.isdecimal():
+                groups.setdefault(listed.get(key, "0"), []).append(key)
+            elif key in members:
+                members[key].set_name(key or "parameter")
+        for group, numbers in groups.items():
+            place = (*optimizer, "param_groups", group, "param_names")
+            names = [tree.values.get((*place, str(at))) for at in range(len(numbers))]
+            _name_group(group, numbers, [members.get(each) for each in numbers], names, models)
+        if len(optimizers) > 1:
+            for each in members.values():
+                each.name = f"{'.'.join(optimizer)}: {each.name}"
+                each.layer = f"{'.'.join(optimizer)}: {each.layer}"
+
+
+def _models(tree: Tree, optimizers: Sequence[Keys]) -> list[tuple[Model, bool]]:
+    """Returns possible models, the arrays outside optimizers by top-level key.
+
+    Each has a flag for arrays in the program's order.
+    """
+    models: dict[tuple[str, bool], Model] = {}
+    seen = set()
+    for path, array in tree.arrays.items():
+        if any(path[: len(at)] == at for at in optimizers if at) or "float" not in array.dtype:
+            continue
+        if path[-1] in _BUFFERS or (array.storage is not None and array.storage in seen):
+            continue
+        seen.add(array.storage)
+        model = models.setdefault((path[0], array.in_order), [])
+        model.append((".".join(path[1:]) or path[0], array.shape))
+    return [(model, in_order) for (_, in_order), model in models.items()]
+
+
+def _name_group(
+    group: str,
+    numbers: Sequence[str],
+    members: Sequence[Moments | None],
+    names: Sequence[str | None],
+    models: Sequence[tuple[Model, bool]],
+) -> None:
+    """Names the parameters of one group. A parameter without state is None."""
+    shapes = [each and each.second.shape for each in members]
+    if not all(names):
+        equal = [model for model, ordered in models if ordered and _has_shapes(model, shapes)]
+        names = [name for name, _ in equal[0]] if equal else [None] * len(shapes)
+    found = filter(None, (_layers_of(model, shapes) for model, _ in models))
+    layers, (start, size, count) = next(found, ([], _find_blocks(shapes)))
+    for at, (number, each, name) in enumerate(zip(numbers, members, names, strict=True)):
+        if each is None:
+            continue
+        if name:
+            each.set_name(name)
+            continue
+        shape = each.second.shape
+        each.name = each.layer = f"group {group}, parameter {number}"
+        each.kind = ("", shape)
+        block, place = divmod(at - start, size) if size else (-1, 0)
+        if not 0 <= block < count:
+            continue
+        each.kind = (f"group {group}, place {place}", shape)
+        if layers:
+            each.layer, layer = layers[block]
+            same = [name for name, of in layer if of == shape]
+            unknown = f"{each.layer}.* (parameter {number})"
+            each.name = same[0] if len(same) == 1 else unknown
+        elif size > 1:
+            first, last = numbers[at - place], numbers[at - place + size - 1]
+            each.layer = f"group {group}, parameters {first} to {last}"
+
+
+def _layer_of(name: str) -> str:
+    """Returns the layer: the name up to the first part with a number, such as `layers.3`."""
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        if _NUMBER.search(part):
+            return ".".join(parts[: at + 1])
+    return ".".join(parts[:-1]) or name
+
+
+def _has_shapes(model: Model, shapes: Sequence[Shape | None]) -> bool:
+    """Whether the model has these shapes; an unknown shape is None."""
+    return len(shapes) == len(model) and all(
+        shape in (None, known) for shape, (_, known) in zip(shapes, model, strict=True)
+    )
+
+
+def _layers_of(
+    model: Model, shapes: Sequence[Shape | None]
+) -> tuple[list[tuple[str, Model]], tuple[int, int, int]] | None:
+    """Returns the model's layers and a block of `shapes` for each, or None if no blocks match.
+
+    safetensors files and adapters (PEFT) are sorted by name. Sorting keeps the order of the layers
+    and loses the order of the parameters within a layer.
+    """
+    by_layer: dict[str, Model] = {}
+    for name, shape in model:
+        if _NUMBER.search(_layer_of(name)):
+            by_layer.setdefault(_layer_of(name), []).append((name, shape))
+    if len({_NUMBER.sub("*", name) for name in by_layer}) != 1:
+        return None
+    layers = sorted(by_layer.items(), key=lambda pair: list(map(int, _NUMBER.findall(pair[0]))))
+    blocks = _find_blocks(shapes)
+    start, size, count = blocks if blocks[2] == len(layers) else _find_blocks(shapes, len(layers))
+    for at, (_, layer) in zip(range(start, start + count * size, size or 1), layers, strict=False):
+        if not Counter(shapes[at : at + size]) <= Counter(shape for _, shape in layer):
+            return None
+    return (layers, (start, size, count)) if count else None
+
+
+def _find_blocks(shapes: Sequence[Shape | None], layers: int = 0) -> tuple[int, int, int]:
+    """Finds the longest run of at least three consecutive blocks with equal shapes.
+
+    The layers of most networks have equal shapes, so such blocks are taken for layers. If the
+    number of layers is given, only runs of exactly that many whole blocks count.
+
+    Returns:
+        The first parameter, the size of a block, and the number of blocks; zeros without a run.
+    """
+    numbers = {shape: at for at, shape in enumerate(dict.fromkeys(shapes))}
+    kinds = np.array([numbers[shape] for shape in shapes])
+    best, blocks = 0, (0, 0, 0)
+    for size in range(1, min(len(kinds) // _MIN_BLOCKS, _MAX_BLOCK_SIZE) + 1):
+        edges = np.diff((kinds[size:] == kinds[:-size]).astype(int), prepend=0, append=0)
+        begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+        runs = ((int(end - begin), int(begin)) for begin, end in zip(begins, ends, strict=True))
+        length, begin = max(runs, key=lambda run: run[0], default=(0, 0))
+        count = length // size + 1
+        if length > best and count >= _MIN_BLOCKS and (not layers or length == (layers - 1) * size):
+            best, blocks = length, (begin, size, count)
+    return blocks

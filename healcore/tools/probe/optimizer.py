@@ -1,17 +1,34 @@
-"""The optimizer probe: checks by Adam's moments that every layer learns."""
+"""The optimizer probe: checks by Adam's moments that every layer learns.
+
+Layers are compared with each other. Similar parameters have the same name in other layers and the
+same shape. Without names, they have the same place in repeated blocks. A healthy bias has other
+gradients than a healthy embedding.
+
+With three or more similar parameters, log v-hat is compared with their median. The unit is the
+median absolute deviation over all parameters, or over the similar parameters if that is larger.
+Without similar parameters, log v-hat is compared with all parameters in a coarser unit, because the
+embedding of a healthy network may have 400 times the median.
+
+If the moments of many layers rise together, the median is among the risen moments. So if the layers
+form groups, the lowest group is the baseline (`_lowest_group`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from healcore.tools.probe.child import probe_paths
-from healcore.tools.probe.formats import TRAINING_FACTS, open_contents
+from healcore.tools.probe.formats import open_contents
 from healcore.tools.probe.inputs import OptimizerInputs
-from healcore.tools.probe.layers import Deviation, deviations, find_rounding, name_parameters
-from healcore.tools.probe.moments import Moments, Tree, find_moments
+from healcore.tools.probe.loss_curve import MAD_TO_SIGMA
+from healcore.tools.probe.moments import Moments, Shape, Tree, find_moments, name_parameters
 from healcore.tools.probe.result import (
     FAIL,
     PASS,
@@ -23,6 +40,20 @@ from healcore.tools.probe.result import (
     first_three,
     score,
 )
+
+_TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
+"""Numbers and flags that trainers save with a checkpoint."""
+_MIN_SIMILAR, _MIN_PARAMETERS = 3, 4
+_MIN_SPREAD = 0.1
+"""Lower bound of the spread of log v-hat among similar parameters, which may hardly differ."""
+_MIN_SPREAD_OF_ALL = 1.5
+"""Lower bound of the spread of log v-hat among all parameters, which differ in kind."""
+_LOG_ROUNDING = math.log(1e-10)
+"""log v-hat of rounding errors relative to the largest in the layer: 1e-5 of the gradient."""
+_MIN_GAP = math.log(10)
+"""Smallest distance of two groups of layers, because healthy layers differ gradually."""
+_RISEN_FRACTION = 0.3
+"""If a larger fraction of the layers is above the lowest group, that group is the baseline."""
 
 
 def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> ProbeResult:
@@ -55,9 +86,9 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     noise: set[str] = set()
     if age.verdict is PASS:
         judged = [each for each in moments if each.step is None or each.step >= inputs.min_step]
-        noise = find_rounding(judged)
-        similar = [each for each in judged if not each.negative and each.name not in noise]
-        compared = deviations(similar, inputs.outlier_ratio, inputs.outlier_sigmas)
+        noise = _rounding(judged)
+        comparable = [each for each in judged if not each.negative and each.name not in noise]
+        compared = _deviations(comparable, inputs)
         checks += [_dead(judged, inputs), _outliers(compared, inputs)]
     facts = {
         "format": contents.format,
@@ -83,17 +114,14 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
 
 
-# -- facts -----------------------------------------------------------------------------------------
-
-
 def _training(tree: Tree) -> dict[str, Any]:
-    """Returns the values of `TRAINING_FACTS` in the checkpoint, each from its shortest path."""
+    """Returns the values of `_TRAINING_FACTS` in the checkpoint, each from its shortest path."""
     found: dict[str, Any] = {}
     for path, value in sorted(tree.values.items(), key=lambda pair: len(pair[0])):
-        known = bool(path) and path[-1] in TRAINING_FACTS
+        known = bool(path) and path[-1] in _TRAINING_FACTS
         if known and isinstance(value, (bool, int, float)) and not abs(value) > 1e300:
             found.setdefault(path[-1], value)
-    return {name: found[name] for name in TRAINING_FACTS if name in found}
+    return {name: found[name] for name in _TRAINING_FACTS if name in found}
 
 
 def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
@@ -106,7 +134,112 @@ def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
     return f"it holds no exp_avg_sq of torch, and no mu and nu of optax{saved}"
 
 
-# -- checks ----------------------------------------------------------------------------------------
+# -- comparison ------------------------------------------------------------------------------------
+
+
+class Deviation(NamedTuple):
+    """Comparison of one parameter with similar parameters."""
+
+    layer: str
+    parameter: str
+    gradient_rms: float
+    """Square root of v-hat."""
+    ratio: float
+    """v-hat divided by the v-hat of similar parameters."""
+    sigmas: float
+    """log(ratio) in robust standard deviations."""
+    outlier: bool
+    """Whether both `ratio` and `sigmas` exceed their bounds, in either direction."""
+    similar: bool
+    """Whether the parameter has at least two similar parameters."""
+    risen: bool
+    """Whether the layer is in a group of layers above the baseline."""
+
+    def __str__(self) -> str:
+        times = f"{self.ratio:.3g} times" if self.ratio >= 1 else f"1/{1 / self.ratio:.3g} of"
+        return f"{times} the second moment of similar parameters ({self.sigmas:+.1f} sigma)"
+
+
+def _rounding(moments: Iterable[Moments]) -> set[str]:
+    """Names the parameters whose gradients are rounding errors, such as a bias before a norm."""
+    logs = _logs(moments)
+    largest: dict[str, float] = {}
+    for each, log in logs:
+        largest[each.layer] = max(log, largest.get(each.layer, log))
+    return {each.name for each, log in logs if log - largest[each.layer] < _LOG_ROUNDING}
+
+
+def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Deviation]:
+    """Compares parameters that are not dead; returns an empty list for fewer than four."""
+    logs = _logs(moments)
+    if len(logs) < _MIN_PARAMETERS:
+        return []
+    members: dict[tuple[str, Shape], list[tuple[str, float]]] = defaultdict(list)
+    for each, log in logs:
+        members[each.kind].append((each.layer, log))
+    members = {kind: found for kind, found in members.items() if len(found) >= _MIN_SIMILAR}
+    centre = float(np.median([log for _, log in logs]))
+    spread_of_all = _spread([log - centre for _, log in logs], _MIN_SPREAD_OF_ALL)
+    # Parameters without a name or a place may be of any layer, which has no level.
+    baselines = {
+        kind: _lowest_group(found) if kind[0] else {layer for layer, _ in found}
+        for kind, found in members.items()
+    }
+    by_kind = {
+        kind: np.array([log for layer, log in found if layer in baselines[kind]])
+        for kind, found in members.items()
+    }
+    centres = {kind: float(np.median(found)) for kind, found in by_kind.items()}
+    residuals = [found - centres[kind] for kind, found in by_kind.items()]
+    within = _spread(np.concatenate(residuals), _MIN_SPREAD) if residuals else _MIN_SPREAD
+    # Some parameters vary more between layers than others (the first bias of a block).
+    spreads = {kind: _spread(found - centres[kind], within) for kind, found in by_kind.items()}
+    compared = []
+    for each, log in logs:
+        distance = log - centres.get(each.kind, centre)
+        sigmas = distance / spreads.get(each.kind, spread_of_all)
+        far = abs(distance) > math.log(inputs.outlier_ratio)
+        similar = each.kind in members
+        compared.append(
+            Deviation(
+                each.layer,
+                each.name,
+                gradient_rms=math.exp(log / 2),
+                ratio=math.exp(min(distance, 700.0)),
+                sigmas=sigmas,
+                outlier=far and abs(sigmas) > inputs.outlier_sigmas,
+                similar=similar,
+                risen=similar and each.layer not in baselines[each.kind] and distance > 0,
+            )
+        )
+    return compared
+
+
+def _logs(moments: Iterable[Moments]) -> list[tuple[Moments, float]]:
+    return [(each, log) for each in moments if (log := each.log_v_hat) is not None]
+
+
+def _lowest_group(found: Iterable[tuple[str, float]]) -> set[str]:
+    """Returns the layers of the lowest group, or all layers if few layers are above that group.
+
+    A group has at least two layers, and a gap of `_MIN_GAP` separates it from the next group.
+    """
+    logs: dict[str, list[float]] = defaultdict(list)
+    for layer, log in found:
+        logs[layer].append(log)
+    levels = sorted((float(np.median(each)), layer) for layer, each in logs.items())
+    groups = [levels[:1]]
+    for before, level in pairwise(levels):
+        if level[0] - before[0] > _MIN_GAP:
+            groups.append([])
+        groups[-1].append(level)
+    low, *above = [group for group in groups if len(group) > 1] or [levels]
+    risen = sum(map(len, above)) > _RISEN_FRACTION * len(levels)
+    return {layer for _, layer in (low if risen else levels)}
+
+
+def _spread(values: Sequence[float] | np.ndarray, least: float) -> float:
+    return max(MAD_TO_SIGMA * float(np.median(np.abs(values))), least)
 
 
 def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[str, Any]]:
@@ -115,6 +248,9 @@ def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[st
     for each in sorted(compared, key=lambda each: (not each.outlier, -abs(each.sigmas))):
         farthest.setdefault(each.layer, each)
     return [each._asdict() for each in [*farthest.values()][: inputs.top]]
+
+
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
@@ -177,7 +313,7 @@ def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
     far = sorted((each for each in compared if each.outlier), key=lambda each: -abs(each.sigmas))
     if not far:
         most = max(compared, key=lambda each: abs(math.log(each.ratio)))
-        message = f"none; the farthest is {most.parameter}, {_compared(most)}"
+        message = f"none; the farthest is {most.parameter}, {most}"
         return Check("outliers", PASS, message, 0.0, bound)
     layers, far_layers = {each.layer for each in compared}, {each.layer for each in far}
     # The embedding and the head have no similar layers, so risen layers exclude them.
@@ -186,12 +322,6 @@ def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
     fraction = max(len(far_layers) / len(layers), len(risen) / max(1, len(similar)))
     together = f", {len(risen)} of {len(similar)} similar layers" if risen else ""
     message = (
-        f"{len(far_layers)} of {len(layers)} layers{together}: "
-        f"{far[0].parameter} has {_compared(far[0])}"
+        f"{len(far_layers)} of {len(layers)} layers{together}: {far[0].parameter} has {far[0]}"
     )
     return Check("outliers", FAIL if fraction > bound else WARN, message, fraction, bound)
-
-
-def _compared(each: Deviation) -> str:
-    times = f"{each.ratio:.3g} times" if each.ratio >= 1 else f"1/{1 / each.ratio:.3g} of"
-    return f"{times} the second moment of similar parameters ({each.sigmas:+.1f} sigma)"

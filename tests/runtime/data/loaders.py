@@ -1,8 +1,4 @@
-"""Real loaders of every kind, for the tests of the cursor.
-
-A factory makes the same loader again and again, with the same batches in the same order: a second
-one stands for the loader of the next process.
-"""
+"""Real loaders of every kind. A second loader of a factory stands for that of the next process."""
 
 from __future__ import annotations
 
@@ -13,12 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from healcore.runtime.data import BatchId, Cursor
 
@@ -78,8 +69,6 @@ class Shuffled:
 
 
 class Stream(IterableDataset):
-    """An iterable dataset."""
-
     def __iter__(self) -> Iterator[int]:
         return iter(EXAMPLES)
 
@@ -93,7 +82,6 @@ def shuffled(**options: Any) -> DataLoader:
 
 
 def weighted() -> WeightedRandomSampler:
-    """Draws with a generator of its own."""
     generator = torch.Generator().manual_seed(6)
     return WeightedRandomSampler([1.0] * len(EXAMPLES), len(EXAMPLES), generator=generator)
 
@@ -106,7 +94,6 @@ def stateful(**options: Any) -> Any:
 
 
 def generator() -> Any:
-    """Shuffled by the user's generator, which draws the seeds of workers too."""
     return stateful(shuffle=True, generator=torch.Generator().manual_seed(5))
 
 
@@ -145,8 +132,6 @@ def grain_loader() -> Any:
 
 
 class Kind(NamedTuple):
-    """One kind of loader."""
-
     name: str
     make: Callable[[], Any]
     epochs: int = 3
@@ -161,11 +146,7 @@ REWINDING = [
     Kind("DataLoader shuffled", lambda: shuffled()),
     Kind("DataLoader of single examples", lambda: shuffled(batch_size=None), 2),
     Kind("DataLoader workers", lambda: shuffled(num_workers=2), 2),
-    Kind(
-        "DataLoader persistent workers",
-        lambda: shuffled(num_workers=1, persistent_workers=True),
-        2,
-    ),
+    Kind("DataLoader kept workers", lambda: shuffled(num_workers=1, persistent_workers=True), 2),
     Kind("DataLoader weighted", lambda: plain(sampler=weighted())),
     Kind("stateful", stateful, needs="torchdata"),
     Kind("stateful shuffled", lambda: stateful(shuffle=True), needs="torchdata"),

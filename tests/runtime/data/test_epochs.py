@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from healcore.runtime.data import Cursor, EmptyLoader, UnusableLoader
 from tests.runtime.data.loaders import BATCHES, EXAMPLES, SIZE, generator, take
@@ -31,17 +33,13 @@ def by_epoch(handed):
     return [[batch for which, batch in handed if which.epoch == epoch] for epoch in epochs]
 
 
-@pytest.mark.parametrize("kind", [DataLoader, "stateful"])
-@pytest.mark.parametrize("by_cursor", [True, False])
-def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, kind):
-    """Of the cursor's epochs, or of a loop outside that sets numbers of its own."""
-    types: Any = (DistributedSampler, DataLoader)
-    if kind == "stateful":
-        pytest.importorskip("torchdata")
-        from torchdata.stateful_dataloader import StatefulDataLoader
-        from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+PLAIN: Any = (DistributedSampler, DataLoader)
+STATEFUL: Any = (StatefulDistributedSampler, StatefulDataLoader)
 
-        types = (StatefulDistributedSampler, StatefulDataLoader)
+
+@pytest.mark.parametrize(("types", "by_cursor"), [(PLAIN, True), (PLAIN, False), (STATEFUL, False)])
+def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
+    """Of the cursor's epochs, or of a loop outside that sets numbers of its own."""
     loader = distributed(*types)
     cursor = Cursor(loader, epochs=None if by_cursor else 1)
     handed, positions = [], []
@@ -65,7 +63,6 @@ def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, kind):
 
 def test_a_loop_outside_after_a_resume():
     """Its first rounds give nothing, until it has come to where the run was."""
-    pytest.importorskip("torchdata")
     before = Cursor(generator(), epochs=3)
     take(before, 2 * BATCHES + 1)
     position, rest = before.position(), take(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from healcore.console import counted
 from healcore.runtime.data import BatchId, Cursor, DataError
@@ -44,10 +44,20 @@ def test_a_rewind_is_refused_and_moves_nothing(kind):
         (lambda: DataLoader(Stream()), "StatefulDataLoader"),
         (lambda: accelerated(dispatch_batches=True), "dispatch_batches=False"),
         (lambda: accelerated(Stream(), dispatch_batches=False), "map-style dataset"),
+        (lambda: stateful(sampler=RandomSampler(range(11))), "does not record the order"),
+        (lambda: stateful(num_workers=2, in_order=False), "no fixed order"),
     ],
 )
 def test_why_not_names_what_to_pass(make, reason):
     assert reason in (Cursor(make()).why_not or "")
+
+
+def test_orders_that_are_recorded():
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    sampler = StatefulDistributedSampler(range(11), 1, 0)  # type: ignore[arg-type]
+    for loader in generator(), stateful(num_workers=2, shuffle=True), stateful(sampler=sampler):
+        assert Cursor(loader).why_not is None
 
 
 @over([*FORWARD, *REWINDING])
@@ -81,7 +91,6 @@ def test_fast_forward_behind_or_beyond():
 
 
 def test_positions_of_another_kind_of_loader_are_refused():
-    pytest.importorskip("torchdata")
     elsewhere = Cursor(Shuffled())
     take(elsewhere, 2)
     cursor = Cursor(stateful())
@@ -91,28 +100,6 @@ def test_positions_of_another_kind_of_loader_are_refused():
     assert cursor.rewind(cursor.position())
     assert cursor.why_not is None
     assert len(take(cursor)) == BATCHES
-
-
-def test_orders_that_are_not_recorded():
-    """Loaders with a state_dict that would come back in another order."""
-    pytest.importorskip("torchdata")
-    from torch.utils.data import RandomSampler
-    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-
-    examples = range(11)
-
-    recorded = [
-        generator(),
-        stateful(num_workers=2, shuffle=True),
-        stateful(sampler=StatefulDistributedSampler(examples, 1, 0)),  # type: ignore[arg-type]
-    ]
-    unrecorded = [
-        stateful(sampler=RandomSampler(examples)),
-        stateful(num_workers=2, in_order=False),
-    ]
-    assert [Cursor(loader).why_not for loader in recorded] == [None] * 3
-    for loader in unrecorded:
-        assert "order" in (Cursor(loader).why_not or "")
 
 
 class OwnGenerator(Sampler):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from torch.utils.data import DataLoader
 
 from healcore import Checkpoints
-from tests.healer.run_directory import events
-from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 
 
 class Forward:
@@ -60,3 +61,16 @@ def test_a_rollback_into_the_epoch_before(tmp_path):
     (left_out,) = events(tmp_path, "skipped_batches")
     assert left_out["batches"] == [[1, 1]]
     assert loop.faults.order[-19:] == [0, *range(2, 20)]
+
+
+def test_a_bad_batch_is_named_with_its_rows(tmp_path, caplog):
+    """In the events, on the console and in the postmortem."""
+    data = DataLoader(range(40), batch_size=None, shuffle=True)  # type: ignore[arg-type]
+    loop = loop_of("torch", Faults(always=[23]))
+    with caplog.at_level("INFO", "healcore"):
+        train(loop, SKIPS, data, store=tmp_path)
+    (alarm,), (incident,) = events(tmp_path, "alarm"), events(tmp_path, "incident")
+    assert alarm["rows"] == incident["rows"] == [[23]]
+    named = f"epoch 0 batch {alarm['batches'][0][1]} (rows 23)"
+    assert named in caplog.text
+    assert named in postmortems(tmp_path)[-1]["diagnosis"].replace("\n", " ")

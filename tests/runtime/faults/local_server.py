@@ -7,58 +7,55 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import httpx
 import requests
 
 
-class Server:
-    """Answers with its `statuses` one after another, the last one for ever.
+class Handler(BaseHTTPRequestHandler):
+    server: Any
 
-    A status of 0 closes the connection without an answer, and -1 answers after half a second.
+    def do_GET(self) -> None:
+        server = self.server
+        status = server.statuses[min(server.requests, len(server.statuses) - 1)]
+        server.requests += 1
+        if status == 0:
+            self.connection.close()
+            return
+        if status == -1:
+            time.sleep(0.5)
+        self.send_response(200 if status == -1 else status)
+        for name, value in {**server.headers, "Content-Length": "2"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(b"{}")
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on the console."""
+
+
+@contextmanager
+def serving(*statuses: int, headers: Mapping[str, str] = {}) -> Iterator[Any]:
+    """A server that gives the statuses one after another, the last one for ever.
+
+    0 closes the connection without an answer, and -1 answers after half a second.
     """
-
-    def __init__(self, *statuses: int, headers: Mapping[str, str] = {}) -> None:
-        self.statuses = list(statuses)
-        self.headers = dict(headers)
-        self.requests = 0
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                at = min(server.requests, len(server.statuses) - 1)
-                server.requests += 1
-                status = server.statuses[at]
-                if status == 0:
-                    self.connection.close()
-                    return
-                if status == -1:
-                    time.sleep(0.5)
-                body = b"{}"
-                self.send_response(200 if status == -1 else status)
-                for name, value in server.headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body)
-
-            do_HEAD = do_POST = do_GET
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Nothing on the console."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.statuses, server.headers, server.requests = statuses, headers, 0
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.handle_error = lambda *_: None
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def by_requests(url: str) -> str:
@@ -69,13 +66,3 @@ def by_requests(url: str) -> str:
 def by_httpx(url: str) -> str:
     httpx.get(url, timeout=5).raise_for_status()
     return "done"
-
-
-@contextmanager
-def serving(*statuses: int, headers: Mapping[str, str] = {}) -> Iterator[Server]:
-    """A server for the length of a block."""
-    server = Server(*statuses, headers=headers)
-    try:
-        yield server
-    finally:
-        server.close()

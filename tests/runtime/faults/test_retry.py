@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -14,31 +16,20 @@ from hypothesis import strategies as st
 
 import healcore
 from healcore.policy import load
-from healcore.policy.recovery import Retry
 from healcore.runtime.faults import retry
-from healcore.runtime.faults.retry import Attempt, Retries, repeated
+from healcore.runtime.faults.retry import Retries, repeated
+from healcore.runtime.host_policy import HostPolicy
 from tests.runtime.faults.local_server import by_httpx, by_requests, serving
 
-RETRY = Retry(base_delay_s=1.0, factor=2.0, max_delay_s=5.0, jitter=0.0, attempts=5)
 
-
-class Record:
-    """The waits and the attempts of a call; nothing waits for real."""
-
-    def __init__(self) -> None:
-        self.waits: list[float] = []
-        self.attempts: list[Attempt] = []
-
-    def around(self, call):
-        retries = partial(
-            Retries, rules=RETRY, report=self.attempts.append, sleep=self.waits.append
-        )
-        return repeated(call, retries)
-
-
-@pytest.fixture
-def record():
-    return Record()
+def recorded(call: Any, **rules: Any) -> Any:
+    """The repeated call, with its `waits` and `attempts`; nothing waits for real."""
+    defaults = {"jitter": 0.0, "base_delay_s": 1.0, "factor": 2.0, "max_delay_s": 5.0}
+    policy = HostPolicy.of(load("default", retry={**defaults, "attempts": 5, **rules}))
+    found = SimpleNamespace(waits=[], attempts=[])
+    report, sleep = found.attempts.append, found.waits.append
+    found.call = repeated(call, partial(Retries, policy=policy, report=report, sleep=sleep))
+    return found
 
 
 def by_hub(url: str) -> str:
@@ -46,81 +37,61 @@ def by_hub(url: str) -> str:
     return "done"
 
 
-CLIENTS = [by_requests, by_httpx, by_hub]
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_the_failed_call_is_made_again_until_it_succeeds(record, client):
+@pytest.mark.parametrize("client", [by_requests, by_httpx, by_hub])
+def test_the_failed_call_is_made_again_until_it_succeeds_or_gives_up(client):
+    run = recorded(client)
     with serving(503, 0, 429, 200) as server:
-        assert record.around(client)(server.url) == "done"
+        assert run.call(server.url) == "done"
     assert server.requests == 4
-    assert record.waits == [1, 2, 4]
-    assert [each.number for each in record.attempts] == [1, 2, 3, 4]
-    assert [each.wait_s for each in record.attempts] == [1, 2, 4, None]
-    assert record.attempts[0].fault.sign == "HTTP 503"
-    assert record.attempts[-1].error is None
+    assert run.waits == [1, 2, 4]
+    assert [(each.number, each.wait_s) for each in run.attempts] == [
+        (1, 1), (2, 2), (3, 4), (4, None),
+    ]  # fmt: skip
+    assert run.attempts[0].fault.sign == "HTTP 503"
+    assert run.attempts[-1].error is None
 
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_the_last_error_is_raised_as_it_is(record, client):
+    run = recorded(client)
     with serving(503) as server, pytest.raises(Exception, match="503") as caught:
-        record.around(client)(server.url)
+        run.call(server.url)
     assert server.requests == 5
-    assert record.waits == [1, 2, 4, 5]
-    assert type(caught.value).__module__.partition(".")[0] in {
-        "requests", "httpx", "huggingface_hub",
-    }  # fmt: skip
-    assert record.attempts[-1].error is caught.value
-    assert "gives up" in str(record.attempts[-1])
+    assert run.waits == [1, 2, 4, 5]
+    assert type(caught.value).__module__.startswith(("requests", "httpx", "huggingface_hub"))
+    assert run.attempts[-1].error is caught.value
+    assert "gives up" in str(run.attempts[-1])
 
 
-def test_a_server_that_asks_for_more_time_gets_it(record):
+def test_how_long_a_server_may_ask_to_wait():
+    run = recorded(by_requests)
     with serving(429, 200, headers={"Retry-After": "42"}) as server:
-        record.around(by_requests)(server.url)
-    assert record.waits == [42]
-
-
-def test_a_server_that_asks_for_a_day_does_not(record):
+        run.call(server.url)
     day = {"Retry-After": "86400"}
     with serving(429, headers=day) as server, pytest.raises(requests.HTTPError):
-        record.around(by_requests)(server.url)
-    assert (server.requests, record.waits) == (1, [])
+        run.call(server.url)
+    assert (server.requests, run.waits) == (1, [42])
 
 
 @given(st.floats(1e-3, 1e3), st.floats(1, 1e4), st.floats(1, 1e6))
 def test_waits_grow_by_the_factor_up_to_the_limit(base, more, factor):
-    waits: list[float] = []
-    rules = Retry(base_delay_s=base, max_delay_s=base * more, factor=factor, jitter=0.0, attempts=6)
-
     def fail():
         raise ConnectionResetError
 
+    run = recorded(fail, base_delay_s=base, max_delay_s=base * more, factor=factor, attempts=6)
     with pytest.raises(ConnectionResetError):
-        repeated(fail, partial(Retries, rules=rules, report=str, sleep=waits.append))()
-    assert waits == pytest.approx([min(base * factor**n, base * more) for n in range(5)])
+        run.call()
+    assert run.waits == pytest.approx([min(base * factor**n, base * more) for n in range(5)])
 
 
-# -- the public function --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def waits(monkeypatch):
-    """The waits of `healcore.retrying`, less no random part; nothing waits for real."""
-    found: list[float] = []
-    monkeypatch.setattr(time, "sleep", found.append)
+def test_without_a_healer(monkeypatch, caplog):
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
     monkeypatch.setattr(retry, "_random", lambda: 0.0)
-    return found
-
-
-def test_without_a_healer(waits, caplog):
     policy = load("default", retry={"attempts": 3, "jitter": 0.0, "base_delay_s": 0.5})
     with serving(503, 503, 200, 404) as server, caplog.at_level(logging.INFO, "healcore"):
         get = healcore.retrying(by_requests, policy)
         assert get(server.url) == "done"
         with pytest.raises(requests.HTTPError, match="404"):
             get(server.url)
-    assert waits == [0.5, 1]
-    assert server.requests == 4
+    assert (server.requests, waits) == (4, [0.5, 1])
     lines = [each.getMessage() for each in caplog.records][:3]
     assert lines[0].startswith("by_requests failed (HTTP 503, attempt 1), again in 0.5 s: HTTPErr")
     assert lines[-1] == "by_requests has succeeded at attempt 3"

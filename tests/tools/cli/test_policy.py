@@ -29,13 +29,6 @@ def mine(tmp_path):
     return str(file)
 
 
-@pytest.fixture
-def wrong(tmp_path):
-    file = tmp_path / "wrong.toml"
-    file.write_text('schema = 1\nname = "wrong"\n[clip]\nkind = "zclip"\nz_threshold = nan\n')
-    return str(file)
-
-
 def test_list():
     done = healcore_cli("policy", "list")
     assert done.exit_code == 0
@@ -45,10 +38,10 @@ def test_list():
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_show_a_preset_is_its_file(name):
-    done = healcore_cli("policy", "show", name)
-    assert (done.exit_code, done.output) == (0, preset_text(name))
+def test_show_a_preset_is_its_file():
+    for name in ALL:
+        done = healcore_cli("policy", "show", name)
+        assert (done.exit_code, done.output) == (0, preset_text(name))
 
 
 def test_check_of_good_ones(mine):
@@ -58,8 +51,10 @@ def test_check_of_good_ones(mine):
     assert "mine.toml: ok (heal, clip zclip, watches nonfinite, loss_spike" in done.output
 
 
-def test_check_of_a_wrong_one_goes_on_to_the_others(wrong):
-    done = healcore_cli("policy", "check", wrong, "default")
+def test_check_of_a_wrong_one_goes_on_to_the_others(tmp_path):
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text('schema = 1\nname = "wrong"\n[clip]\nkind = "zclip"\nz_threshold = nan\n')
+    done = healcore_cli("policy", "check", str(wrong), "default")
     assert done.exit_code == 1
     assert "clip.z_threshold = nan" in done.stderr
     assert "wrong.toml: 1 problem" in done.stderr
@@ -108,7 +103,6 @@ def test_show_with_a_value_replaced_is_a_policy_to_keep():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("clip.max_norm", "KEY=VALUE"),
         ("clip.max_norm=", "KEY=VALUE"),
         ("respond[0].do=skip", "rules can be changed only in a file"),
         ("clip.max_norm=-1", "above 0"),

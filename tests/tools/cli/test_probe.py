@@ -24,11 +24,7 @@ def run(*arguments: object) -> Any:
 
 def strict(text: str) -> dict[str, Any]:
     """Parses strict JSON: NaN and Infinity fail."""
-
-    def refuse(token: str) -> None:
-        raise ValueError(f"{token} is no JSON")
-
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant={}.__getitem__)
 
 
 @pytest.fixture
@@ -42,13 +38,9 @@ def test_exit_statuses_of_the_loss_probe(tmp_path, spiked):
     well = write(tmp_path, falling(300, 0.05), "well.csv")
     ends = write(tmp_path, np.append(falling(300, 0.05), np.nan), "ends.csv")
     short = write(tmp_path, falling(5, 0.0), "short.csv")
-    for path, status, verdict in (
-        (well, 0, "PASS"),
-        (spiked, 1, "WARN"),
-        (ends, 2, "FAIL"),
-        (short, 3, "SKIP"),
-        (tmp_path / "none.csv", 3, "ERROR"),
-    ):
+    paths = well, spiked, ends, short, tmp_path / "none.csv"
+    verdicts = "PASS", "WARN", "FAIL", "SKIP", "ERROR"
+    for path, status, verdict in zip(paths, (0, 1, 2, 3, 3), verdicts, strict=True):
         for more in ([], ["--json"]):
             result = run("loss", path, *more)
             assert result.exit_code == status, result.output
@@ -68,14 +60,12 @@ def test_json_is_strict_and_complete(tmp_path):
     assert document["inputs"]["min_steps"] == 20
     (result,) = document["results"]
     assert result["subject"] == str(path)
-    names = {check["name"] for check in result["checks"]}
-    assert names == {
+    assert {check["name"] for check in result["checks"]} == {
         "finite", "final_loss", "progress", "convergence_ratio", "regret", "smoothness",
         "instability_events",
     }  # fmt: skip
-    curve = dict(
-        zip(result["facts"]["curve"]["step"], result["facts"]["curve"]["value"], strict=True)
-    )
+    steps, values = result["facts"]["curve"].values()
+    curve = dict(zip(steps, values, strict=True))
     assert (curve[50], curve[60], curve[299]) == ("nan", "-inf", "inf")
 
 
@@ -115,9 +105,9 @@ def test_several_attempts_of_one_run(tmp_path):
 def test_the_optimizer_probe(tmp_path):
     net, optimizer = trained()
     well = saved(tmp_path, net, optimizer)
-    result = run("optimizer", well)
+    result = run("optimizer", well, "--json")
     assert result.exit_code == 0, result.output
-    document = strict(run("optimizer", well, "--json").output)
+    document = strict(result.output)
     assert len(document["results"][0]["facts"]["top"]) == 3
     optimizer.state[net.head.weight]["exp_avg_sq"][0, 0] = float("inf")
     ill = saved(tmp_path, net, optimizer, "ill.pt")
@@ -138,9 +128,7 @@ def test_the_optimizer_probe(tmp_path):
     "arguments",
     [
         ["loss"],
-        ["loss", "x.csv", "--bogus"],
         ["loss", "x.csv", "--min-steps", "1"],
-        ["loss", "x.csv", "--column", "loss"],
         ["loss", "x.csv", "--column", "mood=a"],
         ["loss", "x.csv", "--warn-regret", "0.9"],
         ["optimizer", "x.pt", "--fail-dead", "1.5"],

@@ -16,9 +16,8 @@ def write(folder: Path, values: np.ndarray, name: str = "run.csv", steps: object
     """A CSV file with the values as they are, NaN and Inf included."""
     of = np.arange(len(values)) if steps is None else np.asarray(steps)
     path = folder / name
-    lines = [
-        f"{step},{value!r}" for step, value in zip(of.tolist(), map(float, values), strict=True)
-    ]
+    pairs = zip(of.tolist(), map(float, values), strict=True)
+    lines = [f"{step},{value!r}" for step, value in pairs]
     path.write_text("\n".join(["step,loss", *lines]) + "\n")
     return path
 
@@ -34,7 +33,6 @@ def probe_values(folder: Path, values: object, **inputs: object) -> ProbeResult:
 
 
 def verdict_of(result: ProbeResult, name: str) -> str:
-    """The verdict of one check."""
     return next(check.verdict.value for check in result.checks if check.name == name)
 
 

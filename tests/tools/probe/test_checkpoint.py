@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from orbax.checkpoint import v1 as ocp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from healcore.runtime.store.claim import claim
@@ -26,7 +28,6 @@ def verdicts(result: ProbeResult) -> dict[str, str]:
 
 
 def filled(case: StoreCase, root: Path, *statuses: str) -> list[Path]:
-    """A store with one checkpoint per status; their directories."""
     store = case.make(root)
     for step, status in enumerate(statuses, 1):
         proven = statuses.count("good")
@@ -37,15 +38,12 @@ def filled(case: StoreCase, root: Path, *statuses: str) -> list[Path]:
     return sorted(root.glob("step-*"))
 
 
-def picture(root: Path) -> dict[str, tuple[int, int, bytes]]:
+def picture(root: Path) -> dict[Path, tuple[int, int, bytes]]:
     """Everything in a directory, to see whether it was changed."""
+    found = ((path, path.stat()) for path in root.rglob("*"))
     return {
-        path.relative_to(root).as_posix(): (
-            path.stat().st_mtime_ns,
-            path.stat().st_mode,
-            path.read_bytes() if path.is_file() else b"",
-        )
-        for path in root.rglob("*")
+        path: (stat.st_mtime_ns, stat.st_mode, path.read_bytes() if path.is_file() else b"")
+        for path, stat in found
     }
 
 
@@ -57,27 +55,23 @@ def flip(path: Path, bit: int) -> None:
 
 @over(*DISKS, *TIERS)
 def test_known_good_and_intact_passes(case, tmp_path):
-    filled(case, tmp_path, "good", "good", "candidate")
+    statuses = "good", "good", "candidate"
+    filled(case, tmp_path, *statuses)
     result = probe(tmp_path)
     assert result.verdict.value == "PASS", result.checks
     assert result.facts["newest_good"] == 2
     rows = result.facts["checkpoints"]
-    assert [(row["step"], row["status"]) for row in rows] == [
-        (1, "good"),
-        (2, "good"),
-        (3, "candidate"),
-    ]
-    assert all(row["intact"] and row["finite"] for row in rows)
+    wanted = [(step, each, True, True) for step, each in enumerate(statuses, 1)]
+    keys = "step", "status", "intact", "finite"
+    assert [tuple(row[key] for key in keys) for row in rows] == wanted
 
 
 @over(*DISKS)
 def test_a_flipped_bit_is_found_and_named_wherever_it_is(case, tmp_path):
     _, newer = filled(case, tmp_path, "good", "good")
-    files = [path for path in newer.rglob("*") if path.is_file()]
+    files = [path for path in newer.rglob("*") if path.is_file() and path.stat().st_size]
     rng = random.Random(20261120)
     for path in files:
-        if not path.stat().st_size:
-            continue
         bit = rng.randrange(path.stat().st_size * 8)
         flip(path, bit)
         result = probe(tmp_path)
@@ -142,23 +136,15 @@ def test_there_is_nothing(tmp_path):
     assert "step 9" in result.checks[0].message
 
 
-def safetensors(state, path):
-    from safetensors.torch import save_file
-
-    save_file(state, path)
-
-
-def dcp(state, path):
-    save_dcp(state, checkpoint_id=path, no_dist=True)
+SAVES = {
+    "torch": torch.save,
+    "safetensors": save_file,
+    "DCP": lambda state, path: save_dcp(state, checkpoint_id=path, no_dist=True),
+    "Orbax": lambda state, path: ocp.save(path, {n: x.numpy() for n, x in state.items()}),
+}
 
 
-def orbax(state, path):
-    from orbax.checkpoint import v1 as ocp
-
-    ocp.save(str(path), {name: tensor.numpy() for name, tensor in state.items()})
-
-
-@pytest.mark.parametrize("save", [torch.save, safetensors, dcp, orbax])
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
 def test_a_checkpoint_that_no_store_wrote_is_finite_or_not(tmp_path, save):
     weights = {"a": torch.randn(300, 7), "b": torch.arange(5), "c": torch.randn(4).half()}
     save(weights, tmp_path / "well")

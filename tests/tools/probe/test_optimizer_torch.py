@@ -24,11 +24,6 @@ ADAMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def net_and_optimizer():
-    return trained()
-
-
 @pytest.mark.parametrize("name", ADAMS)
 def test_a_healthy_one_passes(tmp_path, name):
     net, optimizer = trained(ADAMS[name])
@@ -62,7 +57,7 @@ def safetensors(net, optimizer, folder):
     return folder / "optimizer.safetensors"
 
 
-def trainer(net, optimizer, folder, weights="pytorch_model.bin"):
+def trainer(net, optimizer, folder):
     """A Trainer's directory: groups with and without decay, weights in a file beside them."""
     groups = [
         {"params": [p for p in net.parameters() if p.ndim > 1]},
@@ -71,43 +66,32 @@ def trainer(net, optimizer, folder, weights="pytorch_model.bin"):
     split = torch.optim.AdamW(groups)
     split.state.update(optimizer.state)
     torch.save(split.state_dict(), folder / "optimizer.pt")
-    (folder / "trainer_state.json").write_text("{}")
-    save = torch.save if weights.endswith("bin") else save_file
-    save(net.state_dict(), folder / weights)
+    torch.save(net.state_dict(), folder / "pytorch_model.bin")
     return folder
 
 
-def trainer_with_safetensors(net, optimizer, folder):
-    """Their names are sorted, which keeps the order of the layers."""
-    return trainer(net, optimizer, folder, "model.safetensors")
-
-
 def file_of_the_trainer(net, optimizer, folder):
-    return trainer_with_safetensors(net, optimizer, folder) / "optimizer.pt"
+    """The names in its weights are sorted, which keeps the order of the layers."""
+    trainer(net, optimizer, folder)
+    save_file(net.state_dict(), folder / "model.safetensors")
+    return folder / "optimizer.pt"
 
 
-def newest_of_a_store(net, optimizer, folder):
-    store = DCPStore(folder / "store")
-    store.save(3, {"model": net, "optimizer": optimizer})
-    store.wait()
-    return Path(store.steps()[-1].path or "")
+def one_file(net, optimizer, folder):
+    return saved(folder, net, optimizer)
 
 
 @pytest.mark.parametrize(
-    "save",
-    [
-        lambda net, optimizer, folder: saved(folder, net, optimizer), with_names, dcp, safetensors,
-        trainer, trainer_with_safetensors, file_of_the_trainer, newest_of_a_store,
-    ],
-)  # fmt: skip
+    "save", [one_file, with_names, dcp, safetensors, trainer, file_of_the_trainer]
+)
 def test_one_state_in_every_format(tmp_path, save):
     net, optimizer = trained()
     optimizer.state[net.linear(3).weight]["exp_avg_sq"] *= 1e4
     result = probe(save(net, optimizer, tmp_path))
     assert verdicts(result)["outliers"] == "WARN", result.checks
-    assert result.facts["top"][0]["parameter"] == "blocks.3.1.weight"
-    assert result.facts["top"][0]["layer"] == "blocks.3"
-    assert result.facts["top"][0]["ratio"] > 1e3
+    top = result.facts["top"][0]
+    assert (top["parameter"], top["layer"]) == ("blocks.3.1.weight", "blocks.3")
+    assert top["ratio"] > 1e3
 
 
 def test_our_store(tmp_path):
@@ -122,9 +106,9 @@ def test_our_store(tmp_path):
     split.state.update(optimizer.state)
     store.save(2, {"model": net, "optimizer": split, "epoch": 3})
     store.wait()
-    result = probe(tmp_path, step=2)
-    assert result.facts["training"] == {"epoch": 3}
-    assert result.facts["top"][0]["layer"] == "blocks.3"
+    for result in probe(tmp_path, step=2), probe(Path(store.steps()[-1].path or "")):
+        assert result.facts["training"] == {"epoch": 3}
+        assert result.facts["top"][0]["layer"] == "blocks.3"
     newest_good = probe(tmp_path)
     assert newest_good.verdict.value == "PASS"
     assert "step 1 (good)" in newest_good.notes[0]
@@ -132,13 +116,13 @@ def test_our_store(tmp_path):
 
 
 def test_before_step_50_nothing_is_judged(tmp_path):
-    net, optimizer = trained(steps=49)
-    result = probe(saved(tmp_path, net, optimizer))
+    path = saved(tmp_path, *trained(steps=49))
+    result = probe(path)
     assert result.verdict.value == "SKIP"
     assert "step 49" in result.checks[0].message
     assert result.facts["score"] is None
-    assert probe(saved(tmp_path, net, optimizer), min_step=49).verdict.value == "PASS"
-    assert probe(saved(tmp_path, net, optimizer), fail_young=True).verdict.value == "FAIL"
+    assert probe(path, min_step=49).verdict.value == "PASS"
+    assert probe(path, fail_young=True).verdict.value == "FAIL"
 
 
 def test_what_a_trainer_saves_about_the_run_is_reported(tmp_path):
@@ -152,12 +136,6 @@ def test_what_a_trainer_saves_about_the_run_is_reported(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     result = probe(tmp_path)
     assert result.verdict.value == "PASS", result.checks
-    assert result.facts["training"] == {
-        "global_step": 60,
-        "epoch": 1.5,
-        "best_val_loss": 0.25,
-        "use_qlora": True,
-    }
     assert "global_step 60, epoch 1.5, best_val_loss 0.25, use_qlora True" in result.notes
     (tmp_path / "trainer_state.json").write_text('{"global_step": 49}')
     assert verdicts(probe(tmp_path, fail_young=True))["step"] == "FAIL"
@@ -192,7 +170,6 @@ class Adapter(nn.Module):
     "outputs", [{"q_proj": 16, "v_proj": 16}, {"q_proj": 16, "o_proj": 16, "v_proj": 8}], ids=str
 )
 def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path, outputs):
-    """Like is compared with like: `v_proj` with `v_proj`, and `lora_A` with `lora_A`."""
     torch.manual_seed(0)
     net = Adapter(outputs)
     for name, each in net.named_parameters():
@@ -232,30 +209,18 @@ def spike_layers(layers: Iterable[nn.Module], optimizer: Any, factor: float) -> 
             optimizer.state[parameter]["exp_avg_sq"] *= factor
 
 
-@pytest.mark.parametrize("slot", ["exp_avg_sq", "exp_avg"])
-def test_one_nan_in_any_parameter_warns(tmp_path, net_and_optimizer, slot):
-    """One NaN in one parameter: it is found and named correctly."""
-    net, optimizer = net_and_optimizer
+@pytest.mark.parametrize(("slot", "bad"), [("exp_avg_sq", "nan"), ("exp_avg", "inf")])
+def test_one_nan_in_any_parameter_warns(tmp_path, slot, bad):
+    net, optimizer = trained()
     for name, parameter in [*net.named_parameters()][::6]:
         values = optimizer.state[parameter][slot].view(-1)
-        kept = values[-1].clone()
-        for bad in (float("nan"), float("inf")):
-            values[-1] = bad
-            result = probe(saved(tmp_path, net, optimizer))
-            assert verdicts(result)["finite"] == "WARN", name
-            assert result.verdict.value == "WARN"
-            assert result.facts["nonfinite"] == [name]
-            assert probe(saved(tmp_path, net, optimizer), fail_nonfinite=1).facts["score"] == 0.0
+        kept, values[-1] = values[-1].clone(), float(bad)
+        path = saved(tmp_path, net, optimizer)
+        result = probe(path)
+        assert verdicts(result)["finite"] == result.verdict.value == "WARN", name
+        assert result.facts["nonfinite"] == [name]
+        assert probe(path, fail_nonfinite=1).facts["score"] == 0.0
         values[-1] = kept
-    assert probe(saved(tmp_path, net, optimizer)).verdict.value == "PASS"
-
-
-def test_second_moments_below_0_are_impossible(tmp_path):
-    net, optimizer = trained()
-    optimizer.state[net.head.bias]["exp_avg_sq"][3] = -1e-3
-    result = probe(saved(tmp_path, net, optimizer))
-    assert verdicts(result)["finite"] == "WARN"
-    assert result.facts["negative"] == ["head.bias"]
 
 
 def test_second_moments_of_exactly_0(tmp_path):
@@ -267,34 +232,32 @@ def test_second_moments_of_exactly_0(tmp_path):
     assert result.facts["dead"] == ["blocks.1.1.weight"]
     assert result.facts["top"][0]["parameter"] == "blocks.4.1.weight"
     assert result.facts["score"] == 0.75
+    optimizer.state[net.head.bias]["exp_avg_sq"][3] = -1e-3  # impossible
+    result = probe(saved(tmp_path, net, optimizer))
+    assert verdicts(result)["finite"] == "WARN"
+    assert result.facts["negative"] == ["head.bias"]
     for slots in optimizer.state.values():
         slots["exp_avg_sq"].zero_()
     assert verdicts(probe(saved(tmp_path, net, optimizer)))["dead"] == "FAIL"
 
 
 class TestOutliers:
-    """Layers whose gradients are of another size."""
-
     def test_a_benign_gradient_over_depth_passes(self, tmp_path):
         net, optimizer = trained(blocks=12)
         for depth, block in enumerate(net.blocks):
-            for parameter in block.parameters():
-                optimizer.state[parameter]["exp_avg_sq"] *= 2.5 ** (2 * depth / 11)
+            spike_layers([block], optimizer, 2.5 ** (2 * depth / 11))
         assert probe(saved(tmp_path, net, optimizer)).verdict.value == "PASS"
 
     @pytest.mark.parametrize("factor", [1e-4, 1e2, 1e20])
     def test_one_layer_far_off_warns(self, tmp_path, factor):
         net, optimizer = trained(blocks=8)
-        for parameter in net.blocks[5].parameters():
-            optimizer.state[parameter]["exp_avg_sq"] *= factor
+        spike_layers(net.blocks[5:6], optimizer, factor)
         result = probe(saved(tmp_path, net, optimizer))
         assert verdicts(result)["outliers"] == "WARN"
         assert result.facts["top"][0]["layer"] == "blocks.5"
 
-    @pytest.mark.parametrize("names", [True, False], ids=["named", "numbered"])
-    @pytest.mark.parametrize(("blocks", "first"), [(8, 0), (12, 6)])
+    @pytest.mark.parametrize(("blocks", "first", "names"), [(8, 0, True), (12, 6, False)])
     def test_half_of_the_layers_far_off_fail(self, tmp_path, blocks, first, names):
-        """Their median is among the risen ones; the lowest group of layers is the baseline."""
         net, optimizer = trained(blocks=blocks)
         risen = list(net.blocks)[first : first + blocks // 2]
         spike_layers(risen, optimizer, 1e3)
@@ -312,7 +275,6 @@ class TestOutliers:
             assert far == {f"group 0, parameters {at} to {at + 3}" for at in begins}
 
     def test_a_younger_parameter_is_corrected_for_its_own_age(self, tmp_path):
-        """The same gradients for 60 steps and for 3000 give very different running averages."""
         state = {}
         for i in range(12):
             step = 60 if i == 5 else 3000
@@ -343,9 +305,7 @@ def test_a_bias_before_a_norm_is_not_ill(tmp_path):
     ("make", "why"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum_buffer"),
-        (lambda p: torch.optim.SGD(p, lr=0.1), "no exp_avg_sq"),
         (lambda p: torch.optim.Adafactor(p), "no exp_avg_sq"),
-        (lambda p: torch.optim.RMSprop(p), "square_avg"),
     ],
 )
 def test_an_optimizer_without_second_moments_is_skipped_with_the_reason(tmp_path, make, why):

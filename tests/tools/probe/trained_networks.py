@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ torch.set_num_threads(1)  # more of them only wait for each other in nets of thi
 
 
 class Net(nn.Module):
-    """An embedding, blocks that are alike, a head."""
-
     def __init__(self, blocks: int = 6, width: int = 16) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, width)
@@ -43,7 +39,7 @@ class Net(nn.Module):
 
 
 def train(net: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> None:
-    """Trains it to predict the successor of a number."""
+    """Trains the net to predict the successor of a number."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         tokens = torch.randint(0, 20, (32,), generator=generator)
@@ -60,12 +56,6 @@ def adamw(parameters: Any) -> Any:
 def trained(
     make: Callable[[Any], Any] = adamw, steps: int = 60, blocks: int = 6
 ) -> tuple[Net, Any]:
-    """A copy of a network and its optimizer, for a test to change."""
-    return copy.deepcopy(_trained(make, steps, blocks))
-
-
-@functools.cache
-def _trained(make: Callable[[Any], Any], steps: int, blocks: int) -> tuple[Net, Any]:
     torch.manual_seed(0)
     net = Net(blocks)
     optimizer = make(net.parameters())

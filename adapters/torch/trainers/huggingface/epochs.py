@@ -156,7 +156,7 @@ class EpochFeed:
         """The id of the next batch that the Healer reads."""
         loaders = self._open_healer.run.data.loaders
         number = loaders.number(self._loader)
-        return BatchId(0, 0) if number is None else loaders[number].cursor.next_id
+        return BatchId(0, 0) if number is None else loaders[number].next_id
 
     def _read(self) -> None:
         healer = self._open_healer

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.microbatches.splitting import count_samples
+from healcore.runtime.microbatches.parts import count_samples
 from healcore.torch.trainers.huggingface.counters import Counters, WindowCounts
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")

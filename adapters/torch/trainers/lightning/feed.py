@@ -10,7 +10,6 @@ from healcore.runtime.data import EmptyLoader
 from healcore.runtime.data.loader_adapters import (
     TolerantIterator,
     UnreadableBatch,
-    unrecorded_order,
     why_no_state,
 )
 from healcore.runtime.data.torch_loader import TorchLoader, is_replayable, recorded
@@ -102,7 +101,7 @@ class Feed:
         self.fetched += 1
         loaders = self._healer.run.data.loaders
         number = loaders.number(self.loader)
-        ends = number is not None and loaders[number].cursor.is_last()
+        ends = number is not None and loaders[number].is_last()
         self.done = batch.is_last or ends or self._belongs_to_next_epoch()
         if self.done and self.length is not None:
             self._progress.count_skipped(self.length)
@@ -231,8 +230,7 @@ class TrainLoader:
             return "the train dataloader has no length, so one batch is always read ahead"
         if self._plain is not None:
             return None
-        has = [callable(getattr(self._only, n, None)) for n in ("state_dict", "load_state_dict")]
-        return unrecorded_order(self._only) if all(has) else why_no_state(self._only)
+        return why_no_state(self._only)
 
 
 def _train_batch(fetched: Any, is_last: bool) -> TrainBatch | UnreadableBatch:
