@@ -166,8 +166,6 @@ def _arrays(template: Any, data: Any, place: str) -> Any:
     """Restores the structure, dtypes and shapes of `template`; errors name `place`."""
     if isinstance(template, np.ndarray):
         return _array(template, data, place)
-    if data is None and not isinstance(template, tuple):
-        return None
     is_mapping = isinstance(data, Mapping)
     if hasattr(template, "_fields") and is_mapping and set(data) == set(template._fields):
         fields = template._asdict().items()
@@ -175,6 +173,8 @@ def _arrays(template: Any, data: Any, place: str) -> Any:
     if type(template) is tuple and isinstance(data, list | tuple) and len(data) == len(template):
         parts: Any = enumerate(zip(template, data, strict=True))
         return tuple(_arrays(part, each, f"{place}[{i}]") for i, (part, each) in parts)
+    if template is None and data is None:
+        return None
     raise StateError(
         f"{place} must have the structure of {_plain(template)!r:.120}, got {data!r:.80}: the "
         "saved state belongs to another policy, or is damaged"
