@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
-
 from healcore.core import numerics
 from healcore.core.ranges import whole
+from healcore.core.tree import Float, Int
 
 # The average covers about 15 values. A power of two makes the product exact.
 _RATE = 0.125
@@ -40,9 +39,9 @@ class ShiftConfig(NamedTuple):
 class ShiftState(NamedTuple):
     """Count and statistics of recent rejections."""
 
-    run: Any  # int32: leaky count of rejections, each of which adds `gain`
-    level: Any  # float32: moving average of the raw values since the first rejection
-    spread: Any  # float32: variance of these values
+    run: Int  # leaky count of rejections, each of which adds `gain`
+    level: Float  # moving average of the raw values since the first rejection
+    spread: Float  # variance of these values
 
 
 class Shift(NamedTuple):
@@ -51,12 +50,6 @@ class Shift(NamedTuple):
     escaped: Any  # bool: the level has shifted; `level` and `spread` are the new baseline
     level: Any  # float32: mean
     spread: Any  # float32: variance
-
-
-def no_rejections(shape: tuple[int, ...] = ()) -> ShiftState:
-    """Returns a state without rejections."""
-    zero = np.zeros(shape, np.float32)
-    return ShiftState(np.zeros(shape, np.int32), zero, zero.copy())
 
 
 def watch_level(

@@ -118,3 +118,10 @@ def as_float(count: Any, *, xp: Any) -> Any:
 def sub_one(count: Any, *, xp: Any) -> Any:
     """Decrements an int32, but not below zero."""
     return xp.maximum(count - 1, 0)
+
+
+def streak(run: Any, hit: Any, learn: Any, restart: Any, most: Any, *, xp: Any) -> Any:
+    """Counts hits in a row, at most `most`, int32; a step changes nothing where not `learn`."""
+    run = xp.where(restart, 0, run)
+    longer = xp.where(run < most, run + 1, run)
+    return xp.where(learn, xp.where(hit, longer, 0), run)

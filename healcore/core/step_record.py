@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from healcore.core.evidence import Evidence
 from healcore.core.verdict import Action, Cause, Decision
-
-_STATE_PATHS = {
-    "step": "step",
-    "onset": "incident.onset",
-    "incident": "incident.number",
-    "incident_open": "incident.open",
-    "action": "last.decision.action",
-    "cause": "last.decision.cause",
-    "rollback_depth": "last.decision.rollback_depth",
-    "skip": "last.decision.skip",
-    "grad_scale": "last.decision.grad_scale",
-    "lr_scale": "last.decision.lr_scale",
-    "loss": "last.loss",
-    "grad_norm": "last.grad_norm",
-    "threshold": "last.threshold",
-    "z": "last.z",
-    "z_loss": "last.z_loss",
-}
-"""Path of each number in an EngineState, in packing order."""
-
-INTS = 8  # the first numbers are int32 or bool, the rest float32
-
-_from_state = attrgetter(*_STATE_PATHS.values())
 
 
 class Readings(NamedTuple):
@@ -96,12 +72,20 @@ class StepRecord(NamedTuple):
         )
 
 
-FIELDS = StepRecord._fields[: len(_STATE_PATHS)]  # in packing order
+FIELDS = StepRecord._fields[:15]
+"""The numbers of a record, in packing order."""
+INTS = 8
+"""The first numbers of `FIELDS` are int32 or bool, the rest float32."""
 
 
 def numbers(state: Any) -> tuple[Any, ...]:
     """Returns the arrays of the last step in an EngineState, in the order of `FIELDS`."""
-    return _from_state(state)
+    incident, (made, *readings) = state.incident, state.last
+    return (
+        *(state.step, incident.onset, incident.number, incident.open),
+        *(made.action, made.cause, made.rollback_depth, made.skip, made.grad_scale, made.lr_scale),
+        *readings,
+    )
 
 
 def to_host(values: Sequence[Any], engine: str = "") -> StepRecord:
@@ -124,3 +108,20 @@ def to_host(values: Sequence[Any], engine: str = "") -> StepRecord:
 def unpack(packed: np.ndarray, engine: str = "") -> StepRecord:
     """Makes a record from int32 (`len(FIELDS)`,): the integers, then the bits of the floats."""
     return to_host(packed[:INTS].tolist() + packed[INTS:].view(np.float32).tolist(), engine)
+
+
+_METRICS = (
+    *("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "skip", "lr_scale"),
+    *("cause", "action", "step", "clips", "skips", "alarms", "rollbacks", "lr_cuts", "incident"),
+)
+_COUNTS = {"step": "steps", "incident": "incidents"}
+
+
+def metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Names the numbers of `FIELDS` and `Tally` for a logger, `heal/...`; copies nothing.
+
+    Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
+    finite values, and `heal/threshold` is 0 without a threshold. `heal/cause` and `heal/action` are
+    flags. In observe mode the numbers say what healing would have done.
+    """
+    return {f"heal/{_COUNTS.get(name, name)}": numbers[name] for name in _METRICS}

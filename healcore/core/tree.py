@@ -1,9 +1,45 @@
-"""Maps over the engine's state: nested NamedTuples, tuples, arrays and None."""
+"""The engine's state as a tree: nested NamedTuples, tuples, arrays and None."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+
+import numpy as np
+
+State = TypeVar("State")
+
+# Kinds of the fields of a state, see `zeros`. The arrays are of NumPy, JAX or torch.
+Float = Annotated[Any, np.float32]
+Int = Annotated[Any, np.int32]
+Flag = Annotated[Any, np.bool_]
+
+
+def zeros(kind: type[State], shape: tuple[int, ...] = ()) -> State:
+    """Returns a state of zeros in NumPy; its fields are `Float`, `Int`, `Flag` or other states."""
+    return kind(
+        *(
+            np.zeros(shape, hint.__metadata__[0]) if get_origin(hint) else zeros(hint, shape)
+            for hint in _hints(kind)
+        )
+    )
+
+
+@functools.cache
+def _hints(kind: type) -> tuple[Any, ...]:
+    return tuple(get_type_hints(kind, include_extras=True).values())
+
+
+def starts_at(kind: type[State]) -> Callable[..., State]:
+    """Makes a method `init` that returns `zeros(kind)`."""
+
+    def init(self: Any, *, groups: int = 0) -> State:
+        """Returns the state before the first step."""
+        del self, groups
+        return zeros(kind)
+
+    return init
 
 
 def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:

@@ -16,18 +16,7 @@ import pytest
 
 from healcore.core import baseline, numerics
 from healcore.core.clipping import adagc, autoclip, fixed, zclip
-from healcore.core.detectors import (
-    divergence,
-    grad_ema,
-    instability,
-    limits,
-    noise,
-    overfit,
-    plateau,
-    records,
-    spike,
-    windows,
-)
+from healcore.core.detectors import limits, noise, records, spike, trends, windows
 from healcore.core.engine import incident, judge, lr, rules
 from tests.core import fuzz, mutants, oracle, policies
 
@@ -38,13 +27,12 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
     adagc: ("adagc",),
     autoclip: ("autoclip",),
     fixed: ("fixed", "zclip", "adagc"),
-    **dict.fromkeys([baseline, numerics], ("zclip", "adagc")),
-    **dict.fromkeys([spike, noise, divergence, plateau, overfit], ("zclip", "tame")),
-    instability: ("instability",),
+    baseline: ("zclip", "adagc"),
+    numerics: ("zclip", "adagc", "ceilings"),
+    **dict.fromkeys([spike, noise, trends], ("zclip", "tame")),
     records: ("records", "instability"),
     limits: ("zclip", "tame", "limits", "ceilings"),
-    windows: ("limits", "windows"),
-    grad_ema: ("averages",),
+    windows: ("limits", "windows", "averages"),
     **dict.fromkeys([judge, incident, lr, rules], ("zclip", "adagc")),
 }
 """The modules to break, and the policies that must notice."""

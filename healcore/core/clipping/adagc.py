@@ -18,6 +18,7 @@ from healcore.core import baseline, numerics
 from healcore.core.clipping.fixed import Clip, scale_to
 from healcore.core.ranges import Fraction, Positive, Ratio, Steps
 from healcore.core.signals import Observed
+from healcore.core.tree import Float, Int, zeros
 
 # A ratio of 1.04 rejects more than half of all noisy norms. So an accepted norm cancels eight
 # rejections.
@@ -27,8 +28,8 @@ _SHIFT = baseline.ShiftConfig(patience=25, gain=1, forgive=8)
 class AdaGCState(NamedTuple):
     """State of n tensors."""
 
-    count: Any  # int32 0-d: steps learnt, at most `warmup_steps`
-    gamma: Any  # float32 (n,): level of each tensor's norm; 0 = no norm seen
+    count: Int  # steps learnt, at most `warmup_steps`
+    gamma: Float  # (n,): level of each tensor's norm; 0 = no norm seen
     shift: baseline.ShiftState  # arrays of shape (n,)
 
 
@@ -49,8 +50,7 @@ class AdaGCConfig(NamedTuple):
 
     def init(self, *, groups: int = 0) -> AdaGCState:
         """The state of `groups` tensors at the start of the warm-up."""
-        gamma = np.zeros((groups,), np.float32)
-        return AdaGCState(np.zeros((), np.int32), gamma, baseline.no_rejections((groups,)))
+        return zeros(AdaGCState, (groups,))._replace(count=np.zeros((), np.int32))
 
     def update(
         self, state: AdaGCState, seen: Observed, learn: Any, *, xp: Any

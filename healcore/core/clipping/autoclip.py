@@ -17,6 +17,7 @@ from healcore.core import numerics
 from healcore.core.clipping.fixed import Clip, scale_to
 from healcore.core.ranges import Limit, Steps, number
 from healcore.core.signals import Observed
+from healcore.core.tree import Int, zeros
 
 _PER_OCTAVE = 16
 _OCTAVES = 32  # 2**-32 to 2**32
@@ -30,7 +31,7 @@ BINS = len(EDGES) - 1  # number of bins
 class AutoClipState(NamedTuple):
     """Histogram of the recent norms."""
 
-    counts: Any  # int32 (BINS,): norms per bin
+    counts: Int  # (BINS,): norms per bin
 
 
 class AutoClipConfig(NamedTuple):
@@ -48,7 +49,7 @@ class AutoClipConfig(NamedTuple):
     def init(self, *, groups: int = 0) -> AutoClipState:
         """An empty histogram."""
         del groups
-        return AutoClipState(np.zeros((BINS,), np.int32))
+        return zeros(AutoClipState, (BINS,))
 
     def update(
         self, state: AutoClipState, seen: Observed, learn: Any, *, xp: Any

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from healcore.core import numerics
 from healcore.core.ranges import Positive
 from healcore.core.signals import Observed
+from healcore.core.tree import starts_at
 
 EPSILON = 1e-6  # added to the norm, as in torch and in the papers
 
@@ -43,11 +44,7 @@ class FixedConfig(NamedTuple):
     """Largest gradient norm that is not clipped; above 0."""
 
     kind = "fixed"
-
-    def init(self, *, groups: int = 0) -> FixedState:
-        """An empty state."""
-        del groups
-        return FixedState()
+    init = starts_at(FixedState)
 
     def update(
         self, state: FixedState, seen: Observed, learn: Any, *, xp: Any

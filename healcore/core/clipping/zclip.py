@@ -17,20 +17,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
-
 from healcore.core import baseline, numerics
 from healcore.core.clipping.fixed import Clip, scale_to
 from healcore.core.ranges import Fraction, Limit, NotNegative, Positive, Steps, one_of
 from healcore.core.signals import Observed
+from healcore.core.tree import Float, Int, starts_at
 
 
 class ZClipState(NamedTuple):
     """Statistics of the accepted norms."""
 
-    count: Any  # int32: norms learnt, at most `warmup_steps`
-    mean: Any  # float32
-    var: Any  # float32: population variance during warm-up, then its moving average
+    count: Int  # norms learnt, at most `warmup_steps`
+    mean: Float
+    var: Float  # population variance during warm-up, then its moving average
     shift: baseline.ShiftState
 
 
@@ -53,12 +52,7 @@ class ZClipConfig(NamedTuple):
     """When repeatedly clipped norms become the new level."""
 
     kind = "zclip"
-
-    def init(self, *, groups: int = 0) -> ZClipState:
-        """The state at the start of the warm-up."""
-        del groups
-        mean, var = np.zeros((), np.float32), np.zeros((), np.float32)
-        return ZClipState(np.zeros((), np.int32), mean, var, baseline.no_rejections())
+    init = starts_at(ZClipState)
 
     def update(
         self, state: ZClipState, seen: Observed, learn: Any, *, xp: Any

@@ -1,6 +1,6 @@
 """Detectors, which judge one step against their state and then learn the step.
 
-A detector is a NamedTuple of thresholds, which may be arrays. `init()` returns the state as NumPy
+A detector is a NamedTuple of thresholds, which may be arrays. `init` returns the state as NumPy
 arrays. `update(state, seen, *, xp)` returns the new state and a `Reading`. `CAUSE` holds the flags
 of an alarm. A detector is inactive without the signals in `NEEDS`.
 """
@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from healcore.core.detectors.divergence import DivergenceConfig
-from healcore.core.detectors.grad_ema import GradEmaConfig
-from healcore.core.detectors.instability import InstabilityConfig
 from healcore.core.detectors.limits import (
     GradCeilingConfig,
     LossCeilingConfig,
     NonFiniteConfig,
     VanishingConfig,
 )
-from healcore.core.detectors.overfit import OverfitConfig
-from healcore.core.detectors.plateau import PlateauConfig
-from healcore.core.detectors.records import RecordsConfig
+from healcore.core.detectors.records import InstabilityConfig, RecordsConfig
 from healcore.core.detectors.spike import GradSpikeConfig, LossSpikeConfig, UpdateSpikeConfig
-from healcore.core.detectors.windows import GradWindowConfig, LossRatioConfig, LossWindowConfig
+from healcore.core.detectors.trends import DivergenceConfig, OverfitConfig, PlateauConfig
+from healcore.core.detectors.windows import (
+    GradEmaConfig,
+    GradWindowConfig,
+    LossRatioConfig,
+    LossWindowConfig,
+)
 from healcore.core.verdict import NONFINITE, Cause
 
 DETECTORS: dict[str, Any] = {

@@ -10,10 +10,9 @@ import functools
 import operator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from healcore.core import numerics, ranges
 from healcore.core.signals import Observed
+from healcore.core.tree import Float, Int, starts_at
 from healcore.core.verdict import NONFINITE, Cause, Reading, flag
 
 
@@ -30,10 +29,7 @@ class NonFiniteConfig(NamedTuple):
 
     CAUSE = NONFINITE
     NEEDS = frozenset()
-
-    def init(self) -> NonFiniteState:
-        """An empty state."""
-        return NonFiniteState()
+    init = starts_at(NonFiniteState)
 
     def update(
         self, state: NonFiniteState, seen: Observed, *, xp: Any
@@ -52,7 +48,7 @@ class NonFiniteConfig(NamedTuple):
 class VanishingState(NamedTuple):
     """Count of consecutive small norms."""
 
-    run: Any  # int32: consecutive steps below the threshold, at most `patience`
+    run: Int  # consecutive steps below the threshold, at most `patience`
 
 
 class VanishingConfig(NamedTuple):
@@ -69,10 +65,7 @@ class VanishingConfig(NamedTuple):
 
     CAUSE = Cause.GRAD_VANISHING
     NEEDS = frozenset({"grad_norm"})
-
-    def init(self) -> VanishingState:
-        """The state before the first step."""
-        return VanishingState(np.zeros((), np.int32))
+    init = starts_at(VanishingState)
 
     def update(
         self, state: VanishingState, seen: Observed, *, xp: Any
@@ -89,14 +82,9 @@ class VanishingConfig(NamedTuple):
 class CeilingState(NamedTuple):
     """Largest of the first values, and the count of consecutive alarms."""
 
-    count: Any  # int32: values learnt, at most `first_steps`
-    top: Any  # float32: the largest learnt value
-    run: Any  # int32: consecutive alarms, at most `sustain` (losses) or `escape` (norms)
-
-
-def _no_value() -> CeilingState:
-    zero = np.zeros((), np.int32)
-    return CeilingState(zero, np.zeros((), np.float32), zero.copy())
+    count: Int  # values learnt, at most `first_steps`
+    top: Float  # the largest learnt value
+    run: Int  # consecutive alarms, at most `sustain` (losses) or `escape` (norms)
 
 
 class LossCeilingConfig(NamedTuple):
@@ -120,10 +108,7 @@ class LossCeilingConfig(NamedTuple):
 
     CAUSE = Cause.DIVERGENCE
     NEEDS = frozenset({"loss"})
-
-    def init(self) -> CeilingState:
-        """The state before the first step."""
-        return _no_value()
+    init = starts_at(CeilingState)
 
     def update(
         self, state: CeilingState, seen: Observed, *, xp: Any
@@ -140,9 +125,7 @@ class LossCeilingConfig(NamedTuple):
         if self.ceiling is not None:
             over = over | (loss > self.ceiling)
         alarm = learn & ~early & over
-        streak = xp.where(seen.restart, 0, state.run)
-        longer = xp.where(streak < self.sustain, streak + 1, streak)
-        streak = xp.where(learn, xp.where(alarm, longer, 0), streak)
+        streak = numerics.streak(state.run, alarm, learn, seen.restart, self.sustain, xp=xp)
         count = xp.where(learn & early, count + 1, count)
         return CeilingState(count, top, streak), Reading(alarm, alarm & (streak >= self.sustain))
 
@@ -170,10 +153,7 @@ class GradCeilingConfig(NamedTuple):
     AT_MOST = (("sustain", "escape"),)
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
-
-    def init(self) -> CeilingState:
-        """The state before the first norm."""
-        return _no_value()
+    init = starts_at(CeilingState)
 
     def update(
         self, state: CeilingState, seen: Observed, *, xp: Any
@@ -191,9 +171,7 @@ class GradCeilingConfig(NamedTuple):
             outlier = outlier | (norm > self.ceiling)
         alarm = learn & outlier
 
-        streak = xp.where(seen.restart, 0, state.run)
-        longer = xp.where(streak < self.escape, streak + 1, streak)
-        streak = xp.where(learn, xp.where(alarm, longer, 0), streak)
+        streak = numerics.streak(state.run, alarm, learn, seen.restart, self.escape, xp=xp)
         sustained = alarm & (streak >= self.sustain)
         accepted = learn & early & ~alarm
         count = xp.where(accepted, count + 1, count)

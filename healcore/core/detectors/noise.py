@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from healcore.core import numerics
+from healcore.core.tree import Float, Int
 
 SMALL = 0.001
 """Smallest noise, as a share of the level: a smaller change is never an outlier."""
@@ -22,22 +21,15 @@ WINDOW = 36
 class NoiseState(NamedTuple):
     """Noise of the values so far."""
 
-    count: Any  # int32: values learnt, at most the window
-    last: Any  # float32: the last value
-    noise: Any  # float32: mean absolute difference of successive values
-
-
-def init() -> NoiseState:
-    """The state before the first value."""
-    zero = np.zeros((), np.float32)
-    return NoiseState(np.zeros((), np.int32), zero, zero.copy())
+    count: Int  # values learnt, at most the window
+    last: Float  # the last value
+    noise: Float  # mean absolute difference of successive values
 
 
 def begin(state: NoiseState, value: Any, restart: Any, *, xp: Any) -> tuple[NoiseState, Any]:
-    """Prepares the state for `value`. A restart resets the count and keeps the noise.
+    """Prepares the state for `value`; returns the state, and whether `value` is the first one.
 
-    Returns:
-        The state, and whether `value` is the first one; bool.
+    A restart resets the count and keeps the noise.
     """
     count = xp.where(restart, 0, state.count)
     first = count == 0
@@ -46,8 +38,7 @@ def begin(state: NoiseState, value: Any, restart: Any, *, xp: Any) -> tuple[Nois
 
 def unit(state: NoiseState, level: Any, min_share: Any, *, xp: Any) -> Any:
     """The noise, but at least the share `min_share` of the level; 0 if all values were zero."""
-    floor = numerics.product(min_share, xp.abs(level), xp=xp)
-    return xp.maximum(state.noise, floor)
+    return xp.maximum(state.noise, numerics.product(min_share, xp.abs(level), xp=xp))
 
 
 def learn(
@@ -55,9 +46,8 @@ def learn(
 ) -> tuple[NoiseState, Any]:
     """Learns a value where `allowed`; a difference counts for at most `max_jump`.
 
-    Returns:
-        The new state, and the weight of this value: 1 / count, but at least 1 / window. It may be
-        infinite where `allowed` does not hold.
+    Also returns the weight of this value: 1 / count, but at least 1 / window. The weight may be
+    infinite where `allowed` does not hold.
     """
     value = xp.where(allowed, value, state.last)  # without a jump the noise stays
     count = xp.minimum(state.count + allowed, window)

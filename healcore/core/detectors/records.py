@@ -3,61 +3,49 @@
 In an exchangeable stream the t-th loss is a record with probability 1/t, for any unit, scale and
 tails of the losses. The score multiplies likelihood ratios: records with probability `record_rate`
 against records with probability 1/t. The probability of any alarm in an endless run is therefore at
-most `alpha`; docs/detectors.md has the proof.
+most `alpha`; docs/detectors.md has the proof. A loss that rises by design, or unshuffled data, set
+records too. So an alarm is evidence of damage only for a well-mixed stream.
 
-A loss that rises by design, or unshuffled data, set records too. So an alarm is evidence of damage
-only for a well-mixed stream.
+Instability: loss and gradient norm grow together from update to update. A loss far above its level
+means a damaged model or different data. With different data the loss jumps at once and then falls
+as the model learns them. A model damaged by its own updates sets record after record, with a
+gradient norm many times its usual size. A few such steps at short intervals raise the alarm, in the
+first steps of a run too, where records alone are not evidence.
 
-A non-finite loss directly after a record counts as a record, because a broken model overflows. Any
-other non-finite loss is ignored. After an alarm, score and history restart. The new level is then
-accepted, and another alarm needs new evidence.
+A non-finite step directly after a record counts as a record, because a broken model overflows. Any
+other non-finite step is ignored. The history restarts after an alarm, which accepts the new level,
+and where a change is expected.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
-
 from healcore.core import numerics
-from healcore.core.ranges import Fraction, NotNegative, number, whole
+from healcore.core.ranges import Fraction, NotNegative, Ratio, Steps, number, whole
 from healcore.core.signals import Observed
+from healcore.core.tree import Flag, Float, Int, starts_at
 from healcore.core.verdict import Cause, Reading
 
-_COUNTED = 1 << 22  # limit of the count, exact as float32; `alpha` holds for 1e12 more steps
+_COUNTED = 1 << 22  # limit of the counts, exact as float32; `alpha` holds for 1e12 more steps
+_NORM = 0.03125  # smallest weight of a norm in the usual norm, which covers about 32 steps
 
 
 class History(NamedTuple):
     """Extremes of the loss since the start of the history."""
 
-    highest: Any  # float32: the largest loss
-    lowest: Any  # float32: the smallest loss
-    last: Any  # float32: the last record; initially the first loss
-
-
-def no_loss() -> History:
-    """The history before the first loss."""
-    return History(*(np.zeros((), np.float32) for _ in History._fields))
+    highest: Float  # the largest loss
+    lowest: Float  # the smallest loss
+    last: Float  # the last record; initially the first loss
 
 
 def add_loss(
     history: History, loss: Any, growth: Any, first: Any, learn: Any, *, xp: Any
 ) -> tuple[History, Any]:
-    """Learns a loss, and decides whether it is a record.
+    """Learns a finite loss where `learn` holds, and decides whether the loss is a record.
 
     A record exceeds all earlier losses. It also exceeds the last record by the share `growth` of
-    that record's height above the lowest loss.
-
-    Args:
-        history: history of the earlier losses.
-        loss: float32, finite.
-        growth: the share, at least 0.
-        first: bool: the loss begins a history.
-        learn: bool: the loss counts; otherwise the history stays and the loss is no record.
-        xp: the array namespace.
-
-    Returns:
-        The new history, and bool: the loss is a record.
+    that record's height above the lowest loss. `first` is whether the loss begins a history.
     """
     highest, lowest, last = (xp.where(first, loss, each) for each in history)
     margin = numerics.product(growth, last - lowest, xp=xp)
@@ -72,10 +60,10 @@ def add_loss(
 class RecordsState(NamedTuple):
     """History of the loss since the start or the last alarm, and the score."""
 
-    count: Any  # int32: steps learnt
+    count: Int  # steps learnt
     history: History
-    score: Any  # float32: evidence for damage; the alarm is at 1 / alpha
-    record: Any  # bool: the last step counted as a record
+    score: Float  # evidence for damage; the alarm is at 1 / alpha
+    record: Flag  # the last step counted as a record
 
 
 class RecordsConfig(NamedTuple):
@@ -93,11 +81,7 @@ class RecordsConfig(NamedTuple):
 
     CAUSE = Cause.RECORDS
     NEEDS = frozenset({"loss"})
-
-    def init(self) -> RecordsState:
-        """The state before the first step."""
-        count, score, record = (np.zeros((), kind) for kind in (np.int32, np.float32, bool))
-        return RecordsState(count, no_loss(), score, record)
+    init = starts_at(RecordsState)
 
     def update(
         self, state: RecordsState, seen: Observed, *, xp: Any
@@ -131,5 +115,64 @@ class RecordsConfig(NamedTuple):
             history=history,
             score=numerics.settle(score, xp=xp),
             record=record,
+        )
+        return new, Reading(alarm, alarm)
+
+
+class InstabilityState(NamedTuple):
+    """Extremes of the loss, the usual norm, and the current series of records."""
+
+    count: Int  # steps learnt since the start of the history
+    history: History
+    usual: Float  # usual size of the gradient norm
+    records: Int  # records with a large norm at intervals of at most `patience` steps
+    since: Int  # steps since the last such record
+
+
+class InstabilityConfig(NamedTuple):
+    """Thresholds of the instability detector."""
+
+    growth: NotNegative = 0.25
+    """Required growth over the last record, as a share of that record's height above the lowest
+    loss."""
+    records: Annotated[Any, whole(2, 1000)] = 3
+    """Records with a large norm that raise the alarm."""
+    norm_ratio: Ratio = 8.0
+    """Multiple of the usual norm above which the norm at a record is large."""
+    patience: Steps = 8
+    """Largest interval in steps between two such records."""
+
+    CAUSE = Cause.INSTABILITY
+    NEEDS = frozenset({"loss", "grad_norm"})
+    init = starts_at(InstabilityState)
+
+    def update(
+        self, state: InstabilityState, seen: Observed, *, xp: Any
+    ) -> tuple[InstabilityState, Reading]:
+        """Compares loss and norm with the history, then learns them."""
+        learn, norm = seen.finite, seen.grad_norm
+        before = xp.where(seen.restart, 0, state.count)
+        first = before == 0
+        grown = xp.where(first, 0, state.records)
+        history, record = add_loss(state.history, seen.loss, self.growth, first, learn, xp=xp)
+        usual = xp.where(first, 0.0, state.usual)
+        large = numerics.product(self.norm_ratio, usual, xp=xp)
+        grows = (record & (norm > large)) | (~learn & (grown > 0) & (state.since == 0))
+        lasts = state.since < self.patience
+        grown = xp.where(grows, xp.where(lasts, grown + 1, 1), xp.where(lasts, grown, 0))
+        alarm = grows & (grown >= self.records)
+
+        count = xp.where(learn & (before < _COUNTED), before + 1, before)
+        learnt = xp.where(usual > 0, xp.minimum(norm, large), norm)
+        one = norm - norm + 1.0
+        steps = xp.where(count > 0, numerics.as_float(count, xp=xp), one)
+        weight = xp.maximum(numerics.quotient(one, steps, xp=xp), _NORM)
+        step = numerics.product(weight, learnt - usual, xp=xp)
+        new = InstabilityState(
+            count=xp.where(alarm, 0, count),
+            history=history,
+            usual=numerics.settle(usual + xp.where(learn, step, 0.0), xp=xp),
+            records=xp.where(alarm, 0, grown),
+            since=xp.where(grows, 0, xp.where(learn & lasts, state.since + 1, state.since)),
         )
         return new, Reading(alarm, alarm)

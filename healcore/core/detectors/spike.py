@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
-
 from healcore.core import numerics
 from healcore.core.detectors import noise
 from healcore.core.ranges import Positive, Steps, number
 from healcore.core.signals import Observed
+from healcore.core.tree import Float, Int, starts_at
 from healcore.core.verdict import Cause, Reading
 
 THRESHOLD_GAIN = 0.2  # increase of the threshold per full vote, as a share of the threshold
@@ -30,10 +29,10 @@ class SpikeState(NamedTuple):
     """The level, the threshold and the votes."""
 
     values: noise.NoiseState
-    level: Any  # float32
-    threshold: Any  # float32: height of an outlier above the level, in units of the noise
-    votes: Any  # float32: decayed sum of the votes
-    lasting: Any  # int32: values since the spike became sustained; 0 = not sustained
+    level: Float
+    threshold: Float  # height of an outlier above the level, in units of the noise
+    votes: Float  # decayed sum of the votes
+    lasting: Int  # values since the spike became sustained; 0 = not sustained
 
 
 class LossSpikeConfig(NamedTuple):
@@ -51,10 +50,7 @@ class LossSpikeConfig(NamedTuple):
 
     CAUSE = Cause.LOSS_SPIKE
     NEEDS = frozenset({"loss"})
-
-    def init(self) -> SpikeState:
-        """The state before the first value."""
-        return _init()
+    init = starts_at(SpikeState)
 
     def update(self, state: SpikeState, seen: Observed, *, xp: Any) -> tuple[SpikeState, Reading]:
         """Judges `seen.loss`, then learns it. The reading's `z` is in units of the noise."""
@@ -76,10 +72,7 @@ class GradSpikeConfig(NamedTuple):
 
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
-
-    def init(self) -> SpikeState:
-        """The state before the first norm."""
-        return _init()
+    init = starts_at(SpikeState)
 
     def update(self, state: SpikeState, seen: Observed, *, xp: Any) -> tuple[SpikeState, Reading]:
         """Judges the norm, then learns it."""
@@ -97,11 +90,6 @@ class UpdateSpikeConfig(GradSpikeConfig):
 
     CAUSE = Cause.UPDATE_SPIKE
     NEEDS = frozenset({"update_norm"})
-
-
-def _init() -> SpikeState:
-    zero = np.zeros((), np.float32)
-    return SpikeState(noise.init(), zero, zero.copy(), zero.copy(), np.zeros((), np.int32))
 
 
 def _judge(

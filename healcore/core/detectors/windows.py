@@ -1,36 +1,47 @@
-"""Detectors that compare a value with a window of recent values.
+"""Published rules that compare a value with recent values: a window, or a moving average.
 
-The values are in a ring of fixed size. A running sum would keep every rounding error, and one value
-of 1e15 would erase all others permanently. `xp.sum` adds in a different order in each backend. So
-the length of the ring is a power of two, and the sum folds it in half: the same additions in every
+A window is a ring of fixed size. A running sum would keep every rounding error, and one value of
+1e15 would erase all others permanently. `xp.sum` adds in a different order in each backend. So the
+length of the ring is a power of two, and the sum folds it in half: the same additions in every
 backend, with the error of a pairwise sum.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import numerics
-from healcore.core.ranges import NotNegative, OnOff, Positive, Steps, number, whole
+from healcore.core import baseline, numerics
+from healcore.core.ranges import (
+    Fraction,
+    Limit,
+    NotNegative,
+    OnOff,
+    Positive,
+    Steps,
+    number,
+    whole,
+)
 from healcore.core.signals import Observed
+from healcore.core.tree import Float, Int, starts_at, zeros
 from healcore.core.verdict import Cause, Reading
 
 
 class Window(NamedTuple):
     """A ring of recent values."""
 
-    values: Any  # float32 (a power of two,): the recent values; 0 in an empty slot
-    place: Any  # int32: index of the next slot
-    count: Any  # int32: number of values, at most the window's length
+    values: Float  # (a power of two,): the recent values; 0 in an empty slot
+    place: Int  # index of the next slot
+    count: Int  # number of values, at most the window's length
 
 
 def empty(length: int) -> Window:
     """An empty window of `length` values."""
     slots = 1 << (length - 1).bit_length()
-    zero = np.zeros((), np.int32)
-    return Window(np.zeros((slots,), np.float32), zero, zero.copy())
+    return zeros(Window)._replace(values=np.zeros((slots,), np.float32))
 
 
 def cleared(window: Window, when: Any, *, xp: Any) -> Window:
@@ -57,7 +68,7 @@ def push(window: Window, length: int, value: Any, learn: Any, *, xp: Any) -> Win
 def mean(window: Window, *, xp: Any) -> Any:
     """Mean of the values; 0 for an empty window."""
     divisor = numerics.as_float(xp.where(window.count > 0, window.count, 1), xp=xp)
-    return numerics.quotient(total(window.values), divisor, xp=xp)
+    return numerics.quotient(folded(window.values, operator.add), divisor, xp=xp)
 
 
 def variance(window: Window, mean: Any, bessel: bool, *, xp: Any) -> Any:
@@ -68,22 +79,15 @@ def variance(window: Window, mean: Any, bessel: bool, *, xp: Any) -> Any:
     squares = numerics.settle(numerics.product(deviation, deviation, xp=xp), xp=xp)
     several = window.count > (1 if bessel else 0)
     divisor = xp.where(several, window.count - 1 if bessel else window.count, 1)
-    return numerics.quotient(total(squares), numerics.as_float(divisor, xp=xp), xp=xp)
+    total = folded(squares, operator.add)
+    return numerics.quotient(total, numerics.as_float(divisor, xp=xp), xp=xp)
 
 
-def total(values: Any) -> Any:
-    """Sums along the last axis, a power of two, in the same order in all backends."""
+def folded(values: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combines the values along the last axis, a power of two, in one order in all backends."""
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2
-        values = values[..., :half] + values[..., half:]
-    return values[..., 0]
-
-
-def largest(values: Any, *, xp: Any) -> Any:
-    """Maximum along the last axis, a power of two."""
-    while values.shape[-1] > 1:
-        half = values.shape[-1] // 2
-        values = xp.maximum(values[..., :half], values[..., half:])
+        values = combine(values[..., :half], values[..., half:])
     return values[..., 0]
 
 
@@ -91,8 +95,8 @@ class LossRatioState(NamedTuple):
     """The window, and the count of consecutive outliers."""
 
     window: Window
-    last: Any  # float32: last accepted loss
-    run: Any  # int32: consecutive outliers, at most `escape`
+    last: Float  # last accepted loss
+    run: Int  # consecutive outliers, at most `escape`
 
 
 class LossRatioConfig(NamedTuple):
@@ -125,9 +129,10 @@ class LossRatioConfig(NamedTuple):
     CAUSE = Cause.LOSS_SPIKE
     NEEDS = frozenset({"loss"})
 
-    def init(self) -> LossRatioState:
+    def init(self, *, groups: int = 0) -> LossRatioState:
         """The state before the first step."""
-        return LossRatioState(empty(self.window), np.zeros((), np.float32), np.zeros((), np.int32))
+        del groups
+        return zeros(LossRatioState)._replace(window=empty(self.window))
 
     def update(
         self, state: LossRatioState, seen: Observed, *, xp: Any
@@ -139,7 +144,7 @@ class LossRatioConfig(NamedTuple):
         negative = xp.sum(xp.astype(window.values < 0, xp.int32), axis=-1)
         positive = xp.sum(xp.astype(window.values > 0, xp.int32), axis=-1)
         plain = (negative == 0) & (2 * positive > window.count)
-        level = xp.where(plain, usual, largest(xp.abs(window.values), xp=xp))
+        level = xp.where(plain, usual, folded(xp.abs(window.values), xp.maximum))
 
         known = (window.count > 0) & (window.count >= self.warmup_steps) & (level > 0)
         known = known & (plain | (window.count >= self.window))
@@ -147,8 +152,7 @@ class LossRatioConfig(NamedTuple):
         outlier = xp.where(plain, loss, loss - usual) >= needed
         alarm = learn & known & outlier & (loss > state.last)
 
-        streak = xp.where(seen.restart, 0, state.run)
-        streak = xp.where(learn, xp.where(alarm, streak + 1, 0), streak)
+        streak = numerics.streak(state.run, alarm, learn, seen.restart, self.escape, xp=xp)
         sustained = alarm & (streak >= self.sustain)
         escaped = alarm & (streak >= self.escape)
         accepted = learn & (~alarm | escaped)
@@ -163,7 +167,7 @@ class WindowState(NamedTuple):
     """The window, and the count of consecutive outliers."""
 
     window: Window
-    run: Any  # int32: consecutive outliers, at most `sustain`
+    run: Int  # consecutive outliers, at most `sustain`
 
 
 class LossWindowConfig(NamedTuple):
@@ -195,9 +199,10 @@ class LossWindowConfig(NamedTuple):
     CAUSE = Cause.LOSS_SPIKE
     NEEDS = frozenset({"loss"})
 
-    def init(self) -> WindowState:
+    def init(self, *, groups: int = 0) -> WindowState:
         """The state before the first value."""
-        return WindowState(empty(self.window), np.zeros((), np.int32))
+        del groups
+        return zeros(WindowState)._replace(window=empty(self.window))
 
     def update(self, state: WindowState, seen: Observed, *, xp: Any) -> tuple[WindowState, Reading]:
         """Judges the signal in `NEEDS` against the window, then learns it."""
@@ -223,9 +228,7 @@ class LossWindowConfig(NamedTuple):
         limit = usual + xp.where(alarm, numerics.product(k, sigma, xp=xp), 0.0)
         limited = numerics.settle(xp.where(alarm, limit, value), xp=xp)
         window = push(window, self.window, limited, learn, xp=xp)
-        streak = xp.where(seen.restart, 0, state.run)
-        longer = xp.where(streak < self.sustain, streak + 1, streak)
-        streak = xp.where(learn, xp.where(alarm, longer, 0), streak)
+        streak = numerics.streak(state.run, alarm, learn, seen.restart, self.sustain, xp=xp)
         return WindowState(window, streak), Reading(alarm, alarm & (streak >= self.sustain))
 
 
@@ -237,3 +240,99 @@ class GradWindowConfig(LossWindowConfig):
 
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
+
+
+class GradEmaState(NamedTuple):
+    """Moments of the accepted norms."""
+
+    count: Int  # norms learnt, at most `warmup_steps`
+    weight: Float  # 1 - decay ** (norms learnt), the sum of the weights
+    mean: Float
+    var: Float
+    shift: baseline.ShiftState
+
+
+class GradEmaConfig(NamedTuple):
+    """AXLearn's `skip_and_clip_by_global_norm` (axlearn/common/optimizers.py) with adaptive limits.
+
+    A norm g is an outlier if g >= 20 mu (`drop_norm_by_grad_norm_ema`, here `ratio`), or, after 500
+    steps, if g >= mu + 20 sigma (`drop_norm_by_grad_norm_stddev`, here `sigmas`). The moments of
+    the accepted norms are weighted as in section 7.1 of Adafactor (arXiv:1804.04235).
+
+    Differences (docs/recipes.md): the first norm is learnt, not compared with 1. The average
+    follows lasting level shifts. The variance is the mean square of the deviations, because E[g^2]
+    - E[g]^2 can round to 0 or below. sigma is at least `min_rel_std` of mu. Zero norms are not
+    learnt, and the warm-up is robust (`baseline`).
+    """
+
+    ratio: Annotated[Any | None, number(above=1, none=True)] = 20.0
+    """Smallest ratio of an outlier to the average, or None for no such test."""
+    sigmas: Limit = None
+    """Height of an outlier above the average in standard deviations, or None for no such test."""
+    ema_decay: Fraction = 0.99
+    """Decay of average and variance per accepted step."""
+    warmup_steps: Steps = 1
+    """Number of norms learnt before any is judged."""
+    min_rel_std: NotNegative = 0.01
+    """Floor of the standard deviation as a fraction of the average."""
+    sustain: Annotated[Any, whole(1, 1_000_000)] = 5
+    """Consecutive rejections (leaky count) that make the alarm sustained."""
+    shift: baseline.ShiftConfig = baseline.ShiftConfig()
+    """When repeatedly rejected norms become the new level."""
+
+    AT_MOST = (("sustain", "shift.patience"),)
+    CAUSE = Cause.GRAD_SPIKE
+    NEEDS = frozenset({"grad_norm"})
+    init = starts_at(GradEmaState)
+
+    def update(
+        self, state: GradEmaState, seen: Observed, *, xp: Any
+    ) -> tuple[GradEmaState, Reading]:
+        """Judges `seen.grad_norm`, then learns it if accepted."""
+        norm = seen.grad_norm
+        learn = seen.finite & (norm > 0)
+        count = xp.where(seen.restart, 0, state.count)
+        warm = count < self.warmup_steps
+        alarm = learn & ~warm & _is_outlier(self, state, norm, xp=xp)
+        shift_state, shift = baseline.watch_level(
+            self.shift, state.shift, norm, alarm, learn & ~warm, seen.restart, xp=xp
+        )
+        accepted = learn & ~alarm
+        value, first_were_outliers = baseline.limit_outlier(norm, state.mean, count, warm, xp=xp)
+        count = xp.where(accepted & first_were_outliers, 0, count)
+        first = count == 0
+        old_weight = xp.where(first, 0.0, state.weight)
+        complement = numerics.complement(self.ema_decay, norm)
+        weight = numerics.ema(old_weight, norm - norm + 1.0, complement, accepted, xp=xp)
+        # Weight of the new value: 1 for the first value, 1 - decay in the long run.
+        rate = numerics.quotient(complement, xp.where(weight > 0, weight, 1.0), xp=xp)
+        start = xp.where(first, 0.0, state.mean)
+        mean = numerics.ema(start, value, rate, accepted, xp=xp)
+        square = numerics.settle(numerics.product(value - start, value - mean, xp=xp), xp=xp)
+        var = numerics.ema(xp.where(first, 0.0, state.var), square, rate, accepted, xp=xp)
+        var = xp.where(var > 0, var, 0.0)
+
+        sustained = alarm & (shift_state.run >= self.sustain * self.shift.gain)
+        learnt = GradEmaState(
+            count=xp.where(accepted & warm, count + 1, count),
+            weight=xp.where(accepted, weight, state.weight),
+            mean=xp.where(shift.escaped, shift.level, xp.where(accepted, mean, state.mean)),
+            var=xp.where(shift.escaped, shift.spread, xp.where(accepted, var, state.var)),
+            shift=shift_state,
+        )
+        return learnt, Reading(alarm, sustained | shift.escaped)
+
+
+def _is_outlier(config: GradEmaConfig, state: GradEmaState, norm: Any, *, xp: Any) -> Any:
+    """Whether the norm fails one of the two tests."""
+    outlier = norm < 0
+    if config.ratio is not None:
+        outlier = outlier | (norm >= config.ratio * state.mean)
+    if config.sigmas is not None:
+        k, gap = config.sigmas, norm - state.mean
+        floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
+        min_var = numerics.settle(numerics.product(floor, floor, xp=xp), xp=xp)
+        limit = k * numerics.product(k, xp.maximum(state.var, min_var), xp=xp)
+        square = numerics.settle(numerics.product(gap, gap, xp=xp), xp=xp)
+        outlier = outlier | ((gap > 0) & (square >= limit))
+    return outlier

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from healcore.core import numerics
+from healcore.core import numerics, step_record
 from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import lr
 from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.judge import judge
-from healcore.core.engine.state import EngineState, from_dict, init, metrics, to_dict
+from healcore.core.engine.state import EngineState, from_dict, init, to_dict
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves, pick
 from healcore.core.verdict import Action, Decision
@@ -32,10 +32,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Builds the engine of one policy.
-
-        Args:
-            config: the policy; usually from `healcore.policy`.
+        """Builds the engine of one policy, which is usually from `healcore.policy`.
 
         Raises:
             ValueError: unknown mode, clipping rule or detector.
@@ -48,8 +45,6 @@ class Engine:
             if name not in DETECTORS:
                 raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
         self.config = config
-
-    # -- properties of the policy ---------------------------------------------------------------
 
     @property
     def mode(self) -> str:
@@ -83,7 +78,7 @@ class Engine:
     @cached_property
     def cuts_lr(self) -> bool:
         """Whether a rule can cut the learning rate."""
-        return self._may_order(Action.CUT_LR)
+        return any(rule.action & Action.CUT_LR for rule in self.config.rules)
 
     @property
     def resets_moments(self) -> bool:
@@ -107,11 +102,6 @@ class Engine:
     def per_tensor(self) -> bool:
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
         return self.config.clip is not None and self.config.clip[0] == "adagc"
-
-    def _may_order(self, action: Action) -> bool:
-        return any(rule.action & int(action) for rule in self.config.rules)
-
-    # -- the state machine ----------------------------------------------------------------------
 
     def init(self, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
         """Returns the state before the first step, as NumPy arrays.
@@ -144,9 +134,11 @@ class Engine:
                 "a step needs a loss or a gradient norm, got neither: pass Signals(loss=...) or "
                 "Signals(grad_norm=...)"
             )
-        with _silent(xp):
+        # NumPy warns of invalid values that `where` discards later.
+        with np.errstate(all="ignore") if xp is np else nullcontext():
             new, decision = judge(self.config, state, signals, xp=xp)
-            if self.mode == "observe" and self._may_order(Action.ROLLBACK):
+            observes = self.mode == "observe"
+            if observes and any(rule.action & Action.ROLLBACK for rule in self.config.rules):
                 new = self.subtract_rollback(new, xp=xp)
             if signals.externally_skipped is not None:
                 skipped = signals.externally_skipped
@@ -155,11 +147,9 @@ class Engine:
                 )
                 decision = _neutral(decision, skipped, state.lr.scale, xp=xp)
                 decision = decision._replace(cause=xp.where(skipped, 0, decision.cause))
-            if self.mode == "observe":
+            if observes:
                 decision = _neutral(decision, decision.skip | True, 1.0, xp=xp)
         return new, decision
-
-    # -- requests of the host -------------------------------------------------------------------
 
     def expect_change(self, state: EngineState, *, xp: Any) -> EngineState:
         """Opens the grace window at the next step, because the LR, the batch or the data change.
@@ -183,24 +173,22 @@ class Engine:
             restored: the state in the checkpoint.
             xp: the array namespace.
         """
-        closed = live.incident._replace(
-            open=live.incident.open & False,
-            skipped=live.incident.skipped & False,
-            quiet=live.incident.quiet * 0,
-        )
-        tally = live.tally._replace(rollbacks=live.tally.rollbacks + 1)
-        recoveries = numerics.sub_one(live.budget.recoveries, xp=xp)
-        restored_lr = restored.lr
-        raised = (restored_lr.broken > 0) & (restored_lr.broken < live.lr.broken)
-        live_lr = live.lr._replace(
-            broken=xp.where(raised, restored_lr.broken, live.lr.broken),
-            low=xp.where(raised, restored_lr.low, live.lr.low),
-        )
+        incident, budget, then = live.incident, live.budget, restored.lr
+        raised = (then.broken > 0) & (then.broken < live.lr.broken)
         return restored._replace(
-            incident=closed,
-            budget=live.budget._replace(recoveries=recoveries, healthy=live.budget.healthy * 0),
-            lr=live_lr,
-            tally=tally,
+            incident=incident._replace(
+                open=incident.open & False,
+                skipped=incident.skipped & False,
+                quiet=incident.quiet * 0,
+            ),
+            budget=budget._replace(
+                recoveries=numerics.sub_one(budget.recoveries, xp=xp), healthy=budget.healthy * 0
+            ),
+            lr=live.lr._replace(
+                broken=xp.where(raised, then.broken, live.lr.broken),
+                low=xp.where(raised, then.low, live.lr.low),
+            ),
+            tally=live.tally._replace(rollbacks=live.tally.rollbacks + 1),
             last=live.last,
         )
 
@@ -247,20 +235,15 @@ class Engine:
             rate: the schedule's learning rate, float32 array.
             xp: the array namespace.
         """
-        never, config = state.step < 0, self.config.lr
-        if self.cuts_lr:
-            rescaled = lr.update(config, state.lr, never, ~never, never, never, rate, xp=xp)
-        elif self.limits_lr:
-            rescaled = lr.keep_limit(config, state.lr, never, rate, xp=xp)
-        else:
-            return state
+        never = state.step < 0
+        cut = never if self.cuts_lr else None
+        rescaled = lr.update(self.config.lr, state.lr, cut, ~never, never, never, rate, xp=xp)
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
-    # -- metrics and saved form -------------------------------------------------------------------
-
     def metrics(self, state: EngineState) -> dict[str, Any]:
-        """Named 0-d arrays for a logger, without a device sync; see `state.metrics`."""
-        return metrics(state)
+        """Named 0-d arrays for a logger, without a device sync; see `step_record.metrics`."""
+        numbers = zip(step_record.FIELDS, step_record.numbers(state), strict=True)
+        return step_record.metrics({**dict(numbers), **state.tally._asdict()})
 
     def to_dict(self, state: EngineState) -> dict[str, Any]:
         """The state in a framework-neutral, JSON-safe form; see `state.to_dict`."""
@@ -269,11 +252,6 @@ class Engine:
     def from_dict(self, data: Mapping[str, Any]) -> EngineState:
         """The state from `to_dict`, as NumPy arrays; see `state.from_dict`."""
         return from_dict(self.config, data, self.fingerprint)
-
-
-def _silent(xp: Any) -> AbstractContextManager[Any]:
-    """Silences NumPy's warnings; `where` discards the invalid values later."""
-    return np.errstate(all="ignore") if xp is np else nullcontext()
 
 
 def _neutral(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:

@@ -16,93 +16,58 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from healcore.core import numerics
 from healcore.core.engine import lr
-from healcore.core.engine.config import BudgetConfig, EngineConfig
-from healcore.core.verdict import NONFINITE, Action
-
-ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
-"""Actions that change the run."""
+from healcore.core.engine.config import EngineConfig
+from healcore.core.tree import Flag, Int
+from healcore.core.verdict import NONFINITE, Action, flag
 
 _NONFINITE = int(NONFINITE)
+_RECOVERS = int(Action.ROLLBACK | Action.CUT_LR)
 
 
 class IncidentState(NamedTuple):
     """The open incident, and the last recovery."""
 
-    open: Any  # bool: an incident is open in which a step may have changed the model
-    skipped: Any  # bool: an incident is open that has only skipped non-finite steps
-    number: Any  # int32: incidents so far, including the open one
-    onset: Any  # int32: step of its first alarm
-    quiet: Any  # int32: steps since its last alarm
-    recovered: Any  # int32: alarms since its last rollback order; -1 = no order
-    cut: Any  # int32: alarms since its last cut; -1 = no cut
-    last_onset: Any  # int32: onset of the last incident with a rollback order; -1 = no order
-    escalations: Any  # int32: earlier recoveries in the region of the last recovery
+    open: Flag  # an incident is open in which a step may have changed the model
+    skipped: Flag  # an incident is open that has only skipped non-finite steps
+    number: Int  # incidents so far, including the open one
+    onset: Int  # step of its first alarm
+    quiet: Int  # steps since its last alarm
+    recovered: Int  # alarms since its last rollback order; -1 = no order
+    cut: Int  # alarms since its last cut; -1 = no cut
+    last_onset: Int  # onset of the last incident with a rollback order; -1 = no order
+    escalations: Int  # earlier recoveries in the region of the last recovery
 
 
 class BudgetState(NamedTuple):
     """The remaining budget."""
 
-    recoveries: Any  # int32: rollbacks left
-    lr_cuts: Any  # int32: cuts left
-    healthy: Any  # int32: consecutive steps without an incident since the last refund
+    recoveries: Int  # rollbacks left
+    lr_cuts: Int  # cuts left
+    healthy: Int  # consecutive steps without an incident since the last refund
 
 
 class Orders(NamedTuple):
-    """Orders of one step that the budget allows. An order that no rule can give is None."""
+    """Orders of one step within the budget. An order that no rule can give is None."""
 
     healthy: Any  # bool: no alarm, and no incident is open in which the model may get worse
     refund: Any = None  # bool: refund one rollback and one cut
-    recover: Any = None  # bool: roll back
-    depth: Any = None  # int32: known-good checkpoint to restore, 1 = newest; 0 without a rollback
     cut: Any = None  # bool: cut the learning rate
-    stop: Any = None  # bool: the rollbacks are exhausted, and the step is not finite
-    alert: Any = None  # bool: the rollbacks are exhausted, and the run continues
-
-
-def init() -> IncidentState:
-    """The state before the first incident."""
-    zero, no_order = np.zeros((), np.int32), np.full((), -1, np.int32)
-    return IncidentState(
-        open=np.zeros((), bool),
-        skipped=np.zeros((), bool),
-        number=zero,
-        onset=no_order,
-        quiet=zero.copy(),
-        recovered=no_order.copy(),
-        cut=no_order.copy(),
-        last_onset=no_order.copy(),
-        escalations=zero.copy(),
-    )
-
-
-def full_budget(config: BudgetConfig) -> BudgetState:
-    """The initial budget; its arrays have the shapes of the configured numbers."""
-    return BudgetState(
-        np.asarray(config.recoveries, np.int32),
-        np.asarray(config.lr_cuts, np.int32),
-        np.zeros((), np.int32),
-    )
+    depth: Any = None  # int32: known-good checkpoint to restore, 1 = newest; 0 without a rollback
+    action: Any = None  # int32 `Action` flags
 
 
 def causes(config: EngineConfig) -> int:
     """`Cause` flags that open an incident: non-finite values, and causes on which a rule acts."""
     mask = _NONFINITE
     for rule in config.rules:
-        if rule.skip or rule.action & ACTS:
+        if rule.skip or rule.action & (_RECOVERS | int(Action.STOP)):
             mask |= rule.causes
     return mask
 
 
-def may_recover(config: EngineConfig) -> bool:
-    """Whether a rule can order a rollback or a cut of the learning rate."""
-    return any(rule.action & int(Action.ROLLBACK | Action.CUT_LR) for rule in config.rules)
-
-
-def only_skips(config: EngineConfig) -> bool:
+def _only_skips(config: EngineConfig) -> bool:
     """Whether incidents are skipped non-finite steps only: one rule skips each, no rule does more.
 
     Then no step of an incident changes the model, and there is nothing to order.
@@ -115,7 +80,11 @@ def only_skips(config: EngineConfig) -> bool:
         and not rule.within
         for rule in config.rules
     )
-    return skips and causes(config) == _NONFINITE and not may_recover(config)
+    return skips and causes(config) == _NONFINITE and not _may_recover(config)
+
+
+def _may_recover(config: EngineConfig) -> bool:
+    return any(rule.action & _RECOVERS for rule in config.rules)
 
 
 def update(
@@ -143,8 +112,16 @@ def update(
         wants_cut: bool: a rule with CUT_LR fired; None if no rule cuts the rate.
         xp: the array namespace.
     """
-    if only_skips(config):
-        return _count_skips(config, state, budget, step, skip, xp=xp)
+    if _only_skips(config):
+        opened = numerics.and_not(skip, state.skipped)
+        quiet = (state.quiet + 1) * numerics.and_not(state.skipped, skip)
+        new = state._replace(
+            skipped=(state.skipped | skip) & (quiet < config.incident.quiet_steps),
+            number=state.number + opened,
+            onset=xp.where(opened, step, state.onset),
+            quiet=quiet,
+        )
+        return (new, *_refund_limits(config, budget, ~skip, None, xp=xp))
     incident_cause = cause & causes(config)
     alarm = incident_cause != 0
     # A step is harmless if it is skipped only because it is not finite. If such steps order a
@@ -153,7 +130,7 @@ def update(
     if causes(config) & ~_NONFINITE:
         harmless = harmless & ((incident_cause & ~_NONFINITE) == 0)
     serious, known_skips, turned = alarm & ~harmless, state.skipped, None
-    if may_recover(config):
+    if _may_recover(config):
         ordered = wants_recovery if wants_cut is None else wants_recovery | wants_cut
         orders_recovery = numerics.shared(harmless & ordered, xp=xp)
         harmless = numerics.shared(harmless & ~orders_recovery, xp=xp)
@@ -170,12 +147,15 @@ def update(
     quiet = xp.where(alarm, state.quiet * (harmless & state.open), quiet)
     lasts = quiet < config.incident.quiet_steps
     is_open = numerics.shared((state.open | begun) & lasts, xp=xp)
-    skipped = ((known_skips & ~begun) | skip_begun) & lasts
-    onset = xp.where(opened, step, state.onset)
     healthy = numerics.shared(~(is_open | alarm), xp=xp)
-    number = state.number + opened
-    if not may_recover(config):
-        new = state._replace(open=is_open, skipped=skipped, number=number, onset=onset, quiet=quiet)
+    new = state._replace(
+        open=is_open,
+        skipped=((known_skips & ~begun) | skip_begun) & lasts,
+        number=state.number + opened,
+        onset=xp.where(opened, step, state.onset),
+        quiet=quiet,
+    )
+    if not _may_recover(config):
         return (new, *_refund_limits(config, budget, healthy, is_open, xp=xp))
 
     patience = config.incident.patience
@@ -189,54 +169,43 @@ def update(
         # A cut repeats the rollback order, because the host may have declined an earlier one.
         recover_due = recover_due | cut_due
     recover = numerics.shared(wants_recovery & recover_due, xp=xp)
-    recovered = xp.where(recover, 0, _count_alarm(recovered, alarm))
+    new = new._replace(recovered=xp.where(recover, 0, _count_alarm(recovered, alarm)), cut=cut)
 
-    escalations, last_onset, depth = state.escalations, state.last_onset, config.rollback.depth
+    depth = config.rollback.depth
     if not (isinstance(config.rollback.deepen, int) and config.rollback.deepen == 0):
-        again = (last_onset >= 0) & (onset - last_onset < config.rollback.region)
+        near = new.onset - state.last_onset < config.rollback.region
         # A rollback also resets the step counter, so an earlier onset is in the same region.
-        escalations = xp.where(recover, (escalations + 1) * again, escalations)
-        last_onset = xp.where(recover, onset, last_onset)
+        again = (state.last_onset >= 0) & near
+        escalations = xp.where(recover, (state.escalations + 1) * again, state.escalations)
+        last_onset = xp.where(recover, new.onset, state.last_onset)
+        new = new._replace(escalations=escalations, last_onset=last_onset)
         depth = depth + config.rollback.deepen * escalations
-    new_budget, orders = _grant(
-        config.budget, budget, recover, cut_due, depth, healthy, is_open, cause, xp=xp
-    )
-    return (
-        IncidentState(
-            open=is_open,
-            skipped=skipped,
-            number=number,
-            onset=onset,
-            quiet=quiet,
-            recovered=recovered,
-            cut=cut,
-            last_onset=last_onset,
-            escalations=escalations,
-        ),
-        new_budget,
-        orders,
-    )
 
-
-def _count_skips(
-    config: EngineConfig,
-    state: IncidentState,
-    budget: BudgetState,
-    step: Any,
-    skip: Any,
-    *,
-    xp: Any,
-) -> tuple[IncidentState, BudgetState, Orders]:
-    """`update` for incidents of skipped steps alone; see `only_skips`."""
-    opened = numerics.and_not(skip, state.skipped)
-    quiet = (state.quiet + 1) * numerics.and_not(state.skipped, skip)
-    new = state._replace(
-        skipped=(state.skipped | skip) & (quiet < config.incident.quiet_steps),
-        number=state.number + opened,
-        onset=xp.where(opened, step, state.onset),
-        quiet=quiet,
+    # The budget. A step in an incident resets the count of healthy steps; a skipped non-finite step
+    # outside an incident leaves the count unchanged. `Engine.on_rollback` subtracts a rollback.
+    left = budget.recoveries > 0
+    granted = numerics.shared(recover & left, xp=xp)
+    denied, nonfinite = recover & ~left, (cause & _NONFINITE) != 0
+    action = (
+        flag(granted, Action.ROLLBACK, xp=xp)
+        | flag(denied & nonfinite, Action.STOP, xp=xp)
+        | flag(denied & ~nonfinite, Action.ALERT, xp=xp)
     )
-    return (new, *_refund_limits(config, budget, ~skip, None, xp=xp))
+    ends_health, lr_cuts, cut_granted = is_open | recover, budget.lr_cuts, None
+    if cut_due is not None:
+        ends_health = ends_health | cut_due
+        cut_granted = numerics.shared(cut_due & (lr_cuts > 0), xp=xp)
+        lr_cuts = xp.where(cut_granted, lr_cuts - 1, lr_cuts)
+        action = action | flag(cut_granted, Action.CUT_LR, xp=xp)
+    count = (budget.healthy + healthy) * ~ends_health
+    refund = numerics.shared(count >= config.budget.refund_after, xp=xp)
+    new_budget = BudgetState(
+        recoveries=xp.minimum(budget.recoveries + refund, config.budget.recoveries),
+        lr_cuts=xp.minimum(lr_cuts + refund, config.budget.lr_cuts),
+        healthy=xp.where(refund, 0, count),
+    )
+    depth = xp.where(granted, depth, budget.healthy * 0)
+    return new, new_budget, Orders(healthy, refund, cut_granted, depth, action)
 
 
 def _refund_limits(
@@ -244,60 +213,16 @@ def _refund_limits(
 ) -> tuple[BudgetState, Orders]:
     """The budget of a policy without recovery: long health gives back limits of the rate."""
     if not lr.may_limit(config.lr):
-        return budget, Orders(healthy=healthy)
+        return budget, Orders(healthy)
     count = budget.healthy + healthy
     if in_incident is not None:
         count = count * ~in_incident
     refund = numerics.shared(count >= config.budget.refund_after, xp=xp)
     lr_cuts = xp.minimum(budget.lr_cuts + refund, config.budget.lr_cuts)
     refunded = budget._replace(lr_cuts=lr_cuts, healthy=xp.where(refund, 0, count))
-    return refunded, Orders(healthy=healthy, refund=refund)
+    return refunded, Orders(healthy, refund)
 
 
 def _count_alarm(since: Any, alarm: Any) -> Any:
     """Counts an alarm since an order; -1 (no order yet) stays."""
     return since + (alarm & (since >= 0))
-
-
-def _grant(
-    config: BudgetConfig,
-    state: BudgetState,
-    recover: Any,
-    cut: Any,
-    depth: Any,
-    healthy: Any,
-    in_incident: Any,
-    cause: Any,
-    *,
-    xp: Any,
-) -> tuple[BudgetState, Orders]:
-    """Grants orders within the budget, subtracts a cut, and refunds after long health.
-
-    `Engine.on_rollback` subtracts a rollback. A step in an incident resets the count of healthy
-    steps. A skipped non-finite step outside an incident leaves the count unchanged.
-    """
-    left = state.recoveries > 0
-    granted = numerics.shared(recover & left, xp=xp)
-    denied = recover & ~left
-    nonfinite = (cause & _NONFINITE) != 0
-    ends_health = in_incident | recover if cut is None else in_incident | recover | cut
-    count = (state.healthy + healthy) * ~ends_health
-    refund = numerics.shared(count >= config.refund_after, xp=xp)
-    lr_cuts, cut_granted = state.lr_cuts, None
-    if cut is not None:
-        cut_granted = numerics.shared(cut & (lr_cuts > 0), xp=xp)
-        lr_cuts = xp.where(cut_granted, lr_cuts - 1, lr_cuts)
-    orders = Orders(
-        recover=granted,
-        depth=xp.where(granted, depth, state.healthy * 0),
-        cut=cut_granted,
-        stop=denied & nonfinite,
-        alert=denied & ~nonfinite,
-        refund=refund,
-        healthy=healthy,
-    )
-    return BudgetState(
-        recoveries=xp.minimum(state.recoveries + refund, config.recoveries),
-        lr_cuts=xp.minimum(lr_cuts + refund, config.lr_cuts),
-        healthy=xp.where(refund, 0, count),
-    ), orders

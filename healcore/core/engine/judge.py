@@ -17,7 +17,7 @@ from healcore.core.engine import incident, lr, rules
 from healcore.core.engine.config import EngineConfig, RuleConfig
 from healcore.core.engine.state import EngineState
 from healcore.core.signals import Observed, Signals, observe
-from healcore.core.verdict import Action, Decision, Reading, Telemetry, flag
+from healcore.core.verdict import NONFINITE, Action, Decision, Reading, Telemetry, flag
 
 
 def judge(
@@ -27,23 +27,19 @@ def judge(
     change_expected = state.change_expected
     if signals.change_expected is not None:
         change_expected = change_expected | signals.change_expected
-    grace = remaining_grace(config, state.grace, change_expected, xp=xp)
+    grace = numerics.sub_one(state.grace, xp=xp)  # steps left of the window, with this step
+    grace = xp.where(change_expected, config.grace_steps, grace)
     seen = observe(signals, change_expected, clips=config.clip is not None, xp=xp)
 
-    detectors, readings = run_detectors(config, state.detectors, seen, grace <= 0, xp=xp)
-    alarmed, sustained = cause_flags(config, readings, seen, xp=xp)
+    detectors, readings = _run_detectors(config, state.detectors, seen, grace <= 0, xp=xp)
+    alarmed, sustained = _cause_flags(config, readings, seen, xp=xp)
     alarmed, sustained = numerics.shared(alarmed, xp=xp), numerics.shared(sustained, xp=xp)
     cause = alarmed | sustained
-    rule_states, fired = run_rules(config, state.rules, alarmed, sustained, state.step, xp=xp)
+    rule_states, fired = _run_rules(config, state, alarmed, sustained, xp=xp)
 
     never = cause != cause  # false, with the batch's shape
-    skips, skip = rules.limit_skips(
-        config,
-        state.skips,
-        _any([f.fired for rule, f in fired if rule.skip], never),
-        seen,
-        xp=xp,
-    )
+    wished = _any([f.fired for rule, f in fired if rule.skip], never)
+    skips, skip = _limit_skips(config, state.skips, wished, seen, xp=xp)
     skip = numerics.shared(skip, xp=xp)
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
@@ -58,31 +54,23 @@ def judge(
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
         xp=xp,
     )
-    lr_state, action = state.lr, fresh_actions(fired, cause, xp=xp)
-    if orders.cut is not None:
-        lr_state = lr.update(
-            config.lr,
-            state.lr,
-            orders.cut,
-            orders.healthy,
-            incidents.open,
-            orders.refund,
-            seen.learning_rate,
-            xp=xp,
-        )
-        action = action | flag(orders.cut, Action.CUT_LR, xp=xp)
-    elif lr.may_limit(config.lr):
-        lr_state = lr.keep_limit(config.lr, state.lr, orders.refund, seen.learning_rate, xp=xp)
-    depth = state.last.decision.rollback_depth  # 0 if no rule rolls back
-    if orders.recover is not None:
-        depth = orders.depth
-        action = (
-            action
-            | flag(orders.recover, Action.ROLLBACK, xp=xp)
-            | flag(orders.stop, Action.STOP, xp=xp)
-            | flag(orders.alert, Action.ALERT, xp=xp)
-        )
-
+    lr_state = lr.update(
+        config.lr,
+        state.lr,
+        orders.cut,
+        orders.healthy,
+        incidents.open,
+        orders.refund,
+        seen.learning_rate,
+        xp=xp,
+    )
+    actions = [
+        flag(f.fresh, rule.action & rules.ONCE, xp=xp)
+        for rule, f in fired
+        if rule.action & rules.ONCE
+    ]
+    if orders.action is not None:
+        actions.append(orders.action)
     one = state.last.decision.grad_scale  # always, if the policy does not clip
     if config.clip is not None:
         one = one - one + 1.0
@@ -91,9 +79,10 @@ def judge(
         grad_scale=grad_scale,
         skip=skip,
         lr_scale=lr_state.scale,
-        action=action,
+        action=_any(actions, cause & 0),
         cause=cause,
-        rollback_depth=depth,
+        # 0 if no rule rolls back
+        rollback_depth=state.last.decision.rollback_depth if orders.depth is None else orders.depth,
         group_scale=group_scale,
     )
     tally = state.tally._replace(
@@ -119,13 +108,7 @@ def judge(
     ), ordered
 
 
-def remaining_grace(config: EngineConfig, grace: Any, change_expected: Any, *, xp: Any) -> Any:
-    """Remaining steps of the grace window, int32, including this step."""
-    remaining = numerics.sub_one(grace, xp=xp)
-    return xp.where(change_expected, config.grace_steps, remaining)
-
-
-def run_detectors(
+def _run_detectors(
     config: EngineConfig, states: tuple[Any, ...], seen: Observed, may_alarm: Any, *, xp: Any
 ) -> tuple[tuple[Any, ...], dict[str, Reading]]:
     """Runs the detectors that have their signals; without `may_alarm` all but `nonfinite` mute."""
@@ -143,56 +126,58 @@ def run_detectors(
     return tuple(new), readings
 
 
-def cause_flags(
+def _cause_flags(
     config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: Any
 ) -> tuple[Any, Any]:
     """`Cause` flags (int32) of this step's alarms, and of its sustained alarms."""
     alarmed, sustained = [], []
     for name, detector in config.detectors:
-        reading = readings.get(name)
-        if reading is None:
+        if name not in readings:
             continue
+        reading = readings[name]
         own = reading.cause
         alarmed.append(flag(reading.alarm, detector.CAUSE, xp=xp) if own is None else own)
-        if reading.sustained is reading.alarm:
-            sustained.append(alarmed[-1])
-        else:
-            sustained.append(flag(reading.sustained, detector.CAUSE, xp=xp))
+        same = reading.sustained is reading.alarm
+        sustained.append(alarmed[-1] if same else flag(reading.sustained, detector.CAUSE, xp=xp))
     if not alarmed:  # no detector has its signals
         alarmed = sustained = [xp.astype(seen.finite & False, xp.int32)]
     return functools.reduce(operator.or_, alarmed), functools.reduce(operator.or_, sustained)
 
 
-def run_rules(
-    config: EngineConfig,
-    states: tuple[rules.RuleState, ...],
-    alarmed: Any,
-    sustained: Any,
-    step: Any,
-    *,
-    xp: Any,
+def _run_rules(
+    config: EngineConfig, state: EngineState, alarmed: Any, sustained: Any, *, xp: Any
 ) -> tuple[tuple[rules.RuleState, ...], list[tuple[RuleConfig, rules.Firing]]]:
     """Counts the hits of each rule. Returns the new states, and each rule with its `Firing`."""
     new, fired, hits = [], [], {}
-    for rule, state in zip(config.rules, states, strict=True):
+    for rule, old in zip(config.rules, state.rules, strict=True):
         key = rule.sustained, rule.causes
         if key not in hits:
             hits[key] = ((sustained if rule.sustained else alarmed) & rule.causes) != 0
-        hit = hits[key]
-        state, firing = rules.update(rule, state, hit, step, config.incident.quiet_steps, xp=xp)
-        new.append(state)
+        quiet = config.incident.quiet_steps
+        counted, firing = rules.update(rule, old, hits[key], state.step, quiet, xp=xp)
+        new.append(counted)
         fired.append((rule, firing))
     return tuple(new), fired
 
 
-def fresh_actions(fired: list[tuple[RuleConfig, rules.Firing]], like: Any, *, xp: Any) -> Any:
-    """`Action` flags (int32) of alerts, saves and stops whose rules fire anew."""
-    action = None
-    for rule, firing in fired:
-        if rule.action & rules.ONCE:
-            ordered = flag(firing.fresh, rule.action & rules.ONCE, xp=xp)
-            action = ordered if action is None else action | ordered
-    return like & 0 if action is None else action
+def _limit_skips(
+    config: EngineConfig, streak: Any, wished: Any, seen: Observed, *, xp: Any
+) -> tuple[Any, Any]:
+    """Decides which steps are skipped; returns the new `streak` of finite skips, and the skip.
+
+    Steps with non-finite gradients are always skipped, other steps at most `max_skips` times in a
+    row. If all batches look bad, the batches are not the cause. The spike is then sustained and
+    recovery is ordered, so more skips would not help.
+    """
+    granted = wished
+    if any(rule.skip and rule.causes & ~int(NONFINITE) for rule in config.rules):
+        order = wished & seen.finite
+        allowed = streak < config.max_skips
+        granted = wished & (~seen.finite | allowed)
+        streak = xp.where(seen.finite, (streak + (order & allowed)) * order, streak)
+    if seen.bad_grad is not None:
+        granted = granted | seen.bad_grad  # under every policy
+    return streak, granted
 
 
 def _clip(
@@ -243,7 +228,4 @@ def _telemetry(
 
 def _any(flags: list[Any], never: Any) -> Any:
     """Logical or; `never` if there are no flags."""
-    found = None
-    for each in flags:
-        found = each if found is None else found | each
-    return never if found is None else found
+    return functools.reduce(operator.or_, flags) if flags else never

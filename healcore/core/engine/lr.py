@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from healcore.core import numerics
 from healcore.core.engine.config import LrConfig
+from healcore.core.tree import Float, Int
 
 _MOST = 1e12  # limit of `LrState.broken`, above the rate of any schedule
 RESTART_RATIO = 0.5  # a rate below this share of the last step's rate begins another schedule
@@ -22,20 +21,13 @@ RESTART_RATIO = 0.5  # a rate below this share of the last step's rate begins an
 class LrState(NamedTuple):
     """The multiplier, and its position in hold and ramp."""
 
-    scale: Any  # float32: the multiplier in force
-    low: Any  # float32: rate after the last cut, at which the ramp begins; 0 = never cut
-    broken: Any  # float32: rate before the last cut, raised by long health; 0 = never cut
-    peak: Any  # float32: highest rate of the schedule since the last cut or sudden fall; 0 = none
-    rate: Any  # float32: the schedule's rate at the last step; 0 = no step
-    hold: Any  # int32: remaining steps of the hold
-    ramp: Any  # int32: remaining steps of the ramp
-
-
-def init() -> LrState:
-    """A multiplier of 1."""
-    zero_float, zero_int = np.zeros((), np.float32), np.zeros((), np.int32)
-    floats = (zero_float.copy() for _ in range(4))
-    return LrState(np.ones((), np.float32), *floats, hold=zero_int, ramp=zero_int.copy())
+    scale: Float  # the multiplier in force
+    low: Float  # rate after the last cut, at which the ramp begins; 0 = never cut
+    broken: Float  # rate before the last cut, raised by long health; 0 = never cut
+    peak: Float  # highest rate of the schedule since the last cut or sudden fall; 0 = none
+    rate: Float  # the schedule's rate at the last step; 0 = no step
+    hold: Int  # remaining steps of the hold
+    ramp: Int  # remaining steps of the ramp
 
 
 def update(
@@ -52,21 +44,31 @@ def update(
     """Updates the multiplier by one step; only healthy steps count for hold and ramp.
 
     A cut multiplies the multiplier in force. In an incident the multiplier stays, except that the
-    ceiling lowers it if the schedule rises. `refund` (long health) raises the limit. `rate` is the
-    schedule's learning rate at this step, or None for a constant rate of 1.
+    ceiling lowers it if the schedule rises. `cut` is None if no rule cuts: the host alone limits
+    the rate. `refund` (long health) raises the limit. `rate` is the schedule's learning rate at
+    this step, or None for a constant rate of 1.
     """
+    if cut is None and not may_limit(config):
+        return state
     rate = _known(rate, state, xp=xp)
-    keeps_peak = _keeps_peak(state, rate) & ~cut
+    broken = xp.where(refund, numerics.quotient(state.broken, config.factor, xp=xp), state.broken)
+    broken = xp.minimum(broken, _MOST)
+    # After a wrong, high rate its low multiplier must not stay in force.
+    keeps_peak = (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
+    if cut is None:
+        peak = xp.where(keeps_peak, state.peak, rate)
+        scale = numerics.settle(_limit(config, broken, peak, xp=xp), xp=xp)
+        return state._replace(scale=scale, broken=broken, peak=peak, rate=rate)
+
     advances = healthy & ~cut
     cut_scale = xp.maximum(config.factor * state.scale, config.floor)
     # A floor above the multiplier does not raise the multiplier.
     cut_scale = xp.minimum(cut_scale, state.scale)
     low = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.low)
-    broken = _raised(config, state.broken, refund, xp=xp)
     broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), broken)
     hold = xp.where(cut, config.hold_steps, state.hold)
     ramp = xp.where(cut, config.ramp_steps, state.ramp)
-    peak = xp.where(keeps_peak, state.peak, rate)
+    peak = xp.where(keeps_peak & ~cut, state.peak, rate)
 
     holding = hold > 0
     ramp = numerics.sub_one(ramp + (holding | ~advances), xp=xp)
@@ -84,13 +86,16 @@ def update(
     return LrState(numerics.settle(scale, xp=xp), low, broken, peak, rate, hold, ramp)
 
 
-def keep_limit(config: LrConfig, state: LrState, refund: Any, rate: Any, *, xp: Any) -> LrState:
-    """`update` for a policy without a rule that cuts: the host alone limits the rate."""
-    rate = _known(rate, state, xp=xp)
-    broken = _raised(config, state.broken, refund, xp=xp)
-    peak = xp.where(_keeps_peak(state, rate), state.peak, rate)
-    scale = numerics.settle(_limit(config, broken, peak, xp=xp), xp=xp)
-    return state._replace(scale=scale, broken=broken, peak=peak, rate=rate)
+def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
+    """Limits the rate to `limit`, as after a cut to this rate; `rate` is as in `update`."""
+    one, rate = _known(None, state, xp=xp), _known(rate, state, xp=xp)
+    limit = xp.where(limit > 0, limit, rate)
+    scale = xp.minimum(numerics.quotient(limit, rate, xp=xp), state.scale)
+    share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
+    broken = xp.minimum(numerics.quotient(limit, share, xp=xp), _MOST)
+    zero = state.hold - state.hold
+    hold, ramp = zero + config.hold_steps, zero + config.ramp_steps
+    return LrState(numerics.settle(scale, xp=xp), limit, broken, rate, rate, hold, ramp)
 
 
 def may_limit(config: LrConfig) -> bool:
@@ -105,42 +110,9 @@ def _known(rate: Any, state: LrState, *, xp: Any) -> Any:
     return xp.where((rate > numerics.TINY) & (rate < _MOST), rate, 1.0)
 
 
-def _keeps_peak(state: LrState, rate: Any) -> Any:
-    """Whether `peak` stays. After a wrong, high rate its low multiplier must not stay in force."""
-    return (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
-
-
-def _raised(config: LrConfig, broken: Any, refund: Any, *, xp: Any) -> Any:
-    """`broken`, raised by the inverse factor of one cut after long health."""
-    raised = xp.where(refund, numerics.quotient(broken, config.factor, xp=xp), broken)
-    return xp.minimum(raised, _MOST)
-
-
 def _limit(config: LrConfig, broken: Any, peak: Any, *, xp: Any) -> Any:
     """The multiplier at which the schedule's highest rate is the ceiling's share of `broken`."""
     share = numerics.product(config.ceiling, broken, xp=xp)
     top = numerics.quotient(share, peak, xp=xp)
     # Without a cut `share` is 0; so it is where the ceilings of several policies are 0.
     return xp.where(share > 0, xp.minimum(top, 1.0), 1.0)
-
-
-def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
-    """Limits the rate to `limit`, as after a cut to this rate.
-
-    `rate` is the schedule's current learning rate, or None for a constant rate of 1.
-    """
-    one, rate = _known(None, state, xp=xp), _known(rate, state, xp=xp)
-    limit = xp.where(limit > 0, limit, rate)
-    scale = xp.minimum(numerics.quotient(limit, rate, xp=xp), state.scale)
-    share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
-    rate_before_cut = xp.minimum(numerics.quotient(limit, share, xp=xp), _MOST)
-    zero = state.hold - state.hold
-    return LrState(
-        numerics.settle(scale, xp=xp),
-        limit,
-        rate_before_cut,
-        rate,
-        rate,
-        zero + config.hold_steps,
-        zero + config.ramp_steps,
-    )

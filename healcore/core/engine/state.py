@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.engine import incident, lr, rules
+from healcore.core.engine import rules
 from healcore.core.engine.config import EngineConfig
+from healcore.core.engine.incident import BudgetState, IncidentState
+from healcore.core.engine.lr import LrState
 from healcore.core.errors import HealcoreError
-from healcore.core.tree import map_leaves
+from healcore.core.tree import Flag, Int, map_leaves, zeros
 from healcore.core.verdict import Decision, Telemetry
 
 SCHEMA = 7  # version of the saved form
@@ -30,37 +32,26 @@ class StateError(HealcoreError, ValueError):
 class Tally(NamedTuple):
     """Counts since the run began."""
 
-    clips: Any
-    """int32: steps whose gradient was clipped."""
-    skips: Any
-    """int32: skipped steps."""
-    alarms: Any
-    """int32: steps with a cause."""
-    rollbacks: Any
-    """int32: rollbacks that the host performed."""
-    lr_cuts: Any
-    """int32: cuts of the learning rate."""
+    clips: Int  # steps whose gradient was clipped
+    skips: Int  # skipped steps
+    alarms: Int  # steps with a cause
+    rollbacks: Int  # rollbacks that the host performed
+    lr_cuts: Int  # cuts of the learning rate
 
 
 class EngineState(NamedTuple):
     """Everything that a decision depends on, except the policy and the step's signals."""
 
-    step: Any
-    """int32: steps judged."""
-    change_expected: Any
-    """bool: the next step opens the grace window."""
-    grace: Any
-    """int32: remaining steps of the grace window."""
-    clip: Any
-    """State of the clipping rule, or None."""
-    detectors: tuple[Any, ...]
-    """State of each detector, in the policy's order."""
+    step: Int  # steps judged
+    change_expected: Flag  # the next step opens the grace window
+    grace: Int  # remaining steps of the grace window
+    clip: Any  # state of the clipping rule, or None
+    detectors: tuple[Any, ...]  # state of each detector, in the policy's order
     rules: tuple[rules.RuleState, ...]
-    skips: Any
-    """int32: finite steps skipped in a row; see `rules.limit_skips`."""
-    incident: incident.IncidentState
-    budget: incident.BudgetState
-    lr: lr.LrState
+    skips: Int  # finite steps skipped in a row; a step without an alarm resets the count
+    incident: IncidentState
+    budget: BudgetState
+    lr: LrState
     tally: Tally
     last: Telemetry
 
@@ -68,8 +59,7 @@ class EngineState(NamedTuple):
 def neutral(*, groups: int | None = None) -> Decision:
     """Returns the decision that changes nothing, as NumPy arrays.
 
-    Args:
-        groups: number of tensors for a per-tensor clipping rule, else None.
+    `groups` is the number of tensors of a per-tensor clipping rule, or None for any other policy.
     """
     one, zero = np.ones((), np.float32), np.zeros((), np.int32)
     return Decision(
@@ -85,59 +75,33 @@ def neutral(*, groups: int | None = None) -> Decision:
 
 def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
     """The state before the first step, as NumPy arrays; see `Engine.init`."""
-    clip_state = None
-    per_tensor = None
-    if config.clip is not None:
-        name, clip = config.clip
-        clip_state = clip.init(groups=groups)
-        per_tensor = groups if name == "adagc" else None
-    zero_float, zero_int = np.zeros((), np.float32), np.zeros((), np.int32)
+    kind, clip = config.clip or (None, None)
+    orders = ("onset", "recovered", "cut", "last_onset")
+    none_yet = {name: np.full((), -1, np.int32) for name in orders}
     state = EngineState(
-        step=zero_int,
+        step=np.zeros((), np.int32),
         change_expected=np.zeros((), bool),
-        grace=zero_int.copy(),
-        clip=clip_state,
+        grace=np.zeros((), np.int32),
+        clip=None if clip is None else clip.init(groups=groups),
         detectors=tuple(detector.init() for _, detector in config.detectors),
         rules=tuple(rules.init(rule) for rule in config.rules),
-        skips=zero_int.copy(),
-        incident=incident.init(),
-        budget=incident.full_budget(config.budget),
-        lr=lr.init(),
-        tally=Tally(*(zero_int.copy() for _ in Tally._fields)),
-        last=Telemetry(neutral(groups=per_tensor), *(zero_float.copy() for _ in range(5))),
+        skips=np.zeros((), np.int32),
+        incident=zeros(IncidentState)._replace(**none_yet),
+        budget=BudgetState(
+            np.asarray(config.budget.recoveries, np.int32),
+            np.asarray(config.budget.lr_cuts, np.int32),
+            np.zeros((), np.int32),
+        ),
+        lr=zeros(LrState)._replace(scale=np.ones((), np.float32)),
+        tally=zeros(Tally),
+        last=Telemetry(
+            neutral(groups=groups if kind == "adagc" else None),
+            *(np.zeros((), np.float32) for _ in range(5)),
+        ),
     )
     if not batch:
         return state
     return map_leaves(lambda leaf: np.broadcast_to(leaf, batch + leaf.shape).copy(), state)
-
-
-def metrics(state: EngineState) -> dict[str, Any]:
-    """The last step, and counts so far, as 0-d arrays for a logger; no array is copied.
-
-    Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
-    finite values, and `heal/threshold` is 0 without a threshold. `heal/cause` and `heal/action` are
-    flags. In observe mode the numbers say what healing would have done.
-    """
-    last, tally = state.last, state.tally
-    return {
-        "heal/loss": last.loss,
-        "heal/grad_norm": last.grad_norm,
-        "heal/threshold": last.threshold,
-        "heal/z": last.z,
-        "heal/z_loss": last.z_loss,
-        "heal/grad_scale": last.decision.grad_scale,
-        "heal/skip": last.decision.skip,
-        "heal/lr_scale": last.decision.lr_scale,
-        "heal/cause": last.decision.cause,
-        "heal/action": last.decision.action,
-        "heal/steps": state.step,
-        "heal/clips": tally.clips,
-        "heal/skips": tally.skips,
-        "heal/alarms": tally.alarms,
-        "heal/rollbacks": tally.rollbacks,
-        "heal/lr_cuts": tally.lr_cuts,
-        "heal/incidents": state.incident.number,
-    }
 
 
 def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dict[str, Any]:
@@ -200,45 +164,38 @@ def _plain(tree: Any) -> Any:
 
 def _arrays(template: Any, data: Any, place: str) -> Any:
     """Restores the structure, dtypes and shapes of `template`; errors name `place`."""
-    if template is None:
-        if data is not None:
-            raise StateError(f"{place} must be null under this policy, got {type(data).__name__}")
+    if isinstance(template, np.ndarray):
+        return _array(template, data, place)
+    is_mapping = isinstance(data, Mapping)
+    if hasattr(template, "_fields") and is_mapping and set(data) == set(template._fields):
+        fields = template._asdict().items()
+        return type(template)(*(_arrays(x, data[n], f"{place}.{n}") for n, x in fields))
+    if type(template) is tuple and isinstance(data, list | tuple) and len(data) == len(template):
+        parts: Any = enumerate(zip(template, data, strict=True))
+        return tuple(_arrays(part, each, f"{place}[{i}]") for i, (part, each) in parts)
+    if template is None and data is None:
         return None
-    if hasattr(template, "_fields"):
-        fields = template._asdict()
-        if not isinstance(data, Mapping) or set(data) != set(fields):
-            got = sorted(data) if isinstance(data, Mapping) else type(data).__name__
-            raise StateError(f"{place} must have exactly {sorted(fields)}, got {got}")
-        parts = (_arrays(part, data[name], f"{place}.{name}") for name, part in fields.items())
-        return type(template)(*parts)
-    if isinstance(template, tuple):
-        if not isinstance(data, list | tuple) or len(data) != len(template):
-            raise StateError(
-                f"{place} must be a list of {len(template)}, got {data!r:.80}: the policy's "
-                "rules or detectors differ from those of the saved state"
-            )
-        pairs = enumerate(zip(template, data, strict=True))
-        return tuple(_arrays(part, each, f"{place}[{i}]") for i, (part, each) in pairs)
-    return _leaf(template, data, place)
+    raise StateError(
+        f"{place} must have the structure of {_plain(template)!r:.120}, got {data!r:.80}: the "
+        "saved state belongs to another policy, or is damaged"
+    )
 
 
-def _leaf(template: np.ndarray, data: Any, place: str) -> np.ndarray:
+def _array(template: np.ndarray, data: Any, place: str) -> np.ndarray:
     """Restores one array, checked for kind, shape and finiteness."""
     try:
         array = np.asarray(data)
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             cast = array.astype(template.dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise StateError(f"{place} must be {template.dtype}, got {data!r:.80}") from error
-    kinds = {"b": "b", "i": "i", "f": "fi"}[template.dtype.kind]
-    fits = array.dtype.kind in kinds and (template.dtype.kind != "i" or (cast == array).all())
-    if array.size and not fits:
-        raise StateError(f"{place} must be {template.dtype}, got {data!r:.80}")
     if cast.shape != template.shape:
         raise StateError(
             f"{place} must have shape {template.shape}, got {cast.shape}: the policy's windows or "
             "the number of tensors differ from those of the saved state"
         )
-    if template.dtype.kind == "f" and not np.isfinite(cast).all():
-        raise StateError(f"{place} must be finite, got {data!r:.80}")
+    kinds = {"b": "b", "i": "i", "f": "fi"}[template.dtype.kind]
+    fits = array.dtype.kind in kinds and (template.dtype.kind != "i" or (cast == array).all())
+    if array.size and not (fits and np.isfinite(cast).all()):
+        raise StateError(f"{place} must be finite and {template.dtype}, got {data!r:.80}")
     return cast

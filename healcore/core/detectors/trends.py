@@ -1,0 +1,206 @@
+"""Slow faults of the loss: divergence, plateau and overfitting.
+
+Divergence: the smoothed loss stays above its best level. No spike is needed: a noisy ramp from 2 to
+22 has none. The trend must exceed its best level by `rise` times the noise, and by the share `HIGH`
+of its highest excess, for `patience` steps. The alarm lasts for at most `patience` steps. Then the
+current level becomes the best level, and a further rise is a new alarm. The noise of a positive
+loss is often proportional to its level, so it rises with the loss. Where noise is small compared
+with the trend, the relative rise is compared with the relative noise: (trend - best) / best with
+noise / trend. A logarithm would do the same, but its last bits differ between backends.
+
+Plateau: the mean over each `window` steps is compared with the best window so far, in units of the
+loss's own step-to-step change. `chance_level` is the loss of guessing: ln 2 for a preference loss,
+ln V for a vocabulary of V. A window within `chance_margin` of it is a plateau too.
+
+Overfitting: the evaluation loss stays far above the training loss. The training loss is smoothed,
+because an evaluation averages over many batches and a training step does not. One high evaluation
+is noise; `patience` in a row raise the alarm, until an evaluation with a smaller gap.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+from healcore.core import numerics
+from healcore.core.detectors import noise
+from healcore.core.ranges import Fraction, Level, NotNegative, Positive, Steps, whole
+from healcore.core.signals import Observed
+from healcore.core.tree import Flag, Float, Int, map_leaves, starts_at
+from healcore.core.verdict import Cause, Reading
+
+HIGH = 0.5  # share of the highest excess from which the trend counts as elevated
+POSITIVE = 2.0  # multiple of the noise above which a trend has few losses below zero
+
+
+class DivergenceState(NamedTuple):
+    """The trend, its lowest and highest levels, and the count of elevated steps."""
+
+    values: noise.NoiseState
+    trend: Float  # smoothed loss
+    best: Float  # lowest trend
+    peak: Float  # highest trend since the trend left the best level
+    run: Int  # elevated steps minus recovering steps
+
+
+class DivergenceConfig(NamedTuple):
+    """Thresholds of the divergence detector."""
+
+    rise: Positive = 6.0
+    """Height of the trend above the best level, in units of the noise at the best level. It also
+    limits the distance of one step from the trend."""
+    patience: Steps = 72
+    """Elevated steps minus recovering steps that raise the alarm."""
+    window: Steps = noise.WINDOW
+    """Steps learnt before a rise counts; the weight of a step in the trend is 1 / window."""
+
+    CAUSE = Cause.DIVERGENCE
+    NEEDS = frozenset({"loss"})
+    init = starts_at(DivergenceState)
+
+    def update(
+        self, state: DivergenceState, seen: Observed, *, xp: Any
+    ) -> tuple[DivergenceState, Reading]:
+        """Learns `seen.loss`, then compares the trend with the best level."""
+        learn, loss = seen.finite, seen.loss
+        values, first = noise.begin(state.values, loss, seen.restart, xp=xp)
+        warm = values.count < self.window
+        trend = xp.where(first, loss, state.trend)
+        unit = noise.unit(values, trend, noise.SMALL, xp=xp)
+        threshold = numerics.product(self.rise, unit, xp=xp)
+        max_distance = xp.where(unit > 0, threshold, numerics.HUGE)
+        learnt, weight = noise.learn(values, loss, learn, max_distance, self.window, xp=xp)
+
+        distance = xp.maximum(xp.minimum(loss - trend, max_distance), -max_distance)
+        trend = trend + numerics.product(weight, distance, xp=xp)
+        best = xp.where(warm, trend, xp.minimum(trend, state.best))
+        excess = trend - best
+        positive = (best > 0) & (trend > POSITIVE * unit)
+        at_best = numerics.quotient(numerics.product(threshold, best, xp=xp), trend, xp=xp)
+        high = excess > xp.where(positive, at_best, threshold)
+        peak = xp.where(high, xp.maximum(trend, state.peak), trend)
+        elevated = high & (excess > HIGH * (peak - best))
+        elevated_count = xp.where(elevated, state.run + 1, numerics.sub_one(state.run, xp=xp))
+        elevated_count = xp.where(high, elevated_count, 0)
+        alarm = learn & elevated & (elevated_count >= self.patience)
+        expired = elevated_count >= self.patience + self.patience
+        after = DivergenceState(
+            learnt,
+            numerics.settle(trend, xp=xp),
+            numerics.settle(xp.where(expired, trend, best), xp=xp),
+            numerics.settle(peak, xp=xp),
+            xp.where(expired, 0, elevated_count),
+        )
+        before = state._replace(values=learnt)
+        new = map_leaves(lambda a, b: a if a is b else xp.where(learn, a, b), after, before)
+        return new, Reading(alarm, alarm)
+
+
+class PlateauState(NamedTuple):
+    """The current window, the best window, and the change per step."""
+
+    count: Int  # steps in the current window
+    mean: Float  # mean of the current window so far
+    best: Float  # lowest window mean
+    windows: Int  # finished windows, at most 1
+    stale: Int  # consecutive windows without improvement, at most `patience`
+    last: Float  # previous loss
+    change: Float  # moving average of the absolute step-to-step change of the loss
+    chance: Flag  # the last finished window was at chance level
+
+
+class PlateauConfig(NamedTuple):
+    """Thresholds of the plateau detector."""
+
+    window: Annotated[Any, whole(2)] = 500
+    """Steps per window."""
+    patience: Steps = 3
+    """Consecutive windows without improvement that raise the alarm."""
+    min_improvement: NotNegative = 0.1
+    """Smallest gain of a better window, in mean absolute step-to-step changes."""
+    chance_level: Level = None
+    """Loss of guessing, for example 0.6931 (ln 2), or None for no such comparison."""
+    chance_margin: Positive = 0.01
+    """Largest distance from `chance_level` that counts as guessing."""
+
+    CAUSE = Cause.PLATEAU
+    NEEDS = frozenset({"loss"})
+    init = starts_at(PlateauState)
+
+    def update(
+        self, state: PlateauState, seen: Observed, *, xp: Any
+    ) -> tuple[PlateauState, Reading]:
+        """Adds `seen.loss` to its window; the alarm lasts until a window is better."""
+        learn, loss, restart = seen.finite, seen.loss, seen.restart
+        started = (state.windows > 0) | (state.count > 0)
+        count = xp.where(learn, state.count + 1, state.count)
+        divisor = numerics.as_float(xp.where(count > 0, count, 1), xp=xp)
+        step = numerics.quotient(loss - state.mean, divisor, xp=xp)
+        mean = state.mean + xp.where(learn, step, 0.0)
+        moved = xp.where(started, xp.abs(loss - state.last), 0.0)
+        change = numerics.ema(state.change, moved, 0.01, learn & started, xp=xp)
+        # The average starts at the first change. A slow start from zero would make noise look like
+        # an improvement.
+        change = xp.where(learn & started & (state.change == 0), moved, change)
+
+        done = learn & (count >= self.window)
+        first = done & (state.windows == 0)
+        needed = xp.where(done, self.min_improvement * change, 0.0)
+        better = first | (done & (state.best - mean > needed))
+        longer = xp.where(state.stale < self.patience, state.stale + 1, state.stale)
+        stale = xp.where(done, xp.where(better, 0, longer), state.stale)
+        guessing = state.chance
+        if self.chance_level is not None:
+            near = xp.abs(mean - self.chance_level) <= self.chance_margin
+            guessing = xp.where(done, near, guessing)
+
+        alarm = learn & ~restart & ((stale >= self.patience) | guessing)
+        new = PlateauState(
+            count=xp.where(restart | done, 0, count),
+            mean=numerics.settle(xp.where(restart | done, 0.0, mean), xp=xp),
+            best=xp.where(better, mean, state.best),
+            windows=xp.where(restart, 0, xp.where(done, 1, state.windows)),
+            stale=xp.where(restart, 0, stale),
+            last=xp.where(learn, loss, state.last),
+            change=change,
+            chance=guessing & ~restart,
+        )
+        return new, Reading(alarm, alarm)
+
+
+class OverfitState(NamedTuple):
+    """Smoothed training loss, and the count of consecutive high evaluations."""
+
+    train: Float  # smoothed training loss
+    started: Flag  # `train` has learnt a loss
+    run: Int  # consecutive evaluations with too wide a gap, at most `patience`
+
+
+class OverfitConfig(NamedTuple):
+    """Thresholds of the overfitting detector."""
+
+    max_gap: Positive = 2.0
+    """Largest normal difference of evaluation loss and smoothed training loss."""
+    patience: Steps = 2
+    """Consecutive high evaluations that raise the alarm."""
+    ema_decay: Fraction = 0.98
+    """Decay of the smoothed training loss per step."""
+
+    CAUSE = Cause.OVERFIT
+    NEEDS = frozenset({"loss", "eval_loss"})
+    init = starts_at(OverfitState)
+
+    def update(
+        self, state: OverfitState, seen: Observed, *, xp: Any
+    ) -> tuple[OverfitState, Reading]:
+        """Learns `seen.loss`; judges `seen.eval_loss` at steps with an evaluation."""
+        learn = seen.finite
+        rate = numerics.complement(self.ema_decay, seen.loss)
+        train = numerics.ema(state.train, seen.loss, rate, learn, xp=xp)
+        train = xp.where(learn & ~state.started, seen.loss, train)
+        started = state.started | learn
+        too_wide = seen.eval_loss - train > self.max_gap
+        longer = xp.where(state.run < self.patience, state.run + 1, state.run)
+        streak = xp.where(seen.has_eval & started, xp.where(too_wide, longer, 0), state.run)
+        streak = xp.where(seen.restart, 0, streak)
+        alarm = streak >= self.patience
+        return OverfitState(train, started, streak), Reading(alarm, alarm)
