@@ -9,12 +9,12 @@ import torch
 from torch.optim import Optimizer
 
 from healcore.console import Console, checked
+from healcore.core.errors import AttachError
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.loader import check_keywords
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, all_fused, is_third_party
 from healcore.torch.engines import DeviceEngine, HostEngine
-from healcore.torch.errors import AttachError
 from healcore.torch.healed_step import HealedStep
 from healcore.torch.healing import Healing
 from healcore.torch.measurement import Measurer

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from healcore.core.errors import ParametersChangedError
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, moments_obstacle, reset_moments
 from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine, PendingRecord, is_cut
-from healcore.torch.errors import ParametersChangedError
 from healcore.torch.incident_log import IncidentLog
 from healcore.torch.measurement import Measurer, StepNorms
 from healcore.torch.signal_allreduce import SignalAllReduce

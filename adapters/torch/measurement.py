@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.core.engine import Engine
+from healcore.core.errors import AttachError
 from healcore.core.signals import Signals
 from healcore.torch import gradients
-from healcore.torch.errors import AttachError
 from healcore.torch.grad_scaler import DroppedSteps, Overflows
 from healcore.torch.losses import LossMean, checked
 from healcore.torch.ranks import StepRanks

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from healcore.torch.errors import AttachError
+from healcore.core.errors import AttachError
 
 _PIPELINE = "pp"
 """Name of a mesh's pipeline dimension in torch's tutorials and in torchtitan."""

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from healcore.core.errors import RanksDisagreeError
 from healcore.core.verdict import Decision
-from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.measurement import AsyncCopy, Measurement
 from healcore.torch.ranks import StepRanks
 

@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from healcore.core.clipping import ZClipConfig
 from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine
-from healcore.torch import RanksDisagreeError, attach
+from healcore.errors import RanksDisagreeError
+from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.optimizer_cases import HOST_AND_DEVICE
 from tests.torch.worlds import serve

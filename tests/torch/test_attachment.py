@@ -9,8 +9,9 @@ import torch
 from torch.nn import Linear, Parameter
 from torch.optim import AdamW
 
+from healcore.errors import ParametersChangedError
 from healcore.policy import PolicyError, load
-from healcore.torch import AttachError, ParametersChangedError, attach
+from healcore.torch import AttachError, attach
 from tests.torch import policies
 
 

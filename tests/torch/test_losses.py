@@ -11,7 +11,8 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from healcore.core.verdict import Cause
-from healcore.torch import Healing, SignalError, attach
+from healcore.errors import SignalError
+from healcore.torch import Healing, attach
 from tests.torch import policies
 from tests.torch.optimizer_cases import Where, host_and_device
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore import console
+from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import check_engines
 from healcore.runtime.healthy_range import HealthyRange
@@ -28,7 +29,6 @@ from healcore.torch.driver.gradient_window import Accumulation, GradientWindow
 from healcore.torch.driver.loss_evaluation import LossEvaluation
 from healcore.torch.driver.pending_step import MOST_PENDING, PendingEntry, PendingStep, Recorder
 from healcore.torch.enforcer import moments_obstacle, reset_moments
-from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.live_state import optimizers, parameter_names
