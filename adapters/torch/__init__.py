@@ -19,8 +19,7 @@ from healcore.extras import require
 require("torch", "torch")
 
 from healcore.core.errors import AttachError  # noqa: E402
-from healcore.torch.attachment import attach  # noqa: E402
-from healcore.torch.healing import Healing  # noqa: E402
+from healcore.torch.attachment import Healing, attach  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore

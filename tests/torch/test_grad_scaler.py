@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import attach
-from healcore.torch.grad_scaler import SEARCH
+from healcore.torch.measurement import SEARCH
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.optimizer_cases import Where

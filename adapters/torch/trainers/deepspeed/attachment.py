@@ -11,8 +11,7 @@ from torch import nn
 from healcore.console import Console, checked
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
-from healcore.torch.attachment import heal_optimizer, healing_of
-from healcore.torch.healing import Healing
+from healcore.torch.attachment import Healing, heal_optimizer, healing_of
 from healcore.torch.trainers import replaced
 from healcore.torch.trainers.deepspeed.hooks import EngineHooks, EngineMeasurer, is_sharded
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.torch import gradients
-from healcore.torch.healing import Healing
+from healcore.torch.attachment import Healing
 from healcore.torch.trainers.deepspeed.attachment import (
     check,
     gradient_clipping,

@@ -24,8 +24,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING, Logging
 from healcore.runtime.store import CheckpointStore
-from healcore.torch.attachment import unwrapped
-from healcore.torch.healing import Healing
+from healcore.torch.attachment import Healing, unwrapped
 from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import driven, replaced
 from healcore.torch.trainers.huggingface import checkpoints, losses

@@ -20,7 +20,7 @@ from healcore.runtime.data.torch_loader import is_replayable, recorded
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
-from healcore.torch.healing import Healing
+from healcore.torch.attachment import Healing
 from healcore.torch.trainers import driven, replaced
 from healcore.torch.trainers.lightning.feed import Feed
 from healcore.torch.trainers.lightning.progress import Progress
