@@ -90,7 +90,7 @@ def attach(
     printed, stored = checked(console), scaler_of(optimizer)
     healing = heal_optimizer(
         unwrapped(optimizer),
-        lambda: engine_of(policy, overrides),
+        engine_of(policy, overrides),
         scaler=stored if scaler is None else scaler,
         engine=engine,
         compile=compile,
@@ -109,7 +109,7 @@ def attach(
 
 def heal_optimizer(
     optimizer: Optimizer,
-    core_of: Callable[[], Engine],
+    core: Engine,
     *,
     scaler: torch.amp.GradScaler | None = None,
     engine: str = "auto",
@@ -119,7 +119,7 @@ def heal_optimizer(
     measurer: Callable[..., Measurer] = Measurer,
     healed_step: Callable[..., HealedStep] = HealedStep,
 ) -> Healing:
-    """Attaches to an optimizer without a wrapper. Calls `core_of` after all other checks.
+    """Attaches to an optimizer without a wrapper.
 
     A trainer that steps the optimizer in its own way passes subclasses of `Measurer` and
     `HealedStep`.
@@ -150,15 +150,24 @@ def heal_optimizer(
             "attach after they are materialised"
         )
     ranks = StepRanks(params, process_group, pp_mesh)
-    core = core_of()
     if core.per_tensor and ranks.stages > 1:
         raise AttachError(
             "the policy clips each parameter by its own history, and pipeline stages have "
             "different parameters: use a policy with one limit for all, clip={'kind': 'zclip'}"
         )
     enforcer = Enforcer(optimizer, scales_lr=core.scales_lr)
-    kind, reason = _choose_engine(engine, enforcer.kernel_obstacle, home, type(optimizer).__name__)
-    if kind == "device":
+    obstacle = enforcer.kernel_obstacle
+    if engine != "auto":
+        reason = f"set by engine={engine!r}{f'; {obstacle}' if obstacle else ''}"
+    elif home.type == "cpu":
+        engine = "host"
+        reason = "the parameters are on the CPU, where reading a tensor costs nothing"
+    elif obstacle:
+        engine, reason = "host", f"{obstacle}: the host needs the decision anyway"
+    else:
+        engine = "device"
+        reason = f"{type(optimizer).__name__} is fused: the decision stays on {home}"
+    if engine == "device":
         compiled = home.type != "cpu" if compile == "auto" else compile
         live_engine = DeviceEngine(core, len(params), home, compile=compiled)
     else:
@@ -171,17 +180,6 @@ def heal_optimizer(
         SignalAllReduce(ranks, home),
     )
     return Healing(step, engine_reason=reason)
-
-
-def _choose_engine(wanted: str, obstacle: str, home: torch.device, name: str) -> tuple[str, str]:
-    """Returns "host" or "device", and the reason."""
-    if wanted != "auto":
-        return wanted, f"set by engine={wanted!r}{f'; {obstacle}' if obstacle else ''}"
-    if home.type == "cpu":
-        return "host", "the parameters are on the CPU, where reading a tensor costs nothing"
-    if not obstacle:
-        return "device", f"{name} is fused: the decision stays on {home}"
-    return "host", f"{obstacle}: the host needs the decision anyway"
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
@@ -409,7 +407,8 @@ class Healing:
         Raises:
             StateError: the state is damaged, or from another policy or model. Nothing is loaded.
         """
-        self._load(state, rollback=False)
+        self.live_engine.load(state, rollback=False)
+        self.hooks.on_state_loaded()
 
     def on_rollback(self, state: dict[str, Any]) -> None:
         """Loads a checkpoint's state after a rollback. Keeps current budgets and LR multiplier.
@@ -417,10 +416,7 @@ class Healing:
         Raises:
             StateError: as for `load_state_dict`.
         """
-        self._load(state, rollback=True)
-
-    def _load(self, state: Mapping[str, Any], *, rollback: bool) -> None:
-        self.live_engine.load(state, rollback=rollback)
+        self.live_engine.load(state, rollback=True)
         self.hooks.on_state_loaded()
 
     def detach(self) -> None:

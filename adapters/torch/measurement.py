@@ -312,24 +312,12 @@ class Overflows:
 
 def read(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Converts 0-d and 1-d float32 tensors to NumPy. One sync on an accelerator, none on a CPU."""
-    values: list[Any] = []
-    for t in tensors:
-        if t is None:
-            values.append(None)
-        elif t.is_cpu:
-            # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
-            array = t.numpy()
-            values.append(array.copy() if array.ndim else array[()])
-        else:
-            return read_in_one_copy(tensors)
-    return values
-
-
-def read_in_one_copy(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """`read` for accelerators: all tensors are concatenated and copied once."""
     present = [t for t in tensors if t is not None]
-    home = next((t.device for t in present if t.device.type != "cpu"), torch.device("cpu"))
-    flat = torch.cat([t.to(home, torch.float32).reshape(-1) for t in present]).cpu().numpy()
+    devices = [t.device for t in present if not t.is_cpu]
+    if not devices:
+        # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
+        return [None if t is None else t.numpy().copy()[()] for t in tensors]
+    flat = torch.cat([t.to(devices[0], torch.float32).reshape(-1) for t in present]).cpu().numpy()
     parts = iter(np.split(flat, np.cumsum([t.numel() for t in present])[:-1]))
     return [None if t is None else next(parts).reshape(tuple(t.shape))[()] for t in tensors]
 

@@ -83,7 +83,18 @@ class SignalAllReduce:
         if self._unchecked is not None and self._unchecked.has_arrived():
             marks, self._unchecked = self._unchecked, None
             self._raise_if_different(marks)
-        sums = self._summed(self._packed(signals, squares, found_inf, last))
+        zero, given = self._zero, (*signals[:4], found_inf)
+        loss, norm, update, evals, overflow = (zero if v is None else v for v in given)
+        evaluated = ~torch.isnan(evals)  # NaN means that the step has no evaluation
+        evals = torch.where(evaluated, evals, zero)
+        terms = torch.stack([loss, update, evals, evaluated, overflow > 0]).to(torch.float64)
+        flags = *(getattr(signals, name) is not None for name in _COUNTED), self.requests_vote
+        if flags not in self._known:
+            self._known[flags] = torch.tensor(flags, dtype=torch.float64).to(self._home)
+        if squares is None:
+            groups = () if signals.group_norms is None else (signals.group_norms,)
+            squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
+        sums = self._summed(torch.cat([terms, self._known[flags], self._mark(last), squares]))
         self.last_marks = AsyncCopy(sums[8:11])
         if self._home.type == "cpu":
             self._raise_if_different(self.last_marks)
@@ -105,28 +116,6 @@ class SignalAllReduce:
             eval_loss=None if evaluation is None else (evals / evaluated).to(torch.float32),
         )
         return reduced, None if found_inf is None else overflows.to(torch.float32)
-
-    def _packed(
-        self,
-        signals: Signals,
-        squares: Tensor | None,
-        found_inf: Tensor | None,
-        last: Decision | None,
-    ) -> Tensor:
-        """This rank's terms of the sums: (12,) float64, or (12 + n,) with `group_norms`."""
-        given = (*signals[:4], found_inf)
-        zero = self._zero
-        loss, norm, update, evals, overflow = (zero if v is None else v for v in given)
-        evaluated = ~torch.isnan(evals)  # NaN means that the step has no evaluation
-        evals = torch.where(evaluated, evals, zero)
-        sums = torch.stack([loss, update, evals, evaluated, overflow > 0])
-        flags = *(getattr(signals, name) is not None for name in _COUNTED), self.requests_vote
-        if flags not in self._known:
-            self._known[flags] = torch.tensor(flags, dtype=torch.float64).to(self._home)
-        if squares is None:
-            groups = () if signals.group_norms is None else (signals.group_norms,)
-            squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
-        return torch.cat([sums.to(torch.float64), self._known[flags], self._mark(last), squares])
 
     def _mark(self, last: Decision | None) -> Tensor:
         """(2,) float64: 16 bits of the last decision, or first of the parameters; their square."""

@@ -77,7 +77,7 @@ def heal_basic_optimizer(engine: Any, core: Engine, process_group: Any = "auto")
     basic, sharded = engine.basic_optimizer, is_sharded(engine)
     healing = heal_optimizer(
         basic,
-        lambda: core,
+        core,
         # A decision for several calls of the optimizer has to be on the host.
         engine="host" if sharded and len(basic.param_groups) > 1 else "auto",
         process_group=process_group,
