@@ -49,14 +49,12 @@ class Enforcer:
 
     def amp_flags(self) -> tuple[Tensor | None, Tensor | None]:
         """A GradScaler's scale and `found_inf` for this step: 0-d float32, or None."""
-        flags = [vars(self._optimizer).get(name) for name in ("grad_scale", "found_inf")]
-        scale, found_inf = [
-            flag.to(self._home, torch.float32, non_blocking=True)
-            if isinstance(flag, Tensor)
-            else None
-            for flag in flags
-        ]
-        return scale, found_inf
+        flags: list[Tensor | None] = []
+        for name in ("grad_scale", "found_inf"):
+            flag = vars(self._optimizer).get(name)
+            is_set = isinstance(flag, Tensor)
+            flags.append(flag.to(self._home, torch.float32, non_blocking=True) if is_set else None)
+        return flags[0], flags[1]
 
     def needs_host(self, params: Sequence[Tensor]) -> bool:
         """Whether enforcing this step needs the order on the host.
@@ -87,8 +85,8 @@ class Enforcer:
         if order.grad_divisor is not None:
             if order.group_scale is not None:
                 gradients.scale_each_(parameters, order.group_scale.unbind())
-            self._set_amp_flag("grad_scale", order.grad_divisor)
-            self._set_amp_flag("found_inf", order.skip)
+            self._replace(vars(self._optimizer), "grad_scale", order.grad_divisor)
+            self._replace(vars(self._optimizer), "found_inf", order.skip)
             if self._scales_lr:
                 self._scale_lr(order.lr_scale)
         elif not order.skip:
@@ -108,7 +106,7 @@ class Enforcer:
             # In float32 and in this order, as in the device engine.
             scale = torch.full((), order.grad_scale, dtype=torch.float32, device=self._home)
             base = torch.ones_like(scale) if divisor is None else divisor
-            self._set_amp_flag("grad_scale", base / scale)
+            self._replace(vars(self._optimizer), "grad_scale", base / scale)
         else:
             gradients.scale_(parameters, order.grad_scale)
 
@@ -122,7 +120,11 @@ class Enforcer:
                 self._replace(group, key, several if isinstance(entry, tuple | list) else held[0])
 
     def restore(self) -> None:
-        """Restores everything that was changed for the step."""
+        """Restores everything that was changed for the step.
+
+        Also `grad_scale` and `found_inf`: `GradScaler.step` multiplies its scale by an existing
+        `grad_scale`, or after `unscale_` keeps that value, and deletes both after the step.
+        """
         for values, name, value, before in reversed(self._replaced):
             if values.get(name) is not value:
                 continue
@@ -152,14 +154,6 @@ class Enforcer:
             else:
                 scaled = original * factor
             self._replace(group, "lr", scaled)
-
-    def _set_amp_flag(self, name: str, value: Tensor) -> None:
-        """Sets `grad_scale` or `found_inf`, which GradScaler and fused kernels use, for one step.
-
-        `restore` removes both, because `GradScaler.step` multiplies its scale by an existing
-        `grad_scale`, or after `unscale_` keeps that value, and deletes both after the step.
-        """
-        self._replace(vars(self._optimizer), name, value)
 
     def _replace(self, values: dict[str, Any], name: str, value: Any) -> None:
         self._replaced.append((values, name, value, values.get(name, _ABSENT)))

@@ -100,7 +100,14 @@ class _StatefulEngine:
         """Starts a clipping history for added parameters. Leaves of fixed size stay in place."""
         self.groups = groups
         longer = self._from_numpy(self.engine.init(groups=groups))
-        self.state = map_leaves(_extend_leaf, self.state, longer)
+
+        def extended(old: Any, new: Any) -> Any:
+            if old.shape == new.shape:
+                return old
+            new[: old.shape[0]] = old
+            return new
+
+        self.state = map_leaves(extended, self.state, longer)
 
     def to_dict(self) -> dict[str, Any]:
         """The framework-neutral state. A sync on an accelerator."""
@@ -304,14 +311,6 @@ class DeviceEngine(_StatefulEngine):
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 [o for o, _ in pairs], [n for _, n in pairs]
             )
-
-
-def _extend_leaf(old: Any, new: Any) -> Any:
-    """Writes `old` into the start of a longer leaf `new`. Returns `old` if the sizes are equal."""
-    if old.shape == new.shape:
-        return old
-    new[: old.shape[0]] = old
-    return new
 
 
 def _compiled(step: Any) -> Any:

@@ -316,7 +316,8 @@ def read(tensors: Sequence[Tensor | None]) -> list[Any]:
     devices = [t.device for t in present if not t.is_cpu]
     if not devices:
         # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
-        return [None if t is None else t.numpy().copy()[()] for t in tensors]
+        arrays = [None if t is None else t.numpy() for t in tensors]
+        return [a.copy() if a is not None and a.ndim else a and a[()] for a in arrays]
     flat = torch.cat([t.to(devices[0], torch.float32).reshape(-1) for t in present]).cpu().numpy()
     parts = iter(np.split(flat, np.cumsum([t.numel() for t in present])[:-1]))
     return [None if t is None else next(parts).reshape(tuple(t.shape))[()] for t in tensors]
