@@ -133,16 +133,14 @@ def heal_optimizer(
             f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}: "
             "leave it out if you use no scaler"
         )
+    name, params = type(optimizer).__name__, gradients.parameters(optimizer)
     if healing_of(optimizer) is not None:
         raise AttachError(
-            f"this {type(optimizer).__name__} is healed already: each of two policies would judge "
-            "the changes of the other policy; call detach() on the first handle"
+            f"this {name} is healed already: each of two policies would judge the changes of the "
+            "other policy; call detach() on the first handle"
         )
-    params = gradients.parameters(optimizer)
     if not params:
-        raise AttachError(
-            f"this {type(optimizer).__name__} has no parameters: attach after add_param_group"
-        )
+        raise AttachError(f"this {name} has no parameters: attach after add_param_group")
     home = params[0].device
     if home.type == "meta":
         raise AttachError(
@@ -165,20 +163,15 @@ def heal_optimizer(
     elif obstacle:
         engine, reason = "host", f"{obstacle}: the host needs the decision anyway"
     else:
-        engine = "device"
-        reason = f"{type(optimizer).__name__} is fused: the decision stays on {home}"
+        engine, reason = "device", f"{name} is fused: the decision stays on {home}"
     if engine == "device":
         compiled = home.type != "cpu" if compile == "auto" else compile
         live_engine = DeviceEngine(core, len(params), home, compile=compiled)
     else:
         live_engine = HostEngine(core, len(params))
-    step = healed_step(
-        optimizer,
-        live_engine,
-        measurer(core, optimizer, home, scaler),
-        enforcer,
-        SignalAllReduce(ranks, home),
-    )
+    measured = measurer(core, optimizer, home, scaler)
+    all_reduce = SignalAllReduce(ranks, home)
+    step = healed_step(optimizer, live_engine, measured, enforcer, all_reduce)
     return Healing(step, engine_reason=reason)
 
 

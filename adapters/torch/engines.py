@@ -67,13 +67,11 @@ class _StatefulEngine:
     """Base of both engines. `groups` is the number of parameters.
 
     Attributes:
-        name: "host" or "device".
-        decision: the last step's decision as enforced, in the engine's arrays, or None.
         compiled: whether the step runs through torch.compile.
         is_capturing: whether a CUDA graph captures the step. Its replays run no hooks.
+        decision: the last step's decision as enforced, in the engine's arrays, or None.
     """
 
-    name = ""
     compiled = is_capturing = False
     _xp: Any
 

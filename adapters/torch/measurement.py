@@ -30,15 +30,12 @@ class Measurer:
     All signals are float32 on `home`, the device of the first parameter.
 
     Attributes:
-        losses: the losses since the last step.
         eval_loss: loss of an evaluation since the last step, or None.
-        update_norm: norm of the previous update, or None.
+        update_norm: norm of the previous update as reported since the last step, or None.
         has_seen_loss: whether any step has had a loss, including dropped steps.
         norms: norm of each gradient at the last step, 0-d on the gradient's device.
         squares: this rank's terms of the squared norms at the last step, (1,) float64, or
             (1 + n,) with norms of n groups. None if every rank has all gradients.
-        dropped: detects steps that a GradScaler skipped without calling the optimizer.
-        overflows: counts the overflows of a GradScaler.
     """
 
     def __init__(
@@ -64,16 +61,12 @@ class Measurer:
     def measure(
         self, parameters: Sequence[Tensor], divisor: Tensor | None, ranks: StepRanks
     ) -> Signals:
-        """Measures the current step of this rank.
+        """Measures the current step of this rank. Without gradients `grad_norm` is None.
 
         Args:
-            parameters: all parameters of the optimizer.
+            parameters: all parameters of the optimizer; without a gradient the group norm is 0.
             divisor: a GradScaler's scale that the gradients still contain, or None.
             ranks: the ranks that step together.
-
-        Returns:
-            The signals; without gradients `grad_norm` is None, and a parameter without a gradient
-            has a group norm of 0.
         """
         self.dropped.stepped = True
         gradients.complete_(parameters)
@@ -95,10 +88,7 @@ class Measurer:
         return self._signals(norm, each if self.engine.per_tensor else None, self.losses.mean())
 
     def measure_dropped(self, groups: int, *, alone: bool) -> Signals:
-        """Measures a step that a GradScaler skipped without calling the optimizer.
-
-        Drops its losses. Uses its loss only if the rank decides `alone`.
-        """
+        """Measures a step of `DroppedSteps`. Uses its loss only if the rank decides `alone`."""
         bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
         each = bad.expand(groups).clone() if self.engine.per_tensor else None
         loss = self.losses.mean() if alone else None
@@ -139,7 +129,7 @@ class Measurer:
 
 
 class StepNorms(NamedTuple):
-    """The gradient norms of a judged step, not read on the host."""
+    """The gradient norms of a judged step, not read on the host yet."""
 
     params: Sequence[Tensor]
     """Parameters with a gradient."""
@@ -220,14 +210,13 @@ class LossMean:
         else:
             # As a number, because copying pageable memory to an accelerator is a sync. As a double,
             # because NumPy lacks some dtypes of torch.
-            number = loss.double().numpy() if isinstance(loss, Tensor) else loss
-            value = float(number) * weight
+            value = float(loss.double().numpy() if isinstance(loss, Tensor) else loss) * weight
             if abs(value) > _LARGEST:
                 value *= math.inf  # `fill_` would raise, but any other cast gives infinity
         if self.weight:
             self._total.add_(value)
         elif isinstance(value, Tensor):
-            self._total.copy_(value, non_blocking=True)
+            self._total.copy_(value)
         else:
             self._total.fill_(value)
         self.weight += weight
@@ -240,7 +229,7 @@ class LossMean:
         return self._total / torch.full_like(self._total, self.weight)
 
     def clear(self) -> None:
-        """Drops the losses."""
+        """Drops the losses since the last step."""
         self.weight = 0.0
 
 
@@ -253,15 +242,13 @@ class DroppedSteps:
     After an overflow a GradScaler does not call `step()` of an optimizer that is not fused. But
     `update()` replaces the scaler's per-optimizer records. The old records show whether the loop
     asked the scaler to step this optimizer.
-
-    Attributes:
-        stepped: whether the optimizer has stepped since the last `update()`; the caller sets it.
     """
 
     def __init__(self, scaler: GradScaler | None, optimizer: Optimizer) -> None:
         self._scaler = scaler
         self._key = id(optimizer)
         self.stepped = False
+        """Whether the optimizer has stepped since the last `update()`. The caller sets it."""
         self._records = None if scaler is None else scaler._per_optimizer_states
 
     def found(self) -> bool:
