@@ -219,12 +219,12 @@ class HealedStep:
 
     # -- judging --------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def judge_dropped(self) -> None:
         """See `Healing.judge_dropped`."""
-        if self.measurer.dropped.found():
-            alone = self.all_reduce.world == 1
-            groups = self.live_engine.groups
+        if not self.measurer.dropped.found():
+            return
+        with torch.no_grad():
+            groups, alone = self.live_engine.groups, self.all_reduce.world == 1
             self.live_engine.step(self.measurer.measure_dropped(groups, alone=alone))
             self._report(StepNorms([], [], None))
             self._read_records()
