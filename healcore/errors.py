@@ -7,7 +7,12 @@ Each derives from `healcore.HealcoreError`. Most also derive from `PolicyError` 
 from __future__ import annotations
 
 from healcore.core.engine import StateError
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import (
+    AttachError,
+    HealcoreError,
+    ParametersChangedError,
+    RanksDisagreeError,
+)
 from healcore.core.signals import SignalError
 from healcore.extras import MissingExtraError
 from healcore.policy import PolicyError
@@ -39,6 +44,7 @@ from healcore.runtime.store.ranks import RankFailed
 
 __all__ = [
     "AlreadyCompleted",
+    "AttachError",
     "CheckpointDamaged",
     "CheckpointNotFound",
     "DataError",
@@ -52,8 +58,10 @@ __all__ = [
     "MicrobatchError",
     "MissingExtraError",
     "NoGoodCheckpoint",
+    "ParametersChangedError",
     "PolicyError",
     "RankFailed",
+    "RanksDisagreeError",
     "RunStopped",
     "SaveFailed",
     "SignalError",

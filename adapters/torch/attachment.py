@@ -1,22 +1,26 @@
-"""`attach`: heals a torch optimizer."""
+"""`attach`: heals a torch optimizer. `Healing`: the handle that `attach` returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.console import Console, checked
+from healcore.core.engine import Engine
+from healcore.core.errors import AttachError
+from healcore.core.verdict import Action, Cause, Decision
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.loader import check_keywords
-from healcore.torch import gradients
-from healcore.torch.enforcer import Enforcer, all_fused, is_third_party
+from healcore.torch import gradients, measurement
+from healcore.torch.enforcer import Enforcer
 from healcore.torch.engines import DeviceEngine, HostEngine
-from healcore.torch.errors import AttachError
 from healcore.torch.healed_step import HealedStep
-from healcore.torch.healing import Healing
 from healcore.torch.measurement import Measurer
 from healcore.torch.ranks import StepRanks
 from healcore.torch.signal_allreduce import SignalAllReduce
@@ -24,8 +28,6 @@ from healcore.torch.signal_allreduce import SignalAllReduce
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-    from healcore.core.engine import Engine
 
 
 def attach(
@@ -88,7 +90,7 @@ def attach(
     printed, stored = checked(console), scaler_of(optimizer)
     healing = heal_optimizer(
         unwrapped(optimizer),
-        lambda: engine_of(policy, overrides),
+        engine_of(policy, overrides),
         scaler=stored if scaler is None else scaler,
         engine=engine,
         compile=compile,
@@ -107,7 +109,7 @@ def attach(
 
 def heal_optimizer(
     optimizer: Optimizer,
-    core_of: Callable[[], Engine],
+    core: Engine,
     *,
     scaler: torch.amp.GradScaler | None = None,
     engine: str = "auto",
@@ -117,7 +119,7 @@ def heal_optimizer(
     measurer: Callable[..., Measurer] = Measurer,
     healed_step: Callable[..., HealedStep] = HealedStep,
 ) -> Healing:
-    """Attaches to an optimizer without a wrapper. Calls `core_of` after all other checks.
+    """Attaches to an optimizer without a wrapper.
 
     A trainer that steps the optimizer in its own way passes subclasses of `Measurer` and
     `HealedStep`.
@@ -131,16 +133,14 @@ def heal_optimizer(
             f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}: "
             "leave it out if you use no scaler"
         )
+    name, params = type(optimizer).__name__, gradients.parameters(optimizer)
     if healing_of(optimizer) is not None:
         raise AttachError(
-            f"this {type(optimizer).__name__} is healed already: each of two policies would judge "
-            "the changes of the other policy; call detach() on the first handle"
+            f"this {name} is healed already: each of two policies would judge the changes of the "
+            "other policy; call detach() on the first handle"
         )
-    params = gradients.parameters(optimizer)
     if not params:
-        raise AttachError(
-            f"this {type(optimizer).__name__} has no parameters: attach after add_param_group"
-        )
+        raise AttachError(f"this {name} has no parameters: attach after add_param_group")
     home = params[0].device
     if home.type == "meta":
         raise AttachError(
@@ -148,58 +148,31 @@ def heal_optimizer(
             "attach after they are materialised"
         )
     ranks = StepRanks(params, process_group, pp_mesh)
-    core = core_of()
     if core.per_tensor and ranks.stages > 1:
         raise AttachError(
             "the policy clips each parameter by its own history, and pipeline stages have "
             "different parameters: use a policy with one limit for all, clip={'kind': 'zclip'}"
         )
-    obstacle = _fused_obstacle(optimizer)
-    where, reason = _choose_engine(engine, obstacle, home, type(optimizer).__name__)
-    if where == "device":
+    enforcer = Enforcer(optimizer, scales_lr=core.scales_lr)
+    obstacle = enforcer.kernel_obstacle
+    if engine != "auto":
+        reason = f"set by engine={engine!r}{f'; {obstacle}' if obstacle else ''}"
+    elif home.type == "cpu":
+        engine = "host"
+        reason = "the parameters are on the CPU, where reading a tensor costs nothing"
+    elif obstacle:
+        engine, reason = "host", f"{obstacle}: the host needs the decision anyway"
+    else:
+        engine, reason = "device", f"{name} is fused: the decision stays on {home}"
+    if engine == "device":
         compiled = home.type != "cpu" if compile == "auto" else compile
         live_engine = DeviceEngine(core, len(params), home, compile=compiled)
     else:
         live_engine = HostEngine(core, len(params))
-    step = healed_step(
-        optimizer,
-        live_engine,
-        measurer(core, optimizer, home, scaler),
-        Enforcer(optimizer, by_kernel=obstacle is None, scales_lr=core.scales_lr),
-        SignalAllReduce(ranks, home),
-    )
+    measured = measurer(core, optimizer, home, scaler)
+    all_reduce = SignalAllReduce(ranks, home)
+    step = healed_step(optimizer, live_engine, measured, enforcer, all_reduce)
     return Healing(step, engine_reason=reason)
-
-
-def _fused_obstacle(optimizer: Optimizer) -> str | None:
-    """Reason why an optimizer cannot clip and skip inside its fused kernel, or None.
-
-    For GradScaler, fused Adam, AdamW, SGD and Adagrad divide the gradients by
-    `optimizer.grad_scale`, and change nothing if `optimizer.found_inf` is 1. torch marks them by
-    `_step_supports_amp_scaling`.
-    """
-    name = type(optimizer).__name__
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return f"{name} was not built with fused=True"
-    if not all_fused(optimizer):
-        return f"a parameter group of this {name} has fused off"
-    if is_third_party(optimizer):
-        # Its step() may compute the update itself, or change the update of super().step().
-        return f"{name} has a step() of its own, which may not honour found_inf"
-    return None
-
-
-def _choose_engine(
-    wanted: str, obstacle: str | None, home: torch.device, name: str
-) -> tuple[str, str]:
-    """Returns "host" or "device", and the reason."""
-    if wanted != "auto":
-        return wanted, f"set by engine={wanted!r}{f'; {obstacle}' if obstacle else ''}"
-    if home.type == "cpu":
-        return "host", "the parameters are on the CPU, where reading a tensor costs nothing"
-    if obstacle is None:
-        return "device", f"{name} is fused: the decision stays on {home}"
-    return "host", f"{obstacle}: the host needs the decision anyway"
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
@@ -231,3 +204,221 @@ def healing_of(optimizer: Optimizer) -> Healing | None:
         if found is not None:
             return found
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How one optimizer is healed. `str()` formats the report as lines for printing."""
+
+    engine: str
+    """Where the engine runs: host (NumPy) or device (torch)."""
+    engine_reason: str
+    skip: str
+    """How a step is skipped: found_inf (in the fused kernel) or not run."""
+    syncs_per_step: int
+    """Host syncs that healcore adds to each step."""
+    ranks: int
+    """Number of ranks that decide together, by one all_reduce per step."""
+    compiled: bool
+    """Whether the engine's step runs through torch.compile."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"engine  {self.engine}{', compiled' if self.compiled else ''}: {self.engine_reason}",
+            f"skip    {self.skip}",
+            f"syncs   {self.syncs_per_step} per step",
+        ]
+        if self.ranks > 1:
+            lines.append(f"ranks   {self.ranks} decide together, by one all_reduce per step")
+        return "\n".join(lines)
+
+
+class Healing:
+    """Handle of an optimizer that a policy heals. Created by `attach`, not directly.
+
+    Attributes:
+        live_engine: the engine with its state.
+        hooks: the optimizer's healed step.
+    """
+
+    def __init__(self, hooks: HealedStep, *, engine_reason: str) -> None:
+        self.optimizer = hooks.optimizer
+        self.live_engine = hooks.live_engine
+        self.engine = hooks.live_engine.engine
+        self.hooks = hooks
+        self._measurer = hooks.measurer
+        self._engine_reason = engine_reason
+        hooks.check.__healing__ = self
+
+    # -- signals from the training loop ---------------------------------------------------------
+
+    def observe(self, loss: Tensor | float, *, weight: float = 1.0) -> None:
+        """Reports the loss of one (micro-)batch. A step is judged by the mean since the last step.
+
+        No host sync. With several ranks a step is judged by the mean over the ranks.
+        A rank may pass its own loss or a reduced loss.
+
+        Args:
+            loss: a number, or a tensor of one element on any device. NaN and Inf are accepted.
+            weight: weight of this loss in the mean, above 0, for parts of different size.
+
+        Raises:
+            SignalError: `loss` is not a single real number. Nothing was changed.
+        """
+        value = measurement.checked("loss", loss)
+        self.hooks.judge_dropped()
+        self._measurer.losses.add(value, weight)
+
+    def observe_eval(self, eval_loss: Tensor | float) -> None:
+        """Reports the loss of an evaluation, which the policy reads at the next step.
+
+        Raises:
+            SignalError: as for `observe`.
+        """
+        self._measurer.eval_loss = measurement.checked("eval_loss", eval_loss)
+
+    def observe_update_norm(self, update_norm: Tensor | float) -> None:
+        """Reports the L2 norm of the last update, for policies that read it.
+
+        healcore does not measure this norm.
+
+        Raises:
+            SignalError: as for `observe`.
+        """
+        self._measurer.update_norm = measurement.checked("update_norm", update_norm)
+
+    def expect_change(self) -> None:
+        """Announces that the next step differs on purpose (LR, batch size, data, weights).
+
+        Baselines warm up again. For `grace_steps` steps only non-finite values are alarms.
+        """
+        self.live_engine.expect_change()
+
+    def discard(self) -> None:
+        """Drops the signals since the last step, for loops that discard a step themselves."""
+        self._measurer.clear()
+
+    def drop_losses(self) -> None:
+        """Drops the losses since the last step, but keeps the loss of an evaluation."""
+        self._measurer.losses.clear()
+
+    def judge_dropped(self) -> None:
+        """Judges a step that the GradScaler skipped without calling the optimizer, if any.
+
+        The policy can then act on overflows that do not end. `observe` calls this method. A loop
+        without losses may call it once after each `scaler.update()`.
+        """
+        self.hooks.judge_dropped()
+
+    # -- results for the training loop ----------------------------------------------------------
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss was observed since the last step."""
+        return self._measurer.losses.weight > 0
+
+    @property
+    def has_seen_loss(self) -> bool:
+        """Whether any step has had a loss, including steps that a GradScaler dropped."""
+        return self._measurer.has_seen_loss
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that decide together."""
+        return self.hooks.all_reduce.world
+
+    @property
+    def attached(self) -> bool:
+        """Whether the policy judges the optimizer's steps."""
+        return self.hooks.attached
+
+    @property
+    def decision(self) -> Decision | None:
+        """The last step's decision as enforced, or None before the first step. No sync.
+
+        NumPy scalars from the host engine, torch tensors from the device engine.
+        """
+        return self.live_engine.decision
+
+    def last_decision(self) -> Decision | None:
+        """The last step's decision in Python values (`Cause`, `Action`, bool, float).
+
+        None before the first step. A sync on an accelerator.
+        """
+        decision = self.live_engine.decision
+        if decision is None:
+            return None
+        groups = decision.group_scale
+        return Decision(
+            grad_scale=float(decision.grad_scale),
+            skip=bool(decision.skip),
+            lr_scale=float(decision.lr_scale),
+            action=Action(int(decision.action)),
+            cause=Cause(int(decision.cause)),
+            rollback_depth=int(decision.rollback_depth),
+            group_scale=None if groups is None else groups.tolist(),
+        )
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...). Copies, no sync.
+
+        `heal/loss` is NaN until a step with a loss is judged.
+        """
+        found = self.live_engine.metrics()
+        if not self.has_seen_loss:
+            loss = found["heal/loss"]  # 0 at the start, unlike in a loaded state
+            found["heal/loss"] = loss.masked_fill(loss == 0, math.nan)
+        return found
+
+    def report(self) -> Report:
+        """Returns how this optimizer is healed: engine, skips and clips, their reasons and cost."""
+        live_engine = self.live_engine
+        on_host = live_engine.name == "host"
+        by_flag = not on_host and not self.hooks.enforcer.kernel_obstacle
+        reads = on_host or (not by_flag and self.engine.mode != "observe")
+        return Report(
+            engine=live_engine.name,
+            engine_reason=self._engine_reason,
+            skip="found_inf" if by_flag else "not run",
+            syncs_per_step=int(reads) * (self._measurer.home.type != "cpu"),
+            ranks=self.ranks,
+            compiled=live_engine.compiled,
+        )
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The engine's state, JSON-safe and framework-neutral (`Engine.to_dict`). A sync.
+
+        A state saved under JAX or NumPy can be loaded here, and vice versa.
+        """
+        return self.live_engine.to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a saved state, so that decisions continue as if the run had never stopped.
+
+        Raises:
+            StateError: the state is damaged, or from another policy or model. Nothing is loaded.
+        """
+        self.live_engine.load(state, rollback=False)
+        self.hooks.on_state_loaded()
+
+    def on_rollback(self, state: dict[str, Any]) -> None:
+        """Loads a checkpoint's state after a rollback. Keeps current budgets and LR multiplier.
+
+        Raises:
+            StateError: as for `load_state_dict`.
+        """
+        self.live_engine.load(state, rollback=True)
+        self.hooks.on_state_loaded()
+
+    def detach(self) -> None:
+        """Restores `step`: the optimizer is as if `attach` had never been called.
+
+        State and metrics stay readable. Calling it again does nothing.
+        """
+        self.hooks.detach()
+
+    def __repr__(self) -> str:
+        state = f"{self.live_engine.name} engine" if self.attached else "detached"
+        return f"<Healing of {type(self.optimizer).__name__}, {state}>"

@@ -1,13 +1,14 @@
 """Enforces a decision on one optimizer: clips, scales the rate, resets the moments.
 
-Learning rates and the two attributes that fused kernels read are changed for one step, and restored
-afterwards unless other code has written there.
+Learning rates, unusual numbers and the two attributes that fused kernels read are changed for one
+step, and restored afterwards unless other code has written there.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,14 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.torch import gradients
-from healcore.torch.engines import DeviceOrder, HostOrder
-from healcore.torch.optimizer_numbers import entries
+from healcore.torch.engines import Order
 
 _ABSENT = object()
+NO_HYPERPARAMETERS = {
+    *("params", "param_names", "initial_lr"),
+    *("foreach", "fused", "capturable", "differentiable"),
+}
+"""Entries of a parameter group that do not affect training."""
 
 
 class Enforcer:
@@ -27,25 +32,29 @@ class Enforcer:
 
     Args:
         optimizer: the optimizer to heal.
-        by_kernel: whether the optimizer's fused kernels read `grad_scale` and `found_inf`.
         scales_lr: whether the policy may scale the learning rate.
+
+    Attributes:
+        kernel_obstacle: reason why the optimizer cannot clip and skip inside its fused kernel, or
+            an empty string.
     """
 
-    def __init__(self, optimizer: Optimizer, *, by_kernel: bool, scales_lr: bool) -> None:
-        self.by_kernel = by_kernel
+    def __init__(self, optimizer: Optimizer, *, scales_lr: bool) -> None:
+        self.kernel_obstacle = _kernel_obstacle(optimizer)
         self._optimizer = optimizer
+        self._home = gradients.parameters(optimizer)[0].device
         self._scales_lr = scales_lr
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
         """For each replaced value: dictionary, name, value for one step, value before."""
 
     def amp_flags(self) -> tuple[Tensor | None, Tensor | None]:
-        """A GradScaler's `(grad_scale, found_inf)` for this step: 0-d float32, or None."""
-        values = vars(self._optimizer)
-        scale, found = values.get("grad_scale"), values.get("found_inf")
-        return (
-            scale if isinstance(scale, Tensor) else None,
-            found if isinstance(found, Tensor) else None,
-        )
+        """A GradScaler's scale and `found_inf` for this step: 0-d float32, or None."""
+        flags: list[Tensor | None] = []
+        for name in ("grad_scale", "found_inf"):
+            flag = vars(self._optimizer).get(name)
+            is_set = isinstance(flag, Tensor)
+            flags.append(flag.to(self._home, torch.float32, non_blocking=True) if is_set else None)
+        return flags[0], flags[1]
 
     def needs_host(self, params: Sequence[Tensor]) -> bool:
         """Whether enforcing this step needs the order on the host.
@@ -62,42 +71,73 @@ class Enforcer:
             state.get(p, {}).get("momentum_buffer") is None for p in params
         )
 
-    def enforce(
-        self, all_parameters: Sequence[Tensor], order: HostOrder, divisor: Tensor | None
+    def enforce(self, parameters: Sequence[Tensor], order: Order, divisor: Tensor | None) -> None:
+        """Enforces an order, unless it skips on the host. A neutral order changes no bit.
+
+        An order on the device is enforced by the fused kernel, which divides by exactly 1, and
+        subtracts a `found_inf` of exactly 0 from its step counter.
+
+        Args:
+            parameters: all parameters of the optimizer.
+            order: the order. If `needs_host` is True, its numbers are on the host.
+            divisor: a GradScaler's scale that the gradients still contain, 0-d float32, or None.
+        """
+        if order.grad_divisor is not None:
+            if order.group_scale is not None:
+                gradients.scale_each_(parameters, order.group_scale.unbind())
+            self._replace(vars(self._optimizer), "grad_scale", order.grad_divisor)
+            self._replace(vars(self._optimizer), "found_inf", order.skip)
+            if self._scales_lr:
+                self._scale_lr(order.lr_scale)
+        elif not order.skip:
+            self.clip(parameters, order, divisor)
+            if order.lr_scale != 1.0:
+                self._scale_lr(order.lr_scale)
+
+    def clip(
+        self, parameters: Sequence[Tensor], order: Order, divisor: Tensor | None = None
     ) -> None:
-        """Enforces an order that is on the host, unless it skips. Neutral factors change nothing.
-
-        `divisor` (0-d float32) is the GradScaler's scale that the gradients still have, or None.
-        """
-        if order.skip:
-            return
-        self.clip(all_parameters, order, divisor)
-        if order.lr_scale != 1.0:
-            self.scale_lr(order.lr_scale)
-
-    def enforce_on_device(self, all_parameters: Sequence[Tensor], order: DeviceOrder) -> None:
-        """Enforces an order that stays on the device, where the fused kernel reads it.
-
-        A neutral order changes no bit: the kernel divides by exactly 1, and subtracts a `found_inf`
-        of exactly 0 from its step counter.
-        """
+        """Clips by an order on the host: in the fused kernel, or else in place."""
         if order.group_scale is not None:
-            gradients.scale_each_(all_parameters, order.group_scale.unbind())
-        self._set_amp_flag("grad_scale", order.grad_divisor)
-        self._set_amp_flag("found_inf", order.found_inf)
-        if self._scales_lr:
-            self.scale_lr(order.lr_scale)
+            gradients.scale_each_(parameters, order.group_scale.tolist())
+        if order.grad_scale == 1.0:
+            return
+        if self._uses_kernel():
+            # In float32 and in this order, as in the device engine.
+            scale = torch.full((), order.grad_scale, dtype=torch.float32, device=self._home)
+            base = torch.ones_like(scale) if divisor is None else divisor
+            self._replace(vars(self._optimizer), "grad_scale", base / scale)
+        else:
+            gradients.scale_(parameters, order.grad_scale)
 
-    def learning_rate(self) -> float | None:
-        """The first group's rate, without this step's multiplier. A sync if it is on a device."""
-        group = self._optimizer.param_groups[0]
-        rate = group.get("lr")
-        for values, name, _, before in reversed(self._replaced):
-            if values is group and name == "lr":
-                rate = before
-        return None if rate is None else float(rate)
+    def hold_numbers(self, name: str, healthy: Mapping[str, HealthyRange]) -> None:
+        """Replaces unusual numbers by the last healthy ones. `name` is the optimizer's."""
+        for group, key, numbers in _numbers_of_groups(name, self._optimizer) if healthy else ():
+            held = [healthy[n].held(v) if n in healthy else v for n, v in numbers.items()]
+            if held != [*numbers.values()]:
+                entry = group[key]
+                several = tuple(held) if isinstance(entry, tuple) else held
+                self._replace(group, key, several if isinstance(entry, tuple | list) else held[0])
 
-    def scale_lr(self, factor: float | Tensor) -> None:
+    def restore(self) -> None:
+        """Restores everything that was changed for the step.
+
+        Also `grad_scale` and `found_inf`: `GradScaler.step` multiplies its scale by an existing
+        `grad_scale`, or after `unscale_` keeps that value, and deletes both after the step.
+        """
+        for values, name, value, before in reversed(self._replaced):
+            if values.get(name) is not value:
+                continue
+            if before is _ABSENT:
+                del values[name]
+            else:
+                values[name] = before
+        self._replaced.clear()
+
+    def _uses_kernel(self) -> bool:
+        return not self.kernel_obstacle and _all_fused(self._optimizer)
+
+    def _scale_lr(self, factor: float | Tensor) -> None:
         """Multiplies the learning rate of every group that has one.
 
         `restore` restores the user's object, so that a scheduler reads its own value. If `factor`
@@ -115,70 +155,62 @@ class Enforcer:
                 scaled = original * factor
             self._replace(group, "lr", scaled)
 
-    def hold_numbers(self, name: str, healthy: Mapping[str, HealthyRange]) -> None:
-        """Replaces unusual numbers by the last healthy ones. `name` is the optimizer's."""
-        for entry in entries(name, self._optimizer) if healthy else ():
-            held = [healthy[n].held(v) if n in healthy else v for n, v in entry.numbers.items()]
-            if held != [*entry.numbers.values()]:
-                self._replace(entry.group, entry.key, entry.with_numbers(held))
-
-    def clip(
-        self, all_parameters: Sequence[Tensor], order: HostOrder, divisor: Tensor | None = None
-    ) -> None:
-        """Clips in the fused kernel if the optimizer has one, else in a pass over the gradients."""
-        if order.group_scale is not None:
-            gradients.scale_each_(all_parameters, order.group_scale.tolist())
-        if order.grad_scale == 1.0:
-            return
-        if self._uses_kernel():
-            # In float32 and in this order, as in the device engine.
-            device = all_parameters[0].device
-            scale = torch.full((), order.grad_scale, dtype=torch.float32, device=device)
-            base = torch.ones_like(scale) if divisor is None else divisor
-            self._set_amp_flag("grad_scale", base / scale)
-        else:
-            gradients.scale_(all_parameters, order.grad_scale)
-
-    def restore(self) -> None:
-        """Restores everything that was changed for the step."""
-        for values, name, value, before in reversed(self._replaced):
-            if values.get(name) is not value:
-                continue
-            if before is _ABSENT:
-                del values[name]
-            else:
-                values[name] = before
-        self._replaced.clear()
-
-    def _uses_kernel(self) -> bool:
-        return self.by_kernel and all_fused(self._optimizer)
-
-    def _set_amp_flag(self, name: str, value: Tensor) -> None:
-        """Sets `grad_scale` or `found_inf`, which GradScaler and fused kernels use, for one step.
-
-        `restore` removes both, because `GradScaler.step` multiplies its scale by an existing
-        `grad_scale`, or after `unscale_` keeps that value, and deletes both after the step.
-        """
-        self._replace(vars(self._optimizer), name, value)
-
     def _replace(self, values: dict[str, Any], name: str, value: Any) -> None:
         self._replaced.append((values, name, value, values.get(name, _ABSENT)))
         values[name] = value
 
 
-def all_fused(optimizer: Optimizer) -> bool:
+def _kernel_obstacle(optimizer: Optimizer) -> str:
+    """See `Enforcer.kernel_obstacle`.
+
+    For GradScaler, fused Adam, AdamW, SGD and Adagrad divide the gradients by
+    `optimizer.grad_scale`, and change nothing if `optimizer.found_inf` is 1. torch marks them by
+    `_step_supports_amp_scaling`.
+    """
+    name = type(optimizer).__name__
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return f"{name} was not built with fused=True"
+    if not _all_fused(optimizer):
+        return f"a parameter group of this {name} has fused off"
+    if _is_third_party(optimizer):
+        # Its step() may compute the update itself, or change the update of super().step().
+        return f"{name} has a step() of its own, which may not honour found_inf"
+    return ""
+
+
+def _all_fused(optimizer: Optimizer) -> bool:
     """Whether every group runs the fused kernel now; `load_state_dict` can change that."""
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-def is_third_party(optimizer: Optimizer) -> bool:
+def _is_third_party(optimizer: Optimizer) -> bool:
     """Whether the class defines `step()` outside of torch.optim."""
     return not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
 
 
+def numbers_of(name: str, optimizer: Optimizer) -> dict[str, float]:
+    """The numbers of an optimizer besides learning rates, by name: weight decay, betas, eps."""
+    groups = _numbers_of_groups(name, optimizer)
+    return {path: value for _, _, numbers in groups for path, value in numbers.items()}
+
+
+def _numbers_of_groups(
+    name: str, optimizer: Optimizer
+) -> Iterator[tuple[dict[str, Any], str, dict[str, float]]]:
+    """Group, key and named numbers of each entry that is a number, or a tuple of numbers."""
+    for g, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key in NO_HYPERPARAMETERS or "lr" in key:
+                continue
+            path, several = f"{name}.param_groups[{g}].{key}", isinstance(value, tuple | list)
+            parts = {f"{path}[{i}]": v for i, v in enumerate(value)} if several else {path: value}
+            if all(type(each) in (int, float) and math.isfinite(each) for each in parts.values()):
+                yield group, key, parts
+
+
 def moments_obstacle(optimizer: Optimizer) -> str:
     """Reason why the moments cannot be reset, or an empty string."""
-    if not is_third_party(optimizer):
+    if not _is_third_party(optimizer):
         return ""
     return (
         f"{type(optimizer).__name__} has a step() of its own, and only the optimizers of "

@@ -26,64 +26,53 @@ from healcore.core.signals import Signals
 from healcore.core.step_record import StepRecord
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Decision
-from healcore.torch.measurement import AsyncCopy, Measurement, read, signals_of
+from healcore.torch.measurement import AsyncCopy, read
 from healcore.torch.namespace import Namespace
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
 _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
-
-
-class HostOrder(NamedTuple):
-    """The decision to enforce at one step, as Python numbers."""
-
-    skip: bool
-    """Whether to skip the step, by order of the policy or of a GradScaler."""
-    grad_scale: float
-    lr_scale: float
-    group_scale: np.ndarray | None
-    """(n,) float32 factors, or None."""
-    cut: bool = False
-    """Whether the policy cuts the learning rate at this step, and does not skip the step."""
-
-
-class DeviceOrder(NamedTuple):
-    """The decision to enforce at one step, as 0-d tensors for fused kernels."""
-
-    found_inf: Tensor
-    """float32: 1 to skip the step, else exactly 0."""
-    grad_divisor: Tensor
-    """float32: the number by which the fused kernel divides the gradients."""
-    lr_scale: Tensor
-    grad_scale: Tensor
-    group_scale: Tensor | None
-    """(n,) float32, or None."""
-    action: Tensor
-    """int32: flags of `Action`."""
-
-    def to_host(self) -> HostOrder:
-        """The order as Python numbers: one sync on an accelerator, none on a CPU."""
-        found_inf, scale, lr_scale, groups, action = read(
-            [self.found_inf, self.grad_scale, self.lr_scale, self.group_scale, self.action]
-        )
-        skip = bool(found_inf > 0)
-        return HostOrder(skip, float(scale), float(lr_scale), groups, is_cut(action, skip))
-
+_CUT_LR = int(Action.CUT_LR)  # operations on an IntFlag take microseconds
 
 PendingRecord = Callable[[], StepRecord]
 """Reads the record of a judged step. Waits until the record is on the host."""
 
-_CUT_LR = int(Action.CUT_LR)  # operations on an IntFlag take microseconds
+
+class Order(NamedTuple):
+    """The decision to enforce at one step: Python numbers, or 0-d tensors on the device."""
+
+    skip: Any
+    """Whether to skip, by order of the policy or of a GradScaler: a bool, or float32 0 or 1."""
+    grad_scale: Any
+    lr_scale: Any
+    action: Any
+    """Flags of `Action`, as an int."""
+    group_scale: Any = None
+    """(n,) float32 factors, or None."""
+    grad_divisor: Tensor | None = None
+    """float32: what the fused kernel divides the gradients by. None if the order is on the host."""
+
+    def to_host(self) -> Order:
+        """The order as Python numbers: one sync on an accelerator, none on a CPU."""
+        skip, scale, lr_scale, action, groups = read(self[:5])
+        return Order(bool(skip > 0), float(scale), float(lr_scale), int(action), groups)
 
 
-def is_cut(action: Any, skip: bool) -> bool:
+def is_cut(action: int, skip: bool) -> bool:
     """Whether a step with these flags of `Action` cuts the learning rate, and is not skipped."""
-    return bool(int(action) & _CUT_LR) and not skip
+    return bool(action & _CUT_LR) and not skip
 
 
 class _StatefulEngine:
-    """Base of both engines. `groups` is the number of parameters."""
+    """Base of both engines. `groups` is the number of parameters.
 
+    Attributes:
+        compiled: whether the step runs through torch.compile.
+        is_capturing: whether a CUDA graph captures the step. Its replays run no hooks.
+        decision: the last step's decision as enforced, in the engine's arrays, or None.
+    """
+
+    compiled = is_capturing = False
     _xp: Any
 
     def __init__(self, engine: Engine, groups: int) -> None:
@@ -93,7 +82,6 @@ class _StatefulEngine:
         self.decision: Decision | None = None
 
     def _from_numpy(self, state: EngineState) -> EngineState:
-        """The state in this engine's arrays."""
         raise NotImplementedError
 
     def _to_numpy(self) -> EngineState:
@@ -110,7 +98,14 @@ class _StatefulEngine:
         """Starts a clipping history for added parameters. Leaves of fixed size stay in place."""
         self.groups = groups
         longer = self._from_numpy(self.engine.init(groups=groups))
-        self.state = map_leaves(_extend_leaf, self.state, longer)
+
+        def extended(old: Any, new: Any) -> Any:
+            if old.shape == new.shape:
+                return old
+            new[: old.shape[0]] = old
+            return new
+
+        self.state = map_leaves(extended, self.state, longer)
 
     def to_dict(self) -> dict[str, Any]:
         """The framework-neutral state. A sync on an accelerator."""
@@ -144,63 +139,65 @@ class HostEngine(_StatefulEngine):
     """An engine in NumPy scalars. Its states are immutable."""
 
     name = "host"
-    compiled = is_capturing = False
     _xp = host
 
     def __init__(self, engine: Engine, groups: int) -> None:
         super().__init__(engine, groups)
         self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
-        """Whether each signal is present -> the recorded step."""
+        """Whether each signal is absent -> the recorded step."""
+
+    def step(
+        self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
+    ) -> Order:
+        """Judges one step. Reads the signals, in one sync on an accelerator.
+
+        Args:
+            signals: 0-d float32 tensors.
+            found_inf: a GradScaler's flag, above 0 to skip the step, or None.
+            divisor: a GradScaler's scale that the gradients still contain, or None.
+        """
+        *values, overflow = read((*signals, found_inf))
+        signals = Signals._make(values)
+        ignored = (signals.externally_skipped or 0) > 0
+        signals = signals._replace(externally_skipped=np.True_ if ignored else None)
+        absent = tuple([value is None for value in signals])
+        with np.errstate(all="ignore"):  # the core discards invalid values afterwards
+            if absent not in self._programs:
+                self._programs[absent] = record(self.engine.step, self.state, signals)
+            self.state, decision = self._programs[absent](self.state, signals)
+        self.decision = decision
+        groups = decision.group_scale
+        return Order(
+            skip=bool(decision.skip or (overflow or 0) > 0),
+            grad_scale=float(decision.grad_scale),
+            lr_scale=float(decision.lr_scale),
+            action=int(decision.action),
+            group_scale=None if groups is None else np.asarray(groups),
+        )
+
+    def pending_record(self, name: str = "") -> PendingRecord:
+        """A function that reads the last step's record. `name` is the optimizer's name."""
+        state = self.state
+        return lambda: step_record.to_host(step_record.numbers(state), name)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Named 0-d CPU tensors."""
+        found = self.engine.metrics(self.state)
+        return {name: torch.from_numpy(np.array(value)) for name, value in found.items()}
+
+    def grow(self, groups: int) -> None:
+        """Starts a clipping history for added parameters."""
+        super().grow(groups)
+        self._programs.clear()
 
     def _from_numpy(self, state: EngineState) -> EngineState:
-        return map_leaves(_scalar, state)
+        return map_leaves(lambda leaf: leaf[()], state)  # 0-d arrays become scalars
 
     def _to_numpy(self) -> EngineState:
         return self.state
 
     def _set_state(self, new: EngineState) -> None:
         self.state = self._from_numpy(new)
-
-    def step(self, measured: Measurement) -> HostOrder:
-        """Judges one step."""
-        values = Measurement._make(read(measured))
-        skipped = np.True_ if (values.externally_skipped or 0) > 0 else None
-        with np.errstate(all="ignore"):  # the core discards invalid values afterwards
-            signals = signals_of(values._replace(externally_skipped=skipped))
-            self.state, decision = self._program(signals)(self.state, signals)
-        self.decision = decision
-        group_scale = decision.group_scale
-        skip = bool(decision.skip or (values.found_inf or 0) > 0)
-        return HostOrder(
-            skip=skip,
-            grad_scale=float(decision.grad_scale),
-            lr_scale=float(decision.lr_scale),
-            group_scale=None if group_scale is None else np.asarray(group_scale),
-            cut=is_cut(decision.action, skip),
-        )
-
-    def _program(self, signals: Signals) -> Callable[..., Any]:
-        present = tuple(value is not None for value in signals)
-        if present not in self._programs:
-            self._programs[present] = record(self.engine.step, self.state, signals)
-        return self._programs[present]
-
-    def pending_record(self, name: str = "") -> PendingRecord:
-        """The last step's record, read from the immutable state. `name` is the optimizer's name."""
-        state = self.state
-        return lambda: step_record.to_host(step_record.numbers(state), name)
-
-    def grow(self, groups: int) -> None:
-        """See `DeviceEngine.grow`."""
-        super().grow(groups)
-        self._programs.clear()
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d CPU tensors."""
-        return {
-            name: torch.from_numpy(np.array(value))
-            for name, value in self.engine.metrics(self.state).items()
-        }
 
 
 class DeviceEngine(_StatefulEngine):
@@ -215,17 +212,70 @@ class DeviceEngine(_StatefulEngine):
         self.device = device
         self._xp = Namespace(device)
         super().__init__(engine, groups)
-        self._run = _CompiledOrEager(self._step, compile=compile)
+        self.compiled = compile
+        self._compiled_step = _compiled(self._step) if compile else None
 
     @property
-    def compiled(self) -> bool:
-        """Whether the step runs through torch.compile."""
-        return self._run.compiled
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph captures the step. Its replays run no hooks."""
+    def is_capturing(self) -> bool:  # type: ignore[override]
+        """See `_StatefulEngine`."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def step(
+        self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
+    ) -> Order:
+        """As in `HostEngine`, without reading anything on the host."""
+        order = None
+        # Dynamo runs nothing compiled in such a mode (a FLOP counter), and torch.compile raises
+        # only after it has called the step eagerly: the call below would be a second step.
+        if self._compiled_step and not is_in_torch_dispatch_mode(include_infra_modes=False):
+            try:
+                order, self.decision = self._compiled_step(signals, found_inf, divisor)
+            except Exception as error:
+                # Tracing and compiling come before the first write, so the state is untouched.
+                warnings.warn(
+                    "healcore's step could not be compiled and runs eagerly, which is slower: "
+                    f"{error}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+                self.compiled, self._compiled_step = False, None
+        if order is None:
+            order, self.decision = self._step(signals, found_inf, divisor)
+        return order
+
+    def _step(
+        self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None
+    ) -> tuple[Order, Decision]:
+        """The compiled part: computes the fused kernel's arguments from the signals."""
+        new, decision = self.engine.step(self.state, signals, xp=self._xp)
+        self._set_state(new)
+        skip = decision.skip if found_inf is None else decision.skip | (found_inf > 0)
+        scale = decision.grad_scale
+        if self.engine.config.clip is not None:
+            divisor = (torch.ones_like(scale) if divisor is None else divisor) / scale
+        elif divisor is None:
+            divisor = scale  # a policy that does not clip has a scale of 1
+        return Order(
+            skip=skip.to(torch.float32),
+            grad_scale=scale,
+            lr_scale=decision.lr_scale,
+            action=decision.action,
+            group_scale=decision.group_scale,
+            grad_divisor=divisor,
+        ), decision
+
+    def pending_record(self, name: str = "") -> PendingRecord:
+        """As in `HostEngine`. Starts a copy to the host: one tensor, see `step_record.unpack`."""
+        values = step_record.numbers(self.state)
+        ints = torch.stack(values[: step_record.INTS])  # bool becomes int32
+        floats = torch.stack(values[step_record.INTS :])
+        copy = AsyncCopy(torch.cat([ints, floats.view(torch.int32)]))
+        return lambda: step_record.unpack(copy.read(), name)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Named 0-d tensors on the device; copies, because the state is written in place."""
+        found = self.engine.metrics(self.state)
+        return {name: value.detach().clone() for name, value in found.items()}
 
     def _from_numpy(self, state: EngineState) -> EngineState:
         return map_leaves(lambda leaf: torch.tensor(leaf, device=self.device), state)
@@ -259,88 +309,6 @@ class DeviceEngine(_StatefulEngine):
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 [o for o, _ in pairs], [n for _, n in pairs]
             )
-
-    def step(self, measured: Measurement) -> DeviceOrder:
-        """Judges one step without reading anything on the host."""
-        order, self.decision = self._run(measured)
-        return order
-
-    def _step(self, measured: Measurement) -> tuple[DeviceOrder, Decision]:
-        """The compiled part: computes the fused kernel's arguments from the signals."""
-        new, decision = self.engine.step(self.state, signals_of(measured), xp=self._xp)
-        self._set_state(new)
-        skip = decision.skip
-        if measured.found_inf is not None:
-            skip = skip | (measured.found_inf > 0)
-        scale, base = decision.grad_scale, measured.grad_divisor
-        divisor = scale if base is None else base  # a policy that does not clip has a scale of 1
-        if self.engine.config.clip is not None:
-            divisor = (torch.ones_like(scale) if base is None else base) / scale
-        return DeviceOrder(
-            found_inf=skip.to(torch.float32),
-            grad_divisor=divisor,
-            lr_scale=decision.lr_scale,
-            grad_scale=decision.grad_scale,
-            group_scale=decision.group_scale,
-            action=decision.action,
-        ), decision
-
-    def pending_record(self, name: str = "") -> PendingRecord:
-        """The last step's record. Starts its copy to the host, as one tensor."""
-        copy = AsyncCopy(self._row())
-        return lambda: step_record.unpack(copy.read(), name)
-
-    def _row(self) -> Tensor:
-        """The last step's record as one int32 tensor, see `step_record.unpack`."""
-        values = step_record.numbers(self.state)
-        ints = torch.stack(values[: step_record.INTS])  # bool becomes int32
-        floats = torch.stack(values[step_record.INTS :])
-        return torch.cat([ints, floats.view(torch.int32)])
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors on the device; copies, because the state is written in place."""
-        found = self.engine.metrics(self.state)
-        return {name: value.detach().clone() for name, value in found.items()}
-
-
-def _scalar(leaf: Any) -> Any:
-    return leaf[()] if isinstance(leaf, np.ndarray) and leaf.ndim == 0 else leaf
-
-
-def _extend_leaf(old: Any, new: Any) -> Any:
-    """Writes `old` into the start of a longer leaf `new`. Returns `old` if the sizes are equal."""
-    if old.shape == new.shape:
-        return old
-    new[: old.shape[0]] = old
-    return new
-
-
-class _CompiledOrEager:
-    """A function through torch.compile, or called directly if it cannot be compiled."""
-
-    def __init__(self, step: Callable[..., Any], *, compile: bool) -> None:
-        self._step = step
-        self._run = _compiled(step) if compile else step
-        self.compiled = compile
-
-    def __call__(self, *args: Any) -> Any:
-        # Dynamo runs nothing compiled in such a mode (a FLOP counter), and torch.compile raises
-        # only after it has called the step eagerly: the call below would be a second step.
-        if self.compiled and is_in_torch_dispatch_mode(include_infra_modes=False):
-            return self._step(*args)
-        try:
-            return self._run(*args)
-        except Exception as error:
-            if not self.compiled:
-                raise
-            # Tracing and compiling come before the first write, so the state is untouched.
-            warnings.warn(
-                f"healcore's step could not be compiled and runs eagerly, which is slower: {error}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            self.compiled, self._run = False, self._step
-            return self._step(*args)
 
 
 def _compiled(step: Any) -> Any:

@@ -40,7 +40,7 @@ def complete_(params: Sequence[Tensor]) -> None:
     """
     for p in params:
         grad = p.grad
-        if is_dtensor(grad) and grad.placements != p.placements:  # type: ignore[union-attr]
+        if type(grad) is not Tensor and is_dtensor(grad) and grad.placements != p.placements:  # type: ignore[union-attr]
             p.grad = grad.redistribute(placements=p.placements)  # type: ignore[union-attr]
 
 
@@ -49,7 +49,15 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
 
     Gradients may be dense or sparse, on any device and of any dtype.
     """
-    if grads and all(map(_is_small, grads)):  # of many models; saves half of the time per tensor
+    small = [
+        type(grad) is Tensor
+        and grad.is_cpu
+        and grad.dtype is torch.float32
+        and grad.numel() <= SMALL
+        and grad.layout is torch.strided
+        for grad in grads
+    ]
+    if small and all(small):  # of many models; saves half of the time per tensor
         return [*_foreach_norm([*grads], 2)]
     found: dict[int, Tensor] = {}
     by_dot: dict[int, Tensor] = {}
@@ -70,8 +78,6 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
         each = _foreach_norm([*batch.values()], 2, dtype=result)
         if each[0].dtype is not torch.float32:
             each = [norm.to(torch.float32) for norm in each]
-        if len(each) == len(grads):
-            return [*each]
         found.update(zip(batch, each, strict=True))
     found.update(zip(by_dot, _norms_by_dot([*by_dot.values()]), strict=True))
     return [found[i] for i in range(len(grads))]
@@ -103,9 +109,8 @@ def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tens
 
 def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """The norm of all gradients from the norm of each gradient, 0-d float32 on `device`."""
-    if any(norm.device != device for norm in norms):
-        norms = [norm.to(device, non_blocking=True) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack([*norms])) if len(norms) > 1 else norms[0]
+    here = [n if n.device == device else n.to(device, non_blocking=True) for n in norms]
+    return torch.linalg.vector_norm(torch.stack(here)) if len(here) > 1 else here[0]
 
 
 def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -115,15 +120,11 @@ def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
     return torch.stack(parts) if parts else zero.new_zeros(0)
 
 
-def scale_(params: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiplies all gradients in place by one number or 0-d tensor."""
-    batches: dict[torch.device, list[Tensor]] = {}
-    for p in params:
-        if p.grad is not None:
-            batches.setdefault(p.grad.device, []).append(_values(p.grad))
-    for device, tensors in batches.items():
-        on_device = factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor
-        torch._foreach_mul_(tensors, on_device)  # pyright: ignore[reportPrivateImportUsage]
+def scale_(params: Sequence[Tensor], factor: float) -> None:
+    """Multiplies all gradients in place by one number."""
+    grads = [_values(p.grad) for p in params if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def scale_each_(params: Sequence[Tensor], factors: Sequence[float | Tensor]) -> None:
@@ -149,25 +150,9 @@ def local(tensor: Tensor) -> Tensor:
 def _values(grad: Tensor) -> Tensor:
     """The stored values of a gradient, without a copy. Not for norms: sparse values may repeat."""
     grad = local(grad)
-    if grad.layout is torch.strided:
-        return _without_conjugation(grad)
-    return grad._values() if grad.is_sparse else grad.values()
-
-
-def _without_conjugation(grad: Tensor) -> Tensor:
-    """The same memory, without the flag of a conjugated view. The norm is the same."""
-    return grad.conj() if grad.is_conj() else grad
-
-
-def _is_small(grad: Tensor) -> bool:
-    """Whether a gradient is a dense float32 tensor on a CPU, of up to `SMALL` elements."""
-    return (
-        grad.dtype is torch.float32
-        and type(grad) is Tensor
-        and grad.is_cpu
-        and grad.numel() <= SMALL
-        and grad.layout is torch.strided
-    )
+    if grad.layout is not torch.strided:
+        return grad._values() if grad.is_sparse else grad.values()
+    return grad.conj() if grad.is_conj() else grad  # without the flag of a conjugated view
 
 
 def _norms_by_dot(grads: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from healcore.core.errors import ParametersChangedError
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, moments_obstacle, reset_moments
-from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine, PendingRecord, is_cut
-from healcore.torch.errors import ParametersChangedError
+from healcore.torch.engines import LiveEngine, Order, PendingRecord, is_cut
 from healcore.torch.incident_log import IncidentLog
-from healcore.torch.measurement import Measurer, StepNorms
+from healcore.torch.measurement import Measurer, StepNorms, checked
 from healcore.torch.signal_allreduce import SignalAllReduce
 
 RECORD_LAG = 10
@@ -58,16 +58,16 @@ class HealedStep:
         self.enforcer = enforcer
         self.all_reduce = all_reduce
         self._engine = live_engine.engine
-        self._groups = len(gradients.parameters(optimizer))
         self.in_update = self._running = False
-        self._order: HostOrder | None = None
+        self._order: Order | None = None
+        """The order of this step, if its numbers are on the host."""
         self._skipped: bool | Tensor | None = None
         self._resets_moments = self._engine.resets_moments and not moments_obstacle(optimizer)
         self._resets_next = False
         """Whether the next step that is not skipped resets the moments. The step that cuts the
         learning rate does not reset them, because its gradient is damaged."""
         self.incident_log = IncidentLog(
-            type(optimizer).__name__, self._engine, enforcer.learning_rate, self._resets_moments
+            optimizer, self._engine, all_reduce.ranks, self._resets_moments
         )
         self._records: deque[PendingRecord] = deque()
         """Records that neither the log nor `_resets_next` has read."""
@@ -92,26 +92,21 @@ class HealedStep:
 
         A bound method is made of the result, because learning-rate schedulers wrap `__func__`.
         """
-        disable: Any = torch.compiler.disable
-        before, after = disable(self._before), disable(self._after)
-        restore, creates_state = disable(self._restore), disable(self._creates_state)
+        begin: Any = torch.compiler.disable(self._begin)
+        end: Any = torch.compiler.disable(self._end)
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # A scheduler that was made after `attach` keeps this function after `detach`.
             if not self.attached:
                 return original(*args, **kwargs)
-            self.in_update, self._order, self._skipped = False, None, None
+            finished = skipped = False
             try:
-                loss, skipped = None, False
-                if not creates_state(kwargs):
-                    loss, args, kwargs = before(args, kwargs)
-                    skipped = self._order is not None and self._order.skip
-                self._running = True
+                skipped, loss, args, kwargs = begin(args, kwargs)
                 if not skipped:
                     loss = original(*args, **kwargs)
+                finished = True
             finally:
-                restore()
-            after(skipped)
+                end(finished, skipped)
             return loss
 
         functools.update_wrapper(step, getattr(original, "__func__", original), updated=())
@@ -119,6 +114,29 @@ class HealedStep:
         if hasattr(original, "_wrapped_by_lr_sched"):
             replacement._wrapped_by_lr_sched = True
         return replacement
+
+    def _begin(self, args: Any, kwargs: Any) -> tuple[bool, Any, Any, Any]:
+        """Evaluates the closure, judges the step, and enforces the order.
+
+        Returns whether the host skips the step, the closure's loss, and the arguments for the
+        original `step`.
+        """
+        self.in_update, self._order, self._skipped = False, None, None
+        loss = None
+        if not self._creates_state(kwargs):
+            self.hold_numbers(self.enforcer)
+            closure = args[0] if args else kwargs.get("closure")
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+                if loss is not None and not self.measurer.losses.weight:
+                    self.measurer.losses.add(checked("the closure's loss", loss))
+            self._judge()
+            if closure is not None:
+                args = torch.compiler.disable(self._reused(closure, loss)), *args[1:]
+                kwargs = {k: v for k, v in kwargs.items() if k != "closure"}
+        self._running = True
+        return self._order is not None and self._order.skip, loss, args, kwargs
 
     def _creates_state(self, kwargs: Any) -> bool:
         """Whether torch.distributed.checkpoint creates the state of a fresh optimizer.
@@ -134,38 +152,6 @@ class HealedStep:
         grads = [p.grad for p in gradients.parameters(self.optimizer) if p.grad is not None]
         return not any(bool(gradients.local(grad).any()) for grad in grads)
 
-    def _before(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """Evaluates the closure, judges the step, enforces the order unless it skips.
-
-        Returns the closure's loss and the arguments for the original `step`.
-        """
-        self.hold_numbers(self.enforcer)
-        closure, loss = args[0] if args else kwargs.get("closure"), None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            if loss is not None and not self.measurer.has_loss:
-                self.measurer.add_loss(loss, "the closure's loss")
-        self._judge()
-        if closure is not None:
-            reused = torch.compiler.disable(self._reused(closure, loss))
-            args, kwargs = (reused, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
-        return loss, args, kwargs
-
-    def _restore(self) -> None:
-        self._running = False
-        self.enforcer.restore()
-
-    def _after(self, skipped: bool) -> None:
-        self.in_update = False
-        if skipped and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
-            self.optimizer._opt_called = True  # type: ignore[attr-defined] -- the scheduler asks
-        self.measurer.clear()  # losses of a closure's later evaluations
-        if self._skipped is not None and self.on_ended is not None:
-            self.on_ended(self._skipped)
-        if self.on_step is not None:
-            self.on_step()
-
     def _reused(self, closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
         """A closure whose first call returns `loss`, if weights and gradients are still the same.
 
@@ -173,13 +159,12 @@ class HealedStep:
         L-BFGS evaluates again. Further evaluations are clipped by the factor of the step.
         """
         params = gradients.parameters(self.optimizer)
-        before = _marks(params)
-        calls = 0
+        before: Any = _marks(params)
 
         def evaluate() -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 1 and before == _marks(params):
+            nonlocal before
+            is_same, before = before == _marks(params), None
+            if is_same:
                 return loss
             found = closure()
             if self._order is not None:
@@ -188,6 +173,23 @@ class HealedStep:
             return found
 
         return evaluate
+
+    def _end(self, finished: bool, skipped: bool) -> None:
+        """Restores what was changed for the step. Reports the step, unless it raised."""
+        self._running = False
+        self.enforcer.restore()
+        if not finished:
+            return
+        self.in_update = False
+        if skipped and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+            self.optimizer._opt_called = True  # type: ignore[attr-defined] -- the scheduler asks
+        self.measurer.clear()  # losses of a closure's later evaluations
+        if self._skipped is not None:
+            self._read_records()
+            if self.on_ended is not None:
+                self.on_ended(self._skipped)
+        if self.on_step is not None:
+            self.on_step()
 
     def _check_running(self, *_: Any) -> None:
         """The pre-hook of the optimizer. A step that bypasses the replacement runs unjudged."""
@@ -217,14 +219,15 @@ class HealedStep:
 
     # -- judging --------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def judge_dropped(self) -> None:
         """See `Healing.judge_dropped`."""
         if not self.measurer.dropped.found():
             return
-        alone = self.all_reduce.world == 1
-        self.live_engine.step(self.measurer.measure_dropped(self._groups, alone=alone))
-        self._report(StepNorms([], [], None))
+        with torch.no_grad():
+            groups, alone = self.live_engine.groups, self.all_reduce.world == 1
+            self.live_engine.step(self.measurer.measure_dropped(groups, alone=alone))
+            self._report(StepNorms([], [], None))
+            self._read_records()
 
     def on_state_loaded(self) -> None:
         """Call it after the engine's state is replaced."""
@@ -239,67 +242,65 @@ class HealedStep:
     @torch.no_grad()
     def _judge(self) -> None:
         """Measures the step, runs the engine and enforces its order, if there are gradients."""
-        all_parameters = gradients.parameters(self.optimizer)
-        params = [p for p in all_parameters if p.grad is not None]
+        engine, parameters = self.live_engine, gradients.parameters(self.optimizer)
+        params = [p for p in parameters if p.grad is not None]
         has_ranks = self.all_reduce.world > 1
         if not params and not has_ranks:
-            self.measurer.clear()
             return
-        if len(all_parameters) > self._groups:  # added parameters start a history
-            self._groups = len(all_parameters)
-            self.live_engine.grow(self._groups)
-        if self._engine.per_tensor and len(all_parameters) != self._groups:
+        if len(parameters) > engine.groups:
+            engine.grow(len(parameters))
+        if self._engine.per_tensor and len(parameters) != engine.groups:
             raise ParametersChangedError(
-                f"the optimizer had {self._groups} parameters, now {len(all_parameters)}, and this "
+                f"the optimizer had {engine.groups} parameters, now {len(parameters)}, and this "
                 "policy has a clipping history for each: detach() and attach again"
             )
         divisor, found_inf = self.enforcer.amp_flags()
-        measured = self.measurer.measure(
-            all_parameters, grad_divisor=divisor, found_inf=found_inf, ranks=self.all_reduce.ranks
-        )
-        self.measurer.clear()
+        signals = self.measurer.measure(parameters, divisor, self.all_reduce.ranks)
         own_loss = None
         if has_ranks:
-            if measured.loss is not None:
-                own_loss = measured.loss.clone()  # the next loss overwrites it
-            measured = self.all_reduce.reduce(measured, self.live_engine.decision)
-        if measured.grad_norm is None:
+            own_loss = None if signals.loss is None else signals.loss.clone()  # is overwritten
+            signals, found_inf = self.all_reduce.reduce(
+                signals, self.measurer.squares, found_inf, engine.decision
+            )
+        if signals.grad_norm is None:
             return
-        measured = self.measurer.mark_overflow(measured)
+        signals = self.measurer.overflows.mark(signals, found_inf)
         self.in_update = True  # a collective that raised before this line changed nothing
-        order = self.live_engine.step(measured)
+        order = engine.step(signals, found_inf, divisor)
         self._skipped = False
-        if self._resets_next and not (isinstance(order, HostOrder) and order.skip):
+        if self._resets_next and order.skip is not True:
             reset_moments(self.optimizer)
             self._resets_next = False
         if self._engine.mode != "observe":
-            if isinstance(order, DeviceOrder) and not self.enforcer.needs_host(params):
-                self.enforcer.enforce_on_device(all_parameters, order)
-                self._skipped = order.found_inf
-            else:
-                order = order.to_host() if isinstance(order, DeviceOrder) else order
-                self._order, self._skipped = order, order.skip
-                self.enforcer.enforce(all_parameters, order, measured.grad_divisor)
-                self._resets_next |= self._resets_moments and order.cut
-        norms = self.measurer.tensor_norms
-        self._report(StepNorms(params, norms, measured.grad_divisor, own_loss))
+            if order.grad_divisor is not None and self.enforcer.needs_host(params):
+                order = order.to_host()
+            self.enforcer.enforce(parameters, order, divisor)
+            self._skipped = order.skip
+            if order.grad_divisor is None:
+                self._order = order
+                self._resets_next |= self._resets_moments and is_cut(order.action, order.skip)
+        self._report(StepNorms(params, self.measurer.norms, divisor, own_loss))
 
     def _report(self, norms: StepNorms) -> None:
-        """Reports a judged step to the Healer, or to the log if there is no Healer."""
-        engine, log, alone = self.live_engine, self.incident_log, self.on_judged is None
+        """Reports a judged step to the Healer, or keeps its record for the log."""
+        engine, alone = self.live_engine, self.on_judged is None
         if self.on_judged is not None:
             self.on_judged(norms)
         if engine.is_capturing:  # the replays of a CUDA graph do not call this method
             return
-        on_device = engine.name == "device"
-        if alone or (self._resets_moments and on_device):
-            self._records.append(engine.pending_record())
-        late = len(self._records) - (RECORD_LAG if on_device else 0)
-        records = [self._records.popleft()() for _ in range(late)]
         if alone:
-            log.enabled = self.all_reduce.ranks.is_first
-            log.stepped(has_seen_loss=self.measurer.has_seen_loss)
-            log.add(records)
+            self.incident_log.stepped(has_seen_loss=self.measurer.has_seen_loss)
+        if alone or (self._resets_moments and engine.name == "device"):
+            self._records.append(engine.pending_record())
+
+    def _read_records(self) -> None:
+        """Reads the records that have arrived, for the log and for the reset of the moments."""
+        if self.live_engine.is_capturing:
+            return
+        late = len(self._records) - (RECORD_LAG if self.live_engine.name == "device" else 0)
+        records = [self._records.popleft()() for _ in range(late)]
+        if self.on_judged is None:
+            self.incident_log.add(records)
         if self._resets_moments and self._order is None and self._engine.mode != "observe":
             self._resets_next |= any(is_cut(each.action, each.skip) for each in records)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
+
+from torch.optim import Optimizer
 
 from healcore import console
 from healcore.core.engine import Engine
@@ -16,10 +19,16 @@ from healcore.runtime.incidents.step_lines import (
     nonfinite_row_text,
     passes_power_of_ten,
 )
-from healcore.torch.loop_mistakes import NormCeiling
+from healcore.torch.ranks import StepRanks
 
 WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""
+HITS = 20
+"""Steps at one maximum norm after which this norm counts as another code's limit."""
+_SAME = 2e-4
+"""Relative tolerance of equal norms: clipping rounds gradients and divides by the norm + 1e-6."""
+_VALUES = 3
+"""Distinct norms required within the tolerance: a constant gradient repeats one norm exactly."""
 
 _ANSWERS = {
     Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback()",
@@ -31,31 +40,21 @@ _ANSWERS = {
 class IncidentLog:
     """Logs one line per incident, and one line for each call that the loop lacks.
 
-    Each line names the optimizer's class.
+    Each line names the optimizer's class. Only the first of the ranks that decide together logs.
 
-    Args:
-        name: the optimizer's class.
-        engine: the policy's engine.
-        learning_rate: returns the current rate, or None.
+    Attributes:
         resets_moments: whether a cut of the learning rate resets the moments too.
+        console: see `attach`.
     """
 
     def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        learning_rate: Callable[[], float | None],
-        resets_moments: bool,
+        self, optimizer: Optimizer, engine: Engine, ranks: StepRanks, resets_moments: bool
     ) -> None:
-        self._name = name
+        self._optimizer = optimizer
         self._engine = engine
-        self._learning_rate = learning_rate
+        self._ranks = ranks
         self.resets_moments = resets_moments
-        self.enabled = True
-        """Whether this rank logs. Only the first of the ranks that decide together logs."""
         self.console: console.Console = "auto"
-        self.take: Callable[[StepRecord, Action], Action] = lambda record, action: action
-        """Receives the orders of a step. Returns the orders that the loop does not carry out."""
         self._steps = self._nonfinite_row = self._incident = 0
         self._last_step = -1
         """Number of the last record's step."""
@@ -66,10 +65,9 @@ class IncidentLog:
         """Call it after a step is judged."""
         self._steps += 1
         if self._steps == WITHOUT_LOSS and not has_seen_loss and "loss" in self._engine.needs:
-            self.write_once(
-                "no loss",
+            self._write(
                 f"no loss has been observed in {WITHOUT_LOSS} steps: call heal.observe(loss) "
-                "before each optimizer.step(); detectors that read it are inactive",
+                "before each optimizer.step(); detectors that read it are inactive"
             )
 
     def add(self, records: Iterable[StepRecord]) -> None:
@@ -95,7 +93,11 @@ class IncidentLog:
     def _log(self, record: StepRecord) -> None:
         if clipped := self._ceiling.add(record.grad_norm):
             self._write(clipped)
-        self._log_nonfinite_row(record)
+        # An error after 100, 1,000, 10,000 steps in a row that were not finite.
+        row = self._nonfinite_row = self._nonfinite_row + 1 if record.cause & NONFINITE else 0
+        if row >= FROM_START and passes_power_of_ten(row - 1, row):
+            text = nonfinite_row_text(record, row, (), from_start=row == record.step)
+            self._write(text, console.error)
         new, self._incident = record.incident > self._incident, record.incident
         if new and record.cause and is_logged(record.incident):
             self._write(self._incident_line(record))
@@ -105,9 +107,8 @@ class IncidentLog:
         if record.action & Action.CUT_LR and is_logged(record.incident):
             reset = ", moments reset" if self.resets_moments else ""
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}{reset}")
-        orders = self.take(record, record.action)
         for order, answer in _ANSWERS.items():
-            if orders & order:
+            if record.action & order:
                 self.write_once(
                     str(order),
                     f"step {record.step - 1}: the policy orders {names(order)[0]}, but attach() "
@@ -116,20 +117,13 @@ class IncidentLog:
                     "contains it",
                 )
 
-    def _log_nonfinite_row(self, record: StepRecord) -> None:
-        """Logs an error after 100, 1,000, 10,000 steps in a row that were not finite."""
-        row = self._nonfinite_row + 1 if record.cause & NONFINITE else 0
-        self._nonfinite_row = row
-        if row >= FROM_START and passes_power_of_ten(row - 1, row) and self.enabled:
-            text = nonfinite_row_text(record, row, (), from_start=row == record.step)
-            console.error(f"{self._name}: {text}", self.console)
-
     def _incident_line(self, record: StepRecord) -> str:
+        rate = self._optimizer.param_groups[0].get("lr")
         is_first = record.onset == record.step - 1  # not: what was done at the onset is unknown
         alarm = SimpleNamespace(
             cause=names(record.cause),
             readings=record.readings,
-            lr=self._learning_rate(),
+            lr=None if rate is None else float(rate),
             observed=self._engine.mode == "observe",
             skip=record.skip and is_first,
             skips=None,
@@ -139,6 +133,43 @@ class IncidentLog:
         )
         return f"step {record.onset}: incident {record.incident}: {alarm_text(alarm)}"
 
-    def _write(self, line: str) -> None:
-        if self.enabled:
-            console.warning(f"{self._name}: {line}", self.console)
+    def _write(
+        self, line: str, write: Callable[[str, console.Console], None] = console.warning
+    ) -> None:
+        if self._ranks.is_first:
+            write(f"{type(self._optimizer).__name__}: {line}", self.console)
+
+
+class NormCeiling:
+    """Detects that other code clips the gradients before the policy sees them.
+
+    `clip_grad_norm_(..., 1.0)`, or a trainer's own clipping, turns every larger norm into 1.0. The
+    policy would then see neither a spike nor the growth before a spike.
+    """
+
+    def __init__(self) -> None:
+        self._highest = 0.0
+        self._hits = 0
+        self._values: set[float] = set()
+        self._has_warned = False
+
+    def add(self, norm: float) -> str | None:
+        """Adds one step's norm. Returns a warning at the step that proves the limit, else None."""
+        if self._has_warned or not 0.0 < norm < math.inf:
+            return None
+        if norm > self._highest * (1 + _SAME):
+            self._highest, self._hits, self._values = norm, 0, set()
+        if norm < self._highest * (1 - _SAME):
+            return None
+        self._hits += 1
+        if len(self._values) < _VALUES:
+            self._values.add(norm)
+        if self._hits < HITS or len(self._values) < _VALUES:
+            return None
+        self._has_warned = True
+        return (
+            f"the gradient norm was {self._highest:.4g} at {HITS} steps and never above: other "
+            "code clips before the policy, which hides spikes; remove clip_grad_norm_ from the "
+            "loop, or the trainer's own clipping (max_grad_norm, gradient_clip_val, "
+            "gradient_clipping), and set the limit in the policy: clip={'max_norm': ...}"
+        )

@@ -17,12 +17,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from healcore.core.errors import AttachError
 from healcore.runtime.driver import json_setting
 from healcore.torch import gradients
-from healcore.torch.attachment import scaler_of, unwrapped
-from healcore.torch.errors import AttachError
-from healcore.torch.healing import Healing
-from healcore.torch.optimizer_numbers import NO_HYPERPARAMETERS
+from healcore.torch.attachment import Healing, scaler_of, unwrapped
+from healcore.torch.enforcer import NO_HYPERPARAMETERS
 
 _COUNTED = {"last_epoch", "base_lrs"}
 

@@ -1,4 +1,4 @@
-"""Measures the signals of one step, and copies tensors to the host."""
+"""Measures the signals of one step next to the parameters, and copies tensors to the host."""
 
 from __future__ import annotations
 
@@ -9,66 +9,127 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from healcore.core.engine import Engine
-from healcore.core.signals import Signals
+from healcore.core.errors import AttachError
+from healcore.core.signals import SignalError, Signals, check_scalar
 from healcore.torch import gradients
-from healcore.torch.errors import AttachError
-from healcore.torch.grad_scaler import DroppedSteps, Overflows
-from healcore.torch.losses import LossMean, checked
 from healcore.torch.ranks import StepRanks
 
-_SIDE_SIGNALS = {"eval_loss": math.nan, "update_norm": None}
-"""Optional signals -> default value, or None if the signal is absent by default."""
+SEARCH = 40
+"""Consecutive overflows that a GradScaler may need to find its scale, from its default 2^16 to
+below 2^-23. At that scale only non-finite gradients overflow."""
+_LARGEST = torch.finfo(torch.float32).max
 
 
-class Measurement(NamedTuple):
-    """The signals of one step, as tensors next to the parameters, not read on the host."""
+class Measurer:
+    """Collects the signals that the loop reports, and measures the gradients of one optimizer.
 
-    grad_norm: Tensor | None
-    """0-d float32: norm of this rank's gradients, global once reduced; None without gradients."""
-    loss: Tensor | None = None
-    """0-d float32: mean over the micro-batches of this step."""
-    group_norms: Tensor | None = None
-    """(n,) float32: norm of each parameter's gradient, or 0. Local or global like `grad_norm`."""
-    squares: Tensor | None = None
-    """(1,) float64, or (1 + n,) with `group_norms`: this rank's terms of the squared norms. None
-    after the reduction, or if every rank has all gradients."""
-    eval_loss: Tensor | None = None
-    """0-d float32, NaN at a step without an evaluation."""
-    update_norm: Tensor | None = None
-    """0-d float32: norm of the previous update."""
-    grad_divisor: Tensor | None = None
-    """0-d float32: a GradScaler's scale, which the gradients still contain."""
-    found_inf: Tensor | None = None
-    """0-d float32: above 0 if a GradScaler has found an overflow and skips this step."""
-    externally_skipped: Tensor | None = None
-    """0-d bool: the GradScaler skips this step, so the engine ignores it."""
-    learning_rate: Tensor | None = None
-    """0-d float32: the largest rate of any group, as the user's schedule sets it."""
+    All signals are float32 on `home`, the device of the first parameter.
 
+    Attributes:
+        eval_loss: loss of an evaluation since the last step, or None.
+        update_norm: norm of the previous update as reported since the last step, or None.
+        has_seen_loss: whether any step has had a loss, including dropped steps.
+        norms: norm of each gradient at the last step, 0-d on the gradient's device.
+        squares: this rank's terms of the squared norms at the last step, (1,) float64, or
+            (1 + n,) with norms of n groups. None if every rank has all gradients.
+    """
 
-def signals_of(measured: Measurement) -> Signals:
-    """The engine's signals of a measurement, whose values are torch tensors or NumPy scalars."""
-    norm, groups = measured.grad_norm, measured.group_norms
-    assert norm is not None
-    if measured.grad_divisor is not None:
-        norm = norm / measured.grad_divisor
-        groups = None if groups is None else groups / measured.grad_divisor
-    return Signals(
-        loss=measured.loss,
-        grad_norm=norm,
-        group_norms=groups,
-        eval_loss=measured.eval_loss,
-        update_norm=measured.update_norm,
-        externally_skipped=measured.externally_skipped,
-        learning_rate=measured.learning_rate,
-    )
+    def __init__(
+        self, engine: Engine, optimizer: Optimizer, home: torch.device, scaler: GradScaler | None
+    ) -> None:
+        self.engine = engine
+        self.home = home
+        self._optimizer = optimizer
+        self.losses = LossMean(home)
+        self.eval_loss: Tensor | float | None = None
+        self.update_norm: Tensor | float | None = None
+        self.has_seen_loss = False
+        self.norms: Sequence[Tensor] = ()
+        self.squares: Tensor | None = None
+        self.dropped = DroppedSteps(scaler, optimizer)
+        self.overflows = Overflows(home)
+
+    def clear(self) -> None:
+        """Drops what the loop has reported since the last step."""
+        self.losses.clear()
+        self.eval_loss = self.update_norm = None
+
+    def measure(
+        self, parameters: Sequence[Tensor], divisor: Tensor | None, ranks: StepRanks
+    ) -> Signals:
+        """Measures the current step of this rank. Without gradients `grad_norm` is None.
+
+        Args:
+            parameters: all parameters of the optimizer; without a gradient the group norm is 0.
+            divisor: a GradScaler's scale that the gradients still contain, or None.
+            ranks: the ranks that step together.
+        """
+        self.dropped.stepped = True
+        gradients.complete_(parameters)
+        self.norms = gradients.norms([grad for p in parameters if (grad := p.grad) is not None])
+        norm = gradients.total_norm(self.norms, self.home) if self.norms else None
+        each = self.squares = None
+        if self.engine.per_tensor or ranks.has_parts:
+            remaining = iter(self.norms)
+            each = gradients.norm_vector(
+                [None if p.grad is None else next(remaining) for p in parameters], self.home
+            )
+        if divisor is not None:
+            norm = None if norm is None else norm / divisor
+            each = None if each is None else each / divisor
+        if each is not None and ranks.has_parts:
+            parts = ranks.squares(each, parameters)
+            total = parts.sum().reshape(1)
+            self.squares = torch.cat([total, parts]) if self.engine.per_tensor else total
+        return self._signals(norm, each if self.engine.per_tensor else None, self.losses.mean())
+
+    def measure_dropped(self, groups: int, *, alone: bool) -> Signals:
+        """Measures a step of `DroppedSteps`. Uses its loss only if the rank decides `alone`."""
+        bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
+        each = bad.expand(groups).clone() if self.engine.per_tensor else None
+        loss = self.losses.mean() if alone else None
+        signals = self._signals(bad, each, None if loss is None else loss.clone())
+        return self.overflows.mark(signals, torch.ones_like(bad))
+
+    def _signals(self, norm: Any, each: Any, loss: Any) -> Signals:
+        """Completes the signals with what the loop has reported, and drops the reports."""
+        self.has_seen_loss |= self.losses.weight > 0
+        needs = self.engine.needs
+        evaluation = math.nan if self.eval_loss is None else self.eval_loss
+        signals = Signals(
+            loss=loss,
+            grad_norm=norm,
+            group_norms=each,
+            eval_loss=self._at_home(evaluation) if "eval_loss" in needs else None,
+            update_norm=self._at_home(self.update_norm) if "update_norm" in needs else None,
+            learning_rate=self._learning_rate() if self.engine.limits_lr else None,
+        )
+        self.clear()
+        return signals
+
+    def _at_home(self, value: Tensor | float | None) -> Tensor | None:
+        if isinstance(value, Tensor):
+            return value.to(self.home, torch.float32, non_blocking=True)
+        if value is None:
+            return None
+        return torch.full((), value, dtype=torch.float32, device=self.home)
+
+    def _learning_rate(self) -> Tensor | None:
+        """The largest rate of any group as the user's schedule sets it, or None without rates."""
+        groups = self._optimizer.param_groups
+        rates = [rate for group in groups if (rate := group.get("lr")) is not None]
+        if not any(isinstance(rate, Tensor) for rate in rates):
+            return self._at_home(max(rates, default=None))
+        each = [torch.as_tensor(r, dtype=torch.float32).detach().to(self.home) for r in rates]
+        return torch.stack([rate.reshape(()) for rate in each]).amax()
 
 
 class StepNorms(NamedTuple):
-    """The gradient norms of a judged step, not read on the host."""
+    """The gradient norms of a judged step, not read on the host yet."""
 
     params: Sequence[Tensor]
     """Parameters with a gradient."""
@@ -99,154 +160,138 @@ class StepNorms(NamedTuple):
         return loss, float(whole) / divisor
 
 
-class Measurer:
-    """Collects the signals that the loop reports, and measures the gradients of one optimizer.
+# -- losses ---------------------------------------------------------------------------------------
 
-    All measured signals are on `home`, the device of the first parameter.
+
+def checked(name: str, value: Any) -> Tensor | float:
+    """Checks one number. Returns a float, or a detached 0-d tensor of its own device and dtype.
+
+    No host sync. NaN is accepted.
+
+    Raises:
+        SignalError: `value` is not a single real number.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach()
+        is_real = not (value.is_complex() or value.dtype is torch.bool or value.is_meta)
+        if value.numel() != 1 or not is_real:
+            raise SignalError(
+                f"{name} must be one real number, got a tensor of shape {tuple(value.shape)}, "
+                f"{value.dtype} on {value.device}: pass {name}.float().mean()"
+            )
+        if type(value) is not Tensor and hasattr(value, "full_tensor"):
+            value = value.full_tensor()  # a DTensor
+        return value.reshape(()) if value.ndim else value
+    if isinstance(value, (str, bytes, bool)):
+        raise SignalError(
+            f"{name} must be a number, got {value!r} of type {type(value).__name__}: "
+            f"pass the step's {name} as a float or a 0-d tensor"
+        )
+    return float(check_scalar(name, value))
+
+
+class LossMean:
+    """Weighted mean of the losses since the last step, on the parameters' device, without a sync.
+
+    The sum has a fixed address, for CUDA graphs. The sum never shares memory with a loss, because a
+    loop may change the loss in place after `observe` (``loss /= steps``).
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        optimizer: Optimizer,
-        home: torch.device,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        self.engine = engine
-        self.home = home
-        self.has_seen_loss = False
-        """Whether any step has had a loss, including dropped steps."""
-        self.tensor_norms: Sequence[Tensor] = ()
-        """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
-        self._optimizer = optimizer
-        self.losses = LossMean(home)
-        self.dropped = DroppedSteps(scaler, optimizer)
-        self.overflows = Overflows(home)
-        self._side_signals: dict[str, Tensor | float] = {}
+    def __init__(self, device: torch.device) -> None:
+        self._total = torch.zeros((), dtype=torch.float32, device=device)
+        self.weight = 0.0
+        """Sum of the weights, 0 without losses."""
 
-    def add_loss(self, loss: Tensor | float, name: str = "loss", *, weight: float = 1.0) -> None:
-        """Adds one micro-batch's loss. SignalError, and no change, if it is not a number."""
-        self.losses.add(checked(name, loss), weight)
+    def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
+        """Adds one micro-batch's loss, which `checked` has returned."""
+        if isinstance(loss, Tensor) and not loss.is_cpu:
+            value = loss.to(self._total.device, torch.float32, non_blocking=True)
+            value = value if weight == 1.0 else value * weight
+        else:
+            # As a number, because copying pageable memory to an accelerator is a sync. As a double,
+            # because NumPy lacks some dtypes of torch.
+            value = float(loss.double().numpy() if isinstance(loss, Tensor) else loss) * weight
+            if abs(value) > _LARGEST:
+                value *= math.inf  # `fill_` would raise, but any other cast gives infinity
+        if self.weight:
+            self._total.add_(value)
+        elif isinstance(value, Tensor):
+            self._total.copy_(value)
+        else:
+            self._total.fill_(value)
+        self.weight += weight
 
-    def add_side_signal(self, name: str, value: Tensor | float) -> None:
-        """Sets a side signal of the next step. SignalError if it is not a number."""
-        self._side_signals[name] = checked(name, value)
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether a loss was observed since the last step."""
-        return self.losses.weight > 0
-
-    def drop_losses(self) -> None:
-        """Drops the losses since the last step."""
-        self.losses.clear()
+    def mean(self) -> Tensor | None:
+        """0-d float32, or None without losses."""
+        if self.weight in (0.0, 1.0):
+            return self._total if self.weight else None
+        # Not `total / weight`: on CUDA that is a multiplication by the reciprocal.
+        return self._total / torch.full_like(self._total, self.weight)
 
     def clear(self) -> None:
-        """Drops losses and side signals since the last step."""
-        self.drop_losses()
-        self._side_signals.clear()
+        """Drops the losses since the last step."""
+        self.weight = 0.0
 
-    def measure(
-        self,
-        all_parameters: Sequence[Tensor],
-        *,
-        grad_divisor: Tensor | None,
-        found_inf: Tensor | None,
-        ranks: StepRanks,
-    ) -> Measurement:
-        """Measures the current step. `all_parameters` is all parameters of the optimizer."""
-        self.dropped.stepped = True
-        self.has_seen_loss |= self.has_loss
-        gradients.complete_(all_parameters)
-        each = gradients.norms([grad for p in all_parameters if (grad := p.grad) is not None])
-        self.tensor_norms = each
-        by_parameter = squares = None
-        if self.engine.per_tensor or ranks.has_parts:
-            remaining = iter(each)
-            by_parameter = gradients.norm_vector(
-                [None if p.grad is None else next(remaining) for p in all_parameters], self.home
-            )
-        group_norms = by_parameter if self.engine.per_tensor else None
-        if by_parameter is not None and ranks.has_parts:
-            parts = ranks.squares(by_parameter, all_parameters)
-            squares = parts.sum().reshape(1)
-            if group_norms is not None:
-                squares = torch.cat([squares, parts])
-        return Measurement(
-            grad_norm=gradients.total_norm(each, self.home) if each else None,
-            loss=self.losses.mean(),
-            group_norms=group_norms,
-            squares=squares,
-            eval_loss=self._side_signal("eval_loss"),
-            update_norm=self._side_signal("update_norm"),
-            grad_divisor=self._at_home(grad_divisor),
-            found_inf=self._at_home(found_inf),
-            learning_rate=self._learning_rate(),
-        )
 
-    def mark_overflow(self, measured: Measurement) -> Measurement:
-        """Marks an overflow: externally skipped, or non-finite after too many in a row.
+# -- steps that a GradScaler skips ----------------------------------------------------------------
+
+
+class DroppedSteps:
+    """Detects, without a sync, that a GradScaler skipped a step without calling the optimizer.
+
+    After an overflow a GradScaler does not call `step()` of an optimizer that is not fused. But
+    `update()` replaces the scaler's per-optimizer records. The old records show whether the loop
+    asked the scaler to step this optimizer.
+    """
+
+    def __init__(self, scaler: GradScaler | None, optimizer: Optimizer) -> None:
+        self._scaler = scaler
+        self._key = id(optimizer)
+        self.stepped = False
+        """Whether the optimizer has stepped since the last `update()`. The caller sets it."""
+        self._records = None if scaler is None else scaler._per_optimizer_states
+
+    def found(self) -> bool:
+        """Whether a step was skipped since the last call. Call it at least once per step."""
+        if self._scaler is None or self._scaler._per_optimizer_states is self._records:
+            return False
+        old, self._records = self._records, self._scaler._per_optimizer_states
+        stepped, self.stepped = self.stepped, False
+        asked = old is not None and self._key in old and old[self._key]["stage"] is OptState.STEPPED
+        return asked and not stepped
+
+
+class Overflows:
+    """Distinguishes a GradScaler's search for its scale from gradients that overflow at any scale.
+
+    After an overflow a scaler skips the step and halves its scale, which is normal. After `search`
+    consecutive overflows the gradients overflow at any scale, and the steps count as non-finite.
+    """
+
+    def __init__(self, home: torch.device, search: int = SEARCH) -> None:
+        self._home = home
+        self._search = search
+        self._consecutive: Tensor | None = None
+        """0-d int32, or None after a step without a scaler's flag."""
+
+    def mark(self, signals: Signals, found_inf: Tensor | None) -> Signals:
+        """Marks an overflow as externally skipped, or as non-finite after too many in a row.
 
         A step with a non-finite loss is non-finite too, because no scale makes the loss finite.
+        `found_inf` is a scaler's flag on `home`, above 0 for an overflow, or None.
         """
-        if measured.found_inf is None or measured.grad_norm is None:
-            self.overflows.reset()
-            return measured
-        skipped = self.overflows.externally_skipped(measured.found_inf)
-        if measured.loss is not None:
-            skipped = skipped & torch.isfinite(measured.loss)
-        counted = (measured.found_inf > 0) & ~skipped
-        return measured._replace(
-            externally_skipped=skipped,
-            grad_norm=measured.grad_norm.masked_fill(counted, math.nan),
-        )
-
-    def measure_dropped(self, groups: int, *, alone: bool) -> Measurement:
-        """Measures a step that a GradScaler skipped without calling the optimizer.
-
-        Drops its losses. Uses its loss only if the rank decides `alone`.
-        """
-        self.has_seen_loss |= self.has_loss
-        loss = self.losses.mean() if alone else None
-        bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
-        measured = Measurement(
-            grad_norm=bad,
-            loss=None if loss is None else loss.clone(),
-            group_norms=bad.expand(groups).clone() if self.engine.per_tensor else None,
-            eval_loss=self._side_signal("eval_loss"),
-            update_norm=self._side_signal("update_norm"),
-            found_inf=torch.ones_like(bad),
-            learning_rate=self._learning_rate(),
-        )
-        self.clear()
-        return self.mark_overflow(measured)
-
-    def _side_signal(self, name: str) -> Tensor | None:
-        """A side signal as a tensor, or None if it is absent or the policy does not read it."""
-        value = self._side_signals.get(name, _SIDE_SIGNALS[name])
-        if value is None or name not in self.engine.needs:
-            return None
-        if isinstance(value, Tensor):
-            return value.to(self.home, torch.float32, non_blocking=True)
-        return torch.full((), value, dtype=torch.float32, device=self.home)
-
-    def _learning_rate(self) -> Tensor | None:
-        """The largest rate of any group, 0-d float32, or None if the policy cannot limit it."""
-        if not self.engine.limits_lr:
-            return None
-        groups = self._optimizer.param_groups
-        rates = [lr for group in groups if (lr := group.get("lr")) is not None]
-        if not rates:
-            return None
-        if not any(isinstance(rate, Tensor) for rate in rates):
-            return torch.full((), max(rates), dtype=torch.float32, device=self.home)
-        each = [torch.as_tensor(r, dtype=torch.float32).detach().to(self.home) for r in rates]
-        return torch.stack([rate.reshape(()) for rate in each]).amax()
-
-    def _at_home(self, value: Tensor | None) -> Tensor | None:
-        if value is None:
-            return None
-        return value.detach().to(self.home, torch.float32, non_blocking=True)
+        if found_inf is None:
+            self._consecutive = None
+            return signals
+        if self._consecutive is None:
+            self._consecutive = torch.zeros((), dtype=torch.int32, device=self._home)
+        overflowed = found_inf > 0
+        self._consecutive = torch.where(overflowed, self._consecutive + 1, 0)
+        skipped = overflowed & (self._consecutive <= self._search)
+        if signals.loss is not None:
+            skipped = skipped & torch.isfinite(signals.loss)
+        norm = signals.grad_norm.masked_fill(overflowed & ~skipped, math.nan)
+        return signals._replace(externally_skipped=skipped, grad_norm=norm)
 
 
 # -- copies to the host ---------------------------------------------------------------------------
@@ -254,24 +299,13 @@ class Measurer:
 
 def read(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Converts 0-d and 1-d float32 tensors to NumPy. One sync on an accelerator, none on a CPU."""
-    values: list[Any] = []
-    for t in tensors:
-        if t is None:
-            values.append(None)
-        elif t.is_cpu:
-            # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
-            array = t.numpy()
-            values.append(array.copy() if array.ndim else array[()])
-        else:
-            return read_in_one_copy(tensors)
-    return values
-
-
-def read_in_one_copy(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """`read` for accelerators: all tensors are concatenated and copied once."""
     present = [t for t in tensors if t is not None]
-    home = next((t.device for t in present if t.device.type != "cpu"), torch.device("cpu"))
-    flat = torch.cat([t.to(home, torch.float32).reshape(-1) for t in present]).cpu().numpy()
+    devices = [t.device for t in present if not t.is_cpu]
+    if not devices:
+        # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
+        arrays = [None if t is None else t.numpy() for t in tensors]
+        return [a.copy() if a is not None and a.ndim else a and a[()] for a in arrays]
+    flat = torch.cat([t.to(devices[0], torch.float32).reshape(-1) for t in present]).cpu().numpy()
     parts = iter(np.split(flat, np.cumsum([t.numel() for t in present])[:-1]))
     return [None if t is None else next(parts).reshape(tuple(t.shape))[()] for t in tensors]
 
@@ -283,12 +317,20 @@ class AsyncCopy:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._event: Any = None
-        if tensor.is_cuda:
-            tensor, device = _copied_to_pinned(tensor), tensor.device
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(device))
         self._tensor = tensor
+        self._event: Any = None
+        if not tensor.is_cuda:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise AttachError(
+                "optimizer.step() is being captured in a CUDA graph, whose replays run no hooks: "
+                "the Healer would not see them; call step() outside of the graph, or use attach() "
+                "alone"
+            )
+        self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._tensor.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(tensor.device))
 
     def has_arrived(self) -> bool:
         """Whether `read` would return without waiting, or True if this is unknown."""
@@ -299,14 +341,3 @@ class AsyncCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._tensor.cpu().numpy()
-
-
-def _copied_to_pinned(tensor: Tensor) -> Tensor:
-    """Starts a copy of a CUDA tensor to pinned host memory. Returns the host tensor."""
-    if torch.cuda.is_current_stream_capturing():
-        raise AttachError(
-            "optimizer.step() is being captured in a CUDA graph, whose replays run no hooks: the "
-            "Healer would not see them; call step() outside of the graph, or use attach() alone"
-        )
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -42,8 +42,9 @@ class Namespace:
     """
 
     float32, int32, bool = torch.float32, torch.int32, torch.bool
-    abs, clip = torch.abs, torch.clamp
-    sqrt, reciprocal = staticmethod(_sqrt), staticmethod(torch.reciprocal)
+    abs, clip, reciprocal = torch.abs, torch.clamp, torch.reciprocal
+    sum, cumsum = torch.sum, torch.cumsum
+    astype, sqrt = staticmethod(Tensor.to), staticmethod(_sqrt)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -105,21 +106,6 @@ class Namespace:
         """See `numerics`. torch divides exactly by a tensor, but not by a Python number."""
         divisor = self._number(y, x)
         return x / (divisor if isinstance(divisor, Tensor) else torch.full_like(x, divisor))
-
-    @staticmethod
-    def astype(x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x` converted to `dtype`."""
-        return x.to(dtype)
-
-    @staticmethod
-    def sum(x: Tensor, axis: int = -1) -> Tensor:
-        """Sum along one axis. Integers and booleans are summed in int64, as in NumPy."""
-        return torch.sum(x, dim=axis)
-
-    @staticmethod
-    def cumsum(x: Tensor, axis: int = -1) -> Tensor:
-        """Running sum along one axis."""
-        return torch.cumsum(x, dim=axis)
 
     def arange(self, n: int) -> Tensor:
         """0, 1, ... n - 1 on the device."""

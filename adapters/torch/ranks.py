@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from healcore.torch.errors import AttachError
+from healcore.core.errors import AttachError
 
 _PIPELINE = "pp"
 """Name of a mesh's pipeline dimension in torch's tutorials and in torchtitan."""
@@ -33,38 +33,41 @@ class StepRanks:
         pp_mesh: 1-D mesh of pipeline stages, which have different parameters. By default the
             dimension "pp" of the root mesh of the parameters' meshes.
 
+    Attributes:
+        group: the process group, or None for one rank alone.
+        stages: number of pipeline stages.
+        has_parts: whether a rank may have only a part of the gradients: squared norms are summed.
+
     Raises:
         AttachError: the group does not follow from the parameters, or does not fit them.
     """
 
     def __init__(self, params: Sequence[Tensor], group: Any = "auto", pp_mesh: Any = None) -> None:
         self._auto = isinstance(group, str) and group == "auto"
-        if not (self._auto or group is None or _is_group(group) or _is_mesh(group)):
+        is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
+        if not (self._auto or group is None or is_group or _is_mesh(group)):
             raise AttachError(
                 "process_group is a torch.distributed process group, a DeviceMesh, 'auto' or None, "
                 f"got {type(group).__name__}: leave it out for the ranks of the parameters, or "
                 "pass None if every rank has the same loss and the same gradients"
             )
-        self._params: Sequence[Tensor] = params
+        self._params = params
         self._pp_mesh = pp_mesh
         self.group: Any = None
-        """The process group, or None for one rank alone."""
         self._members: list[int] = []
         self.stages = 1
-        """Number of pipeline stages."""
         self.has_parts = False
-        """Whether a rank has only a part of the gradients, so that squared norms are summed."""
-        self._weighed: tuple[list[int], Any] = [], None
-        if self._auto:
-            self._find()
-        else:
+        self._shares: tuple[list[int], Any] = [], None
+        """Ids of parameters, and one over the number of ranks that hold the same part of each."""
+        if not self._auto:
             self._set(group)
 
     @property
     def members(self) -> list[int]:
         """The ranks that decide together, in the default group; empty for one rank alone."""
-        if self._auto:
-            self._find()
+        if self._auto and dist.is_available() and dist.is_initialized():
+            self._auto = False
+            self._set(_group_of(self._params))
         return self._members
 
     @property
@@ -83,10 +86,10 @@ class StepRanks:
         `norms` are norms of this rank's parts, (n,) float32. A part on several ranks counts once.
         """
         ids = [*map(id, params)]
-        if ids != self._weighed[0]:
+        if ids != self._shares[0]:
             each = torch.tensor([1 / self._copies(p) for p in params], dtype=torch.float64)
-            self._weighed = ids, each.to(norms.device)
-        return norms.to(torch.float64).square() * self._weighed[1]
+            self._shares = ids, each.to(norms.device)
+        return norms.to(torch.float64).square() * self._shares[1]
 
     def fingerprint(self) -> int:
         """A 16-bit checksum of the parameters' number and shapes, equal on ranks with replicas.
@@ -99,27 +102,23 @@ class StepRanks:
 
     # -- lookup ---------------------------------------------------------------------------------
 
-    def _find(self) -> None:
-        """Sets the group from the parameters, as soon as torch.distributed is initialized."""
-        if dist.is_available() and dist.is_initialized():
-            self._auto = False
-            self._set(_group_of(self._params))
-
     def _set(self, group: Any) -> None:
-        mesh = group if _is_mesh(group) else None
+        """Sets the group, its ranks and the pipeline stages, and checks the parameters."""
         if group is not None:
-            self.group = _group_of_mesh(group) if mesh is not None else group
+            self.group = _group_of_mesh(group) if _is_mesh(group) else group
             self._members = dist.get_process_group_ranks(self.group)
         stages = self._pipeline()
-        if stages is not None and not set(_ranks_of(stages)) <= set(self.members):
-            raise AttachError(
-                f"pp_mesh has ranks {_ranks_of(stages)}, but the ranks that step together are "
-                f"{self.members}: pass the group of all stages as process_group, or leave it out"
-            )
-        self.stages = 1 if stages is None else stages.size()
-        for p in self._params:
-            self.has_parts |= self._copies(p) != len(self.members or [0])
-        self.has_parts |= self.stages > 1
+        if stages is not None:
+            if not set(_ranks_of(stages)) <= set(self._members):
+                raise AttachError(
+                    f"pp_mesh has ranks {_ranks_of(stages)}, but the ranks that step together are "
+                    f"{self._members}: pass the group of all stages as process_group, or leave it "
+                    "out"
+                )
+            self.stages = stages.size()
+        copies = [self._copies(p) for p in self._params]
+        world = len(self._members) or 1
+        self.has_parts = self.stages > 1 or any(each != world for each in copies)
 
     def _pipeline(self) -> Any:
         """The mesh of the pipeline stages, given or found, or None."""
@@ -131,44 +130,44 @@ class StepRanks:
                 )
             return self._pp_mesh
         if self.group is not None:
-            for root in map(_root, _meshes(self._params)):
+            for root in _root_meshes(self._params):
                 if _PIPELINE in (root.mesh_dim_names or ()):
                     return root[_PIPELINE]
         return None
 
     def _copies(self, param: Tensor) -> int:
         """Number of ranks that hold the same part of a parameter."""
-        mesh = _mesh(param)
+        mesh, members = _mesh(param), self._members
         if mesh is None:
-            return max(1, len(self.members) // self.stages)
+            return max(1, len(members) // self.stages)
         placements = param.placements  # type: ignore[attr-defined]
         same = math.prod(mesh.size(i) for i, at in enumerate(placements) if at.is_replicate())
         ranks = _ranks_of(mesh)
-        if not self.members:
-            if same == len(ranks):
-                return 1
-            raise AttachError(
-                f"process_group=None, but a parameter is spread over ranks {ranks}: each rank has "
-                "a part of the gradients, and the norm needs all parts; leave process_group out"
+        if not members and same == len(ranks):
+            return 1
+        if not members:
+            problem = (
+                "but with process_group=None the ranks exchange nothing, and the norm needs all "
+                "parts: leave process_group out"
             )
-        if not set(ranks) <= set(self.members):
-            raise AttachError(
-                f"a parameter is spread over ranks {ranks}, but the ranks that step together are "
-                f"{self.members}: pass a process_group of all these ranks, or leave it out"
+        elif not set(ranks) <= set(members):
+            problem = (
+                f"but the ranks that step together are {members}: pass a process_group of all "
+                "these ranks, or leave it out"
             )
-        if len(self.members) % (self.stages * len(ranks)):
-            raise AttachError(
-                f"a parameter is spread over the {len(ranks)} ranks {ranks}, which do not divide "
-                f"the {len(self.members)} ranks of a step in {self.stages} stage(s) evenly: pass "
-                "the process_group that trains this parameter"
+        elif len(members) % (self.stages * len(ranks)):
+            problem = (
+                f"which do not divide the {len(members)} ranks of a step in {self.stages} "
+                "stage(s) evenly: pass the process_group that trains this parameter"
             )
-        return same * (len(self.members) // self.stages // len(ranks))
+        else:
+            return same * (len(members) // self.stages // len(ranks))
+        raise AttachError(f"a parameter is spread over ranks {ranks}, {problem}")
 
 
 def _group_of(params: Sequence[Tensor]) -> Any:
     """The group of the ranks that the parameters are spread over, or the default group."""
-    everyone = dist.get_world_size()
-    found = {tuple(sorted(_ranks_of(root))): root for root in map(_root, _meshes(params))}
+    found = {tuple(sorted(_ranks_of(root))): root for root in _root_meshes(params)}
     if not found:
         return dist.group.WORLD
     largest = max(found, key=len)
@@ -179,7 +178,7 @@ def _group_of(params: Sequence[Tensor]) -> Any:
                 "which do not show the ranks that step together: pass process_group=, a group or a "
                 "mesh of these ranks, or build both meshes from one root mesh"
             )
-    return dist.group.WORLD if len(largest) == everyone else _group_of_mesh(found[largest])
+    return _group_of_mesh(found[largest])
 
 
 def _group_of_mesh(mesh: Any) -> Any:
@@ -192,9 +191,10 @@ def _group_of_mesh(mesh: Any) -> Any:
     return dist.new_group(ranks, use_local_synchronization=True)
 
 
-def _meshes(params: Iterable[Tensor]) -> list[Any]:
-    """The distinct meshes of these parameters, in order."""
-    return [*dict.fromkeys(mesh for mesh in map(_mesh, params) if mesh is not None)]
+def _root_meshes(params: Sequence[Tensor]) -> list[Any]:
+    """The root meshes of the distinct meshes of these parameters, in order."""
+    meshes = dict.fromkeys(mesh for mesh in map(_mesh, params) if mesh is not None)
+    return [_root(mesh) for mesh in meshes]
 
 
 def _mesh(param: Tensor) -> Any:
@@ -215,13 +215,5 @@ def _ranks_of(mesh: Any) -> list[int]:
     return mesh.mesh.flatten().tolist()
 
 
-def _is_group(value: Any) -> bool:
-    return dist.is_available() and isinstance(value, dist.ProcessGroup)
-
-
 def _is_mesh(value: Any) -> bool:
-    if not dist.is_available():
-        return False
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return isinstance(value, DeviceMesh)
+    return hasattr(value, "mesh_dim_names")

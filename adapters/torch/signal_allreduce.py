@@ -15,15 +15,14 @@ Per-tensor clipping adds eight bytes for each parameter.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from healcore.core.errors import RanksDisagreeError
+from healcore.core.signals import Signals
 from healcore.core.verdict import Decision
-from healcore.torch.errors import RanksDisagreeError
-from healcore.torch.measurement import AsyncCopy, Measurement
+from healcore.torch.measurement import AsyncCopy
 from healcore.torch.ranks import StepRanks
 
 _COUNTED = ("loss", "update_norm", "grad_norm")
@@ -54,11 +53,27 @@ class SignalAllReduce:
         """Number of ranks that decide together."""
         return self.ranks.world
 
-    def reduce(self, measured: Measurement, last: Decision | None) -> Measurement:
+    def reduce(
+        self,
+        signals: Signals,
+        squares: Tensor | None,
+        found_inf: Tensor | None,
+        last: Decision | None,
+    ) -> tuple[Signals, Tensor | None]:
         """The mean of each signal over the ranks that have it, and the global norm.
 
         Every rank calls it at every step. A sync only if this rank lacks a loss or a norm, which
-        another rank may have. `grad_norm` stays None if no rank has gradients.
+        another rank may have.
+
+        Args:
+            signals: this rank's signals.
+            squares: see `Measurer.squares`.
+            found_inf: a GradScaler's flag, 0-d float32, or None.
+            last: this rank's decision of the last step.
+
+        Returns:
+            The signals of all ranks, whose `grad_norm` is None if no rank has gradients, and the
+            number of ranks with an overflow, or None without a flag.
 
         Raises:
             RanksDisagreeError: the ranks' decisions of the last step differ, or at the first step
@@ -68,55 +83,39 @@ class SignalAllReduce:
         if self._unchecked is not None and self._unchecked.has_arrived():
             marks, self._unchecked = self._unchecked, None
             self._raise_if_different(marks)
-        sums = self._summed(self._packed(measured, last))
+        zero, given = self._zero, (*signals[:4], found_inf)
+        loss, norm, update, evals, overflow = (zero if v is None else v for v in given)
+        evaluated = ~torch.isnan(evals)  # NaN means that the step has no evaluation
+        evals = torch.where(evaluated, evals, zero)
+        terms = torch.stack([loss, update, evals, evaluated, overflow > 0]).to(torch.float64)
+        flags = *(getattr(signals, name) is not None for name in _COUNTED), self.requests_vote
+        if flags not in self._known:
+            self._known[flags] = torch.tensor(flags, dtype=torch.float64).to(self._home)
+        if squares is None:
+            groups = () if signals.group_norms is None else (signals.group_norms,)
+            squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
+        sums = self._summed(torch.cat([terms, self._known[flags], self._mark(last), squares]))
         self.last_marks = AsyncCopy(sums[8:11])
         if self._home.type == "cpu":
             self._raise_if_different(self.last_marks)
         elif self._unchecked is None:
             self._unchecked = self.last_marks
         loss, update, evals, evaluated, overflows, losses, updates, grads = sums[:8].unbind()
-        squares = sums[11:] if self.ranks.has_parts else sums[11:] / grads
-        norms = squares.sqrt().to(torch.float32)
-        found = {name for name in _COUNTED if getattr(measured, name) is not None}
+        total = sums[11:] if self.ranks.has_parts else sums[11:] / grads
+        norms = total.sqrt().to(torch.float32)
+        found = {name for name in _COUNTED if getattr(signals, name) is not None}
         if len(found) < len(_COUNTED):
             counts = sums[5:8].cpu().numpy()
             found = {name for name, count in zip(_COUNTED, counts, strict=True) if count}
-        without_eval, without_flag = measured.eval_loss is None, measured.found_inf is None
-        return measured._replace(
+        evaluation = signals.eval_loss
+        reduced = signals._replace(
             loss=(loss / losses).to(torch.float32) if "loss" in found else None,
             update_norm=(update / updates).to(torch.float32) if "update_norm" in found else None,
             grad_norm=norms[0] if "grad_norm" in found else None,
-            group_norms=None if measured.group_norms is None else norms[1:],
-            eval_loss=None if without_eval else (evals / evaluated).to(torch.float32),
-            found_inf=None if without_flag else overflows.to(torch.float32),
-            squares=None,
+            group_norms=None if signals.group_norms is None else norms[1:],
+            eval_loss=None if evaluation is None else (evals / evaluated).to(torch.float32),
         )
-
-    def _packed(self, measured: Measurement, last: Decision | None) -> Tensor:
-        """This rank's terms of the sums: (12,) float64, or (12 + n,) with `group_norms`."""
-        zero = self._zero
-        loss, update, evals, found_inf, norm = (
-            zero if value is None else value
-            for value in (
-                measured.loss,
-                measured.update_norm,
-                measured.eval_loss,
-                measured.found_inf,
-                measured.grad_norm,
-            )
-        )
-        evaluated = ~torch.isnan(evals)  # NaN means that the step has no evaluation
-        evals = torch.where(evaluated, evals, zero)
-        signals = torch.stack([loss, update, evals, evaluated, found_inf > 0])
-        flags = *(getattr(measured, name) is not None for name in _COUNTED), self.requests_vote
-        if flags not in self._known:
-            self._known[flags] = torch.tensor(flags, dtype=torch.float64).to(self._home)
-        squares = measured.squares
-        if squares is None:
-            groups = () if measured.group_norms is None else (measured.group_norms,)
-            squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
-        parts = [signals.to(torch.float64), self._known[flags], self._mark(last), squares]
-        return torch.cat(parts)
+        return reduced, None if found_inf is None else overflows.to(torch.float32)
 
     def _mark(self, last: Decision | None) -> Tensor:
         """(2,) float64: 16 bits of the last decision, or first of the parameters; their square."""
@@ -142,9 +141,13 @@ class SignalAllReduce:
             )
 
     def _summed(self, packed: Tensor) -> Tensor:
-        """The sum over the ranks, float64."""
-        device = _reduction_device(self.ranks.group, self._home)
-        packed = packed.to(device, torch.float64)
+        """The sum over the ranks, on the signals' device if the group can reduce there."""
+        kinds = [device.type for device in self.ranks.group._device_types]
+        device = self._home
+        if kinds and device.type not in kinds:
+            current = torch.get_device_module(kinds[0]).current_device()
+            device = torch.device(kinds[0], current)
+        packed = packed.to(device)
         dist.all_reduce(packed, group=self.ranks.group)
         return packed.to(self._home, non_blocking=True)
 
@@ -152,11 +155,3 @@ class SignalAllReduce:
 def requests_vote(marks: AsyncCopy | None) -> bool:
     """Whether any rank asked for a vote at the step with these `last_marks`. Waits for the copy."""
     return marks is not None and bool(marks.read()[0])
-
-
-def _reduction_device(group: Any, home: torch.device) -> torch.device:
-    """A device on which the group can reduce: the device of the signals if possible."""
-    kinds = [device.type for device in group._device_types]
-    if home.type in kinds or not kinds:
-        return home
-    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())

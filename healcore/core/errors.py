@@ -1,4 +1,4 @@
-"""Base class of all exceptions that healcore raises."""
+"""Base class of all exceptions that healcore raises, and the errors of `healcore.torch`."""
 
 from __future__ import annotations
 
@@ -18,3 +18,15 @@ class HealcoreError(BaseException):
 
     def _message(self) -> str:
         return super().__str__()
+
+
+class AttachError(HealcoreError, TypeError):
+    """`healcore.torch` cannot heal the optimizer it was given. Nothing was changed."""
+
+
+class ParametersChangedError(HealcoreError, RuntimeError):
+    """The optimizer has fewer parameters than before. The current step was not taken."""
+
+
+class RanksDisagreeError(HealcoreError, RuntimeError):
+    """The ranks of one run have decided differently. The current step was not taken."""

@@ -55,7 +55,7 @@ class HealingReport:
     diagnosis: str
     """Diagnosis of the stop, or an empty string if the policy did not stop the run."""
     optimizers: Mapping[str, object]
-    """Name -> `healcore.torch.Report`: how the optimizer is healed. Empty in JAX."""
+    """Name -> `Healing.report()`: how the optimizer is healed. Empty in JAX."""
 
     @classmethod
     def of(cls, loop: Loop, ending: Ending | None, error: BaseException | None) -> HealingReport:

@@ -29,9 +29,8 @@ SURFACE = {
         RuleConfig StateError Tally neutral
     """,
     "healcore.torch": """
-        Action AttachError Cause DCPStore Decision DryRun Healing HealingCallback HealingReport
-        Keep LightningHealingCallback MemoryStore ParametersChangedError RanksDisagreeError Report
-        SignalError StateError arctic_callbacks attach engine_state heal_trainer heal_engine
+        AttachError DCPStore Healing HealingCallback LightningHealingCallback arctic_callbacks
+        attach engine_state heal_trainer heal_engine
     """,
 }
 """Public names of a module. A deliberate change is listed in CHANGELOG.md too."""

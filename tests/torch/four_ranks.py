@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from healcore.core.clipping import ZClipConfig
 from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine
-from healcore.torch import RanksDisagreeError, attach
+from healcore.errors import RanksDisagreeError
+from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.optimizer_cases import HOST_AND_DEVICE
 from tests.torch.worlds import serve
@@ -195,85 +196,81 @@ LAYOUTS = (
 )  # fmt: skip
 
 
+class Loop:
+    """Steps of a layout with AdamW. Without a policy nothing is attached."""
+
+    def __init__(self, kind: str, policy: Engine | None, *, scaler: Any = None, **options: Any):
+        self.net, self.model, self.data = layout(kind)
+        fused = options.pop("fused", False)
+        self.optimizer = AdamW(self.net.parameters(), lr=1e-2, fused=fused)
+        self.scaler = scaler
+        self.heal: Any = policy and attach(self.optimizer, policy, scaler=scaler, **options)
+
+    def step(
+        self, i: int, *, factor: float = 1.0, broken: tuple[int, ...] = (), value: float = NAN
+    ) -> tuple[bool, list[int], float]:
+        """A step, with `value` in the gradients of the `broken` ranks.
+
+        Returns whether it changed nothing, the bytes of its collectives, and the gradients' norm.
+        """
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * i + self.data))
+        loss = (self.model(x) - x).square().mean() * factor
+        if self.heal is not None:
+            self.heal.observe(loss)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        grads = [p.grad for p in self.net.parameters() if p.grad is not None]
+        for grad in grads if dist.get_rank() in broken else ():
+            part(grad).view(-1)[:1] = value
+        norm = torch.stack([whole(grad).norm() for grad in grads]).norm()
+        before = digest([part(t) for t in held(self.net, self.optimizer)])
+        with Collectives() as counted:
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        self.optimizer.zero_grad()
+        after = digest([part(t) for t in held(self.net, self.optimizer)])
+        return after == before, counted.nbytes, float(norm)
+
+    def weights(self) -> str:
+        return digest([whole(p) for p in self.net.parameters()])
+
+    def metric(self, name: str) -> float:
+        return float(self.heal.metrics()[f"heal/{name}"])
+
+
 def judged(kind: str) -> dict[str, Any]:
     """The judged norm, the whole gradients' norm, and the bytes that healing adds to a step."""
-    outcome: dict[str, Any] = {"norms": [], "calls": []}
-    weights = []
-    for healed in (False, True):
-        net, model, data = layout(kind)
-        optimizer = AdamW(net.parameters(), lr=1e-2)
-        heal = attach(optimizer, policies.SKIPS) if healed else None
-        for i in range(2):
-            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * i + data))
-            loss = (model(x) - x).square().mean()
-            if heal is not None:
-                heal.observe(loss)
-            loss.backward()
-            each = [whole(p.grad).norm() for p in net.parameters() if p.grad is not None]
-            with Collectives() as counted:
-                optimizer.step()
-            optimizer.zero_grad()
-        outcome["calls"].append(counted.nbytes)
-        weights.append(digest([whole(p) for p in net.parameters()]))
-        if heal is not None:
-            norm = float(torch.stack(each).norm())
-            outcome["norms"] = [float(heal.metrics()["heal/grad_norm"]), norm]
-            outcome["ranks"] = heal.ranks
-    outcome["same"] = weights[0] == weights[1]
-    return outcome
+    plain, healed = Loop(kind, None), Loop(kind, policies.SKIPS)
+    for i in range(2):
+        (_, alone, _), (_, added, norm) = plain.step(i), healed.step(i)
+    return {"norms": [healed.metric("grad_norm"), norm], "ranks": healed.heal.ranks,
+            "calls": [alone, added], "same": plain.weights() == healed.weights()}  # fmt: skip
 
 
 def fused(where: Any) -> dict[str, Any]:
     """A NaN in one rank's part of a sharded gradient, and per-tensor clipping, in a fused step."""
     outcome: dict[str, Any] = {}
     for name, policy in (("skips", policies.SKIPS), ("per tensor", policies.ADAGC)):
-        net, model, data = layout("HSDP")
-        optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
-        heal = attach(optimizer, policy, engine=where)
+        loop = Loop("HSDP", policy, fused=True, engine=where)
         for i in range(5):
-            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * i + data))
-            loss = (model(x) - x).square().mean() * (1e3 if i == 4 else 1.0)
-            heal.observe(loss)
-            loss.backward()
+            broken = (1,) if i == 3 else ()
+            exact, added, _ = loop.step(i, factor=1e3 if i == 4 else 1.0, broken=broken)
             if i == 3:
-                for p in net.parameters():
-                    if p.grad is not None and dist.get_rank() == 1:
-                        part(p.grad).view(-1)[:1] = NAN
-            before = digest([part(t) for t in held(net, optimizer)])
-            with Collectives() as counted:
-                optimizer.step()
-            optimizer.zero_grad()
-            if i == 3:
-                after = digest([part(t) for t in held(net, optimizer)])
-                outcome[name] = [float(heal.metrics()["heal/skips"]), after == before]
-        outcome[name] += [counted.nbytes, digest([whole(p) for p in net.parameters()])]
+                outcome[name] = [loop.metric("skips"), exact]
+        outcome[name] += [added, loop.weights()]
     return outcome
 
 
 def scaled(kind: str) -> dict[str, Any]:
     """A GradScaler that finds an overflow in one of two parts, and skips the step by itself."""
-    net, model, data = layout("HSDP")
-    optimizer = AdamW(net.parameters(), lr=1e-2, fused=kind == "fused")
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    heal = attach(optimizer, policies.SKIPS, scaler=scaler)
-    exact = []
-    for i in range(5):
-        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * i + data))
-        loss = (model(x) - x).square().mean()
-        heal.observe(loss)
-        scaler.scale(loss).backward()
-        if i == 3 and dist.get_rank() in (1, 3):  # its copies, as after the reduction
-            for p in net.parameters():
-                assert p.grad is not None
-                part(p.grad).view(-1)[:1] = float("inf")
-        before = digest([part(t) for t in held(net, optimizer)])
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        exact.append(digest([part(t) for t in held(net, optimizer)]) == before)
-    metrics = heal.metrics()
-    return {"skipped": exact, "scale": scaler.get_scale(), "skips": float(metrics["heal/skips"]),
-            "weights": digest([whole(p) for p in net.parameters()])}  # fmt: skip
+    loop = Loop("HSDP", policies.SKIPS, fused=kind == "fused", scaler=scaler)
+    broken = [(1, 3) if i == 3 else () for i in range(5)]  # copies, as after the reduction
+    exact = [loop.step(i, broken=b, value=float("inf"))[0] for i, b in enumerate(broken)]
+    return {"skipped": exact, "scale": scaler.get_scale(), "skips": loop.metric("skips"),
+            "weights": loop.weights()}  # fmt: skip
 
 
 def pipeline(kind: str) -> dict[str, Any]:

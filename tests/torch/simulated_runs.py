@@ -25,7 +25,7 @@ from tests.torch.simulated_device import DEVICE, uploads, waits
 CPU = torch.device("cpu")
 READ = "healcore.torch.measurement:AsyncCopy.read"
 """A wait here and on other accelerators; on CUDA the copy has been under way for a step."""
-FIRST = "healcore.torch.measurement:read_in_one_copy"
+FIRST = "healcore.torch.measurement:read"
 SAVE_EVERY, STEPS = 40, 200
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

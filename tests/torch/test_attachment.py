@@ -9,8 +9,9 @@ import torch
 from torch.nn import Linear, Parameter
 from torch.optim import AdamW
 
+from healcore.errors import ParametersChangedError
 from healcore.policy import PolicyError, load
-from healcore.torch import AttachError, ParametersChangedError, attach
+from healcore.torch import AttachError, attach
 from tests.torch import policies
 
 
@@ -25,16 +26,17 @@ def test_a_value_that_is_no_optimizer_is_rejected(given: Any):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error"),
     [
-        ({"engine": "gpu"}, "engine must be"),
-        ({"scaler": 1024.0}, "GradScaler"),
+        ({"engine": "gpu"}, AttachError),
+        ({"scaler": 1024.0}, AttachError),
+        ({"clip": {"max_norm": -1}}, PolicyError),
     ],
 )
-def test_a_wrong_option_changes_nothing(options: dict[str, Any], message: str):
+def test_a_wrong_option_changes_nothing(options: dict[str, Any], error: type[BaseException]):
     o = optimizer()
-    with pytest.raises(AttachError, match=message):
-        attach(o, policies.SKIPS, **options)
+    with pytest.raises(error, match=next(iter(options))):
+        attach(o, "zclip", **options)
     assert not o._optimizer_step_pre_hooks
     attach(o, policies.SKIPS)
 
@@ -44,7 +46,6 @@ def test_one_optimizer_has_one_policy():
     heal = attach(o, policies.SKIPS)
     with pytest.raises(AttachError, match="healed already"):
         attach(o, policies.SKIPS)
-    assert heal.attached
     heal.detach()
     attach(o, policies.SKIPS)
 
@@ -72,12 +73,9 @@ def test_removed_parameters_are_refused_where_each_has_a_history():
 
 
 def test_one_number_of_a_policy_needs_no_file():
-    o = torch.optim.SGD([Parameter(torch.zeros(4))], lr=1.0)
-    with pytest.raises(PolicyError, match="max_norm = -1"):
-        attach(o, "zclip", clip={"max_norm": -1})
-    assert not o._optimizer_step_pre_hooks
+    p = Parameter(torch.zeros(4))
+    o = torch.optim.SGD([p], lr=1.0)
     attach(o, "zclip", clip={"kind": "fixed", "max_norm": 2.0})
-    (p,) = o.param_groups[0]["params"]
     p.grad = torch.full((4,), 5.0)
     o.step()
     assert float(p.detach().norm()) == pytest.approx(2.0)

@@ -22,9 +22,6 @@ def steps(heal: Any) -> int:
     return int(heal.metrics()["heal/steps"])
 
 
-# -- closures ------------------------------------------------------------------------------------
-
-
 @host_and_device
 def test_a_closures_own_gradients_are_judged(where: Where):
     p = Parameter(torch.ones(3))
@@ -42,9 +39,6 @@ def test_a_closures_own_gradients_are_judged(where: Where):
     assert int(metrics["heal/skips"]) == 0
     assert float(metrics["heal/grad_norm"]) == pytest.approx(3**0.5)
     assert float(metrics["heal/loss"]) == 6.0  # what the closure returned
-
-
-# -- subclasses ----------------------------------------------------------------------------------
 
 
 class Decaying(AdamW):
@@ -68,9 +62,6 @@ def test_a_step_with_its_own_arithmetic_is_skipped_too(where: Where):
     before = snapshot(optimizer)
     case.step(optimizer, 0, heal=heal, factor=NAN)
     assert_same(before, snapshot(optimizer), "params")
-
-
-# -- schedulers and copies -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [Case("", SGD), Case("", AdamW, {"fused": True})], ids=str)
@@ -123,9 +114,6 @@ def test_a_step_stored_before_attach_runs_as_without_healcore(caplog: pytest.Log
     assert float(heal.metrics()["heal/loss"]) == 2.0, "without the losses of steps not judged"
 
 
-# -- exceptions ----------------------------------------------------------------------------------
-
-
 def fail(*_: Any) -> None:
     raise RuntimeError("out of memory")
 
@@ -152,9 +140,6 @@ def test_a_step_that_raises_does_not_end_healing(where: Where, fused: bool):
     assert optimizer.param_groups[0]["lr"] is own
     assert p.grad is not None
     assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
-
-
-# -- gradients that are not there ----------------------------------------------------------------
 
 
 @host_and_device

@@ -6,17 +6,17 @@ import logging
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
 from torch.optim import AdamW
 
 from healcore.core.engine import Engine, RuleConfig
-from healcore.core.verdict import Action, Cause
+from healcore.core.verdict import Action
 from healcore.torch import Healing, attach
 from healcore.torch.healed_step import RECORD_LAG
-from healcore.torch.incident_log import WITHOUT_LOSS, IncidentLog
-from tests.healer.step_records import record
+from healcore.torch.incident_log import HITS, WITHOUT_LOSS, NormCeiling
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN, Where, host_and_device
 
@@ -77,11 +77,13 @@ def test_an_incident_is_one_line_of_any_length(where: Where, lines: Lines):
 
 
 def test_an_incident_of_a_loaded_state_is_not_logged_again(lines: Lines):
-    log = IncidentLog("AdamW", policies.SKIPS, lambda: None, resets_moments=False)
-    alarm = record(step=351, incident=2, onset=310, cause=Cause.LOSS_SPIKE)
-    log.add([alarm, alarm._replace(step=360, incident=3, onset=359)])
+    stopped, resumed = Loop(), Loop()
+    stopped.steps(*[1.0] * 4, NAN)
+    lines.clear()
+    resumed.heal.load_state_dict(stopped.heal.state_dict())
+    resumed.steps(NAN, *[1.0] * 200, NAN)
     (line,) = logged(lines)
-    assert "step 359: incident 3: loss spike" in line
+    assert "step 206: incident 2: nonfinite" in line
 
 
 @host_and_device
@@ -99,3 +101,29 @@ def test_a_forgotten_observe_is_logged_once(where: Where, lines: Lines):
     loop.steps(*[1.0] * 3 * WITHOUT_LOSS, observes=False)
     (line,) = logged(lines)
     assert f"no loss has been observed in {WITHOUT_LOSS} steps" in line
+
+
+# -- other code that clips -------------------------------------------------------------------------
+
+
+def warnings_of(norms: np.ndarray) -> int:
+    ceiling = NormCeiling()
+    return sum(ceiling.add(float(norm)) is not None for norm in norms)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_a_limit_is_noticed_once(share: float):
+    """Also where it is reached at some steps only, and by gradients of few digits."""
+    random = np.random.default_rng(0)
+    limit = 0.3 * (1 + 5e-5 * random.standard_normal(1000)).astype(np.float32)
+    norms = np.where(random.random(1000) < share, limit, 0.3 * random.random(1000))
+    assert warnings_of(norms) == 1
+    assert warnings_of(norms[: HITS - 1]) == 0
+
+
+@pytest.mark.parametrize("spread", [0.003, 0.02, 0.3])
+def test_norms_without_a_limit(spread: float):
+    random = np.random.default_rng(1)
+    norms = np.exp(spread * random.standard_normal(10_000)).astype(np.float32)
+    for drift in (0.0, 1e-5, -1e-5):
+        assert warnings_of(norms * np.exp(drift * np.arange(10_000))) == 0

@@ -11,7 +11,8 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from healcore.core.verdict import Cause
-from healcore.torch import Healing, SignalError, attach
+from healcore.errors import SignalError
+from healcore.torch import Healing, attach
 from tests.torch import policies
 from tests.torch.optimizer_cases import Where, host_and_device
 
@@ -72,18 +73,10 @@ def test_a_step_is_judged_by_the_mean_of_its_micro_batches(where: Where):
     p, optimizer, heal = healed(where)
     for loss in (1.0, torch.tensor(2.0), torch.tensor(4.5)):
         heal.observe(loss)
+        loss /= 4  # the loop may change it in place
     assert take(p, optimizer, heal) == 2.5
     heal.observe(7.0)
     assert take(p, optimizer, heal) == 7.0
-
-
-@host_and_device
-def test_a_loss_may_be_changed_in_place_afterwards(where: Where):
-    p, optimizer, heal = healed(where)
-    loss = torch.tensor(8.0)
-    heal.observe(loss)
-    loss /= 4
-    assert take(p, optimizer, heal) == 8.0
 
 
 @host_and_device

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from healcore.torch import Healing, StateError, attach
+from healcore.errors import StateError
+from healcore.torch import Healing, attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.optimizer_cases import HOST_AND_DEVICE, Case, Where, host_and_device

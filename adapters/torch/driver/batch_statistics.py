@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
 from healcore.torch import gradients
-from healcore.torch.healing import Healing
+from healcore.torch.attachment import Healing
 
 NAMES = ("running_mean", "running_var", "num_batches_tracked")
 """torch's names of these buffers, which other libraries' layers use too."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore import console
+from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import check_engines
 from healcore.runtime.healthy_range import HealthyRange
@@ -20,16 +21,14 @@ from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.saved import IN_MEMORY
 from healcore.runtime.store.values import attribute
-from healcore.torch import gradients, live_state, optimizer_numbers
+from healcore.torch import gradients, live_state
+from healcore.torch.attachment import Healing, healing_of
 from healcore.torch.attachment import attach as attach_to
-from healcore.torch.attachment import healing_of
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.gradient_window import Accumulation, GradientWindow
 from healcore.torch.driver.loss_evaluation import LossEvaluation
 from healcore.torch.driver.pending_step import MOST_PENDING, PendingEntry, PendingStep, Recorder
-from healcore.torch.enforcer import moments_obstacle, reset_moments
-from healcore.torch.errors import AttachError
-from healcore.torch.healing import Healing
+from healcore.torch.enforcer import moments_obstacle, numbers_of, reset_moments
 from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.live_state import optimizers, parameter_names
 from healcore.torch.store import DCPStore, MemoryStore, apply
@@ -256,7 +255,7 @@ class TorchDriver:
     def numbers(self) -> dict[str, float]:
         """See `Driver.numbers`. No sync: numbers in tensors are left out."""
         healings = self.healings.items()
-        each = [optimizer_numbers.numbers(name, h.optimizer) for name, h in healings]
+        each = [numbers_of(name, h.optimizer) for name, h in healings]
         return {name: value for found in each for name, value in found.items()}
 
     def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:

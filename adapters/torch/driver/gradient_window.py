@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch import gradients
+from healcore.torch.attachment import Healing
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.ddp_gradients import DDPGradients, obstacle, replicas
-from healcore.torch.healing import Healing
 from healcore.torch.live_state import RngState
 from healcore.torch.store.gloo import GlooRanks
 

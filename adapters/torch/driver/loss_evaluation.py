@@ -20,8 +20,8 @@ from healcore.core.signals import SignalError
 from healcore.runtime.dominance.side_effects import undone
 from healcore.runtime.driver import SAMPLE, WeightsChanged
 from healcore.torch import gradients
+from healcore.torch.attachment import Healing
 from healcore.torch.driver.gradient_window import Accumulation
-from healcore.torch.healing import Healing
 from healcore.torch.live_state import RngState
 
 

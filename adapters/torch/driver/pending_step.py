@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from healcore.core.errors import RanksDisagreeError
 from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
 from healcore.runtime.store.ranks import Ranks
+from healcore.torch.attachment import Healing
 from healcore.torch.engines import PendingRecord
-from healcore.torch.errors import RanksDisagreeError
-from healcore.torch.healing import Healing
-from healcore.torch.loop_mistakes import NormCeiling
+from healcore.torch.incident_log import NormCeiling
 from healcore.torch.measurement import AsyncCopy, StepNorms
 from healcore.torch.signal_allreduce import requests_vote
 

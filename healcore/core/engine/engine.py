@@ -98,7 +98,7 @@ class Engine:
         """
         return lr.may_limit(self.config.lr)
 
-    @property
+    @cached_property
     def per_tensor(self) -> bool:
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
         return self.config.clip is not None and self.config.clip[0] == "adagc"

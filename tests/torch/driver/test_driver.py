@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
-from healcore.torch import AttachError, SignalError, attach
+from healcore.errors import SignalError
+from healcore.torch import AttachError, attach
 from healcore.torch.driver import RngState, TorchDriver
 from healcore.torch.driver.driver import WITHOUT_POLL
 from healcore.torch.incident_log import WITHOUT_LOSS

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import torch
 import torch.distributed as dist
 
+from healcore.core.errors import AttachError
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import EndRequested
 from healcore.runtime.store import CheckpointStore
-from healcore.torch.errors import AttachError
 from healcore.torch.trainers import driven
 from healcore.torch.trainers.deepspeed.state import engine_state
 

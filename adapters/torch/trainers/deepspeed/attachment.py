@@ -10,9 +10,8 @@ from torch import nn
 
 from healcore.console import Console, checked
 from healcore.core.engine import Engine
-from healcore.torch.attachment import heal_optimizer, healing_of
-from healcore.torch.errors import AttachError
-from healcore.torch.healing import Healing
+from healcore.core.errors import AttachError
+from healcore.torch.attachment import Healing, heal_optimizer, healing_of
 from healcore.torch.trainers import replaced
 from healcore.torch.trainers.deepspeed.hooks import EngineHooks, EngineMeasurer, is_sharded
 
@@ -77,7 +76,7 @@ def heal_basic_optimizer(engine: Any, core: Engine, process_group: Any = "auto")
     basic, sharded = engine.basic_optimizer, is_sharded(engine)
     healing = heal_optimizer(
         basic,
-        lambda: core,
+        core,
         # A decision for several calls of the optimizer has to be on the host.
         engine="host" if sharded and len(basic.param_groups) > 1 else "auto",
         process_group=process_group,

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from healcore.core.signals import Signals
 from healcore.torch import gradients
-from healcore.torch.engines import HostOrder
-from healcore.torch.grad_scaler import SEARCH, DroppedSteps, Overflows
+from healcore.torch.engines import Order
 from healcore.torch.healed_step import HealedStep
-from healcore.torch.measurement import Measurement, Measurer, StepNorms
+from healcore.torch.measurement import SEARCH, DroppedSteps, Measurer, Overflows, StepNorms
 
 
 def is_sharded(engine: Any) -> bool:
@@ -33,8 +33,6 @@ def searches_scale(engine: Any) -> bool:
 
 class SkippedByDeepSpeed(DroppedSteps):
     """Detects that DeepSpeed skipped a step after an overflow, without calling the optimizer."""
-
-    scaler = None
 
     def __init__(self, deepspeed: Any) -> None:
         self._deepspeed = deepspeed
@@ -58,7 +56,7 @@ class EngineMeasurer(Measurer):
         # With a fixed scale an overflow is a non-finite gradient.
         self.overflows = Overflows(self.home, SEARCH if searches_scale(deepspeed) else 0)
 
-    def measure(self, *args: Any, **kwargs: Any) -> Measurement:
+    def measure(self, *args: Any, **kwargs: Any) -> Signals:
         """See `Measurer.measure`."""
         measured = super().measure(*args, **kwargs)
         if not self._sharded:
@@ -84,7 +82,7 @@ class EngineHooks(HealedStep):
         super().__init__(*args)
         self.adopted_limit = adopted_limit
         self._first = gradients.parameters(self.optimizer)[0]
-        self._group_order: HostOrder | None = None
+        self._group_order: Order | None = None
         self._sharded = is_sharded(deepspeed)
         # DeepSpeed refers to the moment tensors, so they must not be replaced.
         self._resets_moments = self.incident_log.resets_moments = False

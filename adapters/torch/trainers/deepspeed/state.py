@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore.core.engine import Engine
+from healcore.core.errors import AttachError
 from healcore.torch import gradients
-from healcore.torch.errors import AttachError
-from healcore.torch.healing import Healing
+from healcore.torch.attachment import Healing
 from healcore.torch.trainers.deepspeed.attachment import (
     check,
     gradient_clipping,

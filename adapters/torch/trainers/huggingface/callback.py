@@ -17,15 +17,14 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 from transformers.trainer_callback import ExportableState
 
+from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, load, to_dict
 from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING, Logging
 from healcore.runtime.store import CheckpointStore
-from healcore.torch.attachment import unwrapped
-from healcore.torch.errors import AttachError
-from healcore.torch.healing import Healing
+from healcore.torch.attachment import Healing, unwrapped
 from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import driven, replaced
 from healcore.torch.trainers.huggingface import checkpoints, losses

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from healcore.core.errors import AttachError
 from healcore.core.verdict import Cause
 from healcore.runtime.faults import classify
 from healcore.torch.attachment import unwrapped
-from healcore.torch.errors import AttachError
 from healcore.torch.live_state import RngState
 
 

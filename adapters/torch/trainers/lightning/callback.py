@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from healcore.core.errors import AttachError
 from healcore.extras import require
 from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import with_limit
@@ -19,8 +20,7 @@ from healcore.runtime.data.torch_loader import is_replayable, recorded
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
-from healcore.torch.errors import AttachError
-from healcore.torch.healing import Healing
+from healcore.torch.attachment import Healing
 from healcore.torch.trainers import driven, replaced
 from healcore.torch.trainers.lightning.feed import Feed
 from healcore.torch.trainers.lightning.progress import Progress
