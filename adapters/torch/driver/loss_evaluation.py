@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from healcore.core.signals import SignalError
-from healcore.runtime.dominance.side_effects import undone
+from healcore.runtime.dominance.loss_function import undone
 from healcore.runtime.driver import SAMPLE, WeightsChanged
 from healcore.torch import gradients
 from healcore.torch.driver.gradient_window import Accumulation

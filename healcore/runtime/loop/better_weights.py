@@ -10,8 +10,7 @@ from typing import Any
 from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.dominance.anchor import TrainedStep
-from healcore.runtime.dominance.comparison_state import Verdict
+from healcore.runtime.dominance.anchor import TrainedStep, Verdict
 from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.rollback import Order, Rollback

@@ -13,7 +13,7 @@ from healcore.events.models import Ending
 from healcore.events.schema import sentence
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import RewindResult
-from healcore.runtime.dominance.comparison_state import Verdict
+from healcore.runtime.dominance.anchor import Verdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader, StepResult
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.rollback import Order, Rollback

@@ -17,7 +17,7 @@ from healcore.runtime.checkpoints.host_state import ITEM, HostParts, HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
-from healcore.runtime.dominance.comparison_state import ComparisonState
+from healcore.runtime.dominance.anchor import ComparisonState
 from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.driver import Driver, check_engines
 from healcore.runtime.host_policy import HostPolicy
