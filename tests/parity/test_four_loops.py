@@ -224,7 +224,7 @@ def jax_loop(policy: Path) -> list[Decided]:
     for loss, gradient in signals():
         w, state, decision = step(w, state, loss, gradient)
         driver.update({"opt": state})
-        dispatch = driver.poll_step()
+        dispatch = driver.steps()
         assert dispatch is not None
         ((record,),) = dispatch.steps()
         whole, in_step = Decided.of(record.decision), Decided.of(decision)

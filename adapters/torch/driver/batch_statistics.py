@@ -31,24 +31,26 @@ class BatchStatistics:
 
     def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
         healed = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
-        self._layers = {n: LayerStatistics(each) for n, each in layers_of(state, healed).items()}
-        self._hooks = [healed[name].hooks for name in self._layers]
-        for hooks, layers in zip(self._hooks, self._layers.values(), strict=True):
-            hooks.on_ended = layers.end
+        self._layers: list[LayerStatistics] = []
+        self._hooks = []
+        for name, layers in layers_of(state, healed).items():
+            self._layers.append(LayerStatistics(layers))
+            self._hooks.append(healed[name].hooks)
+            self._hooks[-1].on_ended = self._layers[-1].end
 
     def save(self) -> None:
         """Saves the current values, including non-finite values."""
-        for each in self._layers.values():
+        for each in self._layers:
             each.save()
 
     def save_finite(self) -> None:
         """Restores non-finite values, then saves the current values."""
-        for each in self._layers.values():
+        for each in self._layers:
             each.end(False)
 
     def restore(self) -> None:
         """Restores the layers to their values after their optimizer's last step."""
-        for each in self._layers.values():
+        for each in self._layers:
             each.end(True)
 
     def close(self) -> None:
@@ -86,7 +88,8 @@ class LayerStatistics:
         Non-finite values are always restored, because a GradScaler or the loop may have dropped the
         previous step without a call.
         """
-        if not self._is_current():
+        now = statistics(self._layers)
+        if [*map(id, now)] != [*map(id, self._buffers)]:
             self.save()  # for example moved to another device: there is nothing to restore
             return
         for i, (buffers, saved) in enumerate(self._blocks):
@@ -103,12 +106,6 @@ class LayerStatistics:
             parts = list(saved.split([each.numel() for each in buffers]))
             torch._foreach_copy_(buffers, parts)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _is_current(self) -> bool:
-        now = statistics(self._layers)
-        return len(now) == len(self._buffers) and all(
-            a is b for a, b in zip(now, self._buffers, strict=True)
-        )
-
 
 def _is_finite(values: Tensor) -> bool:
     """Whether all values are finite; always False for floats on an accelerator: no sync."""
@@ -119,14 +116,8 @@ def _is_finite(values: Tensor) -> bool:
 
 def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
     """The buffers named in `NAMES`, layer by layer."""
-    found = []
-    for layer in layers:
-        buffers = layer._buffers
-        for name in NAMES:
-            each = buffers.get(name)
-            if each is not None and not isinstance(each, UninitializedBuffer):
-                found.append(each)
-    return found
+    found = [layer._buffers.get(name) for layer in layers for name in NAMES]
+    return [e for e in found if e is not None and not isinstance(e, UninitializedBuffer)]
 
 
 def layers_of(

@@ -144,7 +144,7 @@ class BetterWeights:
             rates = verdict.rates
             rate = next(iter(rates), math.nan) if facts.from_start else max(rates, default=math.nan)
             rate = agreed(self._ranks, rate)
-            states = lr_states(self._driver.healing())
+            states = lr_states(self._driver.engines())
             return replace(order, trial=trial, lr_at_fault=rate, lr_states=states)
         if trial == Trial.LEAVE_OUT:
             batches = tuple(self._monitor.batches_of(unusual))
@@ -172,8 +172,8 @@ class BetterWeights:
         undone = bool(rates or order.read_again or order.numbers)
         done = self._carry_out(order) if undone else None
         if done is None:
-            states = with_lr_states(self._driver.healing(), order.lr_states)
-            self._driver.load_healing(states)
+            states = with_lr_states(self._driver.engines(), order.lr_states)
+            self._driver.load(None, states)
             for name in order.numbers:
                 self._ledger.numbers.pop(name, None)
         self.dominance.accept(until)

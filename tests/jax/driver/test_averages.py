@@ -14,8 +14,8 @@ import pytest
 
 from healcore import Healer
 from healcore.jax import protect
-from healcore.jax.driver.averages import averages, rivals
 from healcore.jax.driver.driver import JaxDriver
+from healcore.jax.driver.weights import averages, rivals
 from healcore.runtime.dominance import history
 from tests.healer.run_options import grouped
 from tests.jax.driver.test_damage_or_data import data, initial, loss_of, reversed_layer

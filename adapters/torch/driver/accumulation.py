@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,18 +36,17 @@ class Accumulation:
         idle: number of steps of other optimizers since this optimizer's last step.
         reached_since_any_step: whether a backward pass has run since the last step of any
             optimizer; the driver resets it.
-        on_step: called after each step, or None.
     """
 
-    def __init__(self, healing: Healing) -> None:
+    def __init__(self, healing: Healing, after_step: Callable[[], object]) -> None:
         self.healing = healing
+        self._call_after_step = after_step
         self._reached = self.stepped = self.reached_since_any_step = False
         self.steps = self.idle = 0
-        self.on_step: Callable[[], None] | None = None
-        self._backward_hook: Any = torch.compiler.disable(self._on_backward)
-        healing.hooks.on_step = self._on_step
         self._watched: Tensor | None = None
         self._backward_handle: Any = None
+        self._backward_hook: Any = torch.compiler.disable(self._on_backward)
+        healing.hooks.on_step = self._on_step
         self._watch()
 
     @property
@@ -56,7 +55,7 @@ class Accumulation:
         self._watch()
         if not (self._reached or self.healing.has_loss):
             return False
-        return any(p.grad is not None for p in self._params)
+        return any(p.grad is not None for p in gradients.parameters(self.healing.optimizer))
 
     def drop_by_products(self) -> None:
         """Ignores gradients and losses that a step of another optimizer has left.
@@ -68,10 +67,11 @@ class Accumulation:
         self.healing.drop_losses()
 
     def clear(self) -> None:
-        """Drops the gradients."""
-        for p in self._params:
+        """Drops the gradients and all signals since the last step."""
+        for p in gradients.parameters(self.healing.optimizer):
             p.grad = None
         self._reached = False
+        self.healing.discard()
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -79,15 +79,12 @@ class Accumulation:
         if self._backward_handle is not None:
             self._backward_handle.remove()
 
-    @property
-    def _params(self) -> list[Tensor]:
-        return gradients.parameters(self.healing.optimizer)
-
     def _watch(self) -> None:
         """Moves the hook to a trained parameter if the watched parameter has been frozen."""
         if self._watched is not None and self._watched.requires_grad:
             return
-        found = next((p for p in self._params if p.requires_grad and p.is_leaf), None)
+        params = gradients.parameters(self.healing.optimizer)
+        found = next((p for p in params if p.requires_grad and p.is_leaf), None)
         if found is None:
             return  # all parameters are frozen while another network trains
         if self._backward_handle is not None:
@@ -102,8 +99,7 @@ class Accumulation:
         self._reached, self.stepped = False, True
         self.steps, self.idle = self.steps + 1, 0
         self._watch()
-        if self.on_step is not None:
-            self.on_step()
+        self._call_after_step()
 
 
 class GradientWindow:
@@ -112,19 +108,23 @@ class GradientWindow:
     A window is all parts since the last step. It starts without gradients, and `BatchStatistics`
     has already saved the statistics, so only the states of random generators are saved here. A
     repeated window gives bit for bit the result of a window that started with the smaller parts.
+
+    Args:
+        accumulations: the gradients of each optimizer.
+        statistics: the batch statistics of the state.
+        scaler: the GradScaler of the state, or None.
+        modules: the modules of the state.
     """
 
     def __init__(
         self,
-        accumulations: list[Accumulation],
+        accumulations: Sequence[Accumulation],
         statistics: BatchStatistics,
         scaler: torch.amp.GradScaler | None,
         modules: Iterable[nn.Module] = (),
     ) -> None:
-        self._accumulations = accumulations
-        self._statistics = statistics
-        self._scaler = scaler
-        self._modules = list(modules)
+        self._accumulations, self._statistics = accumulations, statistics
+        self._scaler, self._modules = scaler, list(modules)
         self._generators = RngState()
         self._shared: DDPGradients | None = None
         self.begin_window()
@@ -135,20 +135,19 @@ class GradientWindow:
 
     def begin_window(self) -> None:
         """Saves the state at the start of a window."""
-        self._steps, self._updates = self._count(), self._scaler_records()
+        self._begun = self._steps_and_records()
         self._random = self._generators.state_dict()
         self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
     def has_stepped(self) -> bool:
         """Whether an optimizer has stepped, or a GradScaler has dropped its step."""
-        # A GradScaler's update() replaces the records, even if it has called no optimizer.
-        return self._count() != self._steps or self._scaler_records() is not self._updates
+        steps, records = self._steps_and_records()
+        return steps != self._begun[0] or records is not self._begun[1]
 
     def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
         """Drops gradients and observed losses; restores random states and batch statistics."""
         for accumulation in self._accumulations:
             accumulation.clear()
-            accumulation.healing.discard()
         self._statistics.restore()
         self._generators.load_state_dict(self._random)
         free_graphs(held, since=self._node)
@@ -177,11 +176,13 @@ class GradientWindow:
         if self._shared is not None:
             self._shared.close()
 
-    def _count(self) -> int:
-        return sum(each.steps for each in self._accumulations)
+    def _steps_and_records(self) -> tuple[int, Any]:
+        """Steps so far, and the GradScaler's records.
 
-    def _scaler_records(self) -> Any:
-        return getattr(self._scaler, "_per_optimizer_states", None)
+        A GradScaler's update() replaces the records, even if it has called no optimizer.
+        """
+        records = getattr(self._scaler, "_per_optimizer_states", None)
+        return sum(each.steps for each in self._accumulations), records
 
 
 def free_graphs(values: Iterable[Any], *, since: int) -> None:
