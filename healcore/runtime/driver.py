@@ -58,6 +58,8 @@ class Driver(Protocol):
     """Lines to log, oldest first; the run logs them and empties the list."""
     on_step: Callable[[], None]
     """Called after each optimizer step. The run sets it. Does not wait for the device."""
+    window: Gradients
+    """The gradients since the last step, to repeat batches in smaller parts."""
     generators: Any = None
     """The global random generators, with `state_dict` and `load_state_dict`; None in JAX."""
 
@@ -87,10 +89,6 @@ class Driver(Protocol):
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
-        ...
-
-    def gradient_window(self) -> Gradients:
-        """The gradients since the last step, to repeat batches in smaller parts."""
         ...
 
     # -- the state ------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ class JaxDriver(Driver):
                 "protect(optax.MultiSteps(optimizer, k)), or pass "
                 "should_skip_update_fn=optax.skip_not_finite to MultiSteps"
             )
+        self.window = GradientWindow(self._counters, self._live.read)
         self._remember_step()
         self._edit = max(in_state.edits(self._states()))
         """Number of the last edit of the state, by a rollback, `expect_change`, ..."""
@@ -139,10 +140,6 @@ class JaxDriver(Driver):
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
         self._edit_state(in_state.edited(with_change_expected, self._live.read()))
-
-    def gradient_window(self) -> GradientWindow:
-        """Returns the gradients since the last step, which the loop sums."""
-        return GradientWindow(self._counters, self._live.read)
 
     # -- the state --------------------------------------------------------------------------------
 

@@ -119,12 +119,12 @@ class GradientWindow:
     def __init__(
         self,
         accumulations: Sequence[Accumulation],
-        statistics: BatchStatistics,
+        statistics: Sequence[BatchStatistics],
         scaler: torch.amp.GradScaler | None,
-        modules: Iterable[nn.Module] = (),
+        modules: Sequence[nn.Module],
     ) -> None:
         self._accumulations, self._statistics = accumulations, statistics
-        self._scaler, self._modules = scaler, list(modules)
+        self._scaler, self._modules = scaler, modules
         self._generators = RngState()
         self._shared: DDPGradients | None = None
         self.begin_window()
@@ -148,7 +148,8 @@ class GradientWindow:
         """Drops gradients and observed losses; restores random states and batch statistics."""
         for accumulation in self._accumulations:
             accumulation.clear()
-        self._statistics.restore()
+        for each in self._statistics:
+            each.end(True)
         self._generators.load_state_dict(self._random)
         free_graphs(held, since=self._node)
         held.clear()

@@ -85,10 +85,12 @@ class TorchDriver(Driver):
         self._accumulations = [Accumulation(each, call) for each in self.healings.values()]
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""
-        self._statistics = BatchStatistics(self._state, self.healings)
+        self._statistics = BatchStatistics.of(self._state, self.healings)
         self._weights = Weights(self._state, self.healings, self._accumulations)
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
-        self._windows: list[GradientWindow] = []
+        modules = [each for each in self._state.values() if isinstance(each, nn.Module)]
+        scaler = live_state.scaler(self._state)
+        self.window = GradientWindow(self._accumulations, self._statistics, scaler, modules)
         self._ranks: Ranks | None = None
         self._wants_vote = False
         self._polled = self._stepped = 0
@@ -161,15 +163,8 @@ class TorchDriver(Driver):
         """Opens every engine's grace window at its next step."""
         for healing in self.healings.values():
             healing.expect_change()
-        self._statistics.save_finite()  # loaded weights have statistics of their own
-
-    def gradient_window(self) -> GradientWindow:
-        """The gradients of all optimizers since the last step."""
-        modules = [each for each in self._state.values() if isinstance(each, nn.Module)]
-        scaler = live_state.scaler(self._state)
-        window = GradientWindow(self._accumulations, self._statistics, scaler, modules)
-        self._windows.append(window)
-        return window
+        for each in self._statistics:
+            each.end(False)
 
     # -- the state ------------------------------------------------------------------------------
 
@@ -202,7 +197,8 @@ class TorchDriver(Driver):
                     restore()
             for accumulation in self._accumulations:
                 accumulation.clear()
-            self._statistics.save()
+            for each in self._statistics:
+                each.save()
         for optimizer in optimizers if reset_moments else ():
             reset_moments_of(optimizer)
         for name, data in engines.items():
@@ -237,7 +233,8 @@ class TorchDriver(Driver):
 
     def undo_window(self) -> str:
         """Restores batch statistics, and reshards parameters that FSDP2 has gathered."""
-        self._statistics.restore()
+        for each in self._statistics:
+            each.end(True)
         self._weights.reshard()
         return ""
 
@@ -299,7 +296,7 @@ class TorchDriver(Driver):
 
     def close(self) -> None:
         """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        for each in (self._statistics, *self._windows, *self._accumulations):
+        for each in (self.window, *self._statistics, *self._accumulations):
             each.close()
         for healing in self.healings.values():
             healing.hooks.on_judged = None

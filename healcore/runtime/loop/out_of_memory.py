@@ -75,7 +75,7 @@ class OutOfMemory:
         self._record = recovery.restorer.record
         self._retries = data.retries("a part of healer.microbatches")
         self.part: Microbatch[Any] | None = None
-        self._gradients = driver.gradient_window()
+        self._gradients = driver.window
         self._last_resort: Callable[[], str] | None = None
         self._batches: list[tuple[Any, Count]] = []
         """The batches since the last step, with their arguments `count`."""

@@ -50,14 +50,16 @@ def noise(run: Run, size: float) -> None:
     weight.copy_(size * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("gives_loss", [False, True], ids=["observe", "loss"])
-@pytest.mark.parametrize(("damage", "size"), [(times, 50.0), (times, -4.0), (noise, 3.0)])
+@pytest.mark.parametrize(
+    ("damage", "size", "gives_loss"),
+    [(times, 50.0, True), (times, -4.0, False), (noise, 3.0, False)],
+)
 def test_damaged_weights_are_rolled_back(tmp_path, damage, size, gives_loss, undisturbed):
     run = Run()
     healer = run.train(tmp_path, at=once(CHANGE, lambda: damage(run, size)), gives_loss=gives_loss)
     assert healer.rollbacks == 1
     (found,) = (e for e in events(tmp_path, "assessment") if e["verdict"] == "damage")
-    assert (found["verdict"], found["by"]) == ("damage", "earlier_weights")
+    assert found["by"] == "earlier_weights"
     assert min(found["rise"], found["rise_remembered"]) > 0
     (back,) = events(tmp_path, "rollback")
     assert back["checkpoint"] == 100, "the newest that was old enough to compare with"
