@@ -90,7 +90,9 @@ class TorchDriver(Driver):
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
         modules = [each for each in self._state.values() if isinstance(each, nn.Module)]
         scaler = live_state.scaler(self._state)
-        self.window = GradientWindow(self._accumulations, self._statistics, scaler, modules)
+        self.window = self._window = GradientWindow(
+            self._accumulations, self._statistics, scaler, modules
+        )
         self._ranks: Ranks | None = None
         self._wants_vote = False
         self._polled = self._stepped = 0
@@ -296,7 +298,7 @@ class TorchDriver(Driver):
 
     def close(self) -> None:
         """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        for each in (self.window, *self._statistics, *self._accumulations):
+        for each in (self._window, *self._statistics, *self._accumulations):
             each.close()
         for healing in self.healings.values():
             healing.hooks.on_judged = None
