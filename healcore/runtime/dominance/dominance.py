@@ -24,7 +24,7 @@ from healcore.runtime.dominance.anchor import (
     Verdict,
 )
 from healcore.runtime.dominance.history import BEFORE, HEARTBEAT, MAX_CREDIT, Budget, History, Seen
-from healcore.runtime.dominance.loss_function import LossFunction, LossFunctionFailed
+from healcore.runtime.dominance.loss_function import LossFunction
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.run_log import RunLog
@@ -434,14 +434,15 @@ class Dominance:
         Drops the anchor if the parameters have changed since: the next checkpoint makes a new one.
         """
         try:
-            return self.loss_function.losses(steps, anchor.weights, known)
+            losses = self.loss_function.losses(steps, anchor.weights, known)
         except WeightsChanged:
             self.anchors.remove(anchor)
             if self.state.verdict is not None:
                 self._forget_trouble()
-        except LossFunctionFailed:
+            return None
+        if losses is None:
             self.anchors.clear()
-        return None
+        return losses
 
 
 def _rise(now: float, then: float) -> float:

@@ -25,10 +25,6 @@ _MOST = 1000
 """Maximum length of a dictionary or list that is restored, and maximum number of these."""
 
 
-class LossFunctionFailed(Exception):
-    """The `loss_fn` has raised on some rank and is not called again."""
-
-
 class LossFunction:
     """The `loss_fn` of a Healer, evaluated on all ranks.
 
@@ -73,13 +69,13 @@ class LossFunction:
         known = self._check(step.batches[0].content) and not self.gives_loss
         if not known or first_weights is None or len(step.batches) > 1:
             return
-        with suppress(WeightsChanged, LossFunctionFailed):
-            _, [predicted] = self.losses([step], first_weights, [math.nan])
-            self.gives_loss = math.isclose(loss, predicted, rel_tol=SAME_LOSS)
+        with suppress(WeightsChanged):
+            losses = self.losses([step], first_weights, [math.nan])
+            self.gives_loss = bool(losses) and math.isclose(loss, losses[1][0], rel_tol=SAME_LOSS)
 
     def losses(
         self, steps: Sequence[TrainedStep], weights: Any, known: list[float] | None = None
-    ) -> tuple[list[float], list[float]]:
+    ) -> tuple[list[float], list[float]] | None:
         """Evaluates steps with the current weights and with earlier weights.
 
         Args:
@@ -89,11 +85,10 @@ class LossFunction:
 
         Returns:
             Two lists with one loss per step, current and earlier weights, each the mean over all
-            ranks.
+            ranks; or None if the `loss_fn` raises on some rank.
 
         Raises:
             WeightsChanged: on some rank the parameters have changed since the earlier weights.
-            LossFunctionFailed: the `loss_fn` raises on some rank.
         """
         mine: tuple[list[float], list[float]] | str | None
         failure = None
@@ -111,7 +106,7 @@ class LossFunction:
         if failed:
             self.function = None
             self._warn(f"loss_fn raised {failed[0]}; it is not called again")
-            raise LossFunctionFailed
+            return None
         now, then = (
             [float(sum(each)) / len(everyone) for each in zip(*part, strict=True)]
             for part in zip(*everyone, strict=True)
