@@ -15,7 +15,7 @@ from healcore.jax import heal_state
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver.dispatch import Dispatch, StepReader
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
-from healcore.jax.driver.weights import Weights
+from healcore.jax.driver.weights import JaxWeights
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
 from healcore.jax.optax_states import (
     injected_hyperparameters,
@@ -52,7 +52,7 @@ class JaxDriver(Driver):
         self._live = live_state_of(state)
         tree = self._live.read()
         self._engines = in_state.find(tree, self._live.trained(), self._engine)
-        self._weights = Weights(self._live, [each.candidates for each in self._engines])
+        self._weights = JaxWeights(self._live, [each.candidates for each in self._engines])
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
         self.nonfinite_weights = self._weights.nonfinite
         self._not_finite = set(self.nonfinite_weights())
@@ -72,7 +72,7 @@ class JaxDriver(Driver):
                 "protect(optax.MultiSteps(optimizer, k)), or pass "
                 "should_skip_update_fn=optax.skip_not_finite to MultiSteps"
             )
-        self.window = GradientWindow(self._counters, self._live.read)
+        self.window = SummedGradients(self._counters, self._live.read)
         self._remember_step()
         self._edit = max(in_state.edits(self._states()))
         """Number of the last edit of the state, by a rollback, `expect_change`, ..."""
@@ -265,7 +265,7 @@ class JaxDriver(Driver):
         self._last_counters = self._counters()
 
 
-class GradientWindow:
+class SummedGradients:
     """Implements `healcore.runtime.microbatches.window.Gradients`: the loop sums the gradients.
 
     Args:

@@ -291,7 +291,10 @@ def as_live(new: Any, live: Any) -> Any:
     if not isinstance(new, jax.Array):
         new = np.asarray(new, dtype or live.dtype)
     new = _put_like(new, live)
-    return _weakly_typed(new) if live.weak_type and not new.weak_type else new
+    if not live.weak_type or new.weak_type:
+        return new
+    weak = jnp.full(new.shape, 0.0 if jnp.issubdtype(new.dtype, jnp.floating) else 0)
+    return new if weak.dtype != new.dtype else weak.at[...].set(new)  # no weak type of this dtype
 
 
 def _put_like(new: Any, live: jax.Array) -> jax.Array:
@@ -300,13 +303,6 @@ def _put_like(new: Any, live: jax.Array) -> jax.Array:
         return jnp.asarray(np.asarray(new))  # only an array from the host is uncommitted
     is_there = isinstance(new, jax.Array) and new.committed == live.committed
     return new if is_there and new.sharding == live.sharding else jax.device_put(new, live.sharding)
-
-
-def _weakly_typed(array: jax.Array) -> jax.Array:
-    """The same numbers, weakly typed if a weak type of this dtype exists."""
-    zero = 0.0 if jnp.issubdtype(array.dtype, jnp.floating) else 0
-    weak = jnp.full(array.shape, zero)
-    return array if weak.dtype != array.dtype else weak.at[...].set(array)
 
 
 def _is_widened(path: Any, leaf: Any, first: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""`Weights`: the parameters of a state: copies, losses with earlier ones, averages among them.
+"""`JaxWeights`: the parameters of a state: copies, losses with earlier ones, averages among them.
 
 An EMA, a target network and a teacher have the structure of the parameters, and an optimizer state
 does not name the part that it trains. The movement of the parts shows it: an average moves towards
@@ -28,7 +28,7 @@ _CLEAR = 1e-3
 """Smallest difference of two shares by which an average differs from the parameters."""
 
 
-class Weights:
+class JaxWeights:
     """The parameters of a state by path.
 
     Args:

@@ -298,7 +298,11 @@ class DDPGradients:
     ) -> None:
         self._modules = modules
         self._ranks = ranks
-        self._params = [_reduced_parameters(each) for each in modules]
+        self._params: list[list[Tensor]] = []
+        """The parameters that each module reduces."""
+        for each in modules:
+            named, ignored = each.module.named_parameters(), each.parameters_to_ignore
+            self._params.append([p for n, p in named if p.requires_grad and n not in ignored])
         self._syncs = [True] * len(modules)
         """Whether the loop wants each module's gradients reduced after this batch."""
         self._broadcasts = [True] * len(modules)
@@ -367,9 +371,3 @@ class DDPGradients:
                 "optimizer.step() was called before the end of the loop over healer.microbatches, "
                 "where the gradients are not reduced over the ranks yet: call it after the loop"
             )
-
-
-def _reduced_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
-    """The parameters that a DDP module reduces."""
-    named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
-    return [p for name, p in named if p.requires_grad and name not in ignored]

@@ -25,7 +25,7 @@ from healcore.torch.attachment import healing_of
 from healcore.torch.driver.accumulation import Accumulation, GradientWindow
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.pending_step import MOST_PENDING, PendingEntry, PendingStep, Recorder
-from healcore.torch.driver.weights import Weights
+from healcore.torch.driver.weights import TorchWeights
 from healcore.torch.enforcer import moments_obstacle
 from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.errors import AttachError
@@ -86,7 +86,7 @@ class TorchDriver(Driver):
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""
         self._statistics = BatchStatistics.of(self._state, self.healings)
-        self._weights = Weights(self._state, self.healings, self._accumulations)
+        self._weights = TorchWeights(self._state, self.healings, self._accumulations)
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
         modules = [each for each in self._state.values() if isinstance(each, nn.Module)]
         scaler = live_state.scaler(self._state)

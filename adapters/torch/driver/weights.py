@@ -1,4 +1,4 @@
-"""`Weights`: copies, replaces and evaluates the weights of a state. The run stays unchanged."""
+"""`TorchWeights`: copies, replaces and evaluates the weights of a state. The run is unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from healcore.torch.healing import Healing
 from healcore.torch.live_state import RngState
 
 
-class Weights:
+class TorchWeights:
     """The parameters that the optimizers of a state train, by id; for DTensors, the local shards.
 
     Modules stay in the mode that the loop has set. Buffers and flags of a wrapper outside of the

@@ -16,14 +16,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from healcore.runtime.dominance.anchor import (
-    SAMPLE,
-    Anchor,
-    ComparisonState,
-    TrainedStep,
-    Verdict,
-)
-from healcore.runtime.dominance.history import BEFORE, HEARTBEAT, MAX_CREDIT, Budget, History, Seen
+from healcore.runtime.dominance.anchor import SAMPLE, Anchor, ComparisonState, TrainedStep, Verdict
+from healcore.runtime.dominance.history import BEFORE, HEARTBEAT, MAX_CREDIT, Credit, StepHistory
 from healcore.runtime.dominance.loss_function import LossFunction
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.healthy_range import HealthyRange
@@ -79,8 +73,8 @@ class Dominance:
         self.loss_function = LossFunction(loss_fn, driver, ranks, warn)
         self._driver, self._threshold, self._interval, self._log = driver, threshold, interval, log
         self._learning_rate, self._numbers = learning_rate, numbers
-        self._history = History()
-        self._budget = Budget(ranks)
+        self._history = StepHistory()
+        self._budget = Credit(ranks)
         self._wanted = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
@@ -162,7 +156,7 @@ class Dominance:
             first, last = state.alarms
             state.alarms = (first if index - last <= SAMPLE else index, index)
         sign = alarm or self._history.is_high(loss)
-        is_first = self._history.add(Seen(step, loss, norm), sign=sign, healthy=not self.suspects)
+        is_first = self._history.add(step, loss, norm, sign=sign, healthy=not self.suspects)
         if is_first and alarm:  # an alarm after a quiet time is compared even on debt
             self._budget.credit = max(self._budget.credit, 1.0)
         heartbeat = index % self._budget.distance == HEARTBEAT - 1
@@ -180,13 +174,12 @@ class Dominance:
             if not self.is_enabled:
                 self.anchors.clear()
         wanted, self._wanted = self._wanted and self._budget.credit > 0, False
-        was_pending, mean = state.verdict is not None, sum(losses) / len(losses)
         if state.verdict is not None:
-            wanted = index >= state.verdict.due
+            wanted, best = index >= state.verdict.due, None
         else:
             wanted = index >= self.silent_until and (wanted or self.suspects)
-        verdict = self._compare(step, mean, best) if wanted else None
-        if wanted and not was_pending and best is not None and best.evidence <= 1:
+        verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
+        if wanted and best is not None and best.evidence <= 1:
             self._mean_quiet_until = index + HEARTBEAT
         if trained:
             for each in self.anchors:
@@ -325,9 +318,8 @@ class Dominance:
         if not self._driver.may_save():
             return None  # within an accumulation: the weights have not changed since the last step
         self._budget.begin()
-        evaluations, verdict = 0, None
-        gives_loss = self.loss_function.gives_loss and not self.loss_function.draws
-        known = [loss] if gives_loss and not math.isnan(loss) else None
+        evaluations, verdict, loss_fn = 0, None, self.loss_function
+        known = [loss] if loss_fn.gives_loss and not (loss_fn.draws or math.isnan(loss)) else None
         for anchor in self._eligible_anchors(step.index, best):
             losses = self._losses_of([step], anchor, known)
             if losses is None:
@@ -356,11 +348,9 @@ class Dominance:
                 newest = self._newest_better(anchor)
                 verdict = self._verdict(step.index, newest, now - then, remembered)
             elif self.state.verdict is not None and anchor.evidence <= 1:
-                onset = self.state.verdict.onset
-                self._log_assessment(step.index, "recovered", onset)
-                self._log.info(
-                    f"step {step.index}: the run has recovered from the damage of step {onset}"
-                )
+                at, onset = step.index, self.state.verdict.onset
+                self._log_assessment(at, "recovered", onset)
+                self._log.info(f"step {at}: the run has recovered from the damage of step {onset}")
                 self._forget_trouble()
         if verdict is not None and step.index < verdict.due:
             self._postpone(verdict)

@@ -1,4 +1,4 @@
-"""Reasons to compare weights: `History` of losses and gradient norms, and the `Budget` of time."""
+"""Reasons to compare weights (`StepHistory`), and what comparisons may cost (`Credit`)."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ PRICED = 3
 
 
 class Seen(NamedTuple):
-    """A step, its loss and its gradient norm; NaN if unknown."""
+    """A step and its gradient norm, NaN if unknown."""
 
     step: TrainedStep
-    loss: float
     norm: float
 
 
-class Window(NamedTuple):
+class TroubleWindow(NamedTuple):
     """The steps around the first sign of some trouble."""
 
     start: int
@@ -53,7 +52,7 @@ class Window(NamedTuple):
     steps: list[Seen]
 
 
-class History:
+class StepHistory:
     """What a run remembers of its steps for comparisons, in bounded memory."""
 
     def __init__(self) -> None:
@@ -65,34 +64,39 @@ class History:
         self._losses: deque[float] = deque(maxlen=HEARTBEAT)
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._last: deque[Seen] = deque(maxlen=BEFORE)
-        self._windows: deque[Window] = deque(maxlen=_WINDOWS)
+        self._windows: deque[TroubleWindow] = deque(maxlen=_WINDOWS)
         self._last_sign = -AFTER - 1
 
     def is_high(self, loss: float) -> bool:
         """Whether a loss is above the last `HEARTBEAT` losses."""
         return len(self._losses) == HEARTBEAT and loss > max(self._losses)
 
-    def add(self, seen: Seen, *, sign: bool, healthy: bool) -> bool:
+    def add(
+        self, step: TrainedStep, loss: float, norm: float, *, sign: bool, healthy: bool
+    ) -> bool:
         """Adds a step, and returns whether it is the first sign of some trouble.
 
         Args:
-            seen: the step.
+            step: the step.
+            loss: its loss, or NaN.
+            norm: its gradient norm, or NaN.
             sign: whether it shows trouble.
             healthy: whether no evidence of damage is pending.
         """
-        index = seen.step.index
-        self._losses.append(seen.loss if math.isfinite(seen.loss) else -math.inf)
-        if math.isfinite(seen.loss):
-            self._recent.append(seen.loss)
-        is_first = sign and index - self._last_sign > AFTER
+        self._losses.append(loss if math.isfinite(loss) else -math.inf)
+        if math.isfinite(loss):
+            self._recent.append(loss)
+        is_first = sign and step.index - self._last_sign > AFTER
         if is_first:
-            self._windows.append(Window(index, max(self._norms, default=math.inf), [*self._last]))
+            largest = max(self._norms, default=math.inf)
+            self._windows.append(TroubleWindow(step.index, largest, [*self._last]))
         if sign:
-            self._last_sign = index
-        if self._windows and index < self._windows[-1].start + AFTER:
+            self._last_sign = step.index
+        seen = Seen(step, norm)
+        if self._windows and step.index < self._windows[-1].start + AFTER:
             self._windows[-1].steps.append(seen)
-        elif healthy and math.isfinite(seen.norm):
-            self._norms.append(seen.norm)
+        elif healthy and math.isfinite(norm):
+            self._norms.append(norm)
         self._last.append(seen)
         return is_first
 
@@ -102,13 +106,13 @@ class History:
             return None
         return statistics.fmean(self._recent), statistics.stdev(self._recent)
 
-    def window(self, onset: int, found: int) -> Window | None:
+    def window(self, onset: int, found: int) -> TroubleWindow | None:
         """The window whose sign is nearest to `onset`, of the signs up to step `found`."""
         windows = [each for each in self._windows if each.start <= found]
         return min(windows, key=lambda each: abs(each.start - onset), default=None)
 
 
-class Budget:
+class Credit:
     """Credit of evaluations, and the price of an evaluation in time.
 
     The price only lengthens the regular distance: comparisons at alarms do not depend on the clock,

@@ -33,63 +33,42 @@ def saved(driver: JaxDriver) -> Any:
     return bits(items)
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize(("where", "at"), [("memory", 0), ("memory", 2), ("disk", 2)])
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, tmp_path):
+def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tmp_path):
+    """Also from the first state: a TrainState's step begins as the number 0, and is an array then.
+
+    A new process continues from the checkpoint as well.
+    """
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(tmp_path if where == "disk" else None)
-    advance(driver, run, BATCHES[:2])
-    store.save(2, driver.state(), healing=driver.engines())
+    advance(driver, run, BATCHES[:at])
+    store.save(at, driver.state(), healing=driver.engines())
     store.wait()
     if where == "disk":
-        store.ring.forget(2)
-    first = advance(driver, run, BATCHES[2:])
-    after, compiled = saved(driver), run.compiled()
+        store.ring.forget(at)
+    begun = saved(driver)
+    first = advance(driver, run, BATCHES[at:])
+    after, compiled, engines = saved(driver), run.compiled(), driver.engines()
 
     for _ in range(2):  # what is restored is donated, too
-        restored = store.restore(2, driver.state())
+        restored = store.restore(at, driver.state())
         driver.load(restored.state, restored.healing)
+        assert saved(driver) == begun
         assert driver.steps() is None  # no step was taken
-        again = advance(driver, run, BATCHES[2:])
+        again = advance(driver, run, BATCHES[at:])
         assert saved(driver) == after
         assert [each.steps()[-1] for each in again] == [each.steps()[-1] for each in first]
     assert run.compiled() == compiled
 
-
-@pytest.mark.parametrize("kind", RUNS)
-def test_the_first_state_of_all_can_be_restored(kind):
-    """A TrainState's step begins as the number 0 and is an array from then on."""
-    run = RUNS[kind]()
-    driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None)
-    store.save(0, driver.state())
-    begun = saved(driver)
-    advance(driver, run, BATCHES[:2])
-    compiled = run.compiled()
-    assert saved(driver) != begun
-    driver.load(store.restore(0, driver.state()).state)
-    assert saved(driver) == begun
-    advance(driver, run, BATCHES[:1])
-    assert run.compiled() == compiled
-
-
-@pytest.mark.parametrize("kind", RUNS)
-def test_a_new_process_continues_from_it(kind):
-    run = RUNS[kind]()
-    driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None)
-    advance(driver, run, BATCHES[:3])
-    store.save(3, driver.state(), healing=driver.engines())
-    advance(driver, run, BATCHES[3:])
-
     fresh = RUNS[kind]()
     other = JaxDriver(fresh.state, POLICY)
-    restored = store.restore(3, other.state())
+    restored = store.restore(at, other.state())
     other.load(restored.state, restored.healing)
-    advance(other, fresh, BATCHES[3:])
-    assert saved(other) == saved(driver)
-    assert other.engines() == driver.engines()
+    advance(other, fresh, BATCHES[at:])
+    assert saved(other) == after
+    assert other.engines() == engines
 
 
 def test_nnx_objects_stay_the_users_own():
