@@ -139,7 +139,6 @@ SLOW = (
     "tests/healer/test_jax_loops.py",
     "tests/healer/test_lost_disks.py",
     "tests/healer/test_slow_disks.py",
-    "tests/jax/driver/test_live_state.py::test_a_run_replays_bit_for_bit_and_is_not_compiled_again",
     "tests/jax/driver/test_damage_or_data.py",
     "tests/jax/driver/test_lr_survives.py",
     "tests/jax/test_battery.py::test_converges_inside_scan",

@@ -38,19 +38,7 @@ def checked(state: Any) -> dict[str, Any]:
             f"the state maps names to what is saved, got {type(state).__name__}: {_EXAMPLE}"
         )
     for name, value in state.items():
-        if isinstance(value, Healing):
-            raise AttachError(
-                f'state["{name}"] is a handle of attach(): leave it out, its engine is saved with '
-                "the state, and the handle is found through its optimizer"
-            )
-        _check_restorable(name, value)
-        if isinstance(value, nn.Module) and any(
-            map(is_lazy, [*value.parameters(), *value.buffers()])
-        ):
-            raise AttachError(
-                f'state["{name}"] has lazy modules without shapes, which no checkpoint can hold: '
-                "call it on one batch before the Healer, as in model(next(iter(loader)))"
-            )
+        _check_item(name, value)
     found = optimizers(state)
     if not found:
         items = ", ".join(f"{name}: {type(value).__name__}" for name, value in state.items())
@@ -212,16 +200,29 @@ def _copied_into(old: Any, new: Any) -> Any:
     return new
 
 
-def _check_restorable(name: str, value: Any) -> None:
+def _check_item(name: str, value: Any) -> None:
     """Raises AttachError unless `store.apply` can restore the value in place."""
-    methods = ("state_dict", "load_state_dict")
-    if isinstance(value, (Tensor, dict, list)) or all(hasattr(value, each) for each in methods):
-        return
-    raise AttachError(
-        f'state["{name}"] is of type {type(value).__name__}, which a rollback cannot restore in '
-        "place: the state may hold tensors, dictionaries, lists, and objects with state_dict() and "
-        f'load_state_dict(); hold other values in a dictionary, state={{"{name}": {{...}}}}'
-    )
+    problem, methods = "", ("state_dict", "load_state_dict")
+    if isinstance(value, Healing):
+        problem = (
+            "a handle of attach(): leave it out, its engine is saved with the state, and the "
+            "handle is found through its optimizer"
+        )
+    elif not (isinstance(value, Tensor | dict | list) or all(hasattr(value, m) for m in methods)):
+        problem = (
+            f"of type {type(value).__name__}, which a rollback cannot restore in place: the state "
+            "may hold tensors, dictionaries, lists, and objects with state_dict() and "
+            f'load_state_dict(); hold other values in a dictionary, state={{"{name}": {{...}}}}'
+        )
+    elif isinstance(value, nn.Module) and any(
+        map(is_lazy, [*value.parameters(), *value.buffers()])
+    ):
+        problem = (
+            "a module with lazy parts without shapes, which no checkpoint can hold: call it on one "
+            "batch before the Healer, as in model(next(iter(loader)))"
+        )
+    if problem:
+        raise AttachError(f'state["{name}"] is {problem}')
 
 
 def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -236,19 +237,16 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
             "rollback would combine old moments with new weights; add their module, as in "
             f"{_EXAMPLE}"
         )
+    lost, scales = [], scaler_of(state[name])
     scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
     if scheduled and not any(is_scheduler(value) for value in state.values()):
-        warnings.warn(
-            f'a learning-rate scheduler drives "{name}" but is not in the state: a rollback would '
-            f"not restore the scheduler; add it, as in {_EXAMPLE}",
-            UserWarning,
-            stacklevel=4,
-        )
-    scales = scaler_of(state[name])
+        lost.append(("a learning-rate scheduler", _EXAMPLE))
     if scales is not None and not any(each is scales for each in saved_scalers(state)):
+        lost.append(("a GradScaler", 'state={..., "scaler": accelerator.scaler}'))
+    for what, example in lost:
         warnings.warn(
-            f'"{name}" steps by a GradScaler that is not in the state: a rollback would not '
-            'restore its scale; add it, as in state={..., "scaler": accelerator.scaler}',
+            f'{what} drives "{name}" but is not in the state: a rollback would not restore it; '
+            f"add it, as in {example}",
             UserWarning,
             stacklevel=4,
         )

@@ -41,35 +41,12 @@ class PendingDispatch(Protocol):
         ...
 
 
-class Generators(Protocol):
-    """A framework's random generators."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The current states, for `load_state_dict`."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores saved states."""
-        ...
-
-
 SAMPLE = 64
-"""Values of each parameter in `Driver.weights_digest`."""
+"""Values of each parameter in the digest of the initial weights, see `Driver.settings`."""
 
 
 class WeightsChanged(Exception):
     """The run has added, removed, frozen or resized parameters since a copy of its weights."""
-
-
-def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
-    """Raises StateError unless all names in `engines` are engines of the run, `present`."""
-    known = list(present)
-    for name in engines:
-        if name not in known:
-            raise StateError(
-                f"this run has no engine named {name!r}, its engines are {', '.join(known)}: "
-                "pass the healing state of a run with the same optimizers"
-            )
 
 
 class Driver(Protocol):
@@ -79,54 +56,27 @@ class Driver(Protocol):
     """`torch` or `jax`."""
     warnings: list[str]
     """Lines to log, oldest first; the run logs them and empties the list."""
+    on_step: Callable[[], None]
+    """Called after each optimizer step. The run sets it. Does not wait for the device."""
+    window: Gradients
+    """The gradients since the last step, to repeat batches in smaller parts."""
+    generators: Any = None
+    """The global random generators, with `state_dict` and `load_state_dict`; None in JAX."""
 
-    def items(self) -> dict[str, Any]:
-        """The live state to save, without engines: name -> tree, or object with `state_dict`.
-
-        Returns references: the store copies the state.
-        """
+    @property
+    def live(self) -> Any:
+        """The live state, as the user passed it."""
         ...
 
-    def replace(self, restored: Mapping[str, Any]) -> None:
-        """Loads `Restored.state` into the live state, and zeroes accumulated gradients.
+    # -- steps ----------------------------------------------------------------------------------
 
-        Accumulated gradients are those that no step has used yet, also in optax.MultiSteps.
-
-        Raises:
-            StateMismatch: the state does not fit; the live state is unchanged.
-        """
-        ...
-
-    def reset_moments(self) -> None:
-        """Resets the optimizers' moments and bias correction to their initial values.
-
-        Learning-rate schedules are unchanged. Requires an empty `moments_obstacle`.
-        """
-        ...
-
-    def moments_obstacle(self) -> str:
-        """Reason why the moments cannot be reset, or an empty string."""
-        ...
-
-    def healing(self) -> dict[str, dict[str, Any]]:
-        """Engine name -> `Engine.to_dict` of its current state. Waits for the device."""
-        ...
-
-    def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces the named engine states, and keeps all others.
-
-        Raises:
-            StateError: a state is of another policy; the live states are unchanged.
-        """
-        ...
-
-    def poll_step(self) -> PendingDispatch | None:
+    def steps(self) -> PendingDispatch | None:
         """Returns the dispatch since the last call or None, and starts to copy its records."""
         ...
 
-    def on_step(self, call: Callable[[], None]) -> None:
-        """Registers a function to call after each optimizer step. Does not wait for the device."""
-        ...
+    def has_stepped(self) -> bool:
+        """Whether there are steps that `steps` has not returned. False in JAX."""
+        return False
 
     def request_vote(self, wanted: bool) -> bool:
         """Marks the following steps on all ranks, or with False stops marking them.
@@ -137,9 +87,51 @@ class Driver(Protocol):
         """
         ...
 
-    def has_stepped(self) -> bool:
-        """Whether there are steps that `poll_step` has not returned. False in JAX."""
-        return False
+    def expect_change(self) -> None:
+        """Opens every engine's grace window."""
+        ...
+
+    # -- the state ------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The live state to save, without engines: name -> tree, or object with `state_dict`.
+
+        Returns references: the store copies the state.
+        """
+        ...
+
+    def engines(self) -> dict[str, dict[str, Any]]:
+        """Engine name -> `Engine.to_dict` of its current state. Waits for the device."""
+        ...
+
+    def load(
+        self,
+        state: Mapping[str, Any] | None,
+        engines: Mapping[str, Mapping[str, Any]] = {},
+        *,
+        reset_moments: bool = False,
+    ) -> None:
+        """Replaces the live state, and the named engine states.
+
+        Drops steps that `steps` has not returned. A new state zeroes accumulated gradients, also in
+        optax.MultiSteps: no step has used them.
+
+        Args:
+            state: `Restored.state`, or None to keep the live state.
+            engines: engine name -> `Engine.to_dict`. All other engines stay as they are.
+            reset_moments: whether to reset moments and bias correction to their initial values.
+                Schedules are unchanged. Requires an empty `moments_obstacle`.
+
+        Raises:
+            StateMismatch: the state does not fit; the live state is unchanged.
+            StateError: an engine state is of another policy, or the run has no such engine; the
+                live states are unchanged.
+        """
+        ...
+
+    def moments_obstacle(self) -> str:
+        """Reason why the moments cannot be reset, or an empty string."""
+        ...
 
     def may_save(self, patience: int | None = None) -> bool:
         """Whether no gradients are accumulated, which a checkpoint does not hold.
@@ -162,9 +154,11 @@ class Driver(Protocol):
         """
         ...
 
+    # -- weights --------------------------------------------------------------------------------
+
     def finite(self) -> bool:
         """Whether all parameters are finite now. Waits for the device."""
-        ...
+        return not self.nonfinite_weights()
 
     def nonfinite_weights(self) -> list[str]:
         """Names of the parameters with NaN or Inf now, in their order. Waits for the device."""
@@ -175,10 +169,6 @@ class Driver(Protocol):
 
         Each rank copies its shards of sharded parameters.
         """
-        ...
-
-    def weights_digest(self) -> str:
-        """Digest of a sample of each trained parameter, the same in every process."""
         ...
 
     def losses_of(
@@ -209,19 +199,14 @@ class Driver(Protocol):
         """
         ...
 
-    def gradient_window(self) -> Gradients:
-        """The gradients since the last step, to repeat batches in smaller parts."""
-        ...
+    # -- numbers of the program -----------------------------------------------------------------
 
-    def optimizer_reports(self) -> dict[str, object]:
-        """Optimizer name -> dataclass whose `str()` says how it is healed. Empty in JAX."""
-        return {}
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """The hyperparameters in the state: name -> number, text, bool, or a list of them.
+    def settings(self) -> dict[str, Any]:
+        """The hyperparameters in the state, and `WEIGHTS`: name -> number, text, bool, or a list.
 
         In torch the classes of optimizers and schedulers come first. A scheduled value is its start
         value where it is known. Arguments of schedulers are included: a checkpoint restores them.
+        `WEIGHTS` is a digest of a sample of each parameter, the same in every process.
         """
         ...
 
@@ -239,9 +224,11 @@ class Driver(Protocol):
     def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
         """Holds numbers in their healthy range within each step. The program reads its own."""
 
-    def expect_change(self) -> None:
-        """Opens every engine's grace window."""
-        ...
+    def optimizer_reports(self) -> dict[str, object]:
+        """Optimizer name -> dataclass whose `str()` says how it is healed. Empty in JAX."""
+        return {}
+
+    # -- the run --------------------------------------------------------------------------------
 
     def store(self, where: Any) -> CheckpointStore:
         """The default store: host memory, and a directory unless `where` is None."""
@@ -251,13 +238,24 @@ class Driver(Protocol):
         """The processes of this run."""
         ...
 
-    def generators(self) -> Generators | None:
-        """The framework's global random generators, or None if the state holds the random keys."""
-        return None
-
     def close(self) -> None:
         """Removes the hooks that the driver has installed."""
         ...
+
+
+WEIGHTS = "initial weights"
+"""Name of the digest of the weights in `Driver.settings`."""
+
+
+def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
+    """Raises StateError unless all names in `engines` are engines of the run, `present`."""
+    known = list(present)
+    for name in engines:
+        if name not in known:
+            raise StateError(
+                f"this run has no engine named {name!r}, its engines are {', '.join(known)}: "
+                "pass the healing state of a run with the same optimizers"
+            )
 
 
 def json_setting(value: Any) -> Any:

@@ -402,7 +402,7 @@ class Healer(Generic[State]):
     @property
     def state(self) -> State:
         """The live state, also after the block. In JAX the next step has to start from it."""
-        return getattr(self._loop.driver, "state", self._options.state)
+        return self._loop.driver.live
 
     def expect_change(self) -> None:
         """Announces that the next step differs on purpose (LR, batch size, data, loss, weights).

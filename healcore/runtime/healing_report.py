@@ -62,7 +62,7 @@ class HealingReport:
         """The report of a run; `ending` is None before its end. `error` has ended the run."""
         end, ledger = loop.recovery.run_end(Ending.COMPLETED), loop.recovery.ledger
         causes = Counter(name for each in ledger.incidents for name in names(Cause(each.cause)))
-        tallies = [engine["state"]["tally"] for engine in loop.driver.healing().values()]
+        tallies = [engine["state"]["tally"] for engine in loop.driver.engines().values()]
         events = loop.log.events
         written = None if events.path is None else path_for(events.path, events.run)
         return cls(

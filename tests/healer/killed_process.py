@@ -172,7 +172,7 @@ def _run(
         else:
             watched.step_finished()
         loop.state = healer.state
-        engines = healer.driver.healing()
+        engines = healer.driver.engines()
         logged = [healer.rollbacks, healer.step, number, _digest(loop.weights()), _digest(engines)]
         file.write(json.dumps(logged) + "\n")
 

@@ -130,7 +130,7 @@ def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path, m
     seen = {}
 
     def look(healer: Any, number: int) -> None:
-        engine = healer.driver.healing()["optimizer"]["state"]
+        engine = healer.driver.engines()["optimizer"]["state"]
         seen.setdefault("at", healer.step)
         seen.setdefault("left", engine["budget"]["recoveries"])
         seen.setdefault("done", engine["tally"]["rollbacks"])

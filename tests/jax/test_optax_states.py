@@ -158,8 +158,8 @@ def test_the_schedule_continues_and_nothing_is_compiled_again(wrap):
     advance(driver, run, [batch(seed) for seed in range(4)])
     assert driver.moments_obstacle() == ""
     compiled = run.compiled()
-    driver.reset_moments()
-    state = driver.state["opt_state"]
+    driver.load(None, reset_moments=True)
+    state = driver.live["opt_state"]
     adam, *_, schedule = state.inner_state if wrap is protect else state[1]
     assert int(adam.count) == 0
     assert int(schedule.count) == 4

@@ -174,7 +174,7 @@ def run(build: Callable[[], Model], *, compares: bool) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        driver.poll_step()
+        driver.steps()
         if i < KEPT or not compares:
             continue
 

@@ -80,16 +80,11 @@ class Dispatch:
     """Implements `healcore.runtime.driver.PendingDispatch`: a dispatch that is being copied."""
 
     def __init__(
-        self,
-        reader: StepReader,
-        before: PendingRead,
-        after: PendingRead,
-        count: int | None,
-        votes: Callable[[], bool],
+        self, read: Callable[[], list[list[StepRecord]]], count: int, votes: Callable[[], bool]
     ) -> None:
-        self._reader, self._before, self._after, self._votes = reader, before, after, votes
+        self._read, self._votes = read, votes
         self._steps: list[list[StepRecord]] | None = None
-        self.count = _count(before.read(), after.read()) if count is None else count
+        self.count = count
 
     @property
     def vote_requested(self) -> bool:
@@ -97,9 +92,8 @@ class Dispatch:
         return self._votes()
 
     def steps(self) -> list[list[StepRecord]]:
-        """Returns the records of each step, at least one step; see `StepReader.steps`."""
-        if self._steps is None:
-            self._steps = self._reader.steps(self._before.read(), self._after.read())
+        """Returns the records of each step, at least one step; see `StepReader`."""
+        self._steps = self._read() if self._steps is None else self._steps
         return self._steps
 
 
@@ -140,12 +134,13 @@ class StepReader:
         waits for the device, to learn the number of steps. Later dispatches are assumed to have as
         many; a wrong number (the last dispatch of an epoch may have fewer) is corrected by `steps`.
         """
-        before, self._last = self._last, PendingRead(states)
-        found = Dispatch(self, before, self._last, self._stride, votes)
-        self._stride = found.count
-        return found
+        before, after = self._last, PendingRead(states)
+        self._last = after
+        if self._stride is None:
+            self._stride = _count(before.read(), after.read())
+        return Dispatch(lambda: self._steps(before.read(), after.read()), self._stride, votes)
 
-    def steps(self, before: Sequence[Read], after: Sequence[Read]) -> list[list[StepRecord]]:
+    def _steps(self, before: Sequence[Read], after: Sequence[Read]) -> list[list[StepRecord]]:
         """The records of each step between two reads, at least one step.
 
         The number of steps is the smallest number that any engine has judged in this dispatch. An

@@ -12,7 +12,6 @@ import optax
 
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
-from healcore.jax.driver.averages import Part
 from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import HealState, HealStateError, map_nodes, nodes
@@ -32,7 +31,7 @@ class EngineEntry(NamedTuple):
     """Path of its HealState in the state."""
     leaves: tuple[str, ...]
     """Names of the tensors whose gradients it judges."""
-    candidates: tuple[Part, ...]
+    candidates: tuple[tuple[str, ...], ...]
     """The parts of the state that may be its parameters, or empty if these cannot be identified."""
 
 
@@ -85,15 +84,6 @@ def at(root: Any, path: Path) -> HealState:
     return node
 
 
-def dicts(engine: Engine, engines: Sequence[EngineEntry], tree: Any) -> dict[str, dict[str, Any]]:
-    """Returns engine name -> `Engine.to_dict`. One sync."""
-    states = [heal_state.engine_state(engine, at(tree, each.path)) for each in engines]
-    return {
-        each.name: engine.to_dict(state)
-        for each, state in zip(engines, jax.device_get(states), strict=True)
-    }
-
-
 def loaded(
     engine: Engine, engines: Sequence[EngineEntry], tree: Any, data: Mapping[str, Mapping[str, Any]]
 ) -> Any:
@@ -122,15 +112,12 @@ def loaded(
     )
 
 
-def is_accumulated(tree: Any) -> bool:
-    """Whether an engine is inside an optax.MultiSteps, which hides micro-batches from it."""
-    return any(nodes(HealState, node) for _, node in nodes(optax.MultiStepsState, tree))
+def accumulators(tree: Any) -> list[optax.MultiStepsState]:
+    """The states of optax.MultiSteps around an engine, which hide micro-batches from the engine.
 
-
-def is_poisoned_by_one_nan(tree: Any) -> bool:
-    """Whether an engine is inside an optax.MultiSteps that accumulates NaN gradients."""
-    around = [node for _, node in nodes(optax.MultiStepsState, tree) if node.skip_state == ()]
-    return any(nodes(HealState, node.inner_opt_state) for node in around)
+    One NaN stays in such an accumulator, unless its `skip_state` is not empty.
+    """
+    return [each for _, each in nodes(optax.MultiStepsState, tree) if nodes(HealState, each)]
 
 
 def edited(change: Callable[[HealState], HealState], tree: Any) -> Any:

@@ -44,8 +44,10 @@ class LiveState:
         self._named = type(state) is dict and all(isinstance(name, str) for name in state)
         tree = self.read()
         self._accumulates = bool(nodes(optax.MultiStepsState, tree))
-        self._abstract = _abstract(tree)
-        self._first = _abstract(without_heal_state(tree))
+        self._avals = _avals(tree)
+        """Path -> abstract value of the leaf, with the widest dtype so far."""
+        self._first = _avals(without_heal_state(tree))
+        """The same for the first state without healing states."""
         self._checked: Any = None
         """Structure and abstract values of the last state that passed `is_new`, or None."""
 
@@ -83,11 +85,9 @@ class LiveState:
 
         A step may widen a dtype, as the first steps of `optax.inject_hyperparams` and Prodigy do.
         """
-        new, old = _abstract(self.read()), self._abstract
-        self._abstract = old | {
-            path: leaf for path, leaf in new.items() if path in old and _widens(old[path], leaf)
-        }
-        forms, wanted = _forms(new), _forms(self._abstract)
+        new, known = _avals(self.read()), self._avals
+        known |= {path: each for path, each in new.items() if _widens(known.get(path), each)}
+        forms, wanted = ({p: _form(e) for p, e in avals.items()} for avals in (new, known))
         wrong = [path for path in {**wanted, **forms} if forms.get(path) != wanted.get(path)]
         if wrong:
             lines = [
@@ -110,10 +110,8 @@ class LiveState:
         Raises HealStateError like `check`.
         """
         self.check()
-        tree = self.read()
-        side_state = SideState(tree, self._first)
-        # Also if empty: a new process does not know which leaves a later step has widened.
-        return {**self._parts(_saved(tree, self._first)), SIDE_STATE: side_state}
+        # SIDE_STATE also if empty: a new process does not know which leaves a later step widens.
+        return {**self._saved(), SIDE_STATE: SideState(self.read(), self._first)}
 
     def restored(self, items: Mapping[str, Any]) -> Any:
         """Makes a tree of a checkpoint's items and the live healing states.
@@ -121,12 +119,9 @@ class LiveState:
         Zeroes the accumulators of optax.MultiSteps, because a NaN would stay in them. Raises
         StateMismatch if the structure, a shape or a dtype differs.
         """
-        tree = self.read()
-        wanted = self._parts(_saved(tree, self._first))
+        tree, wanted = self.read(), self._saved()
         missing = [
-            f'the item "{name}" is missing in the saved state'
-            for name in wanted
-            if name not in items
+            f'the item "{n}" is missing in the saved state' for n in wanted if n not in items
         ]
         if missing:
             raise StateMismatch(None, missing)
@@ -135,29 +130,40 @@ class LiveState:
         if wrong:
             raise StateMismatch(None, wrong)
         side_state = items.get(SIDE_STATE, {})
-        bare = tree_map_with_path(
-            lambda path, new, live: as_live(side_state.get(keystr(path), new), live),
-            found if self._named else found[STATE],
-            without_heal_state(tree),
-        )
+
+        def restored(path: Any, new: Any, live: Any) -> Any:
+            return as_live(side_state.get(keystr(path), new), live)
 
         def with_side_state(path: Any, live: Any) -> Any:
             if not _is_of_protect(path):
                 return live
             # The initial value, 0 or False, if the checkpoint lacks this field.
-            return as_live(side_state.get(keystr(path), np.zeros((), live.dtype)), live)
+            return restored(path, np.zeros((), live.dtype), live)
 
+        saved = found if self._named else found[STATE]
+        bare = tree_map_with_path(restored, saved, without_heal_state(tree))
         new = with_heal_state(map_nodes(optax.MultiStepsState, _empty_accumulator, bare), like=tree)
         return tree_map_with_path(with_side_state, new)
+
+    def _saved(self) -> dict[str, Any]:
+        """The items with the first state's dtypes: every checkpoint fits a new process."""
+        tree = without_heal_state(self.read())
+
+        def saved(path: Any, leaf: Any) -> Any:
+            leaf = _as_saved(leaf)
+            if not _is_widened(path, leaf, self._first):
+                return leaf
+            # An Inf by overflow would make the checkpoint count as bad.
+            return jnp.nan_to_num(leaf.astype(self._first[keystr(path)].dtype))
+
+        tree = tree_map_with_path(saved, tree)
+        return dict(tree) if self._named else {STATE: tree}
 
     def between_steps(self) -> bool:
         """Whether nothing is accumulated. One sync if the optimizer accumulates."""
         if not self._accumulates:
             return True
         return not any(int(each.mini_step) for _, each in nodes(optax.MultiStepsState, self.read()))
-
-    def _parts(self, tree: Any) -> dict[str, Any]:
-        return dict(tree) if self._named else {STATE: tree}
 
 
 class NnxLiveState(LiveState):
@@ -256,14 +262,11 @@ class SideState:
     optional = True  # checkpoints of a run without healcore lack this item
 
     def __init__(self, tree: Any, first: Mapping[str, Any]) -> None:
-        bare = tree_leaves_with_path(without_heal_state(tree))
-        self._kept = {
-            keystr(path): leaf
-            for path, leaf in bare
-            if _is_number(leaf) or _is_widened(path, leaf, first)
-        }
         whole = tree_leaves_with_path(tree)
-        self._kept |= {keystr(path): leaf for path, leaf in whole if _is_of_protect(path)}
+        bare = tree_leaves_with_path(without_heal_state(tree))
+        kept = [(p, e) for p, e in bare if _is_number(e) or _is_widened(p, e, first)]
+        kept += [(path, leaf) for path, leaf in whole if _is_of_protect(path)]
+        self._kept = {keystr(path): leaf for path, leaf in kept}
 
     def state_dict(self) -> dict[str, Any]:
         """Path in the state -> value."""
@@ -288,36 +291,18 @@ def as_live(new: Any, live: Any) -> Any:
     if not isinstance(new, jax.Array):
         new = np.asarray(new, dtype or live.dtype)
     new = _put_like(new, live)
-    return _weakly_typed(new) if live.weak_type and not new.weak_type else new
+    if not live.weak_type or new.weak_type:
+        return new
+    weak = jnp.full(new.shape, 0.0 if jnp.issubdtype(new.dtype, jnp.floating) else 0)
+    return new if weak.dtype != new.dtype else weak.at[...].set(new)  # no weak type of this dtype
 
 
 def _put_like(new: Any, live: jax.Array) -> jax.Array:
     """Puts an array on the devices of the live array, with the same commitment."""
-    if isinstance(new, jax.Array) and new.committed == live.committed:
-        return new if new.sharding == live.sharding else jax.device_put(new, live.sharding)
-    if live.committed:
-        return jax.device_put(new, live.sharding)
-    return jnp.asarray(np.asarray(new))  # only an array from the host is uncommitted
-
-
-def _weakly_typed(array: jax.Array) -> jax.Array:
-    """The same numbers, weakly typed if a weak type of this dtype exists."""
-    zero = 0.0 if jnp.issubdtype(array.dtype, jnp.floating) else 0
-    weak = jnp.full(array.shape, zero)
-    return array if weak.dtype != array.dtype else weak.at[...].set(array)
-
-
-def _saved(tree: Any, first: Mapping[str, Any]) -> Any:
-    """The state with the dtypes of the first state, so that every checkpoint fits a new process."""
-
-    def saved(path: Any, leaf: Any) -> Any:
-        leaf = _as_saved(leaf)
-        if not _is_widened(path, leaf, first):
-            return leaf
-        # An Inf by overflow would make the checkpoint count as bad.
-        return jnp.nan_to_num(leaf.astype(first[keystr(path)].dtype))
-
-    return tree_map_with_path(saved, without_heal_state(tree))
+    if not live.committed and not (isinstance(new, jax.Array) and not new.committed):
+        return jnp.asarray(np.asarray(new))  # only an array from the host is uncommitted
+    is_there = isinstance(new, jax.Array) and new.committed == live.committed
+    return new if is_there and new.sharding == live.sharding else jax.device_put(new, live.sharding)
 
 
 def _is_widened(path: Any, leaf: Any, first: Mapping[str, Any]) -> bool:
@@ -368,14 +353,10 @@ def _is_number(leaf: Any) -> bool:
     return type(leaf) in (bool, int, float)
 
 
-def _abstract(tree: Any) -> dict[str, Any]:
+def _avals(tree: Any) -> dict[str, Any]:
     """Path -> abstract value of the leaf."""
     saved = ((keystr(path), _as_saved(leaf)) for path, leaf in tree_leaves_with_path(tree))
     return {path: getattr(leaf, "aval", leaf) for path, leaf in saved}
-
-
-def _forms(abstract: Mapping[str, Any]) -> dict[str, str]:
-    return {path: _form(leaf) for path, leaf in abstract.items()}
 
 
 def _widens(old: Any, new: Any) -> bool:

@@ -23,53 +23,33 @@ NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BatchStatistics:
-    """The batch statistics of a whole state. Does nothing in observe mode, or without such layers.
+    """The batch statistics of the layers that one optimizer trains.
 
-    A skipped step of an optimizer restores the layers that it trains to their values after the
-    optimizer's previous step. Layers that no optimizer trains (a weight average) stay.
+    A skipped step of the optimizer restores them to their values after its previous step. Layers
+    that no optimizer trains (a weight average) stay.
     """
 
-    def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
-        healed = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
-        self._layers = {n: LayerStatistics(each) for n, each in layers_of(state, healed).items()}
-        self._hooks = [healed[name].hooks for name in self._layers]
-        for hooks, layers in zip(self._hooks, self._layers.values(), strict=True):
-            hooks.on_ended = layers.end
-
-    def save(self) -> None:
-        """Saves the current values, including non-finite values."""
-        for each in self._layers.values():
-            each.save()
-
-    def save_finite(self) -> None:
-        """Restores non-finite values, then saves the current values."""
-        for each in self._layers.values():
-            each.end(False)
-
-    def restore(self) -> None:
-        """Restores the layers to their values after their optimizer's last step."""
-        for each in self._layers.values():
-            each.end(True)
-
-    def close(self) -> None:
-        """Removes the callbacks."""
-        for hooks in self._hooks:
-            hooks.on_ended = None
-
-
-class LayerStatistics:
-    """The statistics of some layers after the last step that was not skipped."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[nn.Module], healing: Healing) -> None:
+        self._layers, self._healing = layers, healing
         self._buffers: list[Tensor] = []
         self._blocks: list[tuple[list[Tensor], Tensor]] = []
         """For each dtype and device: 1-d views of the buffers, and their saved values."""
         self.save()
+        healing.hooks.on_ended = self.end
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> list[BatchStatistics]:
+        """The batch statistics of a whole state; none in observe mode, or without such layers."""
+        healed = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
+        return [cls(layers, healed[n]) for n, layers in layers_of(state, healed).items()]
+
+    def close(self) -> None:
+        """Removes the callback."""
+        self._healing.hooks.on_ended = None
 
     @torch.no_grad()
     def save(self) -> None:
-        """Saves the current values."""
+        """Saves the current values, including non-finite values."""
         self._buffers = statistics(self._layers)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for each in self._buffers:
@@ -84,9 +64,10 @@ class LayerStatistics:
         """Ends a step: restores after a skip (a bool, or a 0-d float32 of 0 or 1), else saves.
 
         Non-finite values are always restored, because a GradScaler or the loop may have dropped the
-        previous step without a call.
+        previous step without a call, and loaded weights have statistics of their own.
         """
-        if not self._is_current():
+        now = statistics(self._layers)
+        if [*map(id, now)] != [*map(id, self._buffers)]:
             self.save()  # for example moved to another device: there is nothing to restore
             return
         for i, (buffers, saved) in enumerate(self._blocks):
@@ -103,12 +84,6 @@ class LayerStatistics:
             parts = list(saved.split([each.numel() for each in buffers]))
             torch._foreach_copy_(buffers, parts)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _is_current(self) -> bool:
-        now = statistics(self._layers)
-        return len(now) == len(self._buffers) and all(
-            a is b for a, b in zip(now, self._buffers, strict=True)
-        )
-
 
 def _is_finite(values: Tensor) -> bool:
     """Whether all values are finite; always False for floats on an accelerator: no sync."""
@@ -119,14 +94,8 @@ def _is_finite(values: Tensor) -> bool:
 
 def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
     """The buffers named in `NAMES`, layer by layer."""
-    found = []
-    for layer in layers:
-        buffers = layer._buffers
-        for name in NAMES:
-            each = buffers.get(name)
-            if each is not None and not isinstance(each, UninitializedBuffer):
-                found.append(each)
-    return found
+    found = [layer._buffers.get(name) for layer in layers for name in NAMES]
+    return [e for e in found if e is not None and not isinstance(e, UninitializedBuffer)]
 
 
 def layers_of(

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore import console
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import check_engines
+from healcore.runtime.driver import WEIGHTS, Driver, check_engines
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
@@ -24,21 +23,21 @@ from healcore.runtime.store.values import attribute
 from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing, healing_of
 from healcore.torch.attachment import attach as attach_to
+from healcore.torch.driver.accumulation import Accumulation, GradientWindow
 from healcore.torch.driver.batch_statistics import BatchStatistics
-from healcore.torch.driver.gradient_window import Accumulation, GradientWindow
-from healcore.torch.driver.loss_evaluation import LossEvaluation
 from healcore.torch.driver.pending_step import MOST_PENDING, PendingEntry, PendingStep, Recorder
-from healcore.torch.enforcer import moments_obstacle, numbers_of, reset_moments
+from healcore.torch.driver.weights import TorchWeights
+from healcore.torch.enforcer import moments_obstacle, numbers_of
+from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.incident_log import WITHOUT_LOSS
-from healcore.torch.live_state import optimizers, parameter_names
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized
 
 WITHOUT_POLL = 100
-"""Steps before the first poll after which a warning is logged."""
+"""Steps before the first call of `steps` after which a warning is logged."""
 
 
-class TorchDriver:
+class TorchDriver(Driver):
     """Implements `healcore.runtime.driver.Driver`.
 
     Args:
@@ -61,6 +60,7 @@ class TorchDriver:
         policy: PolicyLike = "default",
         attach: Mapping[str, Any] = {},
     ) -> None:
+        self._given = state
         self._state = live_state.checked(state)
         self.healings: dict[str, Healing] = {}
         """The handle of each optimizer, by its name in the state."""
@@ -70,31 +70,37 @@ class TorchDriver:
         except BaseException:
             self._detach()
             raise
-        names = partial(parameter_names, self._state)
-        self._pending: deque[PendingEntry] = deque(maxlen=MOST_PENDING)
         self.warnings: list[str] = []
-        self._recorders = [
-            Recorder(name, healing, names, self._pending.append, self.warnings.append)
+        self.on_step: Callable[[], None] = lambda: None
+        self.generators = live_state.RngState()
+        names = partial(live_state.parameter_names, self._state)
+        self._pending: deque[PendingEntry] = deque(maxlen=MOST_PENDING)
+        self._recorders = {
+            name: Recorder(name, healing, names, self._pending.append, self.warnings.append)
             for name, healing in self.healings.items()
-        ]
-        self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
-        on_step = weakref.WeakMethod(self._on_step)  # hooks of tensors are not collected in cycles
-        for accumulation in self._accumulations:
-            accumulation.on_step = lambda: (call := on_step()) and call()
-        self._call_on_step: Callable[[], None] = lambda: None
+        }
+        after_step = weakref.WeakMethod(self._after_step)  # hooks are not collected in cycles
+        call: Callable[[], Any] = lambda: (method := after_step()) and method()  # noqa: E731
+        self._accumulations = [Accumulation(each, call) for each in self.healings.values()]
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""
-        self._statistics = BatchStatistics(self._state, self.healings)
-        self._evaluation = LossEvaluation(self._state, self.healings, self._accumulations)
-        self.weights_digest = self._evaluation.weights_digest
-        self.copy_weights = self._evaluation.copy_weights
-        self.losses_of = self._evaluation.losses_of
-        self._windows: list[GradientWindow] = []
+        self._statistics = BatchStatistics.of(self._state, self.healings)
+        self._weights = TorchWeights(self._state, self.healings, self._accumulations)
+        self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
+        modules = [each for each in self._state.values() if isinstance(each, nn.Module)]
+        scaler = live_state.scaler(self._state)
+        self.window = self._window = GradientWindow(
+            self._accumulations, self._statistics, scaler, modules
+        )
         self._ranks: Ranks | None = None
         self._wants_vote = False
-        self._unpolled: int | None = 0
-        """Number of steps before the first poll, or None afterwards."""
-        self._polled_steps = 0
+        self._polled = self._stepped = 0
+        """Number of calls of `steps` with a step, and of steps before the first call."""
+
+    @property
+    def live(self) -> Mapping[str, Any]:
+        """The mapping that the user passed."""
+        return self._given
 
     # -- signals from the loop ------------------------------------------------------------------
 
@@ -117,83 +123,34 @@ class TorchDriver:
         for healing in self._healings_of(optimizer):
             healing.observe_eval(eval_loss)
 
-    # -- the protocol ---------------------------------------------------------------------------
+    # -- steps ----------------------------------------------------------------------------------
 
-    def items(self) -> dict[str, Any]:
-        """The state as the user passed it."""
-        return dict(self._state)
-
-    def replace(self, restored: Mapping[str, Any]) -> None:
-        """Loads a restored state. Drops gradients and losses since the last step."""
-        optimizers = [h.optimizer for h in self.healings.values()]
-        restores = [live_state.keep_tensor_hyperparameters(each) for each in optimizers]
-        try:
-            apply(self._state, restored)
-        finally:  # after an error an older checkpoint may be loaded
-            for restore in restores:
-                restore()
-        for accumulation in self._accumulations:
-            accumulation.clear()
-        for healing in self.healings.values():
-            healing.discard()
-        self._statistics.save()
-
-    def reset_moments(self) -> None:
-        """See `Driver.reset_moments`."""
-        for healing in self.healings.values():
-            reset_moments(healing.optimizer)
-
-    def moments_obstacle(self) -> str:
-        """See `Driver.moments_obstacle`."""
-        return next(
-            filter(None, (moments_obstacle(h.optimizer) for h in self.healings.values())), ""
-        )
-
-    def healing(self) -> dict[str, dict[str, Any]]:
-        """Optimizer name -> state of its engine, JSON-safe. A sync on an accelerator."""
-        return {name: healing.state_dict() for name, healing in self.healings.items()}
-
-    def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces engine states. Drops steps that `poll_step` has not returned."""
-        check_engines(engines, self.healings)
-        for name, data in engines.items():
-            self.healings[name].live_engine.parse(data)
-        for recorder in self._recorders:
-            if recorder.name in engines:
-                recorder.healing.load_state_dict(engines[recorder.name])
-            recorder.restart()
-        self._pending.clear()
-
-    def poll_step(self) -> PendingStep | None:
+    def steps(self) -> PendingStep | None:
         """The steps judged since the last call, or None. No host sync."""
         for healing in self.healings.values():
             healing.judge_dropped()
+        entries = [*self._pending]
+        self._pending.clear()
         # Once each of several optimizers has stepped, remaining gradients and losses are
         # by-products: a GAN's generator loss also has gradients in the discriminator.
         several = len(self._accumulations) > 1
         all_stepped = several and all(each.stepped for each in self._accumulations)
-        entries, self._unpolled = [*self._pending], None
-        self._pending.clear()
         for each in self._accumulations:
             each.idle += bool(entries) and not each.stepped
             each.stepped = False
             if all_stepped:
                 each.drop_by_products()
+        self._stepped = -1
         if not entries:
             return None
-        step = PendingStep(entries, self._ranks_to_compare, lambda: self._wants_vote)
-        self._polled_steps += 1
-        if self._polled_steps == WITHOUT_LOSS:
+        self._polled += 1
+        if self._polled == WITHOUT_LOSS:
             self._warn_of_missing_losses()
-        return step
+        return PendingStep(entries, self._ranks_to_compare, lambda: self._wants_vote)
 
     def has_stepped(self) -> bool:
         """See `Driver.has_stepped`."""
         return bool(self._pending)
-
-    def on_step(self, call: Callable[[], None]) -> None:
-        """Calls `call` from the hook after each `optimizer.step()` of any optimizer."""
-        self._call_on_step = call
 
     def request_vote(self, wanted: bool) -> bool:
         """Requests a vote in the all_reduce of each optimizer that all ranks step together."""
@@ -202,6 +159,59 @@ class TorchDriver:
             all_reduce = healing.hooks.all_reduce
             all_reduce.requests_vote = wanted and all_reduce.world == everyone
         return True
+
+    def expect_change(self) -> None:
+        """Opens every engine's grace window at its next step."""
+        for healing in self.healings.values():
+            healing.expect_change()
+        for each in self._statistics:
+            each.end(False)
+
+    # -- the state ------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The state as the user passed it."""
+        return dict(self._state)
+
+    def engines(self) -> dict[str, dict[str, Any]]:
+        """Optimizer name -> state of its engine, JSON-safe. A sync on an accelerator."""
+        return {name: healing.state_dict() for name, healing in self.healings.items()}
+
+    def load(
+        self,
+        state: Mapping[str, Any] | None,
+        engines: Mapping[str, Mapping[str, Any]] = {},
+        *,
+        reset_moments: bool = False,
+    ) -> None:
+        """See `Driver.load`. A new state drops gradients and losses since the last step."""
+        check_engines(engines, self.healings)
+        for name, data in engines.items():
+            self.healings[name].live_engine.parse(data)
+        optimizers = [healing.optimizer for healing in self.healings.values()]
+        if state is not None:
+            restores = [live_state.keep_tensor_hyperparameters(each) for each in optimizers]
+            try:
+                apply(self._state, state)
+            finally:  # after an error an older checkpoint may be loaded
+                for restore in restores:
+                    restore()
+            for accumulation in self._accumulations:
+                accumulation.clear()
+            for each in self._statistics:
+                each.save()
+        for optimizer in optimizers if reset_moments else ():
+            reset_moments_of(optimizer)
+        for name, data in engines.items():
+            self.healings[name].load_state_dict(data)
+        for recorder in self._recorders.values():
+            recorder.restart()
+        self._pending.clear()
+
+    def moments_obstacle(self) -> str:
+        """See `Driver.moments_obstacle`."""
+        obstacles = (moments_obstacle(h.optimizer) for h in self.healings.values())
+        return next(filter(None, obstacles), "")
 
     def may_save(self, patience: int | None = None) -> bool:
         """See `Driver.may_save`. False while any optimizer has gradients that no step has used.
@@ -213,20 +223,10 @@ class TorchDriver:
         if any(attribute(item, "mid_accumulation") for item in self._state.values()):
             return False
         pending = [each for each in self._accumulations if each.in_progress]
-        if patience is not None and not self._within_a_step:
+        begun = self._observed or any(e.reached_since_any_step for e in self._accumulations)
+        if patience is not None and not begun:
             pending = [each for each in pending if each.idle < patience]
         return not pending
-
-    def gradient_window(self) -> GradientWindow:
-        """The gradients of all optimizers since the last step."""
-        window = GradientWindow(
-            self._accumulations,
-            self._statistics,
-            live_state.scaler(self._state),
-            [each for each in self._state.values() if isinstance(each, nn.Module)],
-        )
-        self._windows.append(window)
-        return window
 
     def interrupted(self) -> bool:
         """Whether an update has started and has not ended, or raised."""
@@ -234,17 +234,25 @@ class TorchDriver:
 
     def undo_window(self) -> str:
         """Restores batch statistics, and reshards parameters that FSDP2 has gathered."""
-        self._statistics.restore()
-        self._evaluation.reshard()
+        for each in self._statistics:
+            each.end(True)
+        self._weights.reshard()
         return ""
 
-    def optimizer_reports(self) -> dict[str, object]:
-        """Optimizer name -> `Report`."""
-        return {name: healing.report() for name, healing in self.healings.items()}
+    # -- weights and numbers --------------------------------------------------------------------
 
-    def hyperparameters(self) -> dict[str, Any]:
-        """See `live_state.hyperparameters`."""
-        return live_state.hyperparameters(self._state)
+    def nonfinite_weights(self) -> list[str]:
+        """See `Driver.nonfinite_weights`; of DTensors on all ranks. One sync per device."""
+        params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
+        norms = gradients.whole_norms(gradients.norms(params), params)
+        if bool(gradients.total_norm(norms, params[0].device).isfinite()):
+            return []
+        found = [p for p, norm in zip(params, norms, strict=True) if not norm.isfinite()]
+        return live_state.parameter_names(self._state, found)
+
+    def settings(self) -> dict[str, Any]:
+        """See `Driver.settings`."""
+        return {**live_state.hyperparameters(self._state), WEIGHTS: self._weights.digest()}
 
     def learning_rate(self) -> float | None:
         """The rate of the first optimizer's first group. A sync if it is a tensor on a device."""
@@ -265,25 +273,11 @@ class TorchDriver:
                 name, healthy()
             )
 
-    def expect_change(self) -> None:
-        """Opens every engine's grace window at its next step."""
-        for healing in self.healings.values():
-            healing.expect_change()
-        self._statistics.save_finite()  # loaded weights have statistics of their own
+    def optimizer_reports(self) -> dict[str, object]:
+        """Optimizer name -> `Report`."""
+        return {name: healing.report() for name, healing in self.healings.items()}
 
-    def finite(self) -> bool:
-        """Whether all parameters are finite, for DTensors on all ranks. One sync per device."""
-        params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
-        each = gradients.whole_norms(gradients.norms(params), params)
-        norm = gradients.total_norm(each, params[0].device)
-        return bool(torch.isfinite(norm))
-
-    def nonfinite_weights(self) -> list[str]:
-        """See `Driver.nonfinite_weights`."""
-        params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
-        norms = gradients.whole_norms(gradients.norms(params), params)
-        found = [p for p, norm in zip(params, norms, strict=True) if not norm.isfinite()]
-        return parameter_names(self._state, found)
+    # -- the run --------------------------------------------------------------------------------
 
     def store(self, where: Any) -> CheckpointStore:
         """A `MemoryStore`, or a `DCPStore` with copies in memory. Every rank has to call it."""
@@ -301,35 +295,23 @@ class TorchDriver:
             self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
         return self._ranks
 
-    def generators(self) -> live_state.RngState:
-        """The global random generators of CPU and CUDA."""
-        return live_state.RngState()
-
     def close(self) -> None:
         """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        self._statistics.close()
-        for window in self._windows:
-            window.close()
-        for accumulation in self._accumulations:
-            accumulation.close()
+        for each in (self._window, *self._statistics, *self._accumulations):
+            each.close()
         for healing in self.healings.values():
             healing.hooks.on_judged = None
         self._detach()
 
     # -- internal -------------------------------------------------------------------------------
 
-    @property
-    def _within_a_step(self) -> bool:
-        """Whether a loss was observed or a backward pass has run since the last step."""
-        return self._observed or any(each.reached_since_any_step for each in self._accumulations)
-
-    def _on_step(self) -> None:
+    def _after_step(self) -> None:
         self._observed = False
         for each in self._accumulations:
             each.reached_since_any_step = False
-        if self._unpolled is not None:
-            self._unpolled += 1
-            if self._unpolled == WITHOUT_POLL:
+        if self._stepped >= 0:
+            self._stepped += 1
+            if self._stepped == WITHOUT_POLL:
                 console.warning(
                     f"{WITHOUT_POLL} steps, but neither healer.batches(loader) nor "
                     "healer.after_step() was called: without them the Healer cannot save, roll "
@@ -337,10 +319,10 @@ class TorchDriver:
                     "healer.batches(loader)`, or call healer.after_step() after each "
                     "optimizer.step()"
                 )
-        self._call_on_step()
+        self.on_step()
 
     def _attach(self, engine: Any, options: dict[str, Any]) -> None:
-        for name, optimizer in optimizers(self._state).items():
+        for name, optimizer in live_state.optimizers(self._state).items():
             healing = healing_of(optimizer)
             if healing is None:
                 attach_with = getattr(self._state[name], "attach_with", None)  # from a trainer
@@ -358,6 +340,10 @@ class TorchDriver:
                     "attach with the policy of the Healer"
                 )
             self.healings[name] = healing
+
+    def _detach(self) -> None:
+        for healing in self._own:
+            healing.detach()
 
     @property
     def _members(self) -> list[int]:
@@ -377,15 +363,11 @@ class TorchDriver:
         alone = any(healing.ranks == 1 for healing in self.healings.values())
         return self._ranks if alone else None
 
-    def _detach(self) -> None:
-        for healing in self._own:
-            healing.detach()
-
     def _warn_of_missing_losses(self) -> None:
         read = any("loss" in healing.engine.needs for healing in self.healings.values())
         if read and not any(healing.has_seen_loss for healing in self.healings.values()):
             self.warnings.append(
-                f"no loss has been observed in {self._polled_steps} steps: call "
+                f"no loss has been observed in {self._polled} steps: call "
                 "healer.observe(loss); detectors that read it are inactive"
             )
 

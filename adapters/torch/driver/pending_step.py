@@ -43,26 +43,20 @@ class Recorder:
         warn: Callable[[str], object],
     ) -> None:
         self.name = name
-        self.healing = healing
-        self._warn = warn
+        self._healing, self._names, self._add, self._warn = healing, names, add, warn
         self._ceiling = NormCeiling()
-        self._names = names
-        self._add = add
-        self._last_step = 0
-        """Number of the last step that was read."""
-        self._baseline_norms: StepNorms | None = None
+        self._baseline: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
         self.restart()
         healing.hooks.on_judged = self._record
 
     def restart(self) -> None:
         """Call it after the engine's state is replaced. A sync."""
-        self._last_step = int(self.healing.live_engine.state.step)
+        self._last_step = int(self._healing.live_engine.state.step)
 
     def _record(self, norms: StepNorms) -> None:
-        record = self.healing.live_engine.pending_record(self.name)
-        marks = self.healing.hooks.all_reduce.last_marks
-        self._add(PendingEntry(self, record, norms, marks))
+        record = self._healing.live_engine.pending_record(self.name)
+        self._add(PendingEntry(self, record, norms, self._healing.hooks.all_reduce.last_marks))
 
     def read(self, entry: PendingEntry) -> StepRecord:
         """The record of an entry, read in order. Evidence, for records with a cause, is a sync."""
@@ -74,9 +68,9 @@ class Recorder:
         if clipped := self._ceiling.add(record.grad_norm):
             self._warn(clipped)
         if record.cause:
-            rank_signals = entry.norms.rank_signals() if self.healing.ranks > 1 else None
+            rank_signals = entry.norms.rank_signals() if self._healing.ranks > 1 else None
             return record._replace(evidence=self._evidence(entry.norms), rank_signals=rank_signals)
-        self._baseline_norms = entry.norms if entry.norms.params else self._baseline_norms
+        self._baseline = entry.norms if entry.norms.params else self._baseline
         return record
 
     def _evidence(self, norms: StepNorms) -> tuple[Evidence, ...]:
@@ -87,27 +81,21 @@ class Recorder:
         if not norms.params:
             return ()  # only other ranks have gradients
         found, usual = norms.to_host(), None
-        if self._baseline_norms is not None:
-            known = dict(
-                zip(
-                    map(id, self._baseline_norms.params),
-                    self._baseline_norms.to_host(),
-                    strict=True,
-                )
-            )
+        if self._baseline is not None:
+            known = dict(zip(map(id, self._baseline.params), self._baseline.to_host(), strict=True))
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
         return evidence(found, usual, self._names(norms.params))
 
 
 class PendingStep:
-    """The judged steps between two calls of `poll_step`, in order.
+    """The judged steps between two calls of `TorchDriver.steps`, as one step.
 
     An optimizer that has stepped twice has two entries.
 
     Args:
-        entries: the judged steps to read.
+        entries: the judged steps to read, in order.
         ranks: the ranks whose decisions to compare, or None if the engines exchange signals.
-        asks: returns whether this rank asks for a vote. Called only with `ranks`.
+        vote_wanted: whether this rank asks for a vote. Called only with `ranks`.
     """
 
     count = 1
@@ -118,38 +106,33 @@ class PendingStep:
         ranks: Ranks | None = None,
         vote_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._entries = entries
-        self._ranks = ranks
-        self._vote_wanted = vote_wanted
+        self._entries, self._ranks, self._vote_wanted = entries, ranks, vote_wanted
         self._records: list[StepRecord] | None = None
         self.vote_requested = False
 
     def steps(self) -> list[list[StepRecord]]:
-        """The records, as one step. Waits only for records that have not arrived yet.
+        """The records. Waits only for records that have not arrived yet.
 
         Raises:
             RanksDisagreeError: on all ranks, if one rank decided differently. A rank that rolls
                 back alone would wait forever.
         """
-        if self._ranks is not None:
-            self.vote_requested = _compare(self._entries, self._ranks, self._vote_wanted())
-            self._ranks = None
         if self._records is None:
+            if self._ranks is not None:
+                self._compare(self._ranks)
             self.vote_requested |= any(requests_vote(entry.marks) for entry in self._entries)
             self._records = [entry.recorder.read(entry) for entry in self._entries]
             self._entries = []
         return [self._records]
 
-
-def _compare(entries: list[PendingEntry], ranks: Ranks, vote_wanted: bool) -> bool:
-    """Whether any rank asks for a vote. RanksDisagreeError if the decisions differ."""
-    mine = [(each.recorder.name, each.record()) for each in entries]
-    decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
-    of_ranks = ranks.gather((decided, vote_wanted))
-    if any(other != decided for other, _ in of_ranks):
-        raise RanksDisagreeError(
-            "the ranks have decided differently, and with process_group=None they exchange no "
-            "losses: leave process_group out, or observe the same loss and step with the same "
-            "gradients on every rank"
-        )
-    return any(wanted for _, wanted in of_ranks)
+    def _compare(self, ranks: Ranks) -> None:
+        mine = [(each.recorder.name, each.record()) for each in self._entries]
+        decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
+        of_ranks = ranks.gather((decided, self._vote_wanted()))
+        if any(other != decided for other, _ in of_ranks):
+            raise RanksDisagreeError(
+                "the ranks have decided differently, and with process_group=None they exchange no "
+                "losses: leave process_group out, or observe the same loss and step with the same "
+                "gradients on every rank"
+            )
+        self.vote_requested = any(wanted for _, wanted in of_ranks)

@@ -77,7 +77,7 @@ def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
     known = {name: state for name, state in engines.items() if name in driver.healings}
     problem = "" if known else "it has none"
     try:
-        driver.load_healing(known)
+        driver.load(None, known)
     except StateError as error:
         problem = str(error)
     if problem:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.runtime.driver import Generators
 from healcore.runtime.store import values
 from healcore.runtime.store.errors import StoreError
 
@@ -48,7 +47,7 @@ class HostState:
     def __init__(
         self,
         position: Callable[[], dict[str, Any]],
-        generators: Generators | None,
+        generators: Any,
     ) -> None:
         """Takes a function that returns the loaders' positions, and the framework's generators."""
         self._position = position

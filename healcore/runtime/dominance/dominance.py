@@ -13,19 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from healcore.runtime.dominance.anchor import (
-    SAMPLE,
-    Anchor,
-    TrainedStep,
-    rise_of,
-    same_data,
-)
-from healcore.runtime.dominance.budget import Budget
-from healcore.runtime.dominance.comparison_state import ComparisonState, Verdict
-from healcore.runtime.dominance.history import BEFORE, HEARTBEAT, History, Seen
+from healcore.runtime.dominance.anchor import SAMPLE, Anchor, ComparisonState, TrainedStep, Verdict
+from healcore.runtime.dominance.history import BEFORE, HEARTBEAT, MAX_CREDIT, Credit, StepHistory
 from healcore.runtime.dominance.loss_function import LossFunction
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.healthy_range import HealthyRange
@@ -38,44 +30,57 @@ MIN_AGE = 0.5
 """Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
 RESTART_POWER = 0.5
 """While a verdict is pending, the evidence restarts at this power of the threshold."""
+ROUNDING = 1e-6
+"""Relative difference up to which two float32 losses are equal."""
+UNUSUAL_NORM = 3.0
+"""A gradient norm is unusual above this many times the largest healthy one."""
 
 
-@dataclass(eq=False, kw_only=True)
 class Dominance:
     """Compares the current weights with earlier weights, and returns a verdict if these are better.
 
     Several ranks call the same methods with the same steps, compare their own batches and decide
     by the mean. Comparisons are collective, so they depend only on values that are equal on all
     ranks: reduced losses, alarms and the price.
+
+    Args:
+        driver, ranks, log: of the run.
+        loss_fn: the user's function, or None to compare nothing.
+        threshold: evidence for a rollback, `[rollback] evidence` of the policy.
+        interval: steps between two checkpoints.
+        warn: called with a problem of the `loss_fn`.
+        learning_rate: returns the learning rate in force, or None if it is unknown.
+        numbers: returns the other numbers of the optimizers in force, by name.
     """
 
-    driver: Driver
-    loss_fn: Callable[..., Any] | None
-    ranks: Ranks
-    threshold: float
-    """Evidence for a rollback: `[rollback] evidence` of the policy."""
-    interval: int
-    """Steps between two checkpoints."""
-    warn: Callable[[str], object]
-    log: RunLog
-    learning_rate: Callable[[], float | None]
-    """The learning rate in force, or None if it is unknown."""
-    numbers: Callable[[], Mapping[str, float]] = dict
-    """Other numbers of the optimizers in force, by name."""
-    state: ComparisonState = field(default_factory=ComparisonState, init=False)
-    """What a checkpoint holds."""
-    silent_until: int = field(default=0, init=False)
-    """Step before which weights are neither compared nor copied."""
-
-    def __post_init__(self) -> None:
-        self.loss_function = LossFunction(self.loss_fn, self.driver, self.ranks, self.warn)
-        self.history = History()
+    def __init__(
+        self,
+        *,
+        driver: Driver,
+        loss_fn: Callable[..., Any] | None,
+        ranks: Ranks,
+        threshold: float,
+        interval: int,
+        warn: Callable[[str], object],
+        log: RunLog,
+        learning_rate: Callable[[], float | None],
+        numbers: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self.state = ComparisonState()
+        """What a checkpoint holds."""
+        self.silent_until = 0
+        """Step before which weights are neither compared nor copied."""
+        self.loss_function = LossFunction(loss_fn, driver, ranks, warn)
+        self._driver, self._threshold, self._interval, self._log = driver, threshold, interval, log
+        self._learning_rate, self._numbers = learning_rate, numbers
+        self._history = StepHistory()
+        self._budget = Credit(ranks)
         self._wanted = False
-        self._mean_quiet_until = 0
-        """Step before which a high mean loss is no reason to compare: it was compared."""
+        """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
-        self._budget = Budget(self.ranks)
+        self._mean_quiet_until = 0
+        """Step before which a high mean loss is no reason to compare: it was compared."""
 
     # -- what the loop calls --------------------------------------------------------------------
 
@@ -106,10 +111,10 @@ class Dominance:
         self.state.anchors = [each for each in self.anchors if each.step in restorable]
         if step not in restorable or any(each.step == step for each in self.anchors):
             return
-        level, spread = self.history.level() or (None, 0.0)
+        level, spread = self._history.level() or (None, 0.0)
         numbers = self._with_numbers(self.anchors[-1].numbers if self.anchors else {})
         new = Anchor(step, rate, level=level, spread=spread, numbers=numbers)
-        new.weights = self.driver.copy_weights()
+        new.weights = self._driver.copy_weights()
         older = self.anchors[:-1]
         if len(self.anchors) == MAX_ANCHORS:
             older = [min(older, key=lambda each: (each.mean, -each.step))]
@@ -144,41 +149,38 @@ class Dominance:
         """
         if not self.is_enabled:
             return None
+        state, index = self.state, step.index
         self._budget.after_step()
-        self.state.numbers = (
-            self._with_numbers(self.state.numbers) if repeated or self.suspects else {}
-        )
+        state.numbers = self._with_numbers(state.numbers) if repeated or self.suspects else {}
         if alarm:
-            first, last = self.state.alarms
-            self.state.alarms = (first if step.index - last <= SAMPLE else step.index, step.index)
-        sign = alarm or self.history.is_high(loss)
-        is_first = self.history.add(Seen(step, loss, norm), sign=sign, healthy=not self.suspects)
+            first, last = state.alarms
+            state.alarms = (first if index - last <= SAMPLE else index, index)
+        sign = alarm or self._history.is_high(loss)
+        is_first = self._history.add(step, loss, norm, sign=sign, healthy=not self.suspects)
         if is_first and alarm:  # an alarm after a quiet time is compared even on debt
             self._budget.credit = max(self._budget.credit, 1.0)
-        heartbeat = step.index % self._budget.distance == HEARTBEAT - 1
-        best = self._best_below(step.index)
+        heartbeat = index % self._budget.distance == HEARTBEAT - 1
+        best = self._best_below(index)
         self._wanted |= sign or heartbeat or best is not None
         self._dispatch_losses.append(loss)
         if not step.batches:
             return None
+        losses, self._dispatch_losses = self._dispatch_losses, []
         if not self.loss_function.is_checked:
-            first = next((each for each in self.anchors if each.step == step.index), None)
-            single = loss if len(self._dispatch_losses) == 1 else math.nan
-            self.loss_function.learn_first_step(step, single, first and first.weights)
+            weights = next((each.weights for each in self.anchors if each.step == index), None)
+            single = loss if len(losses) == 1 else math.nan
+            self.loss_function.learn_first_step(step, single, weights)
             self._budget.charge(0)  # the check is no part of a step's time
             if not self.is_enabled:
                 self.anchors.clear()
         wanted, self._wanted = self._wanted and self._budget.credit > 0, False
-        loss = sum(self._dispatch_losses) / len(self._dispatch_losses)
-        self._dispatch_losses.clear()
-        verdict = None
-        if self.state.verdict is not None:
-            if step.index >= self.state.verdict.due:
-                verdict = self._compare(step, loss)
-        elif step.index >= self.silent_until and (wanted or self.suspects):
-            verdict = self._compare(step, loss, best)
-            if best is not None and best.evidence <= 1:
-                self._mean_quiet_until = step.index + HEARTBEAT
+        if state.verdict is not None:
+            wanted, best = index >= state.verdict.due, None
+        else:
+            wanted = index >= self.silent_until and (wanted or self.suspects)
+        verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
+        if wanted and best is not None and best.evidence <= 1:
+            self._mean_quiet_until = index + HEARTBEAT
         if trained:
             for each in self.anchors:
                 each.add(step)
@@ -199,25 +201,23 @@ class Dominance:
             return None
         [anchor] = self._eligible_anchors(index)
         losses = self._losses_of(anchor.sample, anchor)
-        is_better = losses is not None and rise_of(*map(sum, losses)) > 0
-        return self.state.verdict._replace(index=index) if is_better else None
+        is_better = losses is not None and _rise(*map(sum, losses)) > 0
+        return self.pending(index) if is_better else None
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on."""
         self.state.anchors = [each for each in self.anchors if each.step <= target]
         for each in self.anchors:
-            each.forget()
-            each.sample = [one for one in each.sample if one.index < target]
-            each.trained = max(target - each.step, len(each.sample))
+            each.rewind(target)
         self._forget_trouble()
-        self.history.forget()
+        self._history.forget()
 
     def accept(self, until: int) -> None:
         """Drops copies and losses, and compares and copies no weights before step `until`."""
         self.silent_until = max(self.silent_until, until)
         self.anchors.clear()
         self._forget_trouble()
-        self.history.forget()
+        self._history.forget()
 
     def unusual(self, verdict: Verdict) -> list[int]:
         """Steps at the onset that are unusual: batches for the better weights, or gradient norms.
@@ -225,11 +225,12 @@ class Dominance:
         A batch is unusual if its loss exceeds the largest loss of ordinary batches, a sample from
         before the onset, by more than their range. Collective.
         """
-        window = self.history.window(verdict.onset, verdict.found)
+        window = self._history.window(verdict.onset, verdict.found)
         anchor = next((each for each in self.anchors if each.step == verdict.anchor), None)
         if window is None or anchor is None:
             return []
-        found = window.norms_above()
+        largest = UNUSUAL_NORM * window.largest_norm
+        found = {each.step.index for each in window.steps if each.norm > largest}
         usual = [each for each in anchor.sample if each.index < window.start - BEFORE]
         steps = [each.step for each in window.steps if each.step.batches]
         steps = [each for each in steps if each.index >= anchor.step]
@@ -269,18 +270,18 @@ class Dominance:
         self.state.verdict = None
         self.state.rates.clear()
         self.state.numbers = {}
-        self._budget.refill()
-        self._dispatch_losses.clear()
         self.state.alarms = (-1, -1)
+        self._budget.credit = MAX_CREDIT
+        self._dispatch_losses.clear()
 
     def _rate(self) -> float | None:
         """The learning rate in force, or None if it is unknown or not finite."""
-        rate = self.learning_rate()
+        rate = self._learning_rate()
         return rate if rate is not None and math.isfinite(rate) else None
 
     def _with_numbers(self, before: Mapping[str, HealthyRange]) -> dict[str, HealthyRange]:
         """The ranges `before`, extended by the values in force."""
-        now = self.numbers().items()
+        now = self._numbers().items()
         return {**before, **{name: HealthyRange.of(each, before.get(name)) for name, each in now}}
 
     def _best_below(self, index: int) -> Anchor | None:
@@ -288,7 +289,7 @@ class Dominance:
 
         None within `HEARTBEAT` steps after such a comparison without evidence.
         """
-        level = self.history.level()
+        level = self._history.level()
         if level is None or index < self._mean_quiet_until:
             return None
         best = min(self.anchors, key=lambda each: each.mean, default=None)
@@ -304,7 +305,7 @@ class Dominance:
         """
         if self.state.verdict is not None:
             return [each for each in self.anchors if each.step == self.state.verdict.anchor]
-        age = max(SAMPLE, min(self.interval, int(MIN_AGE * index)))
+        age = max(SAMPLE, min(self._interval, int(MIN_AGE * index)))
         old = [each for each in self.anchors if index - each.step >= age]
         return [
             each
@@ -312,18 +313,14 @@ class Dominance:
             if each is best or (each in old and (each is old[-1] or each.evidence > 1))
         ]
 
-    def _compare(
-        self, step: TrainedStep, loss: float, best: Anchor | None = None
-    ) -> Verdict | None:
+    def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
-        if not self.driver.may_save():
+        if not self._driver.may_save():
             return None  # within an accumulation: the weights have not changed since the last step
         self._budget.begin()
-        evaluations, verdict = 0, None
+        evaluations, verdict, loss_fn = 0, None, self.loss_function
+        known = [loss] if loss_fn.gives_loss and not (loss_fn.draws or math.isnan(loss)) else None
         for anchor in self._eligible_anchors(step.index, best):
-            gives_loss = self.loss_function.gives_loss and not self.loss_function.draws
-            gives_loss = gives_loss and not math.isnan(loss)
-            known = [loss] if gives_loss else None
             losses = self._losses_of([step], anchor, known)
             if losses is None:
                 return None
@@ -331,9 +328,11 @@ class Dominance:
             evaluations += 1 + (known is None)
             if not math.isfinite(now) and not math.isfinite(then):
                 continue  # a bad batch is no evidence
-            rise, remembered = rise_of(now, then), math.nan
-            past = anchor.draw() if 0 < rise < math.inf else None
-            if past is not None:
+            rise, remembered = _rise(now, then), math.nan
+            if 0 < rise < math.inf:
+                past = anchor.draw()
+                if past is None:
+                    continue  # no batch was trained on since the anchor
                 losses = self._losses_of([past], anchor)
                 if losses is None:
                     return None
@@ -341,17 +340,18 @@ class Dominance:
                 evaluations += 2
                 if not math.isfinite(now_past) and not math.isfinite(then_past):
                     continue  # a bad batch is no evidence
-                if same_data(then, then_past):
+                if math.isclose(then, then_past, rel_tol=ROUNDING, abs_tol=0.0):
                     continue  # on equal batches an oscillation of the loss looks like damage
-                rise, remembered = min(rise, rise_of(now_past, then_past)), now_past - then_past
-            elif 0 < rise < math.inf:
-                continue  # no batch was trained on since the anchor
+                rise, remembered = min(rise, _rise(now_past, then_past)), now_past - then_past
             anchor.learn(step.index, rise)
-            if anchor.evidence >= self.threshold:
+            if anchor.evidence >= self._threshold:
                 newest = self._newest_better(anchor)
                 verdict = self._verdict(step.index, newest, now - then, remembered)
             elif self.state.verdict is not None and anchor.evidence <= 1:
-                self._report_recovery(step.index)
+                at, onset = step.index, self.state.verdict.onset
+                self._log_assessment(at, "recovered", onset)
+                self._log.info(f"step {at}: the run has recovered from the damage of step {onset}")
+                self._forget_trouble()
         if verdict is not None and step.index < verdict.due:
             self._postpone(verdict)
             verdict = None
@@ -368,7 +368,7 @@ class Dominance:
         A rollback to it repeats fewer steps.
         """
         onset = anchor.onset or anchor.step
-        strong = self.threshold**RESTART_POWER
+        strong = self._threshold**RESTART_POWER
         better = [e for e in self.anchors if anchor.step < e.step <= onset and e.evidence >= strong]
         if not better:
             return anchor
@@ -379,27 +379,18 @@ class Dominance:
         """Keeps a verdict pending until its step `due`."""
         self.state.verdict = verdict
         for each in self.anchors:
-            each.forget()
+            each.evidence, each.onset = 1.0, None
             if each.step == verdict.anchor:
-                each.onset, each.evidence = verdict.onset, self.threshold**RESTART_POWER
-        self._log(verdict.index, "worse", verdict.onset)
-        self.log.warning(
+                each.onset, each.evidence = verdict.onset, self._threshold**RESTART_POWER
+        self._log_assessment(verdict.index, "worse", verdict.onset)
+        self._log.warning(
             f"step {verdict.index}: the weights of step {verdict.anchor} are better on the same "
             f"batches, since step {verdict.onset}; unless the run recovers, it rolls back to them "
             f"at step {verdict.due}, or at the end of the data"
         )
 
-    def _report_recovery(self, index: int) -> None:
-        assert self.state.verdict is not None
-        self._log(index, "recovered", self.state.verdict.onset)
-        self.log.info(
-            f"step {index}: the run has recovered from the damage of step "
-            f"{self.state.verdict.onset}"
-        )
-        self._forget_trouble()
-
-    def _log(self, index: int, verdict: str, onset: int) -> None:
-        self.log.event(
+    def _log_assessment(self, index: int, verdict: str, onset: int) -> None:
+        self._log.event(
             "assessment", step=index, onset=onset, cause=[], verdict=verdict, by="earlier_weights"
         )
 
@@ -413,12 +404,11 @@ class Dominance:
         first, last = self.state.alarms
         if last >= onset - SAMPLE:
             onset = min(onset, first)
-        onset = max(onset, anchor.step)
         return Verdict(
             index=index,
             found=index,
             anchor=anchor.step,
-            onset=onset,
+            onset=max(onset, anchor.step),
             evidence=anchor.evidence,
             rise=rises[0],
             rise_remembered=rises[1],
@@ -443,3 +433,10 @@ class Dominance:
         if losses is None:
             self.anchors.clear()
         return losses
+
+
+def _rise(now: float, then: float) -> float:
+    """The current loss minus the loss of the earlier weights; NaN and Inf count as highest."""
+    if math.isfinite(then):
+        return now - then if math.isfinite(now) else math.inf
+    return -math.inf

@@ -1,14 +1,15 @@
-"""`History`: losses, gradient norms and the steps around signs of trouble, in bounded memory."""
+"""Reasons to compare weights (`StepHistory`), and what comparisons may cost (`Credit`)."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from healcore.runtime.dominance.anchor import RECENT, TrainedStep
+from healcore.runtime.store.ranks import Ranks
 
 HEARTBEAT = 100
 """Steps between two regular comparisons, more if a comparison is slow; and the last losses that a
@@ -20,20 +21,28 @@ AFTER = 12
 _WINDOWS = 4
 _NORMS = 500
 """Healthy gradient norms whose maximum is known."""
-UNUSUAL_NORM = 3.0
-"""A gradient norm is unusual above this many times the largest healthy one."""
+
+MAX_SHARE = 0.01
+"""Max share of a healthy run's time that comparisons may cost."""
+STEP_COST = 3.0
+"""Cost of a training step in evaluations: a forward pass, and a backward pass of twice its cost."""
+MAX_CREDIT = 30.0
+"""Max credit of evaluations: the cost of 1,000 steps. A run starts with this credit, because a
+learning rate that is too high shows in the first steps."""
+MAX_DEBT = 40.0
+"""Max debt of evaluations after a suspicion: ten comparisons, half of what a verdict needs."""
+PRICED = 3
+"""Last comparisons, of which the cheapest sets the price: the first ones compile."""
 
 
 class Seen(NamedTuple):
-    """A step, its loss and its gradient norm; NaN if unknown."""
+    """A step and its gradient norm, NaN if unknown."""
 
     step: TrainedStep
-    loss: float
     norm: float
 
 
-@dataclass
-class Window:
+class TroubleWindow(NamedTuple):
     """The steps around the first sign of some trouble."""
 
     start: int
@@ -42,50 +51,52 @@ class Window:
     """The largest healthy gradient norm before, or Inf if none is known."""
     steps: list[Seen]
 
-    def norms_above(self) -> set[int]:
-        """Steps with an unusual gradient norm."""
-        return {
-            each.step.index for each in self.steps if each.norm > UNUSUAL_NORM * self.largest_norm
-        }
 
+class StepHistory:
+    """What a run remembers of its steps for comparisons, in bounded memory."""
 
-@dataclass(eq=False)
-class History:
-    """What a run remembers of its steps for comparisons."""
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=_NORMS)
+        self.forget()
 
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=HEARTBEAT))
-    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    _norms: deque[float] = field(default_factory=lambda: deque(maxlen=_NORMS))
-    _last: deque[Seen] = field(default_factory=lambda: deque(maxlen=BEFORE))
-    _windows: deque[Window] = field(default_factory=lambda: deque(maxlen=_WINDOWS))
-    _last_sign: int = -AFTER - 1
+    def forget(self) -> None:
+        """Drops losses and windows, whose steps are repeated. Healthy norms stay."""
+        self._losses: deque[float] = deque(maxlen=HEARTBEAT)
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._last: deque[Seen] = deque(maxlen=BEFORE)
+        self._windows: deque[TroubleWindow] = deque(maxlen=_WINDOWS)
+        self._last_sign = -AFTER - 1
 
     def is_high(self, loss: float) -> bool:
         """Whether a loss is above the last `HEARTBEAT` losses."""
-        return len(self.losses) == HEARTBEAT and loss > max(self.losses)
+        return len(self._losses) == HEARTBEAT and loss > max(self._losses)
 
-    def add(self, seen: Seen, *, sign: bool, healthy: bool) -> bool:
+    def add(
+        self, step: TrainedStep, loss: float, norm: float, *, sign: bool, healthy: bool
+    ) -> bool:
         """Adds a step, and returns whether it is the first sign of some trouble.
 
         Args:
-            seen: the step.
+            step: the step.
+            loss: its loss, or NaN.
+            norm: its gradient norm, or NaN.
             sign: whether it shows trouble.
             healthy: whether no evidence of damage is pending.
         """
-        index = seen.step.index
-        self.losses.append(seen.loss if math.isfinite(seen.loss) else -math.inf)
-        if math.isfinite(seen.loss):
-            self._recent.append(seen.loss)
-        is_first = sign and index - self._last_sign > AFTER
+        self._losses.append(loss if math.isfinite(loss) else -math.inf)
+        if math.isfinite(loss):
+            self._recent.append(loss)
+        is_first = sign and step.index - self._last_sign > AFTER
         if is_first:
-            self._windows.append(Window(index, max(self._norms, default=math.inf), [*self._last]))
+            largest = max(self._norms, default=math.inf)
+            self._windows.append(TroubleWindow(step.index, largest, [*self._last]))
         if sign:
-            self._last_sign = index
-        window = self._windows[-1] if self._windows else None
-        if window is not None and index < window.start + AFTER:
-            window.steps.append(seen)
-        elif healthy and math.isfinite(seen.norm):
-            self._norms.append(seen.norm)
+            self._last_sign = step.index
+        seen = Seen(step, norm)
+        if self._windows and step.index < self._windows[-1].start + AFTER:
+            self._windows[-1].steps.append(seen)
+        elif healthy and math.isfinite(norm):
+            self._norms.append(norm)
         self._last.append(seen)
         return is_first
 
@@ -95,15 +106,53 @@ class History:
             return None
         return statistics.fmean(self._recent), statistics.stdev(self._recent)
 
-    def window(self, onset: int, found: int) -> Window | None:
+    def window(self, onset: int, found: int) -> TroubleWindow | None:
         """The window whose sign is nearest to `onset`, of the signs up to step `found`."""
         windows = [each for each in self._windows if each.start <= found]
         return min(windows, key=lambda each: abs(each.start - onset), default=None)
 
-    def forget(self) -> None:
-        """Drops losses and windows, whose steps are repeated. Healthy norms stay."""
-        self.losses.clear()
-        self._recent.clear()
-        self._last.clear()
-        self._windows.clear()
-        self._last_sign = -AFTER - 1
+
+class Credit:
+    """Credit of evaluations, and the price of an evaluation in time.
+
+    The price only lengthens the regular distance: comparisons at alarms do not depend on the clock,
+    so that a repeated run makes the same comparisons.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.credit = MAX_CREDIT
+        self._ranks = ranks
+        self._prices: deque[int] = deque([1] * PRICED, maxlen=PRICED)
+        self._step_s = 0.0
+        """Seconds of a step without comparison, a moving average over a heartbeat."""
+        self._last_time: float | None = None
+        self._began = 0.0
+
+    def after_step(self) -> None:
+        """Adds the credit of a step, and measures its time."""
+        self.credit = min(MAX_CREDIT, self.credit + MAX_SHARE * STEP_COST)
+        now = time.monotonic()
+        if self._last_time is not None:
+            taken = now - self._last_time
+            self._step_s += (taken - self._step_s) * (1 / HEARTBEAT if self._step_s else 1.0)
+        self._last_time = now
+
+    @property
+    def distance(self) -> int:
+        """Steps between two regular comparisons."""
+        return HEARTBEAT * min(self._prices)
+
+    def begin(self) -> None:
+        """Begins to measure the time of evaluations."""
+        self._began = time.monotonic()
+
+    def charge(self, evaluations: int) -> None:
+        """Subtracts the evaluations since `begin` from the credit, and measures their price."""
+        seconds = time.monotonic() - self._began
+        self.credit = max(-MAX_DEBT, self.credit - evaluations)
+        self._last_time = None
+        if not evaluations:
+            return
+        share = STEP_COST * seconds / evaluations / self._step_s if self._step_s else 1.0
+        price = 1 << max(0, round(math.log2(max(share, 1.0))))
+        self._prices.append(max(self._ranks.gather(price)))  # times differ between ranks

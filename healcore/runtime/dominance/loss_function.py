@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from types import FunctionType, MethodType
 from typing import Any
+
+import numpy as np
 
 from healcore.core.signals import SignalError, check_scalar
 from healcore.core.verdict import Cause
 from healcore.runtime.dominance.anchor import TrainedStep
-from healcore.runtime.dominance.side_effects import undone
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
 from healcore.runtime.store.ranks import Ranks
 
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
+_MOST = 1000
+"""Maximum length of a dictionary or list that is restored, and maximum number of these."""
 
 
 class LossFunction:
@@ -56,7 +62,8 @@ class LossFunction:
             first_weights: copy of the weights before this step, or None.
 
         Raises:
-            SignalError: as for `_check`.
+            SignalError: `loss_fn` changes the batch, raises, or does not return one number. An
+                exception about memory, data or the network is only a warning.
         """
         self.is_checked = True
         known = self._check(step.batches[0].content) and not self.gives_loss
@@ -83,12 +90,11 @@ class LossFunction:
         Raises:
             WeightsChanged: on some rank the parameters have changed since the earlier weights.
         """
-        batches = [each.content for step in steps for each in step.batches]
         mine: tuple[list[float], list[float]] | str | None
         failure = None
         try:
-            now = known or _mean_losses(self._evaluated(batches, None), steps)
-            mine = (now, _mean_losses(self._evaluated(batches, weights), steps))
+            now = known or self._evaluated(steps, None)
+            mine = (now, self._evaluated(steps, weights))
         except WeightsChanged:
             mine = None
         except Exception as error:
@@ -114,65 +120,103 @@ class LossFunction:
         except Exception as error:  # the other ranks wait in the forward pass (FSDP)
             raise error from failure
 
-    def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
+    def _evaluated(self, steps: Sequence[TrainedStep], weights: Any) -> list[float]:
+        """The mean loss of each step over its batches."""
         assert self.function is not None
+        batches = [each.content for step in steps for each in step.batches]
         with undone():
-            losses = self._driver.losses_of(self.function, batches, weights)
-        return [float(check_scalar("loss_fn(batch)", loss)) for loss in losses]
+            losses = iter(self._driver.losses_of(self.function, batches, weights))
+        means = []
+        for step in steps:
+            parts = [(each.weight, _number(next(losses))) for each in step.batches]
+            total = sum(weight * loss for weight, loss in parts)
+            means.append(total / sum(weight for weight, _ in parts))
+        return means
 
     def _check(self, batch: Any) -> bool:
         """Calls `loss_fn` twice with the same random numbers, and once with others.
 
         Returns whether it can be used, and has returned numbers on every rank.
-
-        Raises:
-            SignalError: `loss_fn` changes the batch, raises, or does not return one number. An
-                exception about memory, data or the network is only a warning.
         """
         assert self.function is not None
-        losses, mistake, problem, failure, state, draws = [], None, None, None, None, False
+        kind, text, draws, failure = "", "", False, None
+        losses: list[Any] = []
         try:
             with undone(self.function):
                 for redraw in (False, False, True):
                     with undone():
                         losses += self._driver.losses_of(self.function, [batch], redraw=redraw)
-            first, second, third = (float(check_scalar("loss_fn(batch)", each)) for each in losses)
+            first, second, third = map(_number, losses)
             draws = first != third
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
-                state = (
+                kind = "state"
+                text = (
                     f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, because "
                     "it keeps state or draws from a generator of its own: no weights are compared. "
                     "Change such state in the loop, and draw from the global generators"
                 )
         except SignalError as error:
-            mistake, failure = str(error), error
+            kind, text, failure = "mistake", str(error), error
         except Exception as error:
-            failure = error
-            problem = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
+            kind, failure = "problem", error
+            text = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
             if classify(error).cause is Cause.UNKNOWN:
-                how = "loss_fn(batch), or in JAX with a pytree as state loss_fn(state, batch)"
-                mistake = (
-                    f"{problem}\nThe Healer calls {how}, with a batch of healer.batches(), and "
-                    "expects one number: correct the function, or pass no loss_fn"
+                kind, how = "mistake", "loss_fn(batch), or in JAX with a pytree as state loss_fn"
+                text += (
+                    f"\nThe Healer calls {how}(state, batch), with a batch of healer.batches(), "
+                    "and expects one number: correct the function, or pass no loss_fn"
                 )
-        everyone = self._gather((mistake, problem, state, draws), failure)
-        mistakes, problems, states, drawing = (
-            [*filter(None, each)] for each in zip(*everyone, strict=True)
-        )
-        self.draws = bool(drawing)
-        if mistakes:
-            raise SignalError(mistakes[0]) from failure
-        if problems or states:
-            self._warn((states or problems)[0])
-        if states:
+        everyone = self._gather((kind, text, draws), failure)
+        self.draws = any(each for *_, each in everyone)
+        found = {kind: text for kind, text, _ in reversed(everyone)}
+        if "mistake" in found:
+            raise SignalError(found["mistake"]) from failure
+        if "state" in found:
             self.function = None
-        return not (problems or states)
+        if problem := found.get("state", found.get("problem")):
+            self._warn(problem)
+        return not problem
 
 
-def _mean_losses(losses: Sequence[float], steps: Sequence[TrainedStep]) -> list[float]:
-    """The mean loss of each step, from the losses of all their batches in order."""
-    remaining, means = iter(losses), []
-    for step in steps:
-        total = sum(each.weight * loss for each, loss in zip(step.batches, remaining, strict=False))
-        means.append(total / sum(each.weight for each in step.batches))
-    return means
+def _number(loss: Any) -> float:
+    return float(check_scalar("loss_fn(batch)", loss))
+
+
+@contextmanager
+def undone(function: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Restores the global generators of Python and NumPy, and variables, after the block.
+
+    The variables are those that code in the module of the function can reach: globals, closures,
+    defaults, attributes, items of dictionaries and lists. The contents of tensors are not restored.
+    """
+    parts, seen = list[Any]([function]), set[int]()
+    with ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 -- users do
+        for part in parts:  # grows
+            found: list[Any] = []
+            if isinstance(part, dict | list):
+                refill: Any = part.update if isinstance(part, dict) else part.extend
+                undo.callback(refill, copy.copy(part))
+                undo.callback(part.clear)  # runs first
+            elif isinstance(part, MethodType):
+                found = [part.__self__, part.__func__]
+            elif isinstance(part, FunctionType):
+                used = part.__globals__.keys() & {*part.__code__.co_names}
+                variables = {name: part.__globals__[name] for name in used}
+                undo.callback(part.__globals__.update, variables)
+                found = [*variables.values(), *(part.__defaults__ or ())]
+                for cell in part.__closure__ or ():
+                    with suppress(ValueError):  # the variable has no value yet
+                        found.append(cell.cell_contents)
+                        undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
+            elif hasattr(part, "__dict__"):
+                found = [vars(part), *vars(part).values(), vars(type(part)).get("__call__")]
+            for each in found:
+                small = type(each) in (dict, list) and len(each) <= _MOST
+                own = getattr(each, "__module__", None) == getattr(function, "__module__", "")
+                own &= not isinstance(each, type)
+                if (small or own) and id(each) not in seen and len(parts) < _MOST:
+                    seen.add(id(each))
+                    parts.append(each)
+        yield

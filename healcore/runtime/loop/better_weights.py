@@ -10,8 +10,7 @@ from typing import Any
 from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.dominance.anchor import TrainedStep
-from healcore.runtime.dominance.comparison_state import Verdict
+from healcore.runtime.dominance.anchor import TrainedStep, Verdict
 from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.rollback import Order, Rollback
@@ -56,11 +55,8 @@ class BetterWeights:
 
     def compare(self, step: StepResult) -> Verdict | None:
         """Compares the current weights with earlier ones, if there is a reason to."""
-        records = step.records
-        if not self.dominance.is_enabled:
-            return None
-        taken = records[0].taken
-        if taken and not any(each.judged for each in records):
+        records, taken = step.records, step.records[0].taken
+        if not self.dominance.is_enabled or (taken and not any(each.judged for each in records)):
             return None
         repeated = step.index < self._last_trial()
         if self._ledger.numbers and not repeated:  # a hold ends with the unusual value
@@ -130,29 +126,27 @@ class BetterWeights:
             return order
         unusual = agreed(self._ranks, self.dominance.unusual(verdict)) if tried else []
         numbers = agreed(self._ranks, self.dominance.unusual_numbers(verdict))
-        cuts = self._policy.engine.config.budget.lr_cuts
+        cuts = self._policy.engine.config.budget.lr_cuts if self._policy.may_limit_lr else 0
         facts = Facts(
             rates=verdict.rates,
             healthy_rate=verdict.healthy_rate,
             from_start=verdict.anchor <= self._restorer.record.first_step,
             unusual=bool(unusual),
             numbers=bool(numbers),
-            may_limit=cuts if self._policy.may_limit_lr else 0,
+            may_limit=cuts,
             can_rewind=self._restorer.loaders.can_rewind,
         )
         trial = agreed(self._ranks, decide(tried, facts))  # each reads its own optimizer
+        order = replace(order, trial=trial)
         if trial == Trial.RATE:
-            rates = verdict.rates
-            rate = next(iter(rates), math.nan) if facts.from_start else max(rates, default=math.nan)
-            rate = agreed(self._ranks, rate)
-            states = lr_states(self._driver.healing())
-            return replace(order, trial=trial, lr_at_fault=rate, lr_states=states)
+            rates = verdict.rates[:1] if facts.from_start else verdict.rates
+            rate = agreed(self._ranks, max(rates, default=math.nan))
+            return replace(order, lr_at_fault=rate, lr_states=lr_states(self._driver.engines()))
         if trial == Trial.LEAVE_OUT:
-            batches = tuple(self._monitor.batches_of(unusual))
-            return replace(order, trial=trial, batches=batches)
+            return replace(order, batches=tuple(self._monitor.batches_of(unusual)))
         if trial == Trial.NUMBERS:
-            return replace(order, trial=trial, numbers=numbers, read_again=_batches_of(past))
-        return replace(order, trial=trial)
+            return replace(order, numbers=numbers, read_again=_batches_of(past))
+        return order
 
     def _last_trial(self) -> int:
         """The step at which the last trial began, or 0."""
@@ -173,8 +167,8 @@ class BetterWeights:
         undone = bool(rates or order.read_again or order.numbers)
         done = self._carry_out(order) if undone else None
         if done is None:
-            states = with_lr_states(self._driver.healing(), order.lr_states)
-            self._driver.load_healing(states)
+            states = with_lr_states(self._driver.engines(), order.lr_states)
+            self._driver.load(None, states)
             for name in order.numbers:
                 self._ledger.numbers.pop(name, None)
         self.dominance.accept(until)

@@ -154,7 +154,7 @@ class Loop:
 
     def _count_dispatch(self) -> bool:
         """Counts and queues the dispatch since the last call, if there was one."""
-        pending = self.driver.poll_step()
+        pending = self.driver.steps()
         if pending is None:
             return False
         loader = self.data.loaders.current

@@ -72,7 +72,7 @@ class OutOfMemory:
         self._answers = policy.answers(Cause.OOM)
         self._record = recovery.restorer.record
         self._retries = data.retries("a part of healer.microbatches")
-        self._gradients = driver.gradient_window()
+        self._gradients = driver.window
         self._last_resort: Callable[[], str] = str
         self.part: Microbatch[Any] | None = None
         self._batches: list[tuple[Any, Count]] = []

@@ -13,7 +13,7 @@ from healcore.events.models import Ending
 from healcore.events.schema import sentence
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import RewindResult
-from healcore.runtime.dominance.comparison_state import Verdict
+from healcore.runtime.dominance.anchor import Verdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader, StepResult
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.rollback import Order, Rollback
@@ -254,14 +254,14 @@ class Recovery:
 
     def read_engines(self) -> None:
         """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
-        self.monitor.sync_engines(self.driver.healing())
+        self.monitor.sync_engines(self.driver.engines())
 
     def _stop_reason(self, order: Order) -> str:
         if order.arrays:
             return nonfinite_save(order)
         if order.forced:
             return "an on_incident hook stopped it"
-        engines = self.driver.healing().values()
+        engines = self.driver.engines().values()
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
             return "the budget of recoveries is exhausted, and the trouble continues"
         return "a rule of the policy stops it"

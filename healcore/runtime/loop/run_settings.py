@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from healcore.runtime.driver import Driver
+from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.store.values import attribute
 
@@ -17,7 +17,7 @@ _SHOWN = 6
 """Max differences in one line."""
 _LOADERS = 8
 """Max loaders with a recorded batch size: a loop may create a new loader for every epoch."""
-_POLICY, _WEIGHTS, _WORLD = "policy", "initial weights", "number of ranks"
+_POLICY, _WORLD = "policy", "number of ranks"
 _HARMLESS = {_POLICY, _WORLD, "max_steps", "max_epochs", "num_train_epochs"}
 """Settings that do not change the model of a completed run."""
 
@@ -25,10 +25,9 @@ _HARMLESS = {_POLICY, _WORLD, "max_steps", "max_epochs", "num_train_epochs"}
 def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> dict[str, Any]:
     """The settings of a program before it restores a checkpoint: name -> a JSON-safe value."""
     return {
-        **driver.hyperparameters(),
+        **driver.settings(),
         **_of_trainer(state),
         _POLICY: f"{policy.name} ({(policy.fingerprint or 'unnamed')[:8]})",
-        _WEIGHTS: driver.weights_digest(),
         _WORLD: world,
     }
 
@@ -37,13 +36,13 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
     """Name -> `saved -> given`, for each setting that differs from the saved setting."""
     changed = [name for name in now if name in before and before[name] != now[name]]
     if _WORLD in changed:  # the ranks shard the weights
-        changed = [name for name in changed if name != _WEIGHTS]
+        changed = [name for name in changed if name != WEIGHTS]
     return {name: f"{before[name]!r:.60} -> {now[name]!r:.60}" for name in changed}
 
 
 def changes_text(changes: Mapping[str, str]) -> str:
     """The changes of `changes_since` in one line, or an empty string; without the weights."""
-    shown = [f"{name}: {each}" for name, each in changes.items() if name != _WEIGHTS]
+    shown = [f"{name}: {each}" for name, each in changes.items() if name != WEIGHTS]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return f"{', '.join(shown[:_SHOWN])}{more}"
 
@@ -51,7 +50,7 @@ def changes_text(changes: Mapping[str, str]) -> str:
 def other_run(changes: Mapping[str, str]) -> str:
     """What makes the model differ from the model of a completed run, or an empty string."""
     changed = {n: each for n, each in changes.items() if n not in _HARMLESS and "hparams." not in n}
-    if changed.keys() - {_WEIGHTS}:
+    if changed.keys() - {WEIGHTS}:
         return f"that completed with other settings (saved -> given): {changes_text(changed)}"
     return "that completed and began with other weights than this program" * bool(changed)
 

@@ -165,7 +165,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         log=log,
     )
     ledger, loaders = Ledger(), LoaderRegistry()
-    host = HostState(loaders.position, driver.generators())
+    host = HostState(loaders.position, driver.generators)
     restorer = Restorer(
         policy=policy,
         driver=driver,

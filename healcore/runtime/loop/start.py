@@ -89,7 +89,7 @@ def start(loop: Loop, state: Any, resume: Any, warning: str | None) -> None:
     if not ranks.rank:
         loop.notes.remove()  # notes of earlier starts
     loop.guard.start()
-    loop.driver.on_step(loop.guard.on_step)
+    loop.driver.on_step = loop.guard.on_step
     if store.root is not None:
         _records[store.root.resolve()] = restorer.record
 
@@ -157,7 +157,7 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
     if resume:  # otherwise the first save does it
         saver.keep_anchor()
     else:
-        record.nonfinite_ok = checkpoints.allow_nonfinite_in(loop.driver.items())
+        record.nonfinite_ok = checkpoints.allow_nonfinite_in(loop.driver.state())
         if record.nonfinite_ok:
             shown = ", ".join(record.nonfinite_ok[:5])
             loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")

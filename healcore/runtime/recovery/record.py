@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from healcore.runtime.dominance.comparison_state import ComparisonState
+from healcore.runtime.dominance.anchor import ComparisonState
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.store import Course, StoreError
 

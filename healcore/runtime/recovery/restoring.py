@@ -17,7 +17,7 @@ from healcore.runtime.checkpoints.host_state import ITEM, HostParts, HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
-from healcore.runtime.dominance.comparison_state import ComparisonState
+from healcore.runtime.dominance.anchor import ComparisonState
 from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.driver import Driver, check_engines
 from healcore.runtime.host_policy import HostPolicy
@@ -102,7 +102,7 @@ class Restorer:
 
     def items(self) -> dict[str, Any]:
         """The live state to save, except healcore's record."""
-        return {**self.driver.items(), ITEM: self.host}
+        return {**self.driver.state(), ITEM: self.host}
 
     def healing(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps."""
@@ -114,7 +114,7 @@ class Restorer:
             proven=proven,
             step=step,
             world=self.ranks.world,
-            engines=self.driver.healing(),
+            engines=self.driver.engines(),
             ledger=self.ledger,
             left_out=self.loaders.left_out(),
             forward=self.loaders.forward_positions(),
@@ -137,7 +137,7 @@ class Restorer:
         self.checkpoints.prove(self.ledger, before=order.onset)
         self.find_damage()
         choice, engine = self._choose(order), self.policy.engine
-        live, lr, broken = self.driver.healing(), self.driver.learning_rate(), order.lr_at_fault
+        live, lr, broken = self.driver.engines(), self.driver.learning_rate(), order.lr_at_fault
         if broken is not None and not math.isfinite(broken):
             # The rate in force; the multiplier alone if the rate is unknown.
             scales = [engine.from_dict(each).lr.scale for each in live.values()]
@@ -156,7 +156,7 @@ class Restorer:
                 trained = result.step > self.record.first_step
                 engines = limited(engine, engines, broken, rate, healthy=trained)
             engines, limit, scale = apply_rate(engine, engines, rate)
-            self.driver.load_healing(engines)
+            self.driver.load(None, engines)
             return host, Rollback(
                 **vars(order),
                 number=len(self.ledger.rollbacks) + 1,
@@ -240,7 +240,7 @@ class Restorer:
                 source = newest
                 live, _ = compatible(self.policy.engine, newest.engines)
                 self.loaders.check(newest.forward)
-                check_engines(live, self.driver.healing())
+                check_engines(live, self.driver.engines())
                 engines = after_rollback(self.policy.engine, live, engines, counted=True)
             weights = self._copies(own.comparisons, result.step)
             repeats = source.repeats(result.step)
@@ -277,7 +277,7 @@ class Restorer:
             weights = None
             try:
                 state = self._restore([step]).restored.state
-                self.driver.replace({name: each for name, each in state.items() if name != ITEM})
+                self.driver.load({name: each for name, each in state.items() if name != ITEM})
                 weights = self.driver.copy_weights()
             except Exception as error:
                 problem = f"the weights of checkpoint {step} cannot be compared: {error}"
@@ -379,11 +379,8 @@ class Restorer:
     ) -> HostParts | None:
         """Loads state and engines. Returns the part for `HostState`."""
         host_state = self._adapt_to_world(result, saved)
-        state = result.restored.state
-        self.driver.replace({name: each for name, each in state.items() if name != ITEM})
-        if reset:
-            self.driver.reset_moments()
-        self.driver.load_healing(engines)
+        state = {name: each for name, each in result.restored.state.items() if name != ITEM}
+        self.driver.load(state, engines, reset_moments=reset)
         return host_state
 
     def _adapt_to_world(self, result: _Result, saved: _Content) -> HostParts | None:
@@ -400,7 +397,7 @@ class Restorer:
         wrong = [
             f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of ranks '
             f"is {self.ranks.world} now"
-            for name, item in self.driver.items().items()
+            for name, item in self.driver.state().items()
             if attribute(item, "per_rank")
         ]
         if any(_batches(each) != _batches(first) for each in parts[:saved_by]):

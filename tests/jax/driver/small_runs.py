@@ -169,8 +169,8 @@ def advance(driver: JaxDriver, run: Run, batches: Sequence[Any]) -> list[Any]:
     """Steps the run; the handles of the steps, read at the end only."""
     handles = []
     for each in batches:
-        driver.update(run.step(driver.state, each))
-        handles.append(driver.poll_step())
+        driver.update(run.step(driver.live, each))
+        handles.append(driver.steps())
     return handles
 
 

@@ -97,18 +97,18 @@ def test_a_dispatch_of_more_steps_than_the_state_has_records_is_refused():
     driver = JaxDriver(state, POLICY)
     driver.update(many(state, data(20, bad=[3])))
     with pytest.raises(HealStateError, match="records=20"):
-        driver.poll_step().steps()
+        driver.steps().steps()
 
 
 def test_a_change_of_the_healing_state_by_the_host_is_no_step():
-    """A loop takes several batches for one dispatch: the next `poll_step` may come before it."""
+    """A loop takes several batches for one dispatch: the next `steps` may come before it."""
     state, many = start()
     driver = JaxDriver(state, POLICY)
     driver.update(many(state, data(10)))
-    assert driver.poll_step().count == 10
+    assert driver.steps().count == 10
     driver.expect_change()
-    assert driver.poll_step() is None
-    driver.update(many(driver.state, data(10)))
+    assert driver.steps() is None
+    driver.update(many(driver.live, data(10)))
     driver.expect_change()
-    assert driver.poll_step().count == 10, "a step that was not polled yet is not lost"
-    assert driver.poll_step() is None
+    assert driver.steps().count == 10, "a step that was not polled yet is not lost"
+    assert driver.steps() is None

@@ -22,12 +22,11 @@ def went_back(run: Any, *, to: int = 2, steps: int = 5) -> tuple[JaxDriver, Any]
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(None)
     advance(driver, run, [batch(i) for i in range(to)])
-    store.save(to, driver.items(), healing=driver.healing())
+    store.save(to, driver.state(), healing=driver.engines())
     advance(driver, run, [batch(i) for i in range(to, steps)])
-    mine = jax.tree.map(jnp.copy, driver.state)
-    restored = store.restore(to, driver.items())
-    driver.replace(restored.state)
-    driver.load_healing(restored.healing or {})
+    mine = jax.tree.map(jnp.copy, driver.live)
+    restored = store.restore(to, driver.state())
+    driver.load(restored.state, restored.healing or {})
     return driver, mine
 
 
@@ -36,11 +35,11 @@ def went_back(run: Any, *, to: int = 2, steps: int = 5) -> tuple[JaxDriver, Any]
 def test_the_state_of_before_is_refused_in_the_next_step(kind, to):
     run = RUNS[kind]()
     driver, mine = went_back(run, to=to)
-    right = driver.state
+    right = driver.live
     with pytest.raises(HealStateError, match=LINE):
         driver.update(run.step(mine, batch(9)))
-    assert driver.state is right
-    assert driver.poll_step() is None
+    assert driver.live is right
+    assert driver.steps() is None
     # The loop may mend that.
     (handle,) = advance(driver, run, [batch(9)])
     assert handle.steps()[-1][0].step == to + 1
@@ -62,7 +61,7 @@ def test_a_resumed_run_does_not_start_over(fresh):
     first = plain()
     driver = JaxDriver(first.state, POLICY)
     advance(driver, first, [batch(i) for i in range(3)])
-    items, healing = driver.items(), driver.healing()
+    items, healing = driver.state(), driver.engines()
     items = {
         name: jax.tree.map(jnp.copy, each)
         for name, each in items.items()
@@ -70,16 +69,15 @@ def test_a_resumed_run_does_not_start_over(fresh):
     }
     run = plain()
     other = JaxDriver(run.state, POLICY)
-    mine = jax.tree.map(jnp.copy, other.state)
-    other.replace(items)
-    other.load_healing(healing)
-    new = run.step(mine if fresh else other.state, batch(3))
+    mine = jax.tree.map(jnp.copy, other.live)
+    other.load(items, healing)
+    new = run.step(mine if fresh else other.live, batch(3))
     if fresh:
         with pytest.raises(HealStateError, match=LINE):
             other.update(new)
     else:
         other.update(new)
-        handle = other.poll_step()
+        handle = other.steps()
         assert handle is not None
         assert handle.steps()[-1][0].step == 4
 
@@ -108,19 +106,19 @@ def test_a_fresh_optimizer_state_in_the_loop_is_noticed(every_step):
     driver = JaxDriver(run.state, POLICY)
 
     def restarted() -> Any:
-        return {**driver.state, "opt_state": jax.tree.map(jnp.copy, run.state["opt_state"])}
+        return {**driver.live, "opt_state": jax.tree.map(jnp.copy, run.state["opt_state"])}
 
     run = run._replace(state=jax.tree.map(jnp.copy, run.state))
     handles = advance(driver, run, [batch(i) for i in range(3)])
-    kept = with_heal_state(without_heal_state(restarted()), like=driver.state)
+    kept = with_heal_state(without_heal_state(restarted()), like=driver.live)
     driver.update(run.step(kept, batch(3)))
-    handles.append(driver.poll_step())
+    handles.append(driver.steps())
     assert [handle.steps()[-1][0].step for handle in handles] == [1, 2, 3, 4]
     driver.update(run.step(restarted(), batch(4)))
-    handle = driver.poll_step()
+    handle = driver.steps()
     if every_step:
         driver.update(run.step(restarted(), batch(5)))
-        handle = driver.poll_step()
+        handle = driver.steps()
     assert handle is not None
     with pytest.raises(HealStateError, match="opt_state"):
         handle.steps()

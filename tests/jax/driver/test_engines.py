@@ -34,16 +34,16 @@ def test_a_healing_state_is_json_and_comes_back(kind):
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
     advance(driver, run, [batch(0), batch(1, bad=True)])
-    (name,) = driver.healing()
-    then = json.loads(json.dumps(driver.healing()))
+    (name,) = driver.engines()
+    then = json.loads(json.dumps(driver.engines()))
     advance(driver, run, [batch(2), batch(3)])
     compiled = run.compiled()
-    assert driver.healing() != then
-    driver.load_healing(then)
-    assert driver.healing() == then
+    assert driver.engines() != then
+    driver.load(None, then)
+    assert driver.engines() == then
     assert then[name]["state"]["step"] == 2
-    driver.load_healing({})
-    assert driver.healing() == then
+    driver.load(None, {})
+    assert driver.engines() == then
     advance(driver, run, [batch(2)])
     assert run.compiled() == compiled
 
@@ -59,31 +59,31 @@ def test_the_states_of_many_runs_at_once_are_refused_at_the_start(name):
 def test_a_healing_state_of_another_kind_touches_nothing():
     tx = protect(optax.sgd(0.1), policies.ADAGC)
     driver = JaxDriver({"params": PARAMS, "opt_state": tx.init(PARAMS)}, policies.ADAGC)
-    before = bits(driver.state)
+    before = bits(driver.live)
     other = tx.init({"w": jnp.ones(3)})
-    smaller = JaxDriver((other,), policies.ADAGC).healing()["0"]
+    smaller = JaxDriver((other,), policies.ADAGC).engines()["0"]
     with pytest.raises(StateError, match="other tensors"):
-        driver.load_healing({"opt_state": smaller})
+        driver.load(None, {"opt_state": smaller})
     with pytest.raises(StateError, match="'optimizer'"):
-        driver.load_healing({"optimizer": smaller})
+        driver.load(None, {"optimizer": smaller})
     foreign = Engine(POLICY)
     with pytest.raises(StateError, match="clip"):
-        driver.load_healing({"opt_state": foreign.to_dict(foreign.init())})
-    assert bits(driver.state) == before
+        driver.load(None, {"opt_state": foreign.to_dict(foreign.init())})
+    assert bits(driver.live) == before
 
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_an_announcement_does_not_hide_the_step_before_it(kind):
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
-    driver.update(run.step(driver.state, batch(0)))
+    driver.update(run.step(driver.live, batch(0)))
     driver.expect_change()
-    (name,) = driver.healing()
-    assert driver.healing()[name]["state"]["change_expected"] is True
-    assert driver.poll_step() is not None
+    (name,) = driver.engines()
+    assert driver.engines()[name]["state"]["change_expected"] is True
+    assert driver.steps() is not None
     compiled = run.compiled()
     advance(driver, run, [batch(1)])
-    assert driver.healing()[name]["state"]["change_expected"] is False
+    assert driver.engines()[name]["state"]["change_expected"] is False
     assert run.compiled() == compiled
 
 
@@ -93,7 +93,7 @@ def test_engines_of_one_optimizer_have_their_places_as_names():
         {"w": "x", "b": "y"},
     )
     driver = JaxDriver({"params": PARAMS, "opt_state": tx.init(PARAMS)}, POLICY)
-    names = list(driver.healing())
+    names = list(driver.engines())
     assert len(names) == 2
     assert all(name.startswith("['opt_state'].inner_states['") for name in names)
 
@@ -173,15 +173,15 @@ def test_a_checkpoint_of_a_run_without_healing_restores(where, tmp_path):
     store = driver.store(tmp_path if where == "disk" else None)
     advance(driver, run, [batch(0)])
     tx = optax.adamw(1e-2)
-    params = jax.tree.map(lambda leaf: leaf + 1, driver.state["params"])
+    params = jax.tree.map(lambda leaf: leaf + 1, driver.live["params"])
     store.save(9, {"params": params, "opt_state": tx.init(params), "epoch": np.int32(7)})
     store.wait()
-    restored = store.restore(9, driver.items())
+    restored = store.restore(9, driver.state())
     assert restored.healing is None
-    healing = driver.healing()
-    driver.replace(restored.state)
-    assert_same_bits(driver.state["params"], params)
-    assert driver.state["epoch"] == 7
-    assert int(optax.tree.get(driver.state, "count")) == 0
-    assert driver.healing() == healing
+    healing = driver.engines()
+    driver.load(restored.state)
+    assert_same_bits(driver.live["params"], params)
+    assert driver.live["epoch"] == 7
+    assert int(optax.tree.get(driver.live, "count")) == 0
+    assert driver.engines() == healing
     advance(driver, run, [batch(1)])

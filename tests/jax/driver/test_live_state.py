@@ -29,71 +29,46 @@ BATCHES = [batch(seed) for seed in range(6)]
 
 def saved(driver: JaxDriver) -> Any:
     """The bits of everything that goes into a checkpoint."""
-    items = {name: item for name, item in driver.items().items() if name != SIDE_STATE}
+    items = {name: item for name, item in driver.state().items() if name != SIDE_STATE}
     return bits(items)
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize(("where", "at"), [("memory", 0), ("memory", 2), ("disk", 2)])
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, tmp_path):
+def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tmp_path):
+    """Also from the first state: a TrainState's step begins as the number 0, and is an array then.
+
+    A new process continues from the checkpoint as well.
+    """
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(tmp_path if where == "disk" else None)
-    advance(driver, run, BATCHES[:2])
-    store.save(2, driver.items(), healing=driver.healing())
+    advance(driver, run, BATCHES[:at])
+    store.save(at, driver.state(), healing=driver.engines())
     store.wait()
     if where == "disk":
-        store.ring.forget(2)
-    first = advance(driver, run, BATCHES[2:])
-    after, compiled = saved(driver), run.compiled()
+        store.ring.forget(at)
+    begun = saved(driver)
+    first = advance(driver, run, BATCHES[at:])
+    after, compiled, engines = saved(driver), run.compiled(), driver.engines()
 
     for _ in range(2):  # what is restored is donated, too
-        restored = store.restore(2, driver.items())
-        driver.replace(restored.state)
-        assert restored.healing is not None
-        driver.load_healing(restored.healing)
-        assert driver.poll_step() is None  # no step was taken
-        again = advance(driver, run, BATCHES[2:])
+        restored = store.restore(at, driver.state())
+        driver.load(restored.state, restored.healing)
+        assert saved(driver) == begun
+        assert driver.steps() is None  # no step was taken
+        again = advance(driver, run, BATCHES[at:])
         assert saved(driver) == after
         assert [each.steps()[-1] for each in again] == [each.steps()[-1] for each in first]
     assert run.compiled() == compiled
 
-
-@pytest.mark.parametrize("kind", RUNS)
-def test_the_first_state_of_all_can_be_restored(kind):
-    """A TrainState's step begins as the number 0 and is an array from then on."""
-    run = RUNS[kind]()
-    driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None)
-    store.save(0, driver.items())
-    begun = saved(driver)
-    advance(driver, run, BATCHES[:2])
-    compiled = run.compiled()
-    assert saved(driver) != begun
-    driver.replace(store.restore(0, driver.items()).state)
-    assert saved(driver) == begun
-    advance(driver, run, BATCHES[:1])
-    assert run.compiled() == compiled
-
-
-@pytest.mark.parametrize("kind", RUNS)
-def test_a_new_process_continues_from_it(kind):
-    run = RUNS[kind]()
-    driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None)
-    advance(driver, run, BATCHES[:3])
-    store.save(3, driver.items(), healing=driver.healing())
-    advance(driver, run, BATCHES[3:])
-
     fresh = RUNS[kind]()
     other = JaxDriver(fresh.state, POLICY)
-    restored = store.restore(3, other.items())
-    other.replace(restored.state)
-    assert restored.healing is not None
-    other.load_healing(restored.healing)
-    advance(other, fresh, BATCHES[3:])
-    assert saved(other) == saved(driver)
-    assert other.healing() == driver.healing()
+    restored = store.restore(at, other.state())
+    other.load(restored.state, restored.healing)
+    advance(other, fresh, BATCHES[at:])
+    assert saved(other) == after
+    assert other.engines() == engines
 
 
 def test_nnx_objects_stay_the_users_own():
@@ -103,12 +78,12 @@ def test_nnx_objects_stay_the_users_own():
     driver = JaxDriver(run.state, POLICY)
     before = jax.tree.map(jnp.copy, {"a": kernel[...], "b": moment[...]})
     store = driver.store(None)
-    store.save(0, driver.items())
+    store.save(0, driver.state())
     advance(driver, run, BATCHES)
     assert int(optimizer.step[...]) == 6
     assert int(model.dropout.rngs.count[...]) == 6
-    driver.replace(store.restore(0, driver.items()).state)
-    assert driver.state["model"] is model
+    driver.load(store.restore(0, driver.state()).state)
+    assert driver.live["model"] is model
     assert model.first.kernel is kernel
     assert_same_bits(before, {"a": kernel[...], "b": moment[...]})
     assert int(optimizer.step[...]) == 0
@@ -120,11 +95,11 @@ def test_python_numbers_come_back_as_they_were():
     run = plain(**extra)
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(None)
-    store.save(0, driver.items())
+    store.save(0, driver.state())
     assert store.steps()[0].finite
     driver.update({**run.state, "epoch": 9, "mean": 9.0, "done": False, "far": 9, "best": 0.0})
-    driver.replace(store.restore(0, driver.items()).state)
-    state = driver.state
+    driver.load(store.restore(0, driver.state()).state)
+    state = driver.live
     assert {name: state[name] for name in extra} == extra
     assert [type(state[name]) for name in extra] == [int, float, bool, int, float]
 
@@ -137,14 +112,13 @@ def test_sharded_and_committed_arrays_stay_so():
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(None)
     advance(driver, run, BATCHES[:1])
-    store.save(1, driver.items(), healing=driver.healing())
+    store.save(1, driver.state(), healing=driver.engines())
     advance(driver, run, BATCHES[1:3])
-    compiled, live = run.compiled(), jax.tree.leaves(driver.state)
-    restored = store.restore(1, driver.items())
-    driver.replace(restored.state)
-    driver.load_healing(restored.healing or {})
+    compiled, live = run.compiled(), jax.tree.leaves(driver.live)
+    restored = store.restore(1, driver.state())
+    driver.load(restored.state, restored.healing or {})
     driver.expect_change()
-    for before, after in zip(live, jax.tree.leaves(driver.state), strict=True):
+    for before, after in zip(live, jax.tree.leaves(driver.live), strict=True):
         assert before.committed
         assert after.committed
         assert after.sharding == before.sharding
@@ -155,15 +129,15 @@ def test_sharded_and_committed_arrays_stay_so():
 def test_a_state_that_does_not_fit_changes_nothing():
     run = RUNS["nnx"]()
     driver = JaxDriver(run.state, POLICY)
-    items, before = driver.items(), saved(driver)
+    items, before = driver.state(), saved(driver)
     wrong = jax.tree.map(lambda leaf: leaf, items["model"])
     wrong["first"]["kernel"] = jnp.zeros((9, 9))
     with pytest.raises(StateMismatch, match="kernel"):
-        driver.replace({**items, "model": wrong})
+        driver.load({**items, "model": wrong})
     with pytest.raises(StateMismatch, match="metric"):
-        driver.replace({name: item for name, item in items.items() if name != "metric"})
+        driver.load({name: item for name, item in items.items() if name != "metric"})
     with pytest.raises(StateMismatch, match="another structure"):
-        driver.replace({**items, "model": {"first": jnp.zeros(3)}})
+        driver.load({**items, "model": {"first": jnp.zeros(3)}})
     assert saved(driver) == before
 
 
@@ -183,7 +157,7 @@ def test_accumulated_gradients_are_dropped_and_never_saved(outside):
     assert driver.may_save()
     advance(driver, run, BATCHES[:3])
     assert driver.may_save()
-    items = {name: item for name, item in driver.items().items() if name != SIDE_STATE}
+    items = {name: item for name, item in driver.state().items() if name != SIDE_STATE}
     saved = jax.tree.map(jnp.copy, items)
     advance(driver, run, BATCHES[3:4])
     assert not driver.may_save()
@@ -194,11 +168,11 @@ def test_accumulated_gradients_are_dropped_and_never_saved(outside):
         mini_step=jnp.int32(2),
     )
     compiled = run.compiled()
-    driver.replace(poisoned)
+    driver.load(poisoned)
     assert driver.may_save()
-    after = [driver.items()["params"]["hidden"]]
+    after = [driver.state()["params"]["hidden"]]
     advance(driver, run, BATCHES[:3])
-    after.append(driver.items()["params"]["hidden"])
+    after.append(driver.state()["params"]["hidden"])
     assert jnp.isfinite(after[1]).all()
     assert driver.may_save()
     assert run.compiled() == compiled
@@ -209,16 +183,16 @@ def test_the_norm_of_the_last_update_goes_back_with_the_engine():
     driver = JaxDriver(run.state, policies.UPDATES)
     store = driver.store(None)
     advance(driver, run, BATCHES[:2])
-    norm = float(driver.state["opt_state"].heal_update_norm)
-    store.save(2, driver.items())
-    older = {name: item for name, item in driver.items().items() if name != SIDE_STATE}
+    norm = float(driver.live["opt_state"].heal_update_norm)
+    store.save(2, driver.state())
+    older = {name: item for name, item in driver.state().items() if name != SIDE_STATE}
     store.save(1, older)  # before healcore saved it
     advance(driver, run, BATCHES[2:4])
-    assert float(driver.state["opt_state"].heal_update_norm) != norm
-    driver.replace(store.restore(2, driver.items()).state)
-    assert float(driver.state["opt_state"].heal_update_norm) == norm
-    driver.replace(store.restore(1, driver.items()).state)
-    assert float(driver.state["opt_state"].heal_update_norm) == 0.0
+    assert float(driver.live["opt_state"].heal_update_norm) != norm
+    driver.load(store.restore(2, driver.state()).state)
+    assert float(driver.live["opt_state"].heal_update_norm) == norm
+    driver.load(store.restore(1, driver.state()).state)
+    assert float(driver.live["opt_state"].heal_update_norm) == 0.0
 
 
 def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
@@ -228,14 +202,13 @@ def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
     driver = JaxDriver(run.state, policy)
     store = driver.store(None)
     advance(driver, run, [*BATCHES, 1e3 * BATCHES[0]])
-    store.save(7, driver.items(), healing=driver.healing())
+    store.save(7, driver.state(), healing=driver.engines())
     advance(driver, run, BATCHES[1:2])
     after = saved(driver)
-    assert int(optax.tree.get(driver.items(), "count")) == 1  # of new moments
+    assert int(optax.tree.get(driver.state(), "count")) == 1  # of new moments
     for _ in range(2):
-        restored = store.restore(7, driver.items())
-        driver.replace(restored.state)
-        driver.load_healing(restored.healing)
+        restored = store.restore(7, driver.state())
+        driver.load(restored.state, restored.healing)
         advance(driver, run, BATCHES[1:2])
         assert saved(driver) == after
 
@@ -245,7 +218,7 @@ def test_a_state_without_its_healing_part_is_refused():
     driver = JaxDriver(run.state, POLICY)
     with pytest.raises(HealStateError, match="opt_state"):
         driver.update({"params": run.state["params"]})
-    assert driver.state is run.state
+    assert driver.live is run.state
     with pytest.raises(HealStateError, match="no healing state in this dict"):
         JaxDriver({"params": run.state["params"]}, POLICY)
     with pytest.raises(HealStateError, match="to another policy"):

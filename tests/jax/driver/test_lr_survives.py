@@ -46,9 +46,9 @@ def chained(inner: Any, policy: Any) -> Any:
 
 
 def moved(driver: JaxDriver, run: Any, seed: int) -> np.ndarray:
-    before = [np.array(leaf) for leaf in jax.tree.leaves(driver.state["params"])]
+    before = [np.array(leaf) for leaf in jax.tree.leaves(driver.live["params"])]
     advance(driver, run, [batch(seed)])
-    after = [np.array(leaf) for leaf in jax.tree.leaves(driver.state["params"])]
+    after = [np.array(leaf) for leaf in jax.tree.leaves(driver.live["params"])]
     pairs = zip(before, after, strict=True)
     return np.concatenate([(b.astype(np.float64) - a).ravel() for a, b in pairs])
 
@@ -69,20 +69,18 @@ def test_the_parameters_move_by_the_cut_rate(name, wrap):
     driver, engine = JaxDriver(run.state, POLICY), Engine(POLICY)
     store = driver.store(None)
     advance(driver, run, [batch(seed) for seed in range(4)])
-    store.save(4, driver.items(), healing=driver.healing())
+    store.save(4, driver.state(), healing=driver.engines())
     *_, cut = advance(driver, run, [batch(4), batch(5, bad=True)])
     assert cut.steps()[-1][0].lr_scale == 0.25
 
-    restored = store.restore(4, driver.items())
-    live = driver.healing()
-    driver.replace(restored.state)
-    driver.load_healing(after_rollback(engine, live, restored.healing))
+    restored = store.restore(4, driver.state())
+    live = driver.engines()
+    driver.load(restored.state, after_rollback(engine, live, restored.healing))
     short = moved(driver, run, 4)
 
     uncut = JaxDriver(plain(OPTIMIZERS[name], wrap=wrap).state, POLICY)
-    restored = store.restore(4, uncut.items())
-    uncut.replace(restored.state)
-    uncut.load_healing(restored.healing or {})
+    restored = store.restore(4, uncut.state())
+    uncut.load(restored.state, restored.healing or {})
     full = moved(uncut, run, 4)
     assert np.abs(full).min() > 0
     # A parameter near 0.2 is rounded to 1.5e-8.
@@ -95,14 +93,12 @@ def test_a_new_process_continues_at_the_cut_rate(wrap):
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(None)
     advance(driver, run, [batch(0), batch(1), batch(2, bad=True), batch(3)])
-    store.save(4, driver.items(), healing=driver.healing())
+    store.save(4, driver.state(), healing=driver.engines())
     steps = []
     for cut in (True, False):
         fresh = JaxDriver(plain(OPTIMIZERS["injected schedule"], wrap=wrap).state, POLICY)
-        restored = store.restore(4, fresh.items())
-        fresh.replace(restored.state)
-        if cut:
-            fresh.load_healing(restored.healing or {})
+        restored = store.restore(4, fresh.state())
+        fresh.load(restored.state, (restored.healing or {}) if cut else {})
         steps.append(moved(fresh, run, 4))
     np.testing.assert_allclose(steps[0], 0.25 * steps[1], rtol=1e-4, atol=2e-8)
 
@@ -112,12 +108,11 @@ def test_the_way_back_ends_exactly_on_the_schedule():
     driver, engine = JaxDriver(run.state, POLICY), Engine(POLICY)
     store = driver.store(None)
     advance(driver, run, [batch(0)])
-    store.save(1, driver.items(), healing=driver.healing())
+    store.save(1, driver.state(), healing=driver.engines())
     advance(driver, run, [batch(5, bad=True)])
-    restored = store.restore(1, driver.items())
-    live = driver.healing()
-    driver.replace(restored.state)
-    driver.load_healing(after_rollback(engine, live, restored.healing))
+    restored = store.restore(1, driver.state())
+    live = driver.engines()
+    driver.load(restored.state, after_rollback(engine, live, restored.healing))
     handles = advance(driver, run, [batch(seed) for seed in range(1, 10)])
     scales = [handle.steps()[-1][0].lr_scale for handle in handles]
     hold, ramp = scales[:3], scales[3:7]
@@ -126,7 +121,7 @@ def test_the_way_back_ends_exactly_on_the_schedule():
     assert 0.25 < ramp[0] < 1.0
     assert scales[7:] == [1.0, 1.0]
     # The schedule went on by itself: count 10 in both.
-    assert int(optax.tree.get(driver.state["opt_state"], "count", filtering=_schedule)) == 10
+    assert int(optax.tree.get(driver.live["opt_state"], "count", filtering=_schedule)) == 10
 
 
 def _schedule(path: Any, value: Any) -> bool:
@@ -145,4 +140,4 @@ def test_the_users_own_learning_rate_is_reported_where_it_is_known(name, rate):
     found = driver.learning_rate()
     assert (found is None) == (rate is None)
     assert rate is None or found == pytest.approx(rate)
-    assert float(jnp.asarray(last_decision(driver.state["opt_state"]).lr_scale)) == 0.25
+    assert float(jnp.asarray(last_decision(driver.live["opt_state"]).lr_scale)) == 0.25

@@ -25,9 +25,9 @@ from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_thir
 def test_steps_are_reported_in_order_though_each_was_donated_to_the_next(kind):
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
-    assert driver.poll_step() is None
+    assert driver.steps() is None
     handles = advance(driver, run, [batch(0), batch(1), batch(2, bad=True), batch(3)])
-    assert driver.poll_step() is None  # no step since
+    assert driver.steps() is None  # no step since
     records = [handle.steps()[-1] for handle in handles]
     assert [len(each) for each in records] == [1] * 4
     first, second, bad, after = (each[0] for each in records)
@@ -52,7 +52,7 @@ def test_the_values_are_those_on_the_device_and_have_python_types():
     driver = JaxDriver(run.state, policies.BOTH)
     *_, last = advance(driver, run, [batch(i) for i in range(30)])
     (record,) = last.steps()[-1]
-    seen = metrics(driver.state["opt_state"])
+    seen = metrics(driver.live["opt_state"])
     for name in ("loss", "grad_norm", "threshold", "z", "z_loss"):
         value = getattr(record, name)
         assert type(value) is float
@@ -86,9 +86,9 @@ def test_one_bad_tensor_is_named_alone():
     tx = optax.chain(heal(POLICY), optax.adam(0.1))
     driver = JaxDriver((params, tx.init(params)), POLICY)
     grads = {"a": jnp.ones(2), "b": {"c": jnp.ones(3).at[1].set(jnp.inf), "d": jnp.ones(4)}}
-    _, opt_state = jax.jit(tx.update)(grads, driver.state[1], params, value=jnp.float32(1.0))
+    _, opt_state = jax.jit(tx.update)(grads, driver.live[1], params, value=jnp.float32(1.0))
     driver.update((params, opt_state))
-    handle = driver.poll_step()
+    handle = driver.steps()
     assert handle is not None
     ((record,),) = handle.steps()
     assert record.evidence == (("[0]['b']['c']", float("inf")),)
@@ -113,9 +113,9 @@ def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
 
     def step(a: float, b: float = 3.0, c: float = 1.0) -> Any:
         grads = {"a": jnp.full(1, a), "b": jnp.full(1, b), "c": jnp.full(1, c)}
-        _, opt_state = update(grads, driver.state[1], params, value=jnp.float32(1.0))
+        _, opt_state = update(grads, driver.live[1], params, value=jnp.float32(1.0))
         driver.update((params, opt_state))
-        ((record,),) = driver.poll_step().steps()
+        ((record,),) = driver.steps().steps()
         return record
 
     for i in range(100):
@@ -171,12 +171,12 @@ def test_a_healing_state_that_was_put_back_orders_nothing_itself(replaced):
     run = plain(wrap=every_third)
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(None)
-    store.save(0, driver.items())
+    store.save(0, driver.state())
     advance(driver, run, [batch(i, bad=i == 1) for i in range(3)])
     if replaced:
-        driver.replace(store.restore(0, driver.items()).state)
-    driver.load_healing(driver.healing())
-    assert driver.poll_step() is None
+        driver.load(store.restore(0, driver.state()).state)
+    driver.load(None, driver.engines())
+    assert driver.steps() is None
     records = read(advance(driver, run, [batch(i) for i in range(3)]))
     assert [each.step for each in records] == [1, 1, 2]
     assert neutral(records[0])
@@ -190,14 +190,14 @@ def test_each_engine_is_reported_at_its_own_cadence():
     driver = JaxDriver({"slow": tx.init(params), "fast": tx.init(params)}, POLICY)
     records = []
     for i in range(5):
-        state = dict(driver.state)
+        state = dict(driver.live)
         # The slow one sees a NaN in step 1, and is inactive in steps 2 and 3.
         for name in ("slow", "fast") if i in (1, 4) else ("fast",):
             bad = name == "slow" and i == 1
             grads = {"w": jnp.full(3, jnp.nan if bad else 0.5)}
             _, state[name] = tx.update(grads, state[name], params)
         driver.update(state)
-        records.append({each.engine: each for each in driver.poll_step().steps()[-1]})
+        records.append({each.engine: each for each in driver.steps().steps()[-1]})
     assert [each["slow"].step for each in records] == [0, 1, 1, 1, 2]
     assert [each["fast"].step for each in records] == [1, 2, 3, 4, 5]
     causes = [each["slow"].cause for each in records]

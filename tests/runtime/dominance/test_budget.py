@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.dominance import budget as module
+from healcore.runtime.dominance import history
 from healcore.runtime.dominance.anchor import RECENT
-from healcore.runtime.dominance.budget import MAX_CREDIT, MAX_DEBT
+from healcore.runtime.dominance.history import MAX_CREDIT, MAX_DEBT
 from tests.runtime.dominance.toy_driver import Run, healthy, noisy
 
 PER_STEP = 0.03
@@ -71,7 +71,7 @@ def test_the_debt_of_a_suspicion_is_bounded():
 
 
 def test_without_alarms_there_is_one_comparison_in_a_hundred_steps(monkeypatch):
-    monkeypatch.setattr(module.Budget, "_measure_step", lambda self: None)
+    monkeypatch.setattr(history.time, "monotonic", lambda: 0.0)
     run = Run(noisy)
     run.dominance.loss_function.gives_loss = True
     healthy(run, 1000)
@@ -80,7 +80,7 @@ def test_without_alarms_there_is_one_comparison_in_a_hundred_steps(monkeypatch):
 
 def test_a_slow_evaluation_makes_heartbeats_rarer_and_alarms_no_less_heard(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(history.time, "monotonic", lambda: clock[0])
 
     def slow(weight: float, batch: int) -> float:
         clock[0] += 4.0
@@ -105,7 +105,7 @@ def test_a_slow_evaluation_makes_heartbeats_rarer_and_alarms_no_less_heard(monke
 def test_one_slow_evaluation_does_not_make_heartbeats_rarer(monkeypatch):
     """For example the first, which compiles."""
     clock = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(history.time, "monotonic", lambda: clock[0])
     slow = [99, 499]
 
     def loss(weight: float, batch: int) -> float:

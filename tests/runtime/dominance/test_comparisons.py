@@ -11,8 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from healcore.errors import SignalError
-from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
-from healcore.runtime.dominance.comparison_state import ComparisonState
+from healcore.runtime.dominance.anchor import ComparisonState, ObservedBatch, TrainedStep
 from tests.runtime.dominance.toy_driver import LASTS, Run, damaged, healthy, noisy
 
 # -- a verdict ------------------------------------------------------------------------------------
@@ -74,7 +73,7 @@ def test_other_data_that_are_harder_for_any_weights_are_no_evidence():
     "loss",
     [
         lambda weight, batch: weight if batch >= 250 else -weight,
-        lambda weight, batch: weight,
+        lambda weight, batch: weight * (1 + 5e-7 * (batch % 2)),
         lambda weight, batch: noisy(weight, batch) if batch < 250 else math.nan,
     ],
     ids=["earlier weights are worse on an earlier batch", "same data", "NaN with both"],

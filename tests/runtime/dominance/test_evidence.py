@@ -19,8 +19,6 @@ from healcore.runtime.dominance.anchor import (
     Anchor,
     ObservedBatch,
     TrainedStep,
-    rise_of,
-    same_data,
 )
 
 
@@ -164,13 +162,6 @@ def test_a_bet_loses_or_wins_at_most_the_stake(rises):
         assert (factor > 1) <= (rise > 0)
 
 
-def test_losses_that_are_not_finite():
-    assert rise_of(2.0, 1.5) == 0.5
-    assert rise_of(math.nan, 1.0) == rise_of(math.inf, 1.0) == math.inf
-    for now in (1.0, math.nan, math.inf):
-        assert rise_of(now, math.nan) == rise_of(now, math.inf) == -math.inf
-
-
 # -- the sample of batches ------------------------------------------------------------------------
 
 
@@ -203,9 +194,3 @@ def test_every_step_of_the_sample_is_drawn():
     a = filled(3, 8)
     drawn = {step.index for step in (a.draw() for _ in range(200)) if step}
     assert drawn == set(range(8))
-
-
-def test_same_data_is_equality_to_float32_rounding():
-    assert same_data(0.123456789, 0.123456785)
-    assert not same_data(0.12345, 0.12346)
-    assert not same_data(0.0, 1e-30)

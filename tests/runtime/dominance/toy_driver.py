@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from healcore.events import Log
-from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
-from healcore.runtime.dominance.comparison_state import Verdict
+from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep, Verdict
 from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Alone

@@ -120,19 +120,13 @@ class Nothing:
 
     framework = "none"
 
-    def items(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {}
 
-    def replace(self, restored: Any) -> None:
+    def load(self, state: Any, engines: Any, *, reset_moments: bool = False) -> None:
         pass
 
-    def healing(self) -> dict[str, Any]:
-        return {}
-
-    def load_healing(self, engines: Any) -> None:
-        pass
-
-    def hyperparameters(self) -> dict[str, Any]:
+    def engines(self) -> dict[str, Any]:
         return {}
 
     def learning_rate(self) -> None:

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from healcore.runtime.dominance import budget
+from healcore.runtime.dominance import history
 
 
 @pytest.fixture(autouse=True)
 def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons take no time, so their distance does not depend on the load of the machine."""
-    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    monkeypatch.setattr(history, "time", SimpleNamespace(monotonic=lambda: 5.0))

@@ -128,9 +128,9 @@ def rolled_back() -> bool:
 
     usual = torch.tensor([1.0, 0.5, -1.0, 2.0])
     step(usual)
-    store.save(1, driver.items(), healing=driver.healing())
+    store.save(1, driver.state(), healing=driver.engines())
     moved = step(usual)
-    while driver.poll_step() is not None:
+    while driver.steps() is not None:
         pass
 
     # Only rows of the second rank's half are bad, on the first rank's data: both name the tensor.
@@ -142,7 +142,7 @@ def rolled_back() -> bool:
     assert {each.name for each in record.evidence} == {"0.weight", "1.weight"}, record.evidence
     assert all(each.grad_norm != each.grad_norm for each in record.evidence)
 
-    roll_back(driver, store.restore(1, driver.items()))
+    roll_back(driver, store.restore(1, driver.state()))
     again = step(usual)
     for a, b in zip(again, moved, strict=True):
         torch.testing.assert_close(a, 0.5 * b, rtol=1e-4, atol=1e-9)

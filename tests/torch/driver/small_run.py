@@ -99,8 +99,7 @@ class Run:
 
 def roll_back(driver: TorchDriver, saved: Any) -> None:
     """The Healer's part of a rollback: state and detectors of then, the current budget and cut."""
-    live, engine = driver.healing(), ROLLS_BACK
-    driver.replace(saved.state)
+    live, engine = driver.engines(), ROLLS_BACK
     merged = {
         name: engine.to_dict(
             engine.on_rollback(
@@ -109,12 +108,12 @@ def roll_back(driver: TorchDriver, saved: Any) -> None:
         )
         for name in live
     }
-    driver.load_healing(merged)
+    driver.load(saved.state, merged)
 
 
 def single_record(driver: TorchDriver) -> StepRecord:
     """The one record of the one step since the last call."""
-    handle = driver.poll_step()
+    handle = driver.steps()
     assert handle is not None
     ((record,),) = handle.steps()
     return record

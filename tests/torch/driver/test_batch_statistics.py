@@ -125,11 +125,11 @@ def test_a_rollback_and_a_load_are_not_undone_by_the_next_skip():
     run = NormRun(FUSED)
     store = run.driver.store(None)
     run.step(0)
-    store.save(1, run.driver.items(), healing=run.driver.healing())
+    store.save(1, run.driver.state(), healing=run.driver.engines())
     saved = run.statistics
     for i in range(1, 4):
         run.step(i)
-    roll_back(run.driver, store.restore(1, run.driver.items()))
+    roll_back(run.driver, store.restore(1, run.driver.state()))
     assert run.statistics == saved
     run.step(4, NAN)
     assert run.statistics == saved

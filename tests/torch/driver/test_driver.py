@@ -85,7 +85,7 @@ def test_losses_go_to_all_optimizers_or_to_one():
             module(torch.ones(1)).backward()
         for name in ("one", "two"):
             state[name].step()
-        handle = driver.poll_step()
+        handle = driver.steps()
         assert handle is not None
         return [record.loss for record in handle.steps()[0]]
 
@@ -113,7 +113,7 @@ def test_an_interrupted_step_leaves_no_cut_rate_in_a_checkpoint():
     with pytest.raises(KeyboardInterrupt):
         run.step(1)
     handle.remove()
-    assert driver.items()["optimizer"].param_groups[0]["lr"] == 0.01
+    assert driver.state()["optimizer"].param_groups[0]["lr"] == 0.01
 
 
 def test_random_generators_are_saved_and_restored():
@@ -131,7 +131,7 @@ def test_a_missing_loss_has_one_warning_after_a_while():
     driver = TorchDriver(run.state, ROLLS_BACK)
     for i in range(60):
         run.step(i)
-        driver.poll_step()
+        driver.steps()
         assert len(driver.warnings) == (i >= WITHOUT_LOSS - 1)
     assert "healer.observe(loss)" in driver.warnings[0]
 
@@ -143,6 +143,6 @@ def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCa
     for i in range(2 * WITHOUT_POLL):
         run.step(i)
         if polls and i == 0:
-            driver.poll_step()
+            driver.steps()
     said = [each.message for each in caplog.records if "healer.batches(loader)" in each.message]
     assert len(said) == (not polls)

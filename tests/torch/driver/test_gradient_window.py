@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from healcore.torch.driver import gradient_window
+from healcore.torch.driver import accumulation
 from tests.torch.bit_comparison import bits
 from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, train
 
@@ -54,7 +54,7 @@ def test_the_cache_of_the_device_is_freed_before_the_step_is_repeated(tmp_path, 
     calls = []
     device = SimpleNamespace(empty_cache=lambda: calls.append(1))
     fake = SimpleNamespace(is_available=lambda: True, current_accelerator=lambda **_: None)
-    monkeypatch.setattr(gradient_window.torch, "accelerator", fake)
-    monkeypatch.setattr(gradient_window.torch, "get_device_module", lambda kind: device)
+    monkeypatch.setattr(accumulation.torch, "accelerator", fake)
+    monkeypatch.setattr(accumulation.torch, "get_device_module", lambda kind: device)
     train(FailAt(5), tmp_path / "run")
     assert calls == [1]

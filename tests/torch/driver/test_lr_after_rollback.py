@@ -56,10 +56,10 @@ def both(optimizer: str, scheduler: str, where: str) -> tuple[Any, ...]:
         store = driver.store(None)
         for i in range(CUT + 1):
             if i == SAVED:
-                store.save(i, driver.items(), healing=driver.healing())
+                store.save(i, driver.state(), healing=driver.engines())
             run.step(i, factor if i == CUT else 1.0)
         run.step(CUT + 1)  # the host learns of it one step later
-        roll_back(driver, store.restore(SAVED, driver.items()))
+        roll_back(driver, store.restore(SAVED, driver.state()))
         runs.append((run, driver))
     return runs[0] + runs[1]
 
@@ -93,7 +93,7 @@ def test_each_optimizer_has_its_own_cut():
     optimizers = {"slow": SGD(generator.parameters(), lr=1.0), "fast": SGD(critic.parameters(), 4)}
     driver = TorchDriver({"generator": generator, "critic": critic, **optimizers}, ROLLS_BACK)
     store = driver.store(None)
-    store.save(0, driver.items(), healing=driver.healing())
+    store.save(0, driver.state(), healing=driver.engines())
 
     def step(factor: float) -> list[float]:
         moved = []
@@ -105,11 +105,11 @@ def test_each_optimizer_has_its_own_cut():
         return moved
 
     assert step(NAN) == [0.0, pytest.approx(4.0)]
-    handle = driver.poll_step()
+    handle = driver.steps()
     assert handle is not None
     assert [(record.engine, record.lr_scale) for record in handle.steps()[0]] == [
         ("slow", 0.5),
         ("fast", 1.0),
     ]
-    roll_back(driver, store.restore(0, driver.items()))
+    roll_back(driver, store.restore(0, driver.state()))
     assert step(1.0) == [pytest.approx(0.5), pytest.approx(4.0)]

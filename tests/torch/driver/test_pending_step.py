@@ -26,11 +26,11 @@ def driven(optimizer: Any, where: str = "host") -> tuple[Run, TorchDriver]:
 @host_and_device
 def test_a_record_has_what_the_engine_ordered(where: str):
     run, driver = driven(fused, where)
-    assert driver.poll_step() is None
+    assert driver.steps() is None
     driver.observe(7.0)
     run.step(0)
     first = single_record(driver)
-    assert driver.poll_step() is None
+    assert driver.steps() is None
     assert (first.engine, first.step, first.loss) == ("optimizer", 1, 7.0)
     assert (first.onset, first.incident, first.incident_open) == (-1, 0, False)
     assert first.decision == (1.0, False, 1.0, Action(0), Cause(0), 0, None)
@@ -79,7 +79,7 @@ def test_two_steps_of_one_batch_have_two_records():
     for module, name, grad in ((a, "critic", NAN), (b, "actor", 1.0), (a, "critic", 1.0)):
         module.weight.grad = torch.full_like(module.weight, grad)
         state[name].step()
-    handle = driver.poll_step()
+    handle = driver.steps()
     assert handle is not None
     records = handle.steps()[0]
     assert [(t.engine, t.step) for t in records] == [("critic", 1), ("actor", 1), ("critic", 2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,18 +35,3 @@ def test_both_sides_draw_the_same_numbers(tmp_path, draw, gives_loss):
     assert healer.rollbacks == 0
     assert len(drawn) >= 6
     assert drawn[::2] == drawn[1::2]
-
-
-def test_without_draws_the_training_loss_is_the_loss_of_the_current_weights(tmp_path):
-    run, calls = Run(), list[int]()
-
-    def loss_fn(number: int) -> torch.Tensor:
-        if not torch.is_grad_enabled() and number:
-            calls.append(number)
-        return run.loss(number)
-
-    healer: Any = run.train(tmp_path, loss_fn=loss_fn, gives_loss=True, steps=310)
-    assert len(calls) >= 3
-    alone = [number for number in calls if calls.count(number) == 1]
-    assert alone, "the earlier weights alone, on the batch of a step"
-    assert not healer.run.recovery.dominance.loss_function.draws

@@ -36,13 +36,13 @@ def test_the_same_steps_again_are_the_same_to_the_bit(optimizer: str, saved: int
     seen = []
     for i in range(5):
         if i == saved:
-            store.save(i, driver.items(), healing=driver.healing())
+            store.save(i, driver.state(), healing=driver.engines())
         if i >= saved:
             seen.append(snapshot(run.optimizer))
         run.step(i)
     end = snapshot(run.optimizer)
     for _ in range(2):
-        roll_back(driver, store.restore(saved, driver.items()))
+        roll_back(driver, store.restore(saved, driver.state()))
         for i, before in enumerate(seen, saved):
             assert_same(snapshot(run.optimizer), before)
             run.step(i)
@@ -56,13 +56,12 @@ def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
     run, twin = Run(OPTIMIZERS[optimizer]), Run(OPTIMIZERS[optimizer])
     driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
     store = driver.store(None)
-    store.save(0, driver.items(), healing=driver.healing())
-    live = driver.healing()
+    store.save(0, driver.state(), healing=driver.engines())
+    live = driver.engines()
     run.step(0)
-    driver.replace(store.restore(0, driver.items()).state)
-    driver.load_healing(live)
+    driver.load(store.restore(0, driver.state()).state, live)
     run.step(1, NAN)
-    driver.load_healing(live)  # no cut: to be compared with a run that knows of nothing
+    driver.load(None, live)  # no cut: to be compared with a run that knows of nothing
     for i in (2, 3):
         for a, b in zip(run.step(i), twin.step(i), strict=True):
             assert torch.equal(a, b)
@@ -72,10 +71,10 @@ def test_gradients_and_losses_of_an_unfinished_step_are_dropped():
     run = Run(OPTIMIZERS["AdamW"])
     driver = TorchDriver(run.state, ROLLS_BACK)
     store = driver.store(None)
-    store.save(0, driver.items(), healing=driver.healing())
+    store.save(0, driver.state(), healing=driver.engines())
     driver.observe(1e6)
     run.backward(0, NAN)
-    driver.replace(store.restore(0, driver.items()).state)
+    driver.load(store.restore(0, driver.state()).state)
     assert all(p.grad is None for p in run.model.parameters())
     assert driver.may_save()
     driver.observe(2.0)
@@ -99,20 +98,20 @@ def test_the_scalers_state_is_restored_too(fused: bool):
         scaler.update()
 
     step(0)
-    store.save(1, driver.items(), healing=driver.healing())
+    store.save(1, driver.state(), healing=driver.engines())
     weights = None
     for _ in range(2):
-        driver.poll_step()
+        driver.steps()
         step(1)  # the second good one: the scale doubles
         assert scaler.get_scale() == 16.0
         assert single_record(driver).step == 2
         step(2, NAN)  # and is halved again, which is not ours to judge
         assert scaler.get_scale() == 8.0
-        handle = driver.poll_step()
+        handle = driver.steps()
         assert handle is None or handle.steps()[0][0].step == 2
         step(3)
         found = parameters(state)
         assert weights is None or all(map(torch.equal, weights, found))
         weights = found
-        roll_back(driver, store.restore(1, driver.items()))
+        roll_back(driver, store.restore(1, driver.state()))
         assert scaler.state_dict()["_growth_tracker"] == 1

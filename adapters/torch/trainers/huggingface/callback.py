@@ -166,7 +166,7 @@ class HealingCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Returns the arguments and the state of this object, which the Trainer saves."""
         policy, store = self.policy, self._store
-        engines = {} if self.healer is None else self.healer.driver.healing()
+        engines = {} if self.healer is None else self.healer.driver.engines()
         return {
             "args": {
                 **({"policy": to_dict(policy)} if isinstance(policy, Policy) else {}),

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
-from healcore.torch.driver.loss_evaluation import copied
+from healcore.torch.driver.weights import copied
 from healcore.torch.trainers import replaced
 from healcore.torch.trainers.huggingface.counters import LossCounts
 

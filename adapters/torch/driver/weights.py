@@ -1,4 +1,4 @@
-"""Evaluates losses, also with other weights. The run is unchanged afterwards."""
+"""`TorchWeights`: copies, replaces and evaluates the weights of a state. The run is unchanged."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from healcore.core.signals import SignalError
-from healcore.runtime.dominance.side_effects import undone
+from healcore.runtime.dominance.loss_function import undone
 from healcore.runtime.driver import SAMPLE, WeightsChanged
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
-from healcore.torch.driver.gradient_window import Accumulation
+from healcore.torch.driver.accumulation import Accumulation
 from healcore.torch.live_state import RngState
 
 
-class LossEvaluation:
-    """Copies, replaces and evaluates the weights of a state.
+class TorchWeights:
+    """The parameters that the optimizers of a state train, by id; for DTensors, the local shards.
 
     Modules stay in the mode that the loop has set. Buffers and flags of a wrapper outside of the
     state are not restored.
@@ -38,21 +38,16 @@ class LossEvaluation:
         healings: Mapping[str, Healing],
         accumulations: Iterable[Accumulation],
     ) -> None:
-        self._state = state
-        self._healings = healings
-        self._accumulations = accumulations
+        self._state, self._healings, self._accumulations = state, healings, accumulations
         self._differentiates = False
         """Whether `loss_fn` computes gradients, as for adversarial examples."""
 
-    def copy_weights(self) -> dict[int, Tensor]:
-        """See `Driver.copy_weights`: parameter's id -> host copy; for DTensors, of local shards.
-
-        On the host, so that an accelerator's memory holds only one set of weights.
-        """
+    def copy(self) -> dict[int, Tensor]:
+        """Parameter's id -> copy on the host: an accelerator's memory holds one set of weights."""
         return {key: part.detach().to("cpu", copy=True) for key, part in self._trained().items()}
 
-    def weights_digest(self) -> str:
-        """See `Driver.weights_digest`. Parameters without data (lazy, meta) do not count."""
+    def digest(self) -> str:
+        """See `Driver.settings`. Parameters without data (lazy, meta) do not count."""
         found = hashlib.blake2b(digest_size=8)
         for part in self._trained().values():
             if not (is_lazy(part) or part.is_meta):
@@ -90,10 +85,10 @@ class LossEvaluation:
         redraw: bool,
     ) -> list[Any]:
         with undone(), self._restoring(), torch.set_grad_enabled(self._differentiates):
-            current = None if weights is None else self.copy_weights()
+            current = None if weights is None else self.copy()
             try:
                 if weights is not None:
-                    self._write_weights(weights)
+                    self._write(weights)
                 if redraw:
                     for device in {part.device for part in self._trained().values()}:
                         torch.rand((), device=device)
@@ -102,7 +97,7 @@ class LossEvaluation:
                 return [_loss_of_copy(loss_fn, batch) for batch in batches]
             finally:
                 if current is not None:
-                    self._write_weights(current)
+                    self._write(current)
                 else:
                     self.reshard()
 
@@ -136,7 +131,7 @@ class LossEvaluation:
         trained = [p for p in params if p.requires_grad]
         return {id(p): p.to_local() if hasattr(p, "to_local") else p for p in trained}  # type: ignore[operator]
 
-    def _write_weights(self, weights: Mapping[int, Tensor]) -> None:
+    def _write(self, weights: Mapping[int, Tensor]) -> None:
         for key, part in self._trained().items():
             part.data.copy_(weights[key])
 
@@ -182,8 +177,10 @@ def _loss_of_copy(loss_fn: Callable[..., Any], batch: Any) -> Any:
     """The loss of a copy of a batch, on the host. SignalError if the function changes the copy."""
     given = copied(batch)
     before = dict(_marks(given))
-    loss = _whole(loss_fn(given))
-    loss = loss.tolist() if isinstance(loss, Tensor) else loss
+    loss = loss_fn(given)
+    if isinstance(loss, Tensor):
+        loss = loss.detach()
+        loss = (loss.full_tensor() if hasattr(loss, "full_tensor") else loss).tolist()  # type: ignore[operator]
     after = dict(_marks(given))
     changed = [path for path in before | after if before.get(path) != after.get(path)]
     if changed:
@@ -199,45 +196,36 @@ def copied(batch: Any) -> Any:
     """A copy of a batch and of the dictionaries, lists, tuples, dataclasses and tensors in it."""
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
-    if isinstance(batch, MutableMapping):
-        copy_of = copy.copy(batch)
-        for key in batch:
-            copy_of[key] = copied(batch[key])
-        return copy_of
+    parts = {key: copied(part) for key, part in _parts(batch).items()}
     if isinstance(batch, list | tuple):
         kind: Any = type(batch)
-        return getattr(kind, "_make", kind)([copied(each) for each in batch])
+        return getattr(kind, "_make", kind)(parts.values())
     with suppress(Exception):  # an object that cannot be copied is shared
         copy_of = copy.copy(batch)
-        for name in _fields(batch):
-            object.__setattr__(copy_of, name, copied(getattr(batch, name)))  # frozen ones too
+        for key, part in parts.items():
+            if isinstance(batch, MutableMapping):
+                copy_of[key] = part
+            elif is_dataclass(batch):
+                object.__setattr__(copy_of, key, part)  # frozen ones too
         return copy_of
     return batch
 
 
-def _fields(batch: Any) -> list[str]:
-    """The names of the values that a dataclass has."""
+def _parts(batch: Any) -> dict[Any, Any]:
+    """The parts of a mapping, a list, a tuple or a dataclass, by key, index or name."""
+    if isinstance(batch, Mapping):
+        return {key: batch[key] for key in batch}
+    if isinstance(batch, list | tuple):
+        return dict(enumerate(batch))
     names = (each.name for each in fields(batch)) if is_dataclass(batch) else ()
-    return [name for name in names if hasattr(batch, name)]
+    return {name: getattr(batch, name) for name in names if hasattr(batch, name)}
 
 
 def _marks(batch: Any, path: str = "batch") -> Iterator[tuple[str, tuple[int, int]]]:
     """The parts of a batch: path, identity and number of writes."""
-    if isinstance(batch, Mapping):
-        for key in batch:
-            yield from _marks(batch[key], f"{path}[{key!r}]")
-    elif isinstance(batch, list | tuple):
-        for i, each in enumerate(batch):
-            yield from _marks(each, f"{path}[{i}]")
-    elif names := _fields(batch):
-        for name in names:
-            yield from _marks(getattr(batch, name), f"{path}.{name}")
-    else:
-        counts_writes = isinstance(batch, Tensor) and not batch.is_inference()
-        yield path, (id(batch), batch._version if counts_writes else 0)
-
-
-def _whole(loss: Any) -> Any:
-    """The loss; for a DTensor, the value over all ranks."""
-    loss = loss.detach() if isinstance(loss, Tensor) else loss
-    return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+    parts, named = _parts(batch), is_dataclass(batch)
+    for key, part in parts.items():
+        yield from _marks(part, f"{path}.{key}" if named else f"{path}[{key!r}]")
+    if not parts and not isinstance(batch, Mapping | list | tuple):
+        writes = batch._version if isinstance(batch, Tensor) and not batch.is_inference() else 0
+        yield path, (id(batch), writes)

@@ -1,0 +1,373 @@
+"""Tracks the gradients since the last optimizer step, and drops them to repeat the step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from healcore.runtime.microbatches.parts import MicrobatchError
+from healcore.runtime.store.ranks import Ranks
+from healcore.torch import gradients
+from healcore.torch.attachment import Healing
+from healcore.torch.driver.batch_statistics import BatchStatistics
+from healcore.torch.live_state import RngState
+from healcore.torch.ranks import StepRanks
+from healcore.torch.store.gloo import GlooRanks
+
+_MOST, _DEPTH = 1000, 4
+"""Maximum length and nesting of containers that are searched for tensors."""
+
+
+class Accumulation:
+    """Whether `.grad` holds gradients that an optimizer has not stepped with.
+
+    Many loops clear gradients only before the next backward pass, so hooks record each backward
+    pass and step. Losses count too, because some wrappers write `.grad` without autograd.
+
+    Attributes:
+        stepped: whether the optimizer has stepped; the reader resets it.
+        steps: number of steps so far.
+        idle: number of steps of other optimizers since this optimizer's last step.
+        reached_since_any_step: whether a backward pass has run since the last step of any
+            optimizer; the driver resets it.
+    """
+
+    def __init__(self, healing: Healing, after_step: Callable[[], object]) -> None:
+        self.healing = healing
+        self._call_after_step = after_step
+        self._reached = self.stepped = self.reached_since_any_step = False
+        self.steps = self.idle = 0
+        self._watched: Tensor | None = None
+        self._backward_handle: Any = None
+        self._backward_hook: Any = torch.compiler.disable(self._on_backward)
+        healing.hooks.on_step = self._on_step
+        self._watch()
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether there are gradients that the optimizer has not stepped with."""
+        self._watch()
+        if not (self._reached or self.healing.has_loss):
+            return False
+        return any(p.grad is not None for p in gradients.parameters(self.healing.optimizer))
+
+    def drop_by_products(self) -> None:
+        """Ignores gradients and losses that a step of another optimizer has left.
+
+        `zero_grad` drops the gradients. The losses are dropped here, because a checkpoint has no
+        losses: a restored run judges its next step without them.
+        """
+        self._reached = False
+        self.healing.drop_losses()
+
+    def clear(self) -> None:
+        """Drops the gradients and all signals since the last step."""
+        for p in gradients.parameters(self.healing.optimizer):
+            p.grad = None
+        self._reached = False
+        self.healing.discard()
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        self.healing.hooks.on_step = None
+        if self._backward_handle is not None:
+            self._backward_handle.remove()
+
+    def _watch(self) -> None:
+        """Moves the hook to a trained parameter if the watched parameter has been frozen."""
+        if self._watched is not None and self._watched.requires_grad:
+            return
+        params = gradients.parameters(self.healing.optimizer)
+        found = next((p for p in params if p.requires_grad and p.is_leaf), None)
+        if found is None:
+            return  # all parameters are frozen while another network trains
+        if self._backward_handle is not None:
+            self._backward_handle.remove()
+        self._watched = found
+        self._backward_handle = found.register_post_accumulate_grad_hook(self._backward_hook)
+
+    def _on_backward(self, _: Tensor) -> None:
+        self._reached = self.reached_since_any_step = True
+
+    def _on_step(self) -> None:
+        self._reached, self.stepped = False, True
+        self.steps, self.idle = self.steps + 1, 0
+        self._watch()
+        self._call_after_step()
+
+
+class GradientWindow:
+    """Implements `healcore.runtime.microbatches.parts.Gradients`.
+
+    A window is all parts since the last step. It starts without gradients, and `BatchStatistics`
+    has already saved the statistics, so only the states of random generators are saved here. A
+    repeated window gives bit for bit the result of a window that started with the smaller parts.
+
+    Args:
+        accumulations: the gradients of each optimizer.
+        statistics: the batch statistics of the state.
+        scaler: the GradScaler of the state, or None.
+        modules: the modules of the state.
+    """
+
+    def __init__(
+        self,
+        accumulations: Sequence[Accumulation],
+        statistics: Sequence[BatchStatistics],
+        scaler: torch.amp.GradScaler | None,
+        modules: Sequence[nn.Module],
+    ) -> None:
+        self._accumulations, self._statistics = accumulations, statistics
+        self._scaler, self._modules = scaler, modules
+        self._generators = RngState()
+        self._shared: DDPGradients | None = None
+        self.begin_window()
+
+    def accumulating(self) -> bool:
+        """Whether any optimizer has gradients that it has not stepped with."""
+        return any(each.in_progress for each in self._accumulations)
+
+    def begin_window(self) -> None:
+        """Saves the state at the start of a window."""
+        self._begun = self._steps_and_records()
+        self._random = self._generators.state_dict()
+        self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped, or a GradScaler has dropped its step."""
+        steps, records = self._steps_and_records()
+        return steps != self._begun[0] or records is not self._begun[1]
+
+    def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
+        """Drops gradients and observed losses; restores random states and batch statistics."""
+        for accumulation in self._accumulations:
+            accumulation.clear()
+        for each in self._statistics:
+            each.end(True)
+        self._generators.load_state_dict(self._random)
+        free_graphs(held, since=self._node)
+        held.clear()
+        gc.collect()  # an exception and its frames refer to each other
+        if clear_cache and torch.accelerator.is_available():
+            torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+    def between_ranks(self, ranks: Ranks) -> DDPGradients | str:
+        """How the ranks' replicas repeat a window together, or the reason why they cannot."""
+        assert isinstance(ranks, GlooRanks)
+        healings = [each.healing for each in self._accumulations]
+        optimizers = [each.optimizer for each in healings]
+        params = [p for each in optimizers for p in gradients.parameters(each)]
+        modules = replicas(params, self._modules)
+        step_ranks = [each.hooks.all_reduce.ranks for each in healings]
+        why_not = obstacle(step_ranks, modules, dist.get_process_group_ranks(ranks.group))
+        if why_not:
+            return why_not
+        found = [each for each in modules if isinstance(each, DistributedDataParallel)]
+        self._shared = DDPGradients(found, optimizers, ranks)
+        return self._shared
+
+    def close(self) -> None:
+        """Removes hooks."""
+        if self._shared is not None:
+            self._shared.close()
+
+    def _steps_and_records(self) -> tuple[int, Any]:
+        """Steps so far, and the GradScaler's records.
+
+        A GradScaler's update() replaces the records, even if it has called no optimizer.
+        """
+        records = getattr(self._scaler, "_per_optimizer_states", None)
+        return sum(each.steps for each in self._accumulations), records
+
+
+def free_graphs(values: Iterable[Any], *, since: int) -> None:
+    """Frees the graphs of these tensors, whose backward pass does not run.
+
+    A variable of the loop (`loss`) keeps its graph, and so the activations, until the loop assigns
+    it again after the next forward pass.
+
+    Args:
+        values: tensors, containers of tensors, or other objects, which are ignored.
+        since: lowest sequence number of the graph nodes to free.
+    """
+    for each in _tensors(values, _DEPTH):
+        if each.grad_fn is not None and each.grad_fn._sequence_nr() >= since:
+            with suppress(RuntimeError):  # a view
+                each.detach_()
+
+
+def _tensors(values: Iterable[Any], depth: int) -> Iterator[Tensor]:
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif depth and isinstance(each, (Mapping, list, tuple)) and len(each) <= _MOST:
+            inner = each.values() if isinstance(each, Mapping) else each
+            yield from _tensors(list(inner), depth - 1)
+
+
+# -- several ranks ------------------------------------------------------------------------------
+
+_WAITING = "the other ranks wait in a collective that this rank has left: "
+
+
+def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: list[int]) -> str:
+    """Reason why ranks that train these modules cannot repeat a step together, or an empty string.
+
+    Args:
+        ranks: the ranks of each optimizer.
+        modules: all modules that the run trains, with their submodules.
+        members: the ranks that vote, in the default group.
+    """
+    if any(each.has_parts for each in ranks):
+        return (
+            _WAITING + "the parameters are spread over the ranks (FSDP2, tensor parallel, "
+            "pipeline), which exchange them in the forward and backward passes"
+        )
+    for each in modules:
+        kind = type(each).__name__
+        if isinstance(each, nn.SyncBatchNorm):
+            return _WAITING + "SyncBatchNorm exchanges batch statistics in the forward pass"
+        if kind in ("FullyShardedDataParallel", "DeepSpeedEngine"):
+            return _WAITING + f"{kind} communicates in forward and backward passes"
+        if not isinstance(each, DistributedDataParallel):
+            continue
+        if (
+            each.static_graph
+            or each.mixed_precision is not None
+            or each._delay_all_reduce_params
+            or each._use_python_reducer
+            or each._join_config.enable
+            or each._comm_hooks
+            or hasattr(each, "buffer_hook")
+        ):
+            return (
+                _WAITING + "DistributedDataParallel cannot be delayed with static_graph=True, "
+                "mixed_precision, join(), a communication hook or another reducer"
+            )
+        if not set(dist.get_process_group_ranks(each.process_group)) <= set(members):
+            return (
+                _WAITING + "DistributedDataParallel has ranks that this Healer does not have: "
+                "pass its group, Healer(..., attach={'process_group': group})"
+            )
+    return ""
+
+
+def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules with their submodules, and the DDP modules that train any of `params`.
+
+    A state often has the module inside DDP, which does not refer to DDP. Visits all Python objects.
+    """
+    trained = {*map(id, params)}
+    found = {id(m): m for root in roots for m in root.modules()}
+    for each in gc.get_objects():
+        if not issubclass(type(each), DistributedDataParallel) or id(each) in found:
+            continue
+        if any(id(p) in trained for p in each.parameters()):
+            found.update((id(m), m) for m in each.modules())
+    return [*found.values()]
+
+
+class DDPGradients:
+    """DistributedDataParallel (DDP) when a part of a batch may run out of memory.
+
+    Implements `healcore.runtime.microbatches.parts.Synchronization`. DDP broadcasts buffers in the
+    forward pass, and reduces gradients in the backward pass. After a failure on one rank the other
+    ranks would wait there. Therefore buffers are broadcast before the first part of a batch, the
+    parts run as within `no_sync`, and the gradients are reduced after the last part, when all ranks
+    have voted that no part has failed.
+
+    Args:
+        modules: the DDP modules. Without DDP the loop reduces gradients itself, after the parts.
+        optimizers: the optimizers, which must not step within a part.
+        ranks: the ranks that vote.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[DistributedDataParallel],
+        optimizers: Iterable[Optimizer],
+        ranks: GlooRanks,
+    ) -> None:
+        self._modules = modules
+        self._ranks = ranks
+        self._params: list[list[Tensor]] = []
+        """The parameters that each module reduces."""
+        for each in modules:
+            named, ignored = each.module.named_parameters(), each.parameters_to_ignore
+            self._params.append([p for n, p in named if p.requires_grad and n not in ignored])
+        self._syncs = [True] * len(modules)
+        """Whether the loop wants each module's gradients reduced after this batch."""
+        self._broadcasts = [True] * len(modules)
+        """Whether each module was to broadcast its buffers at the start of the window."""
+        self._within_batch = False
+        check: Any = torch.compiler.disable(self._check_step)
+        self._handles = [each.register_step_pre_hook(check) for each in optimizers]
+
+    def begin_batch(self, *, first: bool) -> None:
+        """Broadcasts buffers, as DDP's next forward pass would, and prevents other exchanges."""
+        if self._within_batch:  # the loop has left the last batch early
+            self._end_batch(self._broadcasts)
+        if first:
+            self._broadcasts = [each.require_forward_param_sync for each in self._modules]
+        self._syncs = [each.require_backward_grad_sync for each in self._modules]
+        self._within_batch = True
+        for each in self._modules:
+            if each.will_sync_module_buffers():
+                each._sync_buffers()
+            each.require_forward_param_sync = each.require_backward_grad_sync = False
+
+    @torch.no_grad()
+    def end_batch(self, failed: bool) -> bool:
+        """Averages the gradients over each module's ranks, unless the loop uses `no_sync`.
+
+        One `all_reduce` on the host of a byte, and of a byte for each parameter of DDP. A gradient
+        that is missing on this rank only counts as 0.
+        """
+        has_gradient = [p.grad is not None for params in self._params for p in params]
+        votes = self._ranks.largest([failed, *has_gradient])
+        syncs, used = self._syncs, iter(votes[1:])
+        # A repeated window broadcasts buffers as the failed window has.
+        self._end_batch(self._broadcasts if votes[0] else syncs)
+        if votes[0]:
+            return True
+        sums: list[Any] = []
+        for each, params, reduces in zip(self._modules, self._params, syncs, strict=True):
+            group = each.process_group
+            for p in params:
+                if not next(used) or not reduces:
+                    continue
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                total = grad.contiguous().div_(dist.get_world_size(group))
+                sums.append((p, grad, total, dist.all_reduce(total, group=group, async_op=True)))
+        for p, grad, total, work in sums:
+            work.wait()
+            p.grad = grad if grad is total else grad.copy_(total)
+        return False
+
+    def close(self) -> None:
+        """Restores the modules."""
+        if self._within_batch:
+            self._end_batch(self._broadcasts)
+        for handle in self._handles:
+            handle.remove()
+
+    def _end_batch(self, broadcasts: list[bool]) -> None:
+        self._within_batch = False
+        for each, syncs, broadcast in zip(self._modules, self._syncs, broadcasts, strict=True):
+            each.require_backward_grad_sync = syncs
+            each.require_forward_param_sync = broadcast
+
+    def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._within_batch and self._modules:
+            raise MicrobatchError(
+                "optimizer.step() was called before the end of the loop over healer.microbatches, "
+                "where the gradients are not reduced over the ranks yet: call it after the loop"
+            )
