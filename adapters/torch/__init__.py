@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from healcore.runtime.healing_report import HealingReport
     from healcore.torch.store import DCPStore, Keep, MemoryStore
     from healcore.torch.trainers.arctic import arctic_callbacks
-    from healcore.torch.trainers.deepspeed.attachment import heal_engine
-    from healcore.torch.trainers.deepspeed.state import engine_state
+    from healcore.torch.trainers.deepspeed import engine_state, heal_engine
     from healcore.torch.trainers.huggingface.callback import HealingCallback, heal_trainer
     from healcore.torch.trainers.huggingface.dry_run import DryRun
     from healcore.torch.trainers.lightning.callback import LightningHealingCallback
@@ -67,8 +66,7 @@ __all__ = [
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore"), "healcore.torch.store"),
     "arctic_callbacks": "healcore.torch.trainers.arctic",
-    "engine_state": "healcore.torch.trainers.deepspeed.state",
-    "heal_engine": "healcore.torch.trainers.deepspeed.attachment",
+    **dict.fromkeys(("engine_state", "heal_engine"), "healcore.torch.trainers.deepspeed"),
     "DryRun": "healcore.torch.trainers.huggingface.dry_run",
     "HealingReport": "healcore.runtime.healing_report",
     **dict.fromkeys(

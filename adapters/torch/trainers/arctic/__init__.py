@@ -20,7 +20,7 @@ from healcore.runtime.loop.termination import EndRequested
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.errors import AttachError
 from healcore.torch.trainers import driven
-from healcore.torch.trainers.deepspeed.state import engine_state
+from healcore.torch.trainers.deepspeed import engine_state
 
 if TYPE_CHECKING:
     from healcore.policy import PolicyLike
