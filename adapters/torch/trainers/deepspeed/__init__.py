@@ -129,7 +129,10 @@ class EngineOptimizer(Optimizer):
         optimizer: the basic optimizer.
         per_rank: whether each rank has its own pieces of the weights and moments.
         trainer_limit: DeepSpeed's max gradient norm (`gradient_clipping`), or None.
+        run_settings: settings of the trainer that owns the loop, or None for a loop of the user.
     """
+
+    run_settings: dict[str, Any] | None = None
 
     def __init__(self, engine: Any) -> None:
         # super().__init__() is not called, because the basic optimizer has the hooks.
