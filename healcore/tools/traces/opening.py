@@ -8,12 +8,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from healcore.tools.traces import records, tensorboard_file
-from healcore.tools.traces.attempts import join_logs
-from healcore.tools.traces.columns import JUDGED, Log, Problem, Trace, TraceError, Unreadable
+from healcore.tools.traces import records
+from healcore.tools.traces.columns import Trace, Unreadable, join_logs
+from healcore.tools.traces.logs import JUDGED, KNOWN_FORMATS, Log, Problem, TraceError, read_head
 from healcore.tools.traces.names import check_columns, quote_names
 from healcore.tools.traces.tables import read_tables
-from healcore.tools.traces.text import KNOWN_FORMATS, read_head
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
@@ -166,7 +165,7 @@ _TYPED = Format("typed records", records.json_lines, records.is_typed_step, is_o
 _DOCUMENT = Format("trainer_state.json", records.json_document, records.is_no_summary)
 _TABLE = Format("CSV")
 _PLAIN = Format("JSON Lines", records.json_lines)
-_TENSORBOARD = Format("TensorBoard events", tensorboard_file.scalars, is_one_run=True)
+_TENSORBOARD = Format("TensorBoard events", records.scalars, is_one_run=True)
 _CONSOLE = Format("console output", records.console_lines, records.is_no_summary)
 FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE)
 """Formats by preference. If a directory has several formats, only the first of these is read."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from healcore.tools.replay.scores import Label, Score, label_of, score
+from healcore.tools.replay.vary import Label, Score, label_of, score
 
 SCORER = Path(__file__).parents[4] / "shared" / "tools" / "score_detectors.py"
 

@@ -1,16 +1,25 @@
-"""Opens text files, and reads the numbers of their cells."""
+"""Defines logs: the rows of one file as columns. Opens text files, and parses their cells."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
 from healcore import regular_file
-from healcore.tools.traces.columns import STEP, Log, Problem
+from healcore.core.errors import HealcoreError
+
+SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss")
+"""Columns that are read from a log: signals of `healcore.core.signals`."""
+
+STEP = "step"
+
+JUDGED = ("loss", "grad_norm")
+"""A row can be judged if it has one of these. Only these show where a run was resumed."""
+
 
 KNOWN_FORMATS = (
     "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
@@ -19,6 +28,29 @@ KNOWN_FORMATS = (
 _HEAD_BYTES = 1 << 20
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
+
+
+class TraceError(HealcoreError, ValueError):
+    """A trace cannot be read. The message has the file, the rule and the remedy."""
+
+
+Problem = tuple[int, str]
+"""Unusable content: its line from 1, or 0 in a format without lines, and a description."""
+
+
+class Log(NamedTuple):
+    """The rows of one file, or of one run in a file, as written."""
+
+    path: str
+    run: str | None
+    """Name of the run in a file with several runs, or None."""
+    numbers: Mapping[str, np.ndarray]
+    """float64 (n,) by signal and "step", if the file has steps, which are finite."""
+    logged: Mapping[str, np.ndarray]
+    """As `Rows.logged`."""
+    problems: list[Problem]
+    notes: list[str]
+    """Remarks about usable content, each with the path."""
 
 
 def read_head(path: str) -> bytes:
