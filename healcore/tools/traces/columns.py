@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces.logs import SIGNALS, STEP, Log, TraceError
+from healcore.tools.traces.logs import SIGNALS, STEP, RawLog, TraceError
 
 _MAX_ATTEMPTS = 1000
 """More restarts mean that a file has several writers."""
@@ -112,7 +112,7 @@ def lineage(trace: Trace) -> Rows:
     return rows.select(~repeated)
 
 
-def join_logs(name: str, logs: Sequence[Log]) -> Trace:
+def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     """Joins the files of a run in the order of writing.
 
     Raises TraceError after `_MAX_ATTEMPTS` restarts.
@@ -158,7 +158,7 @@ def join_logs(name: str, logs: Sequence[Log]) -> Trace:
     return Trace(name, rows, tuple(attempts), replaced, tuple(problems), tuple(notes), files)
 
 
-def _size(log: Log) -> int:
+def _size(log: RawLog) -> int:
     return len(next(iter(log.logged.values())))
 
 

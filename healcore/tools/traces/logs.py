@@ -20,7 +20,6 @@ STEP = "step"
 JUDGED = ("loss", "grad_norm")
 """A row can be judged if it has one of these. Only these show where a run was resumed."""
 
-
 KNOWN_FORMATS = (
     "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
     "output of a Trainer, a TensorBoard event file, or healcore's own metrics"
@@ -38,7 +37,7 @@ Problem = tuple[int, str]
 """Unusable content: its line from 1, or 0 in a format without lines, and a description."""
 
 
-class Log(NamedTuple):
+class RawLog(NamedTuple):
     """The rows of one file, or of one run in a file, as written."""
 
     path: str
@@ -47,7 +46,7 @@ class Log(NamedTuple):
     numbers: Mapping[str, np.ndarray]
     """float64 (n,) by signal and "step", if the file has steps, which are finite."""
     logged: Mapping[str, np.ndarray]
-    """As `Rows.logged`."""
+    """bool (n,) by signal: whether the row logs the signal."""
     problems: list[Problem]
     notes: list[str]
     """Remarks about usable content, each with the path."""
@@ -98,7 +97,7 @@ def parse_rows(
     rows: Iterable[tuple[int, Sequence[Any]]],
     problems: list[Problem],
     notes: list[str],
-) -> Log:
+) -> RawLog:
     """Parses the cells of a file, and adds damaged cells to its problems.
 
     Args:
@@ -133,7 +132,7 @@ def parse_rows(
                 columns[name].append(math.nan if number is None else number)
                 if name != STEP:
                     logged[name].append(number is not None)
-    return Log(
+    return RawLog(
         path,
         run,
         {name: np.array(column) for name, column in columns.items()},

@@ -11,8 +11,8 @@ from typing import Any
 from healcore import extras, regular_file
 from healcore.tools.traces.logs import (
     STEP,
-    Log,
     Problem,
+    RawLog,
     TraceError,
     open_text,
     parse_rows,
@@ -198,7 +198,7 @@ def read_records(
     read: Callable[[str, list[Problem]], Records],
     is_step: Callable[[Fields], bool],
     columns: Mapping[str, str],
-) -> list[Log]:
+) -> list[RawLog]:
     """Reads the logs in a file: one log, or one for each optimizer in healcore's metrics.
 
     `read` yields the records, of which `is_step` selects the steps. Raises TraceError if no record

@@ -16,8 +16,8 @@ import numpy as np
 from healcore.tools.traces.logs import (
     KNOWN_FORMATS,
     STEP,
-    Log,
     Problem,
+    RawLog,
     TraceError,
     open_text,
     parse_number,
@@ -31,7 +31,7 @@ _SHARED_NAMES = (
 """Columns of a W&B export that all runs share, in addition to the step."""
 
 
-def read_tables(path: str, columns: Mapping[str, str]) -> list[Log]:
+def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     """Reads the table of a file, or the runs in a W&B export.
 
     Raises TraceError if the file is not a table, or no run has a column with a known name.
@@ -41,7 +41,7 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[Log]:
         raise TraceError(f"its first line is '{names[0][:60]}'. It is not {KNOWN_FORMATS}")
     table = _load_numbers(path, begin, len(names))
     runs = _find_runs(names)
-    logs: list[Log] = []
+    logs: list[RawLog] = []
     reasons: list[str] = []
     for run, places in runs.items():
         # --column may name the metric, or the whole title of one run's column.
@@ -61,7 +61,7 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[Log]:
         if table is not None and finite:
             numbers = {signal: table[:, place] for signal, place in used.items()}
             logged = {signal: np.ones(len(table), bool) for signal in used if signal != STEP}
-            logs.append(Log(path, title, numbers, logged, [], notes))
+            logs.append(RawLog(path, title, numbers, logged, [], notes))
         else:
             labels = {signal: f"column '{names[place]}'" for signal, place in used.items()}
             problems: list[Problem] = []
