@@ -24,8 +24,7 @@ from healcore.torch.attachment import Healing, attach  # noqa: E402
 if TYPE_CHECKING:
     from healcore.torch.store import DCPStore
     from healcore.torch.trainers.arctic import arctic_callbacks
-    from healcore.torch.trainers.deepspeed.attachment import heal_engine
-    from healcore.torch.trainers.deepspeed.state import engine_state
+    from healcore.torch.trainers.deepspeed import engine_state, heal_engine
     from healcore.torch.trainers.huggingface.callback import HealingCallback, heal_trainer
     from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
@@ -45,8 +44,8 @@ __all__ = [
 _ON_FIRST_USE = {
     "DCPStore": "store",
     "arctic_callbacks": "trainers.arctic",
-    "engine_state": "trainers.deepspeed.state",
-    "heal_engine": "trainers.deepspeed.attachment",
+    "engine_state": "trainers.deepspeed",
+    "heal_engine": "trainers.deepspeed",
     "HealingCallback": "trainers.huggingface.callback",
     "heal_trainer": "trainers.huggingface.callback",
     "LightningHealingCallback": "trainers.lightning.callback",

@@ -226,8 +226,8 @@ def _check_item(name: str, value: Any) -> None:
 
 
 def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    if any(_is_opaque(value) for value in state.values()):
-        return  # the value may hold the parameters
+    if hasattr(state[name], "attach_with") or any(map(_is_opaque, state.values())):
+        return  # a trainer's optimizer, or an opaque value, may hold the parameters
     present = {id(p) for value in state.values() for p in _tensors(value)}
     params = gradients.parameters(optimizer)
     missing = sum(id(p) not in present for p in params)

@@ -180,11 +180,10 @@ def sweep(
 ) -> None:
     """Count what variants of a policy would have done in recorded runs. Writes no file."""
     from healcore.tools.replay import vary as variation
-    from healcore.tools.replay.scores import read_labels
 
     base = load_policy(policy, set_)
     policies = variation.variants(base, vary)
-    known = read_labels(labels) if labels else []
+    known = variation.read_labels(labels) if labels else []
     opened, problems = _open(traces, column, join)
     rows = list(variation.count_variants(opened, policies, known, problems))
     if as_json and rows:

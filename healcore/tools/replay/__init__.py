@@ -9,7 +9,6 @@ print(result.summary)
 
 from __future__ import annotations
 
-from healcore.tools.replay.replayed import Decided, Replay, ReplayError, replay
-from healcore.tools.replay.summary import Summary
+from healcore.tools.replay.replayed import Decided, Replay, ReplayError, Summary, replay
 
 __all__ = ["Decided", "Replay", "ReplayError", "Summary", "replay"]

@@ -10,8 +10,7 @@ from healcore.history import Counts, Curves, Mode
 from healcore.history.curves import thinned
 from healcore.history.incident import MOST_ALARMS
 from healcore.history.run import RunAttempt
-from healcore.tools.replay.replayed import Replay
-from healcore.tools.replay.summary import inactive_line
+from healcore.tools.replay.replayed import Replay, inactive_line
 from healcore.tools.report.run_report import RunReport, first_lines
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from healcore.console import listed
-from healcore.tools.replay.summary import Summary, inactive_line
+from healcore.tools.replay.replayed import Summary, inactive_line
 
 _COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 _HEADS = (*_COUNTS, "lowest LR", "ends at")

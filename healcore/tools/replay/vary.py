@@ -1,30 +1,41 @@
-"""Replays variants of one policy (`--vary KEY=A,B,C`), and counts what each would have done."""
+"""Replays variants of one policy (`--vary KEY=A,B,C`), and counts what each would have done.
+
+With labelled events, a variant is scored by the most severe order that its rules can give: recall,
+latency, false alarms. An order at row i belongs to an event if onset - 5 <= i <= end + 40. Orders
+are ignored in an ambiguous zone (same margins), in the first 64 rows, and within 40 rows after a
+non-finite loss. False orders at most 40 rows apart are one false alarm. Traces of fewer than 200
+points are too short for a score.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from healcore import regular_file
 from healcore.core.errors import HealcoreError
+from healcore.core.verdict import Action
 from healcore.policy import Policy, PolicyError, load
 from healcore.policy.loader import merged
 from healcore.runtime.host_policy import HostPolicy
-from healcore.tools.replay.replayed import ReplayError, replay
-from healcore.tools.replay.scores import Label, Score, label_of, score_replay
+from healcore.tools.replay.replayed import Replay, ReplayError, replay
 from healcore.tools.traces import Trace
 
 MAX_VARIANTS = 100
 """A larger table is not read, and the best of many settings is the best by chance."""
 _COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
+EARLY_ROWS, LATE_ROWS, IGNORED_ROWS, MIN_ROWS, IN_TIME_ROWS = 5, 40, 64, 200, 10
 
 
 class VaryError(HealcoreError, ValueError):
@@ -121,3 +132,113 @@ def variant_table(rows: Sequence[dict[str, Any]], policy: str) -> Table:
             *("-" if row[name] is None else f"{row[name]:,}" for name in names),
         )
     return table
+
+
+# -- scores against labelled events ----------------------------------------------------------------
+
+
+class LabelError(HealcoreError, ValueError):
+    """A file of labels cannot be used. The message has the reason."""
+
+
+class Label(NamedTuple):
+    """The labelled events of one trace. A zone is its first and its last row."""
+
+    file: str
+    points: int
+    spikes: list[tuple[int, int]]
+    ambiguous: list[tuple[int, int]]
+
+
+class Score(NamedTuple):
+    """Orders and events of one or several traces."""
+
+    events: int = 0
+    latencies: tuple[int, ...] = ()
+    """Rows from the onset to the first order, for each found event."""
+    false: int = 0
+    """Number of false alarms."""
+
+    @property
+    def in_time(self) -> int:
+        """Number of events with an order within 10 rows of the onset."""
+        return sum(latency <= IN_TIME_ROWS for latency in self.latencies)
+
+    def plus(self, other: Score) -> Score:
+        """Returns the sum of two scores."""
+        pairs: Any = zip(self, other, strict=True)
+        return Score(*(left + right for left, right in pairs))
+
+
+def score(orders: np.ndarray, nonfinite: np.ndarray, label: Label) -> Score:
+    """Compares the orders of one trace with its events; an empty score if the trace is too short.
+
+    `orders` are row numbers, int (n,), `nonfinite` rows without a finite loss, int (m,), both
+    increasing.
+    """
+    if label.points < MIN_ROWS:
+        return Score()
+
+    def within(onset: int, end: int) -> np.ndarray:
+        return (onset - EARLY_ROWS <= orders) & (orders <= end + LATE_ROWS)
+
+    found = [(onset, orders[within(onset, end)]) for onset, end in label.spikes]
+    latencies = tuple(max(int(rows[0]) - onset, 0) for onset, rows in found if rows.size)
+    allowed = orders < IGNORED_ROWS
+    for zone in (*label.ambiguous, *label.spikes):
+        allowed |= within(*zone)
+    # The last non-finite loss up to each order.
+    last = np.append(-np.inf, nonfinite)[np.searchsorted(nonfinite, orders, side="right")]
+    false = orders[~allowed & (orders - last > LATE_ROWS)]
+    separate = np.count_nonzero(np.diff(false) > LATE_ROWS) + bool(false.size)
+    return Score(len(label.spikes), latencies, int(separate))
+
+
+def score_replay(replay: Replay, label: Label) -> Score:
+    """Scores the most severe order in the policy's rules: rollbacks, stops, skips, else alarms."""
+    judged, rules = replay.judged, replay.host.engine.config.rules
+    rows = judged.record.cause != 0
+    if any(rule.skip for rule in rules):
+        rows = judged.record.skip
+    for action in (Action.STOP, Action.ROLLBACK):
+        if any(rule.action & action for rule in rules):
+            rows = judged.action & int(action) != 0
+    loss = replay.trace.rows.values.get("loss", np.zeros(0))
+    return score(judged.index[rows], np.flatnonzero(~np.isfinite(loss)), label)
+
+
+def label_of(labels: Sequence[Label], trace: str) -> Label | None:
+    """Returns the label whose file is the end of the trace's path, or None."""
+    parts = Path(trace).absolute().parts  # the user may have passed a relative path
+    for label in labels:
+        wanted = PurePath(label.file).parts
+        if parts[-len(wanted) :] == wanted:
+            return label
+    return None
+
+
+def read_labels(path: Path) -> list[Label]:
+    """Reads a JSON list of `{"file", "points", "spikes", "ambiguous"}`, or raises LabelError."""
+    try:
+        return [_label(data) for data in json.loads(regular_file.read(path))]
+    except OSError as error:
+        raise LabelError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (
+        ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError
+    ) as error:  # fmt: skip
+        raise LabelError(
+            f'{path} is not a list of labels like [{{"file": "run.csv", "points": 1000, "spikes": '
+            f'[{{"onset": 400, "end": 430}}], "ambiguous": []}}]: {type(error).__name__} {error}'
+        ) from error
+
+
+def _label(data: Any) -> Label:
+    spikes, ambiguous = (
+        [(_row(zone["onset"]), _row(zone["end"])) for zone in data.get(name, ())]
+        for name in ("spikes", "ambiguous")
+    )
+    return Label(str(data["file"]), _row(data["points"]), spikes, ambiguous)
+
+
+def _row(number: Any) -> int:
+    return int(np.int32(int(number)))  # raises OverflowError for a larger number

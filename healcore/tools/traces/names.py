@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
-from healcore.tools.traces.columns import SIGNALS, STEP, TraceError
+from healcore.tools.traces.logs import SIGNALS, STEP, TraceError
 
 _NAMES = {
     STEP: (

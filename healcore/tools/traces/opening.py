@@ -8,12 +8,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from healcore.tools.traces import records, tensorboard_file
-from healcore.tools.traces.attempts import join_logs
-from healcore.tools.traces.columns import JUDGED, Log, Problem, Trace, TraceError, Unreadable
+from healcore.tools.traces import records
+from healcore.tools.traces.columns import Trace, Unreadable, join_logs
+from healcore.tools.traces.logs import JUDGED, KNOWN_FORMATS, Problem, RawLog, TraceError, read_head
 from healcore.tools.traces.names import check_columns, quote_names
 from healcore.tools.traces.tables import read_tables
-from healcore.tools.traces.text import KNOWN_FORMATS, read_head
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
@@ -42,7 +41,7 @@ def open_traces(
     check_columns(columns)
     traces: list[Trace] = []
     failed: list[Unreadable] = []
-    parts: list[Log] = []
+    parts: list[RawLog] = []
     names = list(map(os.fspath, paths))
     for path in names:
         try:
@@ -79,7 +78,7 @@ def _reason(error: Exception) -> str:
     return f"it cannot be read ({type(error).__name__}: {str(error)[:200]})"
 
 
-def _read_directory(path: str, columns: Mapping[str, str]) -> tuple[list[Log], bool]:
+def _read_directory(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], bool]:
     """Reads the files of the preferred format, in natural order: log-2 precedes log-10.
 
     Without a log in the directory, the log in the newest checkpoint of the Hugging Face Trainer is
@@ -110,7 +109,7 @@ def _read_directory(path: str, columns: Mapping[str, str]) -> tuple[list[Log], b
     form = next((form for form in FORMATS if form.name in by_format), None)
     if form is None and not states:
         raise TraceError("it is a directory without a file of a known format. Pass the files")
-    logs: list[Log] = []
+    logs: list[RawLog] = []
     for file in by_format[form.name] if form else [max(states)[1]]:
         try:
             logs += _read_file(file, columns)[0]
@@ -126,7 +125,7 @@ def _natural(name: str) -> list[Any]:
     return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", name))]
 
 
-def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[Log], bool]:
+def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], bool]:
     """Reads the usable logs in one file: several logs for an export of several runs.
 
     Returns as `_read_directory`. Raises TraceError, or OSError if the file cannot be read.
@@ -166,7 +165,7 @@ _TYPED = Format("typed records", records.json_lines, records.is_typed_step, is_o
 _DOCUMENT = Format("trainer_state.json", records.json_document, records.is_no_summary)
 _TABLE = Format("CSV")
 _PLAIN = Format("JSON Lines", records.json_lines)
-_TENSORBOARD = Format("TensorBoard events", tensorboard_file.scalars, is_one_run=True)
+_TENSORBOARD = Format("TensorBoard events", records.scalars, is_one_run=True)
 _CONSOLE = Format("console output", records.console_lines, records.is_no_summary)
 FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE)
 """Formats by preference. If a directory has several formats, only the first of these is read."""

@@ -10,34 +10,74 @@ import csv
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces.columns import STEP, Log, Problem, TraceError
-from healcore.tools.traces.names import is_step, normalize, resolve
-from healcore.tools.traces.text import KNOWN_FORMATS, open_text, parse_number, parse_rows
-
-# Columns of a W&B export that all runs share, in addition to the step.
-_SHARED_NAMES = (
-    "wall_time",
-    "relative_time_process",
-    "relative_time_wall",
-    "created",
-    "timestamp",
+from healcore.tools.traces.logs import (
+    KNOWN_FORMATS,
+    STEP,
+    Problem,
+    RawLog,
+    TraceError,
+    open_text,
+    parse_number,
+    parse_rows,
 )
+from healcore.tools.traces.names import is_step, normalize, resolve
+
+_SHARED_NAMES = (
+    *("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp"),
+)
+"""Columns of a W&B export that all runs share, in addition to the step."""
 
 
-class TableHeader(NamedTuple):
-    """The columns of a table."""
+def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
+    """Reads the table of a file, or the runs in a W&B export.
 
-    names: list[str]
-    line: int
-    """Line number of the header, from 1. Blank lines may precede the header."""
+    Raises TraceError if the file is not a table, or no run has a column with a known name.
+    """
+    names, begin = _read_header(path)
+    if len(names) == 1 and not columns and names[0].lower() != "loss":
+        raise TraceError(f"its first line is '{names[0][:60]}'. It is not {KNOWN_FORMATS}")
+    table = _load_numbers(path, begin, len(names))
+    runs = _find_runs(names)
+    logs: list[RawLog] = []
+    reasons: list[str] = []
+    for run, places in runs.items():
+        # --column may name the metric, or the whole title of one run's column.
+        metrics = [names[place].removeprefix(f"{run} - ") for place in places]
+        chosen = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
+        try:
+            found, notes = resolve(metrics, chosen)
+        except TraceError as error:
+            reasons.append(f"run '{run}': {error}" if run else str(error))
+            continue
+        used = {signal: places[metrics.index(metric)] for signal, metric in found.items()}
+        notes = [f"{path}: {note}" for note in notes]
+        title = run if len(runs) > 1 else None
+        finite = (
+            table is not None and np.isfinite(table[:, used[STEP]] if STEP in used else 0).all()
+        )
+        if table is not None and finite:
+            numbers = {signal: table[:, place] for signal, place in used.items()}
+            logged = {signal: np.ones(len(table), bool) for signal in used if signal != STEP}
+            logs.append(RawLog(path, title, numbers, logged, [], notes))
+        else:
+            labels = {signal: f"column '{names[place]}'" for signal, place in used.items()}
+            problems: list[Problem] = []
+            rows = _csv_rows(path, begin, len(names), used, title is not None, problems)
+            logs.append(parse_rows(path, title, labels, rows, problems, notes))
+    if not logs:
+        raise TraceError(reasons[0])
+    logs[0].notes.extend(f"{path}: {reason}" for reason in reasons)
+    return logs
 
 
-def _read_header(path: str) -> TableHeader:
-    """Reads the header. Raises TraceError if the first line is not a header."""
+def _read_header(path: str) -> tuple[list[str], int]:
+    """Returns the names of the columns, and the number of lines up to the header.
+
+    Raises TraceError if the first line that is not blank is not a header.
+    """
     with open_text(path) as file:
         number, line = next((at, line) for at, line in enumerate(file, 1) if line.strip())
     try:
@@ -45,46 +85,15 @@ def _read_header(path: str) -> TableHeader:
     except csv.Error as error:  # a cell of more than 131,072 characters
         raise TraceError(f"its first line cannot be read ({error}): this is not a table") from None
     try:
-        numbers = list(map(parse_number, names))
+        is_data = None not in list(map(parse_number, names))
     except ValueError:
-        return TableHeader(names, number)
-    if None in numbers:
-        return TableHeader(names, number)
-    raise TraceError(
-        f"its first line is data, not a header: '{line.strip()[:60]}'. Write the names of the "
-        "columns above it: step,loss,grad_norm"
-    )
-
-
-def read_tables(path: str, columns: Mapping[str, str]) -> list[Log]:
-    """Reads the table of a file, or the runs in a W&B export.
-
-    Raises TraceError if the file is not a table, or no run has a column with a known name.
-    """
-    header = _read_header(path)
-    if len(header.names) == 1 and not columns and header.names[0].lower() != "loss":
-        raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN_FORMATS}")
-    table = _load_numbers(path, header)
-    runs = _find_runs(header.names)
-    logs: list[Log] = []
-    reasons: list[str] = []
-    for run, places in runs.items():
-        # --column may name the metric, or the whole title of one run's column.
-        metrics = [header.names[place].removeprefix(f"{run} - ") for place in places]
-        chosen = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
-        try:
-            found, notes = resolve(metrics, chosen)
-        except TraceError as error:
-            reasons.append(f"run '{run}': {error}" if run else str(error))
-            continue
-        used = {name: places[metrics.index(metric)] for name, metric in found.items()}
-        notes = [f"{path}: {note}" for note in notes]
-        title = run if len(runs) > 1 else None
-        logs.append(_read_run(path, title, header, used, table, notes))
-    if not logs:
-        raise TraceError(reasons[0])
-    logs[0].notes.extend(f"{path}: {reason}" for reason in reasons)
-    return logs
+        is_data = False
+    if is_data:
+        raise TraceError(
+            f"its first line is data, not a header: '{line.strip()[:60]}'. Write the names of the "
+            "columns above it: step,loss,grad_norm"
+        )
+    return names, number
 
 
 def _find_runs(names: list[str]) -> dict[str | None, list[int]]:
@@ -108,68 +117,47 @@ def _find_runs(names: list[str]) -> dict[str | None, list[int]]:
     return {run: [*shared, *own] for run, own in runs.items()}
 
 
-def _load_numbers(path: str, header: TableHeader) -> np.ndarray | None:
+def _load_numbers(path: str, begin: int, width: int) -> np.ndarray | None:
     """Reads a table whose cells all are plain numbers, or returns None for any other table."""
     with open_text(path) as file, warnings.catch_warnings(action="error"):
         try:
-            table = np.loadtxt(file, delimiter=",", skiprows=header.line, comments=None, ndmin=2)
+            table = np.loadtxt(file, delimiter=",", skiprows=begin, comments=None, ndmin=2)
         except (ValueError, UserWarning):  # a table without rows gives a warning
             return None
-    return table if table.shape[1] == len(header.names) else None
+    return table if table.shape[1] == width else None
 
 
-def _read_run(
+def _csv_rows(
     path: str,
-    run: str | None,
-    header: TableHeader,
+    begin: int,
+    width: int,
     places: Mapping[str, int],
-    table: np.ndarray | None,
-    notes: list[str],
-) -> Log:
-    """Reads a table, or one run of a table; `places` are those of the step and the signals.
+    shared: bool,
+    problems: list[Problem],
+) -> Iterator[tuple[int, list[str]]]:
+    """Yields the last line and the cells of every row at the `places`; adds damage to the problems.
 
-    With a `run`, rows without a signal are skipped, because they belong to other runs.
+    In a `shared` table, rows without a signal are skipped, because they belong to other runs. csv
+    ends a cell after 131,072 characters, so that an open quote does not join the rest of the file
+    to one row.
     """
-    if table is not None:
-        numbers = {name: table[:, place] for name, place in places.items()}
-        if np.isfinite(numbers.get(STEP, 0)).all():
-            logged = {name: np.ones(len(table), bool) for name in places if name != STEP}
-            return Log(path, run, numbers, logged, [], notes)
-    labels = {name: f"column '{header.names[place]}'" for name, place in places.items()}
     signals = [place for name, place in places.items() if name != STEP]
-    width = len(header.names)
-    problems: list[Problem] = []
-
-    def rows() -> Iterator[tuple[int, list[str]]]:
-        for line, cells in _csv_rows(path, header, problems):
+    with open_text(path) as file:
+        rows = csv.reader(itertools.islice(file, begin, None))
+        while True:
+            try:
+                cells = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                problems.append((begin + rows.line_num, f"{error}: the row is skipped"))
+                continue
+            line = begin + rows.line_num
+            if not cells or (len(cells) == 1 and not cells[0].strip()):
+                continue  # a blank line is no row
             if len(cells) < width or any(cells[width:]):
                 plural = "s" if len(cells) > 1 else ""
                 text = f"{len(cells)} cell{plural} where the header has {width}"
                 problems.append((line, f"{text}: the row is skipped"))
-            elif run is None or any(cells[place] for place in signals):
+            elif not shared or any(cells[place] for place in signals):
                 yield line, [cells[place] for place in places.values()]
-
-    return parse_rows(path, run, labels, rows(), problems, notes)
-
-
-def _csv_rows(
-    path: str, header: TableHeader, problems: list[Problem]
-) -> Iterator[tuple[int, list[str]]]:
-    """Yields the last line and the cells of every row, and adds damage to the problems.
-
-    csv ends a cell after 131,072 characters, so that an open quote does not join the rest of the
-    file to one row.
-    """
-    with open_text(path) as file:
-        rows = csv.reader(itertools.islice(file, header.line, None))
-        while True:
-            try:
-                cells = next(rows, None)
-            except csv.Error as error:
-                line = header.line + rows.line_num
-                problems.append((line, f"{error}: the row is skipped"))
-                continue
-            if cells is None:
-                return
-            if cells and (len(cells) > 1 or cells[0].strip()):  # a blank line is no row
-                yield header.line + rows.line_num, cells

@@ -21,19 +21,22 @@ from tests.tools.replay import logs
 OVERFIT = """
 schema = 1
 name = "overfit"
-[clip]
-kind = "autoclip"
-window = 50
-[detect.nonfinite]
-[detect.overfit]
-max_gap = 0.5
-[detect.update_spike]
-[[respond]]
-to = ["nonfinite", "update_spike"]
-do = ["skip"]
-[[respond]]
-to = ["overfit"]
-do = ["alert", "save"]
+clip = { kind = "autoclip", window = 50 }
+respond = [
+    { to = ["nonfinite", "update_spike"], do = ["skip"] },
+    { to = ["overfit"], do = ["alert", "save"] },
+]
+detect = { nonfinite = {}, overfit = { max_gap = 0.5 }, update_spike = {} }
+"""
+ADAGC = """
+schema = 1
+name = "adagc"
+clip = { kind = "adagc" }
+detect = { nonfinite = {}, loss_spike = {} }
+respond = [
+    { to = ["nonfinite", "loss_spike"], do = ["skip", "alert"] },
+    { to = ["loss_spike"], when = { sustained = true }, do = ["rollback", "cut_lr"] },
+]
 """
 
 
@@ -65,21 +68,10 @@ def paid_for(state, recoveries):
     return state._replace(budget=state.budget._replace(recoveries=left))
 
 
-def gone_back(engine, live, restored):
-    """The state after the recorded run went back: what it ordered has been paid for."""
-    state = engine.on_rollback(live, restored, xp=np)
-    return paid_for(state, live.budget.recoveries)
-
-
 def line_of(decision, action):
     """The content of a decision's line, without the scores."""
-    return (
-        Cause(int(decision.cause)),
-        Action(action),
-        bool(decision.skip),
-        np.float32(decision.grad_scale),
-        np.float32(decision.lr_scale),
-    )
+    scales = np.float32(decision.grad_scale), np.float32(decision.lr_scale)
+    return Cause(int(decision.cause)), Action(action), bool(decision.skip), *scales
 
 
 def by_hand(engine: Engine, state, rows, index):
@@ -106,14 +98,7 @@ def by_hand(engine: Engine, state, rows, index):
 
 def replayed(trace, policy):
     result = replay(trace, policy)
-    lines = [
-        (
-            row.index,
-            (row.cause, row.action, row.skip, np.float32(row.grad_scale), np.float32(row.lr_scale)),
-        )
-        for row in result
-    ]
-    return lines, result
+    return [(row.index, line_of(row, row.action)) for row in result], result
 
 
 def test_one_attempt(tmp_path):
@@ -154,7 +139,8 @@ def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
     second = logs.write(tmp_path / "2.csv", logs.part(run, 300, 700), range(300, 700))
     engine = load("pretraining").engine()
     before, states = by_hand(engine, engine.init(), rows_of(first), range(450))
-    state = gone_back(engine, states[-1], states[299])
+    state = engine.on_rollback(states[-1], states[299], xp=np)
+    state = paid_for(state, states[-1].budget.recoveries)  # what it ordered has been paid for
     assert int(states[-1].budget.recoveries) < int(states[100].budget.recoveries)
     after, _ = by_hand(engine, state, rows_of(second), range(450, 850))
     got, result = replayed(logs.trace(first, second), "pretraining")
@@ -228,3 +214,20 @@ def test_scores_belong_to_the_signals_of_the_row(tmp_path):
         assert all(math.isfinite(z) for z in row.z.values())
         seen.add(frozenset(row.z))
     assert len(seen) == 3
+
+
+def test_observing_orders_the_same(tmp_path):
+    """Observe mode reports what the same policy does in heal mode."""
+    trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(440)))
+    healing = load("pretraining", mode="heal", name="same")
+    watching = load(healing, mode="observe")
+    assert [*replay(trace, watching).lines()][:-1] == [*replay(trace, healing).lines()][:-1]
+
+
+def test_adagc_without_norms_of_tensors(tmp_path):
+    trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(440)))
+    *lines, summary = replay(trace, loads(ADAGC)).lines()
+    assert '"clips": 0' in summary
+    assert '"group_norms": ["clip"]' in summary
+    assert '"ROLLBACK"' in "".join(lines)
+    assert "threshold" not in "".join(lines)

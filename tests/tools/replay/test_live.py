@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,40 +14,29 @@ from healcore.tools.replay import replay
 from tests.healer.training_loops import Faults, loop_of, rules, train
 from tests.tools.replay import logs
 
-Step = tuple[tuple[str, ...], tuple[str, ...], bool, np.float32, np.float32]
-"""Causes, orders, skip, grad_scale, lr_scale."""
 
+def live_and_replayed(path: Path, policy):
+    """The decisions of a live run and of its replay, each the fields of a line, and the summary.
 
-def flags(kind, names) -> tuple[str, ...]:
-    return tuple(each.name for each in kind if each.name in names)
-
-
-def live_steps(path: Path) -> Iterator[Step]:
-    """The decisions of the live run, line by line."""
-    for line in map(json.loads, path.open()):
-        yield (
-            flags(Cause, line["cause"]),
-            flags(Action, line["action"]),
+    Where the budget was spent, without what the replay adds.
+    """
+    live = [
+        (
+            [each.name for each in Cause if each.name in line["cause"]],
+            [each.name for each in Action if each.name in line["action"]],
             line["skip"],
             np.float32(line["grad_scale"]),
             np.float32(line["lr_scale"]),
         )
-
-
-def replayed(path: Path, policy, rows: int):
-    """The same from the replay; where the budget was spent, without what the replay adds."""
-    found: list[Step] = [((), (), False, np.float32(1), np.float32(1))] * rows
+        for line in map(json.loads, path.open())
+    ]
+    found = [([], [], False, np.float32(1), np.float32(1))] * len(live)
     result = replay(logs.trace(path), policy)
     for row in result:
         action = row.action & ~Action.ROLLBACK if row.spent else row.action
-        found[row.index] = (
-            tuple(names(row.cause)),
-            tuple(names(action)),
-            row.skip,
-            np.float32(row.grad_scale),
-            np.float32(row.lr_scale),
-        )
-    return found, result.summary
+        scales = np.float32(row.grad_scale), np.float32(row.lr_scale)
+        found[row.index] = [*names(row.cause)], [*names(action)], row.skip, *scales
+    return live, found, result.summary
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -59,8 +47,7 @@ def test_with_rollbacks(framework, bad, tmp_path):
     loop = loop_of(framework, Faults(once=bad), rules())
     facts = train(loop, rules(), range(40), metrics=path)
     assert facts["rollbacks"] == len(bad)
-    live = list(live_steps(path))
-    found, summary = replayed(path, rules(), len(live))
+    live, found, summary = live_and_replayed(path, rules())
     assert found == live
     assert summary.rollbacks == len(bad)
     orders = [row for row in replay(logs.trace(path), rules()) if row.action & Action.ROLLBACK]
@@ -72,9 +59,8 @@ def test_with_a_preset(tmp_path):
     path = tmp_path / "run.metrics.jsonl"
     loop = loop_of("torch", Faults(always=[50]), load("pretraining"))
     train(loop, load("pretraining"), range(90), metrics=path)
-    live = list(live_steps(path))
+    live, found, summary = live_and_replayed(path, "pretraining")
     assert sum(line[3] < 1 for line in live) > 0
-    found, summary = replayed(path, "pretraining", len(live))
     assert found == live
     assert summary.causes["NONFINITE_LOSS"] == 1
 
@@ -86,8 +72,7 @@ def test_a_run_that_its_policy_stopped(tmp_path):
     loop = loop_of("torch", Faults(always=range(20, 60)), policy)
     with pytest.raises(SystemExit):
         train(loop, policy, range(60), metrics=path)
-    live = list(live_steps(path))
-    found, summary = replayed(path, policy, len(live))
+    live, found, summary = live_and_replayed(path, policy)
     assert found == live
     assert (summary.rollbacks, summary.spent) == (2, 1)
     assert summary.stopped_step is not None

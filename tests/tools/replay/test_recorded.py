@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from healcore.core.verdict import Action
 from healcore.tools.replay import replay
+from tests.parity.recorded_runs import FOLDER, needed
 from tests.tools.replay import logs
-
-FOLDER = Path(__file__).parents[4] / "shared" / "traces"
-
-needed = pytest.mark.skipif(
-    not (FOLDER / "labels.json").is_file(), reason=f"no recorded runs: {FOLDER} is not there"
-)
 
 
 def labelled(family: str, *, spikes: bool):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from healcore.tools.replay.scores import Label, Score, label_of, score
+from healcore.tools.replay.vary import Label, Score, label_of, score
 
 SCORER = Path(__file__).parents[4] / "shared" / "tools" / "score_detectors.py"
 
@@ -19,10 +19,6 @@ def scored(orders, loss, label):
     """The score of a run with orders at these rows."""
     nonfinite = np.flatnonzero(~np.isfinite(loss))
     return score(np.array(orders, np.int64), nonfinite, label)
-
-
-def label(spikes=(), ambiguous=(), points=600):
-    return Label("a.csv", points, list(spikes), list(ambiguous))
 
 
 @pytest.mark.parametrize(
@@ -43,15 +39,15 @@ def label(spikes=(), ambiguous=(), points=600):
 )
 def test_what_counts(orders, found, false):
     loss = np.ones(600, np.float32)
-    score = scored(orders, loss, label([(300, 310)], [(470, 490)]))
+    score = scored(orders, loss, Label("", 600, [(300, 310)], [(470, 490)]))
     assert score.events == 1
     assert (len(score.latencies), score.false) == (found, false)
 
 
 def test_latency():
     loss = np.ones(600, np.float32)
-    spikes = [(100, 110), (200, 210), (300, 310)]
-    score = scored([98, 203, 311], loss, label(spikes))
+    label = Label("", 600, [(100, 110), (200, 210), (300, 310)], [])
+    score = scored([98, 203, 311], loss, label)
     assert score.latencies == (0, 3, 11)
     assert score.in_time == 2
     both = score.plus(Score(1, (7,), 2))
@@ -60,7 +56,7 @@ def test_latency():
 
 def test_a_label_is_found_by_the_end_of_the_path():
     names = ("calm/a.csv", "spiky/a.csv", "b.csv")
-    labels = [label()._replace(file=name) for name in names]
+    labels = [Label(name, 600, [], []) for name in names]
     for path, file in {
         "/data/spiky/a.csv": "spiky/a.csv",
         "calm/a.csv": "calm/a.csv",

@@ -13,6 +13,7 @@ from healcore.policy import dumps, to_dict
 from healcore.policy import load as load_policy
 from healcore.tools.cli import app
 from healcore.tools.replay.vary import VaryError, variants
+from tests.tools.replay import logs
 
 SPIKE = 300
 BASE = load_policy("pretraining")
@@ -26,10 +27,8 @@ def traces(tmp_path: Path) -> list[str]:
         random = np.random.default_rng(len(paths))
         loss = 2.0 + 0.05 * random.standard_normal(600)
         loss[SPIKE : SPIKE + 60] += height
-        path = tmp_path / f"{name}.csv"
-        rows = (f"{step},{value},1.0" for step, value in enumerate(loss.tolist()))
-        path.write_text("\n".join(["step,loss,grad_norm", *rows]))
-        paths.append(str(path))
+        columns = {"loss": loss.tolist(), "grad_norm": [1.0] * 600}
+        paths.append(str(logs.write(tmp_path / f"{name}.csv", columns)))
     return paths
 
 
@@ -47,10 +46,8 @@ def test_it_counts_what_a_replay_of_each_policy_counts(traces, tmp_path):
     for row, policy in zip(rows, policies.values(), strict=True):
         at = tmp_path / "one.toml"
         at.write_text(dumps(policy))
-        lines = tmp_path / "lines.jsonl"
-        command = ["replay", *traces, "-p", str(at), "--jsonl", str(lines)]
-        assert CliRunner().invoke(app, command).exit_code == 0
-        replayed = [json.loads(line) for line in lines.read_text().splitlines()]
+        command = ["replay", *traces, "-p", str(at), "--jsonl", "-"]
+        replayed = map(json.loads, CliRunner().invoke(app, command).stdout.splitlines())
         sums = [line for line in replayed if line.get("summary")]
         for name in ("rows", "alarms", "incidents", "skips", "clips"):
             assert row[name] == sum(each[name] for each in sums)

@@ -41,10 +41,7 @@ TRAINERS = {
         ["loss/train/total", "l2_norm/grad/global", "lr-DecoupledAdamW/group0", "time/batch"],
         {"loss": 0, "grad_norm": 1, "step": 3},
     ),
-    "fairseq": (
-        ["num_updates", "loss", "gnorm", "lr"],
-        {"step": 0, "loss": 1, "grad_norm": 2},
-    ),
+    "fairseq": (["num_updates", "loss", "gnorm", "lr"], {"step": 0, "loss": 1, "grad_norm": 2}),
     "Lightning": (
         ["epoch", "step", "train_loss_step", "train_loss_epoch", "val_loss"],
         {"step": 1, "loss": 2, "eval_loss": 4},
@@ -69,11 +66,7 @@ def test_an_earlier_tier_wins_and_is_reported():
     ("names", "columns", "message"),
     [
         (["step", "a"], {}, "only 'step', 'a'. Name one: --column loss=NAME"),
-        (
-            ["epoch", "train/box_loss", "train/cls_loss"],
-            {},
-            "Name one: --column loss=train/box_loss",
-        ),
+        (["epoch", "train/box_loss", "train/cls_loss"], {}, "--column loss=train/box_loss"),
         (["train_loss", "train/loss"], {}, "may each be the loss"),
         (["loss", "iter", "iteration"], {}, "may each be the step"),
         (["loss"], {"loss": "x"}, "--column loss=x: the log has no 'x'; it has 'loss'"),

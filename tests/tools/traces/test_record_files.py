@@ -8,13 +8,7 @@ import pytest
 
 from healcore.events import Log
 from healcore.tools.traces import lineage, open_traces
-from tests.tools.traces.opened_traces import (
-    column,
-    open_one,
-    problems_of,
-    refusal,
-    write,
-)
+from tests.tools.traces.opened_traces import column, open_one, problems_of, refusal, write
 
 
 def lines(*records):
@@ -22,16 +16,16 @@ def lines(*records):
 
 
 def test_metrics_of_a_healed_run(tmp_path):
-    def step(number, loss, **more):
-        return {"schema": 1, "kind": "step", "run": "r", "step": number, "loss": loss, **more}
-
     text = lines(
-        step(0, 2.5, grad_norm=1.0, threshold=3.0, lr=None, cause=[], skip=False),
-        step(
-            1, "nan", grad_norm="inf", threshold=3.5, lr=None, cause=["NONFINITE_LOSS"], skip=True
-        ),
-        step(2, 2.25, grad_norm=1.5, threshold="inf", lr=None, cause=[], skip=False),
-        step(1, 2.0, grad_norm=1.0, threshold=4.0, lr=None, cause=[], skip=False),
+        *(
+            {"schema": 1, "kind": "step", "run": "r", "lr": None, "cause": [], **step}
+            for step in (
+                {"step": 0, "loss": 2.5, "grad_norm": 1.0, "threshold": 3.0},
+                {"step": 1, "loss": "nan", "grad_norm": "inf", "cause": ["NONFINITE_LOSS"]},
+                {"step": 2, "loss": 2.25, "grad_norm": 1.5, "threshold": "inf"},
+                {"step": 1, "loss": 2.0, "grad_norm": 1.0, "skip": False},
+            )
+        )
     )
     trace = open_one(write(tmp_path / "run.metrics.jsonl", text))
     table = trace.rows
@@ -128,14 +122,11 @@ def test_the_state_of_the_trainer(tmp_path, indent):
 
 def test_the_state_as_transformers_writes_it(tmp_path):
     callback = pytest.importorskip("transformers.trainer_callback")
-    folder = tmp_path / "out" / "checkpoint-25"
-    folder.mkdir(parents=True)
-    callback.TrainerState(log_history=HISTORY, global_step=25).save_to_json(
-        str(folder / "trainer_state.json")
-    )
-    older = tmp_path / "out" / "checkpoint-9"
-    older.mkdir()
-    write(older / "trainer_state.json", "{}")
+    state = callback.TrainerState(log_history=HISTORY, global_step=25)
+    for step in (9, 25):
+        path = tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json"
+        path.parent.mkdir(parents=True)
+        state.save_to_json(str(path)) if step == 25 else write(path, "{}")
     check(open_one(tmp_path / "out"))  # the newest checkpoint's
 
 

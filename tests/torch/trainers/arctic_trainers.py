@@ -6,7 +6,7 @@ replaced, which loads a model and a tokenizer from a hub and compiles an optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,12 +47,20 @@ class Unhealed(SFTTrainer):
         folder: of the checkpoints.
         bad: batch of the first epoch whose loss is NaN when it is first read.
         save_every: steps between two of ArcticTraining's own checkpoints, or 0.
+        at: function called before the loss of the batch that is read as this one, from 0.
         **config: values of TrainerConfig.
     """
 
     name = "unhealed"
 
-    def __init__(self, folder: Path, bad: int = -1, save_every: int = 0, **config: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        bad: int = -1,
+        save_every: int = 0,
+        at: tuple[int, Callable[[], object]] = (-1, bool),
+        **config: Any,
+    ) -> None:
         import deepspeed  # pyright: ignore[reportMissingImports]
 
         values = {
@@ -79,7 +87,7 @@ class Unhealed(SFTTrainer):
         self.world_size = torch.distributed.get_world_size()
         self.global_rank = torch.distributed.get_rank()
         self.train_dataloader: Any = Loader()
-        self.bad = bad
+        self.bad, self.at = bad, at
         self.read: list[int] = []
         self.after: dict[int, list[Tensor]] = {}
         torch.manual_seed(0)
@@ -106,6 +114,8 @@ class Unhealed(SFTTrainer):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Also notes the batch."""
         i = int(batch["input_ids"])
+        if len(self.read) == self.at[0]:
+            self.at[1]()
         self.read.append(i)
         x = 1 + 0.1 * torch.rand(4, 3, generator=torch.Generator().manual_seed(i))
         bad = i == self.bad and self.read.count(i) == 1

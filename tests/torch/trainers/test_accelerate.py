@@ -34,13 +34,9 @@ def fresh_accelerate() -> Iterator[None]:
 
 
 class Loop:
-    """A small regression, prepared.
+    """A small regression, prepared, with `accumulate` micro-batches per step.
 
-    Args:
-        accumulate: micro-batches per step.
-        shuffle: whether the data are shuffled.
-        stateful: whether Accelerate reads a StatefulDataLoader.
-        workers: processes that read the data.
+    `stateful`: whether Accelerate reads a StatefulDataLoader; `workers`: processes that read.
     """
 
     def __init__(
@@ -51,31 +47,22 @@ class Loop:
         stateful: bool = False,
         workers: int = 0,
     ) -> None:
-        from accelerate.utils import DataLoaderConfiguration
-
-        data = DataLoaderConfiguration(
-            use_stateful_dataloader=stateful, use_seedable_sampler=stateful
-        )
         self.accelerator: Any = accelerate.Accelerator(
-            cpu=True, gradient_accumulation_steps=accumulate, dataloader_config=data
+            cpu=True,
+            gradient_accumulation_steps=accumulate,
+            dataloader_config=accelerate.DataLoaderConfiguration(
+                use_stateful_dataloader=stateful, use_seedable_sampler=stateful
+            ),
         )
         torch.manual_seed(0)
         net = nn.Linear(3, 1)
         optimizer = AdamW(net.parameters(), lr=0.01)
         scheduler = LinearLR(optimizer, start_factor=0.5, total_iters=20)
-        loader = DataLoader(
-            TensorDataset(torch.arange(24), 1 + 0.1 * torch.rand(24, 3)),
-            batch_size=1,
-            shuffle=shuffle,
-            num_workers=workers,
-        )
+        rows = TensorDataset(torch.arange(24), 1 + 0.1 * torch.rand(24, 3))
+        loader = DataLoader(rows, batch_size=1, shuffle=shuffle, num_workers=workers)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             net, optimizer, scheduler, loader
         )
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
     @property
     def weights(self) -> list[Tensor]:
@@ -138,9 +125,7 @@ def test_a_wrapper_with_a_scaler_is_healed_and_released(caplog: pytest.LogCaptur
     assert not step()
     assert not step(1e4)
     assert int(heal.metrics()["heal/steps"]) == 0
-    assert [each.message.count("pass accelerate's optimizer") for each in caplog.records].count(
-        1
-    ) == 1
+    assert sum("pass accelerate's optimizer" in each.message for each in caplog.records) == 1
 
 
 def test_clipping_in_the_loop_is_noticed(caplog: pytest.LogCaptureFixture):
@@ -160,21 +145,17 @@ def test_clipping_in_the_loop_is_noticed(caplog: pytest.LogCaptureFixture):
 
 
 def test_accelerates_own_checkpoints_hold_the_policys_state(tmp_path: Any):
-    loop = Loop()
-    heal = attach(loop.optimizer, policies.SKIPS)
-    loop.accelerator.register_for_checkpointing(heal)
-    for batch in loop.loader:
-        loop.step(batch, heal.observe, bad=3)
-    loop.accelerator.save_state(str(tmp_path / "saved"))
-    saved = heal.state_dict()
-
-    again = Loop()
-    fresh = attach(again.optimizer, policies.SKIPS)
-    again.accelerator.register_for_checkpointing(fresh)
-    assert fresh.state_dict() != saved
-    again.accelerator.load_state(str(tmp_path / "saved"))
-    assert fresh.state_dict() == saved
-    assert int(fresh.metrics()["heal/skips"]) == 1
+    loops = Loop(), Loop()
+    first, second = (attach(loop.optimizer, policies.SKIPS) for loop in loops)
+    for loop, heal in zip(loops, (first, second), strict=True):
+        loop.accelerator.register_for_checkpointing(heal)
+    for batch in loops[0].loader:
+        loops[0].step(batch, first.observe, bad=3)
+    loops[0].accelerator.save_state(str(tmp_path / "saved"))
+    assert second.state_dict() != first.state_dict()
+    loops[1].accelerator.load_state(str(tmp_path / "saved"))
+    assert second.state_dict() == first.state_dict()
+    assert int(second.metrics()["heal/skips"]) == 1
 
 
 def dropped(
@@ -184,7 +165,7 @@ def dropped(
     loop = Loop(shuffle=True, **loader)
     with Healer(
         rules(cut=False),
-        state=loop.state,
+        state={"model": loop.model, "optimizer": loop.optimizer, "scheduler": loop.scheduler},
         store=store,
         **grouped(options, save_every=4),
     ) as healer:
@@ -205,12 +186,8 @@ def dropped(
 @pytest.mark.parametrize(
     ("at", "loader"),
     [
-        (2, {}),
-        (10, {"stateful": True}),
-        (23, {}),
-        (24, {}),
-        (30, {"workers": 1}),
-        (30, {"stateful": True, "workers": 1}),
+        *((2, {}), (23, {}), (24, {}), (10, {"stateful": True})),
+        *((30, {"workers": 1}), (30, {"stateful": True, "workers": 1})),
     ],
 )
 def test_random_states_go_back_with_the_data(

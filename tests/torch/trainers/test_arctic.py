@@ -13,6 +13,7 @@ import torch
 
 from tests.healer.run_directory import new_process
 from tests.torch.trainers.deepspeed_engines import prepare
+from tests.torch.trainers.huggingface.small_runs import raising
 from tests.torch.two_ranks import free_port, run_two_ranks
 
 TWO_EPOCHS = [*range(9)] * 2
@@ -67,15 +68,7 @@ def test_a_rollback_within_the_run(kinds: Any, tmp_path: Path):
 
 
 def test_an_exception_ends_the_run_with_a_postmortem(kinds: Any, tmp_path: Path):
-    trainer = kinds.TinyTrainer(tmp_path)
-    original = trainer.loss
-
-    def loss(batch: Any) -> Any:
-        if len(trainer.read) == 5:
-            raise ValueError("broken")
-        return original(batch)
-
-    trainer.loss = loss
+    trainer = kinds.TinyTrainer(tmp_path, at=(5, raising(ValueError("broken"))))
     with pytest.raises(ValueError, match="broken"):
         trainer.train()
     assert trainer.healcore.report().ending == "exception"
@@ -103,15 +96,8 @@ def test_a_resume_replays_no_batch_and_loses_none(stop: int, kinds: Any, tmp_pat
 
 
 def test_the_kill_switch_stops_between_two_steps(kinds: Any, tmp_path: Path):
-    trainer = kinds.TinyTrainer(tmp_path)
-    original = trainer.loss
-
-    def loss(batch: Any) -> Any:
-        if len(trainer.read) == 4:  # the fifth batch begins the third step
-            trainer.config.kill_switch_path.touch()
-        return original(batch)
-
-    trainer.loss = loss
+    # The fifth batch begins the third step.
+    trainer = kinds.TinyTrainer(tmp_path, at=(4, (tmp_path / "stop").touch))
     trainer.train()
     assert "kill switch" in trainer.early_stop_reason
     assert trainer.read == [0, 1, 2, 3, 4, 5]
@@ -137,16 +123,9 @@ def one_rank(rank: int, port: int, folder: Path) -> None:
     prepare(rank, 2, port)
     from tests.torch.trainers.arctic_trainers import TinyTrainer
 
-    trainer: Any = TinyTrainer(folder)
-    trainer.config.kill_switch_path = folder / f"stop-{rank}"
-    original = trainer.loss
-
-    def loss(batch: Any) -> Any:
-        if len(trainer.read) == 5 and rank == 1:
-            trainer.config.kill_switch_path.touch()
-        return original(batch)
-
-    trainer.loss = loss
+    stop = folder / f"stop-{rank}"
+    at = (5, stop.touch) if rank == 1 else (-1, bool)
+    trainer: Any = TinyTrainer(folder, at=at, kill_switch_path=stop)
     trainer.train()
     reason = trainer.early_stop_reason
     print(json.dumps({"step": trainer.global_step, "reason": reason, "read": len(trainer.read)}))

@@ -22,8 +22,7 @@ from tests.torch.trainers.lightning.fits import trainer as lightning_trainer
 def train_hf(folder: Path, **arguments: Any) -> Any:
     new_process()
     run = hf_trainer(folder, steps=8, **arguments)
-    healed = heal_trainer(run, "default")
-    healed.train()
+    heal_trainer(run).train()
     return run
 
 

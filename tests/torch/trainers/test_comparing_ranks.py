@@ -41,17 +41,17 @@ def options(rollbacks: list[Any]) -> dict[str, Any]:
     }
 
 
-class Damage:
+def damage(step: int, layer: Any, done: list[int]) -> None:
     """Multiplies a layer's weights by 50 once, before step `FAULT`."""
+    if step == FAULT and not done:
+        done.append(step)
+        with torch.no_grad():
+            layer.weight.mul_(50.0)
 
-    done = False
 
-    def apply(self, step: int, layer: Any) -> None:
-        """At the beginning of each step."""
-        if step == FAULT and not self.done:
-            self.done = True
-            with torch.no_grad():
-                layer.weight.mul_(50.0)
+def result(rollbacks: list[Any], steps: int, module: torch.nn.Module) -> dict[str, Any]:
+    norm = float(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).norm())
+    return {"rollbacks": rollbacks, "steps": steps, "norm": norm}
 
 
 def transformers_run(folder: Path, world: int) -> dict[str, Any]:
@@ -59,10 +59,10 @@ def transformers_run(folder: Path, world: int) -> dict[str, Any]:
     from healcore.torch import heal_trainer
     from tests.torch.trainers.huggingface import small_runs
 
-    damage, rollbacks = Damage(), list[Any]()
+    done, rollbacks = list[int](), list[Any]()
 
     def before_step(state: Any, *, model: Any, **_: Any) -> None:
-        damage.apply(state.global_step, model.layers[2])
+        damage(state.global_step, model.layers[2], done)
 
     more: dict[str, Any] = {"ddp_backend": "gloo"} if world > 1 else {}
     trainer = small_runs.trainer(
@@ -75,8 +75,7 @@ def transformers_run(folder: Path, world: int) -> dict[str, Any]:
     )
     heal_trainer(trainer, **grouped(options(rollbacks))).train()
     assert trainer.args.world_size == world
-    norm = float(small_runs.weights(trainer).norm())
-    return {"rollbacks": rollbacks, "steps": trainer.state.global_step, "norm": norm}
+    return result(rollbacks, trainer.state.global_step, trainer.model)
 
 
 def lightning_run(folder: Path, world: int) -> dict[str, Any]:
@@ -86,11 +85,11 @@ def lightning_run(folder: Path, world: int) -> dict[str, Any]:
     from healcore.torch import LightningHealingCallback
     from tests.torch.trainers.lightning import fits
 
-    damage, rollbacks = Damage(), list[Any]()
+    done, rollbacks = list[int](), list[Any]()
 
     class Damages(lightning.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
-            damage.apply(trainer.global_step, module.net[2])
+            damage(trainer.global_step, module.net[2], done)
 
     torch.manual_seed(0)
     module = fits.Regression()
@@ -106,8 +105,7 @@ def lightning_run(folder: Path, world: int) -> dict[str, Any]:
     rank, rows = int(os.environ.get("RANK", "0")), fits.data(STEPS, ROWS)
     sampler = DistributedSampler(rows, num_replicas=world, rank=rank, shuffle=False)
     running.fit(module, DataLoader(rows, batch_size=ROWS // world, sampler=sampler))
-    norm = float(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).norm())
-    return {"rollbacks": rollbacks, "steps": running.global_step, "norm": norm}
+    return result(rollbacks, running.global_step, module)
 
 
 def outcomes(which: str, world: int, folder: Path) -> list[Any]:

@@ -21,24 +21,20 @@ class RaisingTrainer(small_runs.InOrder):
 
     raises_at: int | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        net: Any = self.model
-        net.layers.insert(1, torch.nn.Dropout(0.2))
-        self.seen: list[float] = []
-
     def training_step(self, model: Any, inputs: Any, items: Any = None) -> Any:
-        self.seen.append(float(inputs["x"].sum()))
-        if len(self.seen) - 1 == self.raises_at:
+        seen = vars(self).setdefault("seen", [])
+        seen.append(float(inputs["x"].sum()))
+        if len(seen) - 1 == self.raises_at:
             raise ZeroDivisionError
         return super().training_step(model, inputs, items)
 
 
-def train(folder: Path, accumulated: int, raises_at: int | None = None) -> RaisingTrainer:
+def train(folder: Path, accumulated: int, raises_at: int | None = None) -> Any:
     """Two epochs of 7 batches, so that the last window of an epoch may be a shorter one."""
     made: Any = small_runs.trainer(
         folder, cls=RaisingTrainer, num_train_epochs=2, gradient_accumulation_steps=accumulated
     )
+    made.model.layers.insert(1, torch.nn.Dropout(0.2))
     made.train_dataset, made.raises_at = small_runs.Rows(7), raises_at
     heal_trainer(made, store=folder / "store", checkpoints=Checkpoints(every=2)).train()
     return made
@@ -90,11 +86,8 @@ def fit(
 @pytest.mark.parametrize(
     ("at", "loader", "workers"),
     [
-        (4, StatefulDataLoader, 0),
-        (8, StatefulDataLoader, 0),
-        (0, DataLoader, 0),
-        (4, DataLoader, 0),
-        (8, DataLoader, 1),
+        *((4, StatefulDataLoader, 0), (8, StatefulDataLoader, 0)),
+        *((0, DataLoader, 0), (4, DataLoader, 0), (8, DataLoader, 1)),
     ],
 )
 def test_each_batch_of_a_fit_is_used_by_one_step(

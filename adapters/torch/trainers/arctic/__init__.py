@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -20,7 +21,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import EndRequested
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.trainers import driven
-from healcore.torch.trainers.deepspeed.state import engine_state
+from healcore.torch.trainers.deepspeed import engine_state
 
 if TYPE_CHECKING:
     from healcore.policy import PolicyLike
@@ -69,10 +70,16 @@ def arctic_callbacks(
         where: Any = store
         if store == "auto":
             where = folders[0] / "_healcore" if folders else None
-        epochs = HealedEpochs(self)
-        state = {**engine_state(self.model), "epochs": epochs}
-        self.healcore = Healer(resolved, state=state, store=where, **healer_options).__enter__()
-        epochs.insert(self.healcore)
+        state, engine = engine_state(self.model), self.model
+        # The settings that determine the result, except DeepSpeed's.
+        state["optimizer"].run_settings = {
+            "epochs": self.config.epochs,
+            "train_iters": self.config.train_iters,
+            "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        }
+        self.healcore = Healer(resolved, state=state, store=where, **healer_options)
+        HealedEpochs(self, self.healcore)
 
     def end_before_last_checkpoint(self: Any) -> None:
         # ArcticTraining sets its own count after the save, which is labelled with the count.
@@ -86,40 +93,34 @@ def arctic_callbacks(
 class HealedEpochs:
     """Replaces `trainer.train_dataloader`: passes the Healer's batches, epoch by epoch.
 
-    Also a part of the Healer's state, with the trainer's settings. The counts of the trainer follow
-    from the DeepSpeed engine, which is another part.
+    Args:
+        trainer: the trainer, before its first epoch.
+        healer: the Healer, which is opened.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._loader = trainer.train_dataloader
+    def __init__(self, trainer: Any, healer: Healer[Any]) -> None:
+        self._trainer, self._healer, self._exit = trainer, healer, ExitStack()
+        self._exit.enter_context(healer)
+        self._loader, config = trainer.train_dataloader, trainer.config
         self._own_early_exit: Callable[[], bool] = trainer.need_early_exit
         self._own_epoch: Callable[[], None] = trainer.epoch
-        self._healer: Healer[Any] | None = None
-        """The open Healer, or None before and after the training."""
-        self._batches: Iterator[Any] = iter(())
+        epochs = config.epochs
+        if config.train_iters:
+            per_step = trainer.model.gradient_accumulation_steps()
+            epochs = math.ceil(config.train_iters * per_step / len(self._loader))
+        self._batches: Iterator[Any] = healer.batches(self._loader, epochs=epochs)
         self._pending: list[Any] = []
         """The first batch of the next epoch, if it was read."""
         self._request: EndRequested | None = None
         """Reason to stop before the end of the training, or None."""
-
-    def insert(self, healer: Healer[Any]) -> None:
-        """Passes the batches of the open Healer to the trainer."""
-        trainer, config = self._trainer, self._trainer.config
-        self._healer, epochs = healer, config.epochs
-        if config.train_iters:
-            per_step = self._trainer.model.gradient_accumulation_steps()
-            epochs = math.ceil(config.train_iters * per_step / len(self._loader))
-        self._batches = healer.batches(self._loader, epochs=epochs)
         trainer.train_dataloader, trainer.epoch = self, self._epoch
         trainer.need_early_exit = lambda: False  # asked between two steps, see `_must_end`
         self.set_counts()
 
     def close(self, error: BaseException | None) -> None:
-        """Ends the Healer with the exception that ends the training, or None."""
-        healer, self._healer, error = self._healer, None, error or self._request
-        if healer is not None:
-            healer.__exit__(type(error) if error else None, error, None)
+        """Ends the Healer with the exception that ends the training, or None. Once only."""
+        error = error or self._request
+        self._exit.pop_all().__exit__(type(error) if error else None, error, None)
 
     def set_counts(self) -> None:
         """Sets the trainer's counts to the engine's, which a rollback changes."""
@@ -137,7 +138,6 @@ class HealedEpochs:
         while not self._must_end():
             if not self._pending:
                 self._pending = [next(self._batches, _END)]
-            assert self._healer is not None
             batch = self._pending[0]
             if batch is _END or (epoch := self._healer.run.data.unused[-1].epoch) > last:
                 break
@@ -155,7 +155,6 @@ class HealedEpochs:
         stop = self._own_early_exit()
         if not _any_rank(stop, trainer.device):
             return False
-        assert self._healer is not None
         if trainer.global_step >= trainer.training_horizon:
             if self._healer.after_step(last=True):
                 return False  # the last steps have rolled the run back
@@ -172,26 +171,6 @@ class HealedEpochs:
         except BaseException as error:
             self.close(error)
             raise
-
-    # -- a part of the state --------------------------------------------------------------------
-
-    @property
-    def run_settings(self) -> dict[str, Any]:
-        """The settings that determine the result, except DeepSpeed's."""
-        config, engine = self._trainer.config, self._trainer.model
-        return {
-            "epochs": config.epochs,
-            "train_iters": config.train_iters,
-            "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
-            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns an empty dictionary."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Does nothing."""
 
 
 def _any_rank(flag: bool, device: torch.device) -> bool:

@@ -1,1 +1,382 @@
-"""Heals the engine that `deepspeed.initialize` returns, with ZeRO stage 0, 1 or 2."""
+"""Heals the engine that `deepspeed.initialize` returns, with ZeRO stage 0, 1 or 2.
+
+The basic optimizer is the torch optimizer that `engine.step()` steps. With ZeRO-1 and ZeRO-2 it
+holds only this rank's flat piece of each parameter group, and DeepSpeed steps it once per group.
+Its gradients in one call are therefore only a part of the step's gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from healcore.console import Console, checked
+from healcore.core.engine import Engine
+from healcore.core.errors import AttachError
+from healcore.core.signals import Signals
+from healcore.torch import gradients
+from healcore.torch.attachment import Healing, heal_optimizer, healing_of
+from healcore.torch.engines import Order
+from healcore.torch.healed_step import HealedStep
+from healcore.torch.measurement import SEARCH, DroppedSteps, Measurer, Overflows, StepNorms
+from healcore.torch.trainers import replaced
+
+if TYPE_CHECKING:
+    from healcore.policy import Overrides, PolicyLike
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def heal_engine(
+    engine: nn.Module,
+    policy: PolicyLike = "default",
+    *,
+    console: Console = "auto",
+    **overrides: Unpack[Overrides],
+) -> Healing:
+    """Heals a DeepSpeed engine: the policy judges every step, and clips or skips the step.
+
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        heal = heal_engine(engine, "default")
+
+    Losses are observed in `engine.backward(loss)`, so the loop does not change. With ZeRO-1 and
+    ZeRO-2 the norm is taken over all groups and ranks. For rollbacks pass `engine_state(engine)` to
+    a `Healer`.
+
+    DeepSpeed's own clipping is switched off, because the policy needs the norm before clipping. Its
+    limit (`gradient_clipping`) becomes the `max_norm` of the policy's clipping. Under "default"
+    this limit is then the only clipping, as without healcore.
+
+    A step that DeepSpeed itself skips is judged when the next loss is observed, or earlier by the
+    Healer. It counts as non-finite, unless DeepSpeed is searching a dynamic loss scale.
+
+    Args:
+        engine: the engine, first result of `deepspeed.initialize`.
+        policy: as for `attach`.
+        console: as for `attach`.
+        **overrides: as for `attach`.
+
+    Returns:
+        The same handle as from `attach`. `detach()` restores the engine.
+
+    Raises:
+        AttachError: a pipeline engine, ZeRO-3, offloading, experts, model parallelism, a policy
+            that cannot hold DeepSpeed's limit, or anything that `attach` refuses. The engine is
+            unchanged.
+        healcore.policy.PolicyError: the policy does not exist or is invalid.
+    """
+    # Imported here, so that `import healcore.torch` does not load pydantic.
+    from healcore.policy import engine_of
+    from healcore.policy.loader import resolve, with_limit
+
+    printed, part = checked(console), EngineOptimizer(engine)
+    core = engine_of(with_limit(resolve(policy, overrides), part.trainer_limit))
+    healing = part.attach_with(core)
+    healing.hooks.incident_log.console = printed
+    return healing
+
+
+def engine_state(engine: nn.Module) -> dict[str, Any]:
+    """The `state` of a Healer for a DeepSpeed engine.
+
+        with Healer("default", state=engine_state(engine), store="checkpoints") as healer:
+            for batch in healer.batches(loader):
+                loss = engine(batch)
+                engine.backward(loss)
+                engine.step()
+
+    The Healer also heals the engine, unless `heal_engine` was called before. Checkpoints hold the
+    module, the basic optimizer, DeepSpeed's float32 copies of the weights, its loss scale and
+    counters, and the scheduler. With ZeRO each rank saves its own pieces, so a resume needs the
+    same number of ranks.
+
+    Args:
+        engine: the engine, first result of `deepspeed.initialize`.
+
+    Returns:
+        Name -> part. Other parts can be added: `{**engine_state(engine), "ema": ema}`.
+
+    Raises:
+        AttachError: as for `heal_engine`.
+    """
+    deepspeed: Any = engine
+    parts = {"model": deepspeed.module, "optimizer": EngineOptimizer(engine)}
+    if deepspeed.lr_scheduler is not None:
+        parts["scheduler"] = deepspeed.lr_scheduler
+    return parts
+
+
+class EngineOptimizer(Optimizer):
+    """The part of the state that DeepSpeed steps: moments, float32 weights, loss scale, counters.
+
+    A rollback writes into the live tensors, because ZeRO's flat buffers are views of each other.
+    DeepSpeed's own `load_checkpoint` reads from disk and rebuilds parts of the engine.
+
+    Args:
+        engine: the engine. AttachError if it cannot be healed.
+
+    Attributes:
+        optimizer: the basic optimizer.
+        per_rank: whether each rank has its own pieces of the weights and moments.
+        trainer_limit: DeepSpeed's max gradient norm (`gradient_clipping`), or None.
+        run_settings: settings of the trainer that owns the loop, or None for a loop of the user.
+    """
+
+    run_settings: dict[str, Any] | None = None
+
+    def __init__(self, engine: Any) -> None:
+        # super().__init__() is not called, because the basic optimizer has the hooks.
+        _check(engine)
+        self._engine = engine
+        self.optimizer = engine.basic_optimizer
+        self.per_rank = _is_sharded(engine) and engine.dp_world_size > 1
+        healing = healing_of(self.optimizer)
+        if healing is not None and isinstance(healing.hooks, EngineStep):
+            self.trainer_limit = healing.hooks.adopted_limit
+        else:
+            self.trainer_limit = float(engine.gradient_clipping() or 0.0) or None
+
+    def attach_with(self, core: Engine, *, process_group: Any = "auto", **options: Any) -> Healing:
+        """Heals the engine. The Healer calls this method instead of `attach`."""
+        engine, basic, sharded = self._engine, self.optimizer, _is_sharded(self._engine)
+        limit = None if core.mode == "observe" else self.trainer_limit
+        unknown = [name for name, value in options.items() if value is not None]
+        if unknown:
+            raise AttachError(
+                f"a DeepSpeed engine takes no attach={{{min(unknown)!r}: ...}}: this option "
+                "follows from DeepSpeed's config; omit it"
+            )
+        _check_policy(engine, core, limit)
+        healing = heal_optimizer(
+            basic,
+            core,
+            # A decision for several calls of the optimizer has to be on the host.
+            engine="host" if sharded and len(basic.param_groups) > 1 else "auto",
+            process_group=process_group,
+            measurer=partial(EngineMeasurer, engine),
+            healed_step=partial(EngineStep, engine, limit),
+        )
+        backward = engine.backward
+
+        @functools.wraps(backward)
+        def observed(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            healing.observe(loss)
+            return backward(loss, *args, **kwargs)
+
+        changes = healing.hooks.changes
+        changes.enter_context(replaced(engine, "backward", observed))
+        if limit:
+            changes.enter_context(replaced(engine._config, "gradient_clipping", 0.0))
+            if engine.optimizer is not basic:
+                changes.enter_context(replaced(engine.optimizer, "clip_grad", 0.0))
+        return healing
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of the basic optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def mid_accumulation(self) -> bool:
+        """Whether gradients have been accumulated since the last step."""
+        engine = self._engine
+        if not engine.managed_gradient_accumulation():
+            return engine._unmanaged_backward_count > 0
+        return engine.micro_steps % engine.gradient_accumulation_steps() != 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, with references to the live tensors."""
+        scale = self._scale()
+        return {
+            **self.optimizer.state_dict(),
+            "masters": self._masters(),
+            "scale": {name: getattr(scale, name) for name in _SCALE if hasattr(scale, name)},
+            "counters": {name: getattr(self._engine, name) for name in _COUNTERS},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state into the live tensors, and drops accumulated gradients."""
+        before = {p: dict(moments) for p, moments in self.optimizer.state.items()}
+        self.optimizer.load_state_dict({n: state_dict[n] for n in ("state", "param_groups")})
+        for p, moments in self.optimizer.state.items():
+            for name, old in before.get(p, {}).items():
+                new = moments.get(name)
+                if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
+                    moments[name] = old.copy_(new)
+        for live, saved in zip(self._masters(), state_dict["masters"], strict=True):
+            live.copy_(saved)
+        for owner, entry in ((self._scale(), "scale"), (self._engine, "counters")):
+            for name, value in state_dict[entry].items():
+                setattr(owner, name, value)
+        self._drop_gradients()
+
+    def _masters(self) -> list[Tensor]:
+        """The basic optimizer's tensors that are not parameters of the module (float32 weights)."""
+        module_ids = {id(p) for p in self._engine.module.parameters()}
+        params = gradients.parameters(self.optimizer)
+        return [p.detach() for p in params if id(p) not in module_ids]
+
+    def _scale(self) -> Any:
+        """The object that holds the loss scale, or None."""
+        optimizer = self._engine.optimizer
+        config = getattr(optimizer, "loss_scale_config", None)
+        return getattr(optimizer, "loss_scaler", None) if config is None else config
+
+    def _drop_gradients(self) -> None:
+        """Drops the gradients as DeepSpeed does after an overflow."""
+        engine, optimizer = self._engine, self._engine.optimizer
+        engine.module.zero_grad()
+        optimizer.zero_grad()
+        for name in ("averaged_gradients", "all_grad_tensors"):  # ZeRO-1 and ZeRO-2
+            by_group = getattr(optimizer, name, {})
+            by_group.update(dict.fromkeys(by_group))
+        if hasattr(optimizer, "clear_hp_grads"):  # BF16_Optimizer
+            optimizer.clear_hp_grads()
+
+
+# -- one step of the engine ------------------------------------------------------------------------
+
+
+class SkippedByDeepSpeed(DroppedSteps):
+    """Detects that DeepSpeed skipped a step after an overflow, without calling the optimizer."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._skipped = engine.skipped_steps
+        self.stepped = False
+
+    def found(self) -> bool:
+        """Whether a step was skipped since the last call."""
+        before, self._skipped = self._skipped, self._engine.skipped_steps
+        return self._skipped > before  # a rollback lowers it
+
+
+class EngineMeasurer(Measurer):
+    """Measures a step of the engine. With ZeRO the norm is over all groups and ranks."""
+
+    def __init__(self, engine: Any, *args: Any) -> None:
+        super().__init__(*args)
+        self._deepspeed = engine.optimizer
+        self._sharded = _is_sharded(engine)
+        self.dropped = SkippedByDeepSpeed(engine)
+        # Overflows are normal under a dynamic loss scale. Otherwise the gradients are not finite.
+        config = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer
+        searches = getattr(config, "dynamic_loss_scale", False)
+        self.overflows = Overflows(self.home, SEARCH if searches else 0)
+
+    def measure(self, *args: Any, **kwargs: Any) -> Signals:
+        """See `Measurer.measure`."""
+        measured = super().measure(*args, **kwargs)
+        if not self._sharded:
+            return measured
+        # DeepSpeed computes this norm before it calls the basic optimizer: reduced over the ranks,
+        # without the loss scale, before clipping. get_global_grad_norm() is one step behind.
+        norm = torch.as_tensor(self._deepspeed._global_grad_norm, dtype=torch.float32)
+        norm = norm.to(self.home, non_blocking=True)
+        # DeepSpeed sets -1 if the norm is not finite.
+        return measured._replace(grad_norm=norm.masked_fill(norm < 0, math.nan))
+
+
+class EngineStep(HealedStep):
+    """Judges once per step of the engine, and enforces the decision in every parameter group.
+
+    Args:
+        engine: the engine.
+        adopted_limit: DeepSpeed's max gradient norm, which the policy enforces instead, or None.
+        *args: arguments of `HealedStep`.
+    """
+
+    def __init__(self, engine: Any, adopted_limit: float | None, *args: Any) -> None:
+        super().__init__(*args)
+        self.adopted_limit = adopted_limit
+        self._first = gradients.parameters(self.optimizer)[0]
+        self._group_order: Order | None = None
+        self._sharded = _is_sharded(engine)
+        # DeepSpeed refers to the moment tensors, so they must not be replaced.
+        self._resets_moments = self.incident_log.resets_moments = False
+
+    @torch.no_grad()
+    def _judge(self) -> None:
+        params = gradients.parameters(self.optimizer)
+        if not self._sharded or params[0] is self._first:
+            super()._judge()
+            self._group_order = self._order
+        elif self._group_order is not None:
+            self._order = self._group_order
+            self.enforcer.enforce(params, self._order, self.enforcer.amp_flags()[0])
+
+    def _report(self, norms: StepNorms) -> None:
+        # A norm of a flat piece belongs to no single parameter.
+        super()._report(StepNorms([], [], None) if self._sharded else norms)
+
+
+# -- what cannot be healed -------------------------------------------------------------------------
+
+
+def _is_sharded(engine: Any) -> bool:
+    """Whether each rank's optimizer holds flat pieces of all parameters (ZeRO-1, ZeRO-2, BF16)."""
+    return hasattr(engine.optimizer, "partition_count")
+
+
+def _check(engine: Any) -> None:
+    """Raises AttachError unless this engine can be healed."""
+    # By name: DeepSpeed need not be installed.
+    if not any(
+        kind.__name__ == "DeepSpeedEngine" and kind.__module__.startswith("deepspeed.")
+        for kind in type(engine).__mro__
+    ):
+        raise AttachError(
+            f"heal_engine takes a DeepSpeed engine, got {type(engine).__name__}: pass the first "
+            "result of deepspeed.initialize, or use attach(optimizer) without DeepSpeed"
+        )
+    stage, zero = engine.zero_optimization_stage(), engine._config.zero_config
+    parallel = getattr(engine.mpu, "get_model_parallel_world_size", lambda: 1)()
+    scalers = ("torch_autocast_z0_gradscaler", "torch_autocast_gradscaler")
+    float16 = any(getattr(x, name, None) for x in (engine, engine.optimizer) for name in scalers)
+    offloads = bool(zero.offload_optimizer or zero.offload_param or engine.zenflow)
+    without_norm = stage in (1, 2) and not zero.compute_grad_norm
+    scaled_norm = stage == 0 and engine.fp16_enabled()
+    for applies, reason in (
+        (hasattr(engine, "train_batch"), "a pipeline engine steps inside train_batch()"),
+        (engine.basic_optimizer is None, "it has no optimizer"),
+        (stage >= 3, "ZeRO-3 never has the whole step at once; use stage 1 or 2, or FSDP2"),
+        (
+            scaled_norm,
+            "with fp16 and ZeRO stage 0 DeepSpeed 0.19 divides the gradients by its loss scale "
+            "but does not multiply the loss by it, so the norm is wrong; use stage 1",
+        ),
+        (offloads, "with offloading the update runs outside of optimizer.step()"),
+        (without_norm, "zero_optimization.compute_grad_norm is false"),
+        (engine.has_moe_layers, "the experts' gradients are on some ranks only"),
+        (parallel > 1, "with model parallelism each rank has the norm of its part only"),
+        (float16, "torch_autocast with float16 has a GradScaler per group; use bf16"),
+    ):
+        if applies:
+            raise AttachError(f"this DeepSpeed engine cannot be healed: {reason}")
+
+
+def _check_policy(engine: Any, core: Engine, limit: float | None) -> None:
+    """Raises AttachError if the policy needs something that this engine lacks."""
+    flattened = _is_sharded(engine) or hasattr(engine.optimizer, "fp32_groups_flat")
+    if core.per_tensor and flattened:
+        raise AttachError(
+            "this policy clips each tensor by its own history, and this DeepSpeed engine steps "
+            'flattened groups: use clip={"kind": "zclip"}, or ZeRO stage 0'
+        )
+    rule, config = core.config.clip or ("none", None)
+    # adagc applies its max_norm during warm-up only.
+    max_norm = None if rule == "adagc" else getattr(config, "max_norm", None)
+    if limit and (max_norm is None or float(max_norm) > limit * (1 + 1e-6)):
+        raise AttachError(
+            f"gradient_clipping = {limit:g} clips before the policy can measure the norm, and this "
+            "policy cannot hold the limit: set gradient_clipping to 0 in DeepSpeed's config"
+        )

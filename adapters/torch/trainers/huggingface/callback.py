@@ -18,19 +18,19 @@ from transformers import TrainingArguments as Args
 from transformers.trainer_callback import ExportableState
 
 from healcore.core.errors import AttachError
-from healcore.policy import Policy, PolicyLike, from_dict, load, to_dict
+from healcore.policy import Policy, PolicyLike, from_dict, to_dict
 from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healing_report import HealingReport
-from healcore.runtime.run_options import LOGGING, Logging
+from healcore.runtime.run_options import LOGGING
 from healcore.runtime.store import CheckpointStore
-from healcore.torch.attachment import Healing, unwrapped
+from healcore.torch.attachment import Healing
 from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import driven, replaced
 from healcore.torch.trainers.huggingface import checkpoints, losses
 from healcore.torch.trainers.huggingface.counters import Counters
-from healcore.torch.trainers.huggingface.dry_run import DryRun, add_hint, read_metrics, trainer_copy
-from healcore.torch.trainers.huggingface.epochs import EpochFeed, run_epochs
+from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
+from healcore.torch.trainers.huggingface.epochs import EpochFeed
 from healcore.torch.trainers.huggingface.memory import SplitSteps
 
 if TYPE_CHECKING:
@@ -139,22 +139,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is a whole number >= 1, not {steps!r}")
-        policy: Any = self.policy
-        if isinstance(policy, Policy):
-            policy = load(policy, mode="observe")
-        else:
-            policy = policy.config._replace(mode="observe")
-        with trainer_copy(self._known_trainer(), steps) as (trainer, folder):
-            metrics = folder / "metrics.jsonl"
-            attach = self._options.get("attach")
-            callback = HealingCallback(policy, logging=Logging(metrics=metrics), attach=attach)
-            trainer.add_callback(callback)
-            try:
-                trainer.train()
-            except Exception as error:
-                add_hint(error)
-                raise
-            return read_metrics(metrics)
+        observing = functools.partial(HealingCallback, attach=self._options.get("attach"))
+        return train_copy(self._known_trainer(), steps, self.policy, observing)
 
     def _known_trainer(self) -> Any:
         if self.trainer is None:
@@ -210,13 +196,10 @@ class HealingCallback(TrainerCallback, ExportableState):
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # other callbacks then read the corrected `state.epoch`
-        limit = losses.max_grad_norm(trainer)
-        policy = self.policy
-        if can_apply_limit(policy):
-            policy, limit = with_limit(policy, limit), None
-        self._feed = None if self._store is None else EpochFeed(kwargs["train_dataloader"])
+        if self._store is not None:
+            self._feed = EpochFeed(trainer, kwargs["train_dataloader"])
         try:
-            self._insert(policy, limit, state)
+            self._insert(trainer, state)
         except BaseException as error:
             self.close(error)
             raise
@@ -244,17 +227,22 @@ class HealingCallback(TrainerCallback, ExportableState):
         Args:
             error: the exception that ends the training, or None.
         """
-        changes, self._changes, self._running = self._changes, ExitStack(), None
+        changes, self._changes = self._changes, ExitStack()
+        self._running = self._feed = None
         changes.__exit__(type(error) if error else None, error, None)
 
-    def _insert(self, policy: Any, limit: float | None, state: State) -> None:
+    def _insert(self, trainer: Any, state: State) -> None:
         """Opens the Healer, and replaces methods of the Trainer until `close`."""
-        trainer, stack = self.trainer, self._changes
-        counters = Counters(trainer, self._feed, self)
-        healer = self.healer = stack.enter_context(self._healer(policy, counters))
-        if self._feed is not None:
+        stack, feed, policy = self._changes, self._feed, self.policy
+        limit = trainer.args.max_grad_norm
+        limit = float(limit) if limit is not None and limit > 0 else None
+        if can_apply_limit(policy):
+            policy, limit = with_limit(policy, limit), None
+        counters = Counters(trainer, feed, self)
+        healer = self.healer = stack.enter_context(self._healer(trainer, policy, counters))
+        if feed is not None:
             counters.begin()
-            self._feed.open(healer, nothing_to_do=counters.had_completed(healer))
+            feed.healer, feed.nothing_to_do = healer, counters.had_completed(healer)
         elif state.global_step:
             self._load_state(healer, state)
         split = SplitSteps(trainer, healer, counters, stack)
@@ -264,18 +252,14 @@ class HealingCallback(TrainerCallback, ExportableState):
         ):
             call = functools.partial(replacement, getattr(trainer, name))
             stack.enter_context(replaced(trainer, name, call))
-        stack.enter_context(losses.unclipped(trainer))
-        if limit is not None:  # the policy's clipping does not enforce it
-            optimizer = unwrapped(trainer.optimizer)
-            stack.enter_context(losses.clipped_after(trainer, optimizer, limit))
+        stack.enter_context(losses.unclipped(trainer, limit))
         stack.enter_context(losses.extended_log(trainer, healer.metrics))
         self._running = healer
 
-    def _healer(self, policy: Any, counters: Counters) -> Healer[Any]:
-        trainer, store = self.trainer, self._store
-        loss_fn: Any = losses.loss_fn_of(trainer) if self._loss_fn == "auto" else self._loss_fn
+    def _healer(self, trainer: Any, policy: Any, counters: Counters) -> Healer[Any]:
+        store, options = self._store, dict(self._options)
+        loss_fn: Any = self._loss_fn
         folder = os.path.join(trainer.args.output_dir or "trainer_output", _FOLDER)
-        options = dict(self._options)
         if store == "auto":
             store = folder
         elif getattr(store, "root", None) is None and not isinstance(store, str | os.PathLike):
@@ -285,6 +269,8 @@ class HealingCallback(TrainerCallback, ExportableState):
                 options["logging"] = dataclasses.replace(logging, events=events)
         if store is None:
             store, loss_fn = driven.TrainerCheckpoints(functools.partial(_save, trainer)), None
+        elif loss_fn == "auto":
+            loss_fn = losses.loss_fn_of(trainer)
         state = {
             "model": trainer.accelerator.unwrap_model(trainer.model),
             "optimizer": trainer.optimizer,
@@ -292,13 +278,8 @@ class HealingCallback(TrainerCallback, ExportableState):
             "scaler": getattr(trainer.accelerator, "scaler", None),
             "progress": counters,
         }
-        return Healer(
-            policy,
-            state={name: part for name, part in state.items() if part is not None},
-            store=store,
-            loss_fn=loss_fn,
-            **options,
-        )
+        state = {name: part for name, part in state.items() if part is not None}
+        return Healer(policy, state=state, store=store, loss_fn=loss_fn, **options)
 
     def _run_epoch(self, original: Callable[..., None], **call: Any) -> None:
         """Runs an epoch with the Healer's batches. Ends the Healer if an exception is raised."""
@@ -306,7 +287,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             if self._feed is None:
                 original(**call)
             else:
-                run_epochs(self.trainer, self._feed, original, call)
+                self._feed.run(original, call)
         except BaseException as error:
             self.close(error)
             raise

@@ -16,26 +16,16 @@ if TYPE_CHECKING:
     from healcore.torch.trainers.huggingface.epochs import EpochFeed
 
 _STATE = (
-    "epoch",
-    "global_step",
-    "num_input_tokens_seen",
-    "total_flos",
-    "log_history",
-    "best_metric",
-    "best_global_step",
-    "best_model_checkpoint",
+    *("epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"),
+    *("best_metric", "best_global_step", "best_model_checkpoint"),
 )
 """Fields of `TrainerState` that count. Other fields (max_steps, save_steps, ...) are settings."""
 _LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
 COUNTERS = ("current_flos", "_step", "_total_train_tokens")
 """Attributes of Trainer, of TRL's GRPO and RLOO, and of TRL's SFT and DPO. Each may be absent."""
 _SETTINGS = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_grad_norm",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "label_smoothing_factor",
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm"),
+    *("lr_scheduler_type", "warmup_steps", "label_smoothing_factor"),
 )
 """Fields of `TrainingArguments`."""
 
@@ -134,8 +124,13 @@ class Counters:
         trainer, state, before = self.trainer, self.trainer.state, self.before
         counters, loss = _counters_of(trainer), trainer._tr_loss
         fields = {name: getattr(state, name) for name in _STATE}
-        received = self._feed is not None and self._feed.received
-        if received and before is not None and before.step == state.global_step:
+        feed = self._feed
+        if (
+            feed is not None
+            and feed.received
+            and before is not None
+            and before.step == state.global_step
+        ):
             counters, loss = before.counters, before.tr_loss
             fields["num_input_tokens_seen"] = before.tokens_seen
         saved = {
@@ -145,7 +140,7 @@ class Counters:
             "logging": {name: getattr(trainer, name) for name in _LOGGING},
             "tr_loss": float(loss),
             "callbacks": [[type(c).__name__, c.state()] for c in self._stateful_callbacks()],
-            "data": None if self._feed is None else self._feed.position(),
+            "data": None if feed is None else [feed.epoch, feed.count - feed.received],
         }
         return {"json": json.dumps(saved)}
 

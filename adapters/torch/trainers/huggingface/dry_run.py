@@ -10,18 +10,26 @@ import random
 import tempfile
 import types
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from healcore.core.errors import AttachError
 from healcore.core.verdict import Cause
+from healcore.policy import Policy, load
 from healcore.runtime.faults import classify
+from healcore.runtime.run_options import Logging
 from healcore.torch.attachment import unwrapped
 from healcore.torch.live_state import RngState
 
@@ -39,25 +47,44 @@ class DryRun(NamedTuple):
     """Names of the policy's causes and actions at each step, without clipping."""
 
 
-@contextmanager
-def trainer_copy(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
-    """Yields a copy that trains for `steps` steps, and a temporary directory for its files.
+def train_copy(trainer: Any, steps: int, policy: Any, callback: Callable[..., Any]) -> DryRun:
+    """Trains a copy for `steps` steps under the policy in observe mode.
 
-    Model and optimizer are copied; the dataset is shared. The end of the block restores the random
-    states and accelerate's gradient state, which the whole process shares.
+    Model and optimizer are copied; the dataset is shared. At the end the random states are restored
+    and accelerate's gradient state, which the whole process shares.
+
+    Args:
+        trainer: the Trainer.
+        steps: number of optimizer steps.
+        policy: a Policy or an Engine.
+        callback: `HealingCallback`.
+
+    Raises:
+        AttachError: the trainer uses vLLM.
+        Exception: an exception of the training, with a diagnosis as its note.
     """
     if getattr(trainer, "use_vllm", False):
         raise AttachError(
             "dry_run trains a copy, and vLLM generates with the weights of the trainer itself: "
             "call it on a trainer with use_vllm=False"
         )
+    if isinstance(policy, Policy):
+        policy = load(policy, mode="observe")
+    else:
+        policy = policy.config._replace(mode="observe")
     rng, python, numpy = RngState(), random.getstate(), np.random.get_state()  # noqa: NPY002
     torch_state = rng.state_dict()
     shared = trainer.accelerator.gradient_state.__dict__
     gradient_state = {**shared}
     try:
         with tempfile.TemporaryDirectory(prefix="healcore-dry-run-") as folder:
-            yield _copy(trainer, steps, folder), Path(folder)
+            copied, metrics = _copy(trainer, steps, folder), Path(folder, "metrics.jsonl")
+            copied.add_callback(callback(policy, logging=Logging(metrics=metrics)))
+            copied.train()
+            return _read_metrics(metrics)
+    except Exception as error:
+        _add_hint(error)
+        raise
     finally:
         shared.clear()
         shared.update(gradient_state)
@@ -66,8 +93,7 @@ def trainer_copy(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
         rng.load_state_dict(torch_state)
 
 
-def add_hint(error: Exception) -> None:
-    """Adds a diagnosis to the error of a dry run, if the error is of a known kind."""
+def _add_hint(error: Exception) -> None:
     fault, hint = classify(error), ""
     if fault.cause is not Cause.UNKNOWN:
         hint = fault.failure.diagnosis
@@ -79,12 +105,12 @@ def add_hint(error: Exception) -> None:
         error.add_note(f"healcore: {hint}")
 
 
-def read_metrics(metrics: Path) -> DryRun:
-    """Reads the result of a dry run from the Healer's metrics file."""
+def _read_metrics(metrics: Path) -> DryRun:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "step"]
-    losses = tuple(float(row.get("loss", "nan")) for row in rows)
-    norms = tuple(float(row.get("grad_norm", "nan")) for row in rows)
+    losses, norms = (
+        tuple(float(row.get(name, "nan")) for row in rows) for name in ("loss", "grad_norm")
+    )
     return DryRun(
         losses,
         norms,
@@ -94,14 +120,6 @@ def read_metrics(metrics: Path) -> DryRun:
 
 
 def _copy(trainer: Any, steps: int, folder: str) -> Any:
-    from transformers.trainer_callback import (
-        CallbackHandler,
-        DefaultFlowCallback,
-        TrainerControl,
-        TrainerState,
-    )
-    from transformers.trainer_utils import IntervalStrategy, SaveStrategy
-
     new = copy.copy(trainer)
     _rebind(new, trainer)
     new.args = copy.copy(trainer.args)

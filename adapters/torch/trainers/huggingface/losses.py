@@ -13,26 +13,23 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from transformers import Trainer
 
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
+from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copied
 from healcore.torch.trainers import replaced
 from healcore.torch.trainers.huggingface.counters import LossCounts
 
 
-def max_grad_norm(trainer: Any) -> float | None:
-    """The Trainer's own clipping limit (TrainingArguments.max_grad_norm), or None."""
-    limit = trainer.args.max_grad_norm
-    return float(limit) if limit is not None and limit > 0 else None
-
-
 @contextmanager
-def unclipped(trainer: Any) -> Iterator[None]:
+def unclipped(trainer: Any, limit: float | None) -> Iterator[None]:
     """Makes the Trainer measure the gradient norm for its log without clipping the gradients.
 
-    The Trainer clips before the optimizer's step hooks: a norm of 700 would be judged as 1.0. The
-    policy or `clipped_after` has to enforce the limit instead.
+    The Trainer clips before the optimizer's step is judged: a norm of 700 would be judged as 1.0.
+    With a `limit` the gradients are clipped afterwards. If the policy changes nothing, the result
+    is bit-identical to the Trainer's own clipping, because the parameters are in the model's order.
+    Without a `limit` the policy enforces the Trainer's limit, or there is none.
     """
     active = True  # other code may keep a reference to `measure_only` after the block
 
@@ -43,6 +40,10 @@ def unclipped(trainer: Any) -> Iterator[None]:
 
         return measure_only
 
+    def clip(*_: Any) -> None:
+        assert limit is not None
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), limit)
+
     accelerator = trainer.accelerator
     with ExitStack() as stack:
         measure = without_limit(accelerator.clip_grad_norm_)
@@ -51,30 +52,13 @@ def unclipped(trainer: Any) -> Iterator[None]:
         mixed = getattr(trainer, "_mixed_mesh_grad_norm", None)
         if mixed is not None:
             stack.enter_context(replaced(trainer, "_mixed_mesh_grad_norm", without_limit(mixed)))
+        if limit is not None:
+            hook: Any = torch.compiler.disable(clip)
+            stack.callback(unwrapped(trainer.optimizer).register_step_pre_hook(hook).remove)
         try:
             yield
         finally:
             active = False
-
-
-@contextmanager
-def clipped_after(trainer: Any, optimizer: Optimizer, limit: float) -> Iterator[None]:
-    """Clips the global norm to `limit` at each step, after the hooks that are already registered.
-
-    If those hooks change nothing, the result is bit-identical to the Trainer's own clipping,
-    because the parameters are in the model's order. `optimizer` is the torch optimizer, not
-    accelerate's wrapper.
-    """
-
-    def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), limit)
-
-    hook: Any = torch.compiler.disable(clip)
-    handle = optimizer.register_step_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -101,8 +85,6 @@ def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:
     weights generate. The loss of such a batch does not measure the model: advantages have mean
     zero, so the loss is about 0 for any weights.
     """
-    from transformers import Trainer
-
     if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
         return None
 

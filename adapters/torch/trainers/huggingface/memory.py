@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from healcore.runtime.healer import Healer
 from healcore.runtime.microbatches.parts import count_samples
@@ -155,8 +156,6 @@ class SplitSteps:
 
     def _obstacle(self) -> str:
         """Reason why a batch cannot be split, or an empty string."""
-        from transformers import Trainer
-
         trainer = self._trainer
         name = type(trainer).__name__
         if trainer.accelerator.num_processes > 1:

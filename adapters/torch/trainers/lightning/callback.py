@@ -22,8 +22,7 @@ from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import driven, replaced
-from healcore.torch.trainers.lightning.feed import Feed
-from healcore.torch.trainers.lightning.progress import Progress
+from healcore.torch.trainers.lightning.feed import Feed, Progress
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -273,7 +272,7 @@ class LightningHealingCallback(Callback):
             options = dict(self._options)
             if (loss_fn := options["loss_fn"]) is not None:
                 to_device = trainer.strategy.batch_to_device
-                options["loss_fn"] = lambda batch: loss_fn(to_device(batch.fetched[0]))
+                options["loss_fn"] = lambda batch: loss_fn(to_device(batch[0]))
             healer = Healer(self._fit_policy, state=_state(trainer, self._progress), **options)
             self.healer = healer.__enter__()
             self._metrics = ChangedMetrics(healer.metrics)

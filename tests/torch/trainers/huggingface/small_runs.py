@@ -116,9 +116,14 @@ def trainer(
     )
 
 
-def weights(of: Any) -> Tensor:
+def vector(module: nn.Module) -> Tensor:
     """All parameters, as one vector."""
-    return torch.cat([p.detach().reshape(-1).clone() for p in of.model.parameters()])
+    return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
+
+
+def weights(of: Any) -> Tensor:
+    """All parameters of a trainer's model, as one vector."""
+    return vector(of.model)
 
 
 def logged(of: Any, name: str) -> list[float]:
@@ -162,18 +167,14 @@ class Steps(TrainerCallback):
         self.moved: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._before = _vector(kwargs["model"])
+        self._before = vector(kwargs["model"]).double()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps.append(state.global_step)
         self.epochs.append(state.epoch)
-        self.moved.append(float((_vector(kwargs["model"]) - self._before).norm()))
+        self.moved.append(float((vector(kwargs["model"]) - self._before).norm()))
 
     @property
     def returns(self) -> list[int]:
         """Indices of the first step after each rollback."""
         return [i for i in range(1, len(self.steps)) if self.steps[i] <= self.steps[i - 1]]
-
-
-def _vector(of: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().double().reshape(-1) for p in of.parameters()])

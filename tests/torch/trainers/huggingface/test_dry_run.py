@@ -9,20 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from healcore.torch import heal_trainer
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
-
-
-class Called(TrainerCallback):
-    calls = 0
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.calls += 1
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.calls += 1
+from tests.torch.trainers.huggingface.small_runs import calling
 
 
 def random_states() -> list[Any]:
@@ -34,8 +24,9 @@ def random_states() -> list[Any]:
 def test_it_leaves_no_trace(kind: str, tmp_path: Path):
     folder = tmp_path / "out"
     trainer = getattr(tiny, kind)(folder, max_steps=6, save_strategy="steps", save_steps=1)
-    callback = Called()
-    trainer.add_callback(callback)
+    called: list[Any] = []
+    for event in ("on_step_end", "on_train_begin"):
+        trainer.add_callback(calling(event, lambda state, **_: called.append(state)))
     healed: Any = heal_trainer(trainer)
 
     def facts() -> Any:
@@ -46,7 +37,7 @@ def test_it_leaves_no_trace(kind: str, tmp_path: Path):
     assert torch.equal(weights, tiny.weights(trainer))
     assert facts() == before
     assert trainer.optimizer is None
-    assert callback.calls == 0
+    assert not called
     assert not folder.exists() or not list(folder.rglob("*"))
     assert len(found.losses) == len(found.grad_norms) == 2
     assert found.finite

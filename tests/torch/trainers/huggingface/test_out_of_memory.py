@@ -7,21 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from datasets import Dataset
 
 from healcore.torch import heal_trainer
 from tests.healer.run_directory import events
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 from tests.torch.trainers.huggingface.small_runs import calling
-
-
-def gradients(seen: list[torch.Tensor]) -> TrainerCallback:
-    """Records the gradient of every step."""
-
-    def record(state: Any, *, model: Any, **_: Any) -> None:
-        seen.append(torch.cat([p.grad.double().reshape(-1) for p in model.parameters()]))
-
-    return calling("on_pre_optimizer_step", record)
 
 
 def limit(trainer: Any, rows: int) -> list[int]:
@@ -40,12 +31,13 @@ def limit(trainer: Any, rows: int) -> list[int]:
     return seen
 
 
-def uneven() -> Any:
-    """Rows of different lengths: the parts have different numbers of tokens."""
-    from datasets import Dataset
-
-    rows = [row[: 4 + i % 8] for i, row in enumerate(tiny.rows())]
-    return Dataset.from_dict({"input_ids": rows})
+def uneven(*, labelled: bool) -> Any:
+    """Rows whose parts have different numbers of tokens: by their length, or by their labels."""
+    rows = tiny.rows()
+    if not labelled:
+        return Dataset.from_dict({"input_ids": [row[: 4 + i % 8] for i, row in enumerate(rows)]})
+    labels = [[-100] * (i % 10) + row[i % 10 :] for i, row in enumerate(rows)]
+    return Dataset.from_dict({"input_ids": rows, "labels": labels})
 
 
 MEAN: dict[str, Any] = {"model_accepts_loss_kwargs": False}
@@ -66,13 +58,17 @@ def test_the_gradient_is_that_of_the_full_batch(
         "max_grad_norm": 0.0,
     }
     if kind != "dpo":
-        arguments["data"] = labelled() if attributes else uneven()
+        arguments["data"] = uneven(labelled=bool(attributes))
     fits = {"dpo": 4, "sft": 2, "plain": 1}[kind]
-    expected, found = [], []
-    for gradients_of, healed in ((expected, False), (found, True)):
+    gradients: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    for healed, found in gradients.items():
         trainer = getattr(tiny, kind)(tmp_path / str(healed), **arguments)
         vars(trainer).update(attributes)
-        trainer.add_callback(gradients(gradients_of))
+
+        def record(state: Any, *, model: Any, found: Any = found, **_: Any) -> None:
+            found.append(torch.cat([p.grad.double().reshape(-1) for p in model.parameters()]))
+
+        trainer.add_callback(calling("on_pre_optimizer_step", record))
         if not healed:
             trainer.train()
             continue
@@ -84,16 +80,8 @@ def test_the_gradient_is_that_of_the_full_batch(
         assert trainer.args.per_device_train_batch_size == 4
         assert trainer.args.gradient_accumulation_steps == accumulated
         assert trainer.state.global_step == 3
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(gradients[True], gradients[False], strict=True):
         assert float((a - b).norm() / b.norm()) < 1e-6
-
-
-def labelled() -> Any:
-    from datasets import Dataset
-
-    rows = tiny.rows()
-    labels = [[-100] * (i % 10) + row[i % 10 :] for i, row in enumerate(rows)]
-    return Dataset.from_dict({"input_ids": rows, "labels": labels})
 
 
 def test_the_batch_is_split_before_the_trainer_finds_a_smaller_one(tmp_path: Path):

@@ -67,15 +67,17 @@ class Displacement(lightning.Callback):
         self._before: Any = None
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        params = list(pl_module.parameters())
-        self._before = [(p.detach().clone(), p.grad.clone()) for p in params]
+        grads = [p.grad.flatten().clone() for p in pl_module.parameters()]
+        self._before = vector(pl_module), torch.cat(grads)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        moved, gradient = 0.0, 0.0
-        for p, (old, grad) in zip(pl_module.parameters(), self._before, strict=True):
-            moved += float((p.detach() - old).square().sum())
-            gradient += float(grad.square().sum())
-        self.rates.append((moved / gradient) ** 0.5)
+        old, grad = self._before
+        self.rates.append(float((vector(pl_module) - old).norm() / grad.norm()))
+
+
+def vector(module: nn.Module) -> Tensor:
+    """All parameters, as one vector."""
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def data(batches: int = 8, batch: int = 8, *, bad: int | None = None) -> TensorDataset:
@@ -88,7 +90,7 @@ def data(batches: int = 8, batch: int = 8, *, bad: int | None = None) -> TensorD
     return TensorDataset(x, y)
 
 
-def trainer(*callbacks: Any, library: Any = lightning, **options: Any) -> Any:
+def trainer(*callbacks: Any, **options: Any) -> Any:
     """A Trainer on the CPU that prints and writes nothing."""
     quiet = {
         "logger": False,
@@ -96,4 +98,4 @@ def trainer(*callbacks: Any, library: Any = lightning, **options: Any) -> Any:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return library.Trainer(accelerator="cpu", callbacks=[*callbacks], **{**quiet, **options})
+    return lightning.Trainer(accelerator="cpu", callbacks=[*callbacks], **{**quiet, **options})

@@ -108,9 +108,8 @@ def test_trouble_in_the_last_steps_is_read_before_the_fit_ends():
     callback = LightningHealingCallback(
         checkpoints=Checkpoints(every=2), respond=rules, rollback=BACK
     )
-    rows = data(10, bad=9)
     running = trainer(callback, max_epochs=1)
-    running.fit(module, StatefulDataLoader(rows, batch_size=8))
+    running.fit(module, StatefulDataLoader(data(10, bad=9), batch_size=8))
     assert callback.healer is not None
     assert callback.healer.rollbacks == 1
     assert all(each.inputs == each.inputs for each in module.seen[-3:]), "without the bad batch"
@@ -132,8 +131,7 @@ def test_spent_budgets_end_the_run_with_a_diagnosis(tmp_path: Any):
     running = trainer(callback, max_epochs=1)
     with pytest.raises(RunStopped) as stopped:
         running.fit(module, StatefulDataLoader(rows, batch_size=8))
-    assert isinstance(stopped.value, SystemExit)
     assert stopped.value.code not in (0, None)
-    assert "NaN" in stopped.value.diagnosis or "non-finite" in stopped.value.diagnosis
+    assert "NaN" in stopped.value.diagnosis
     assert all(p.isfinite().all() for p in module.parameters())
     assert list(tmp_path.glob("*postmortem*"))

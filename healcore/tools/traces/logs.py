@@ -1,16 +1,24 @@
-"""Opens text files, and reads the numbers of their cells."""
+"""Defines logs: the rows of one file as columns. Opens text files, and parses their cells."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
 from healcore import regular_file
-from healcore.tools.traces.columns import STEP, Log, Problem
+from healcore.core.errors import HealcoreError
+
+SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss")
+"""Columns that are read from a log: signals of `healcore.core.signals`."""
+
+STEP = "step"
+
+JUDGED = ("loss", "grad_norm")
+"""A row can be judged if it has one of these. Only these show where a run was resumed."""
 
 KNOWN_FORMATS = (
     "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
@@ -19,6 +27,29 @@ KNOWN_FORMATS = (
 _HEAD_BYTES = 1 << 20
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
+
+
+class TraceError(HealcoreError, ValueError):
+    """A trace cannot be read. The message has the file, the rule and the remedy."""
+
+
+Problem = tuple[int, str]
+"""Unusable content: its line from 1, or 0 in a format without lines, and a description."""
+
+
+class RawLog(NamedTuple):
+    """The rows of one file, or of one run in a file, as written."""
+
+    path: str
+    run: str | None
+    """Name of the run in a file with several runs, or None."""
+    numbers: Mapping[str, np.ndarray]
+    """float64 (n,) by signal and "step", if the file has steps, which are finite."""
+    logged: Mapping[str, np.ndarray]
+    """bool (n,) by signal: whether the row logs the signal."""
+    problems: list[Problem]
+    notes: list[str]
+    """Remarks about usable content, each with the path."""
 
 
 def read_head(path: str) -> bytes:
@@ -66,7 +97,7 @@ def parse_rows(
     rows: Iterable[tuple[int, Sequence[Any]]],
     problems: list[Problem],
     notes: list[str],
-) -> Log:
+) -> RawLog:
     """Parses the cells of a file, and adds damaged cells to its problems.
 
     Args:
@@ -101,7 +132,7 @@ def parse_rows(
                 columns[name].append(math.nan if number is None else number)
                 if name != STEP:
                     logged[name].append(number is not None)
-    return Log(
+    return RawLog(
         path,
         run,
         {name: np.array(column) for name, column in columns.items()},
