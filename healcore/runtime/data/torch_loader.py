@@ -28,8 +28,7 @@ from healcore.runtime.data.loader_adapters import (
 from healcore.runtime.data.position import MAX_ROWS, DataError
 
 _END = object()
-_GLOBAL = 3
-"""Number of global generators: of Python, NumPy and torch."""
+_GLOBAL = 3  # number of global generators: of Python, NumPy and torch
 
 
 def is_replayable(loader: Any) -> bool:
@@ -100,11 +99,9 @@ class TorchLoader(LoaderAdapter):
         self._order: _Order = getattr(self._base, _order_name(self._base))
         self._accelerated = self._base is not self._copy
         self._begin_batches = begin or self._begin
-        self._reading: Iterator[Any] | None = None
-        """The batches of the epoch, or None before the first one is read and after the last one."""
+        self._reading: Iterator[Any] | None = None  # between the first batch and the end
         self._index = 0
-        self._draws_first = False
-        """Whether the epoch of a restored state was begun before it drew its order."""
+        self._draws_first = False  # the epoch of a restored state was begun before its order
 
     def start(self, epoch: int = 0) -> Iterator[Any]:
         """Begins an epoch when its first batch is read."""
@@ -203,10 +200,7 @@ class TorchLoader(LoaderAdapter):
 
 
 class _Order:
-    """The indices of a sampler. Records the random states from which their order follows.
-
-    Attributes:
-        random: random states before the order of this epoch was drawn, or None.
+    """The items of a sampler. Records the random states from which their order follows.
 
     Args:
         sampler: the sampler or batch sampler.
@@ -228,12 +222,11 @@ class _Order:
 
     def begin(self) -> None:
         """Begins a new epoch, whose order is drawn when its first index is read."""
-        self.random: list[Any] | None = None
+        self.random: list[Any] | None = None  # the states before the order was drawn
         self._drawn: Iterator[Any] | None = None
         self._count = 0
+        # The last items, each with the digest of all items up to it.
         self._recent: deque[tuple[Any, int]] = deque([(None, 0)], maxlen=self._ahead + 2)
-        """The last items, each with the digest of all items up to it; workers read `ahead` items
-        ahead."""
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the sampler, such as `set_epoch` and `batch_size`, except its state."""
@@ -258,11 +251,8 @@ class _Order:
     def draw(self, states: list[Any], skip: int = 0, digest: tuple[int, int] = (0, 0)) -> list[Any]:
         """Sets random states, draws an order and passes its first `skip` items.
 
-        Returns:
-            The random states after the order was drawn.
-
-        Raises:
-            DataError: the order is not the order of `digest`. The current order is unchanged.
+        Returns the random states after the order was drawn. Raises DataError if the order is not
+        the order of `digest`; the current order is then unchanged.
         """
         self.set_states(states)
         items, recent = iter(self._sampler), deque([(None, 0)], maxlen=self._ahead + 2)
