@@ -163,11 +163,6 @@ class LoaderRegistry:
         return self[number].break_place if number is not None and number in self._in_loop else ""
 
     @property
-    def left_out_count(self) -> int:
-        """Number of skipped batches of all loaders."""
-        return sum(map(len, self._ids_to_skip.values()))
-
-    @property
     def can_rewind(self) -> bool:
         """Whether the current loader can be rewound."""
         return self.current is not None and self[self.current].can_rewind

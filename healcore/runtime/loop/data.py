@@ -252,18 +252,13 @@ class Data:
         return Retries(name, self._policy, self._report_attempt, self._termination.sleep)
 
     def _report_attempt(self, attempt: Attempt) -> None:
-        if attempt.error is None or attempt.fault is None:
-            self._log.event("retried", step=self.step, attempt=attempt.number, why=str(attempt))
-            self._log.info(str(attempt))
+        step, number, text, wait = self.step, attempt.number, str(attempt), attempt.wait_s
+        if attempt.fault is None:
+            self._log.event("retried", step=step, attempt=number, why=text)
+            self._log.info(text)
             return
-        self._log.fault(
-            self.step,
-            attempt.fault,
-            str(attempt),
-            answer=None if attempt.wait_s is None else "retry",
-            attempt=attempt.number,
-            wait_s=attempt.wait_s,
-        )
+        answer = None if wait is None else "retry"
+        self._log.fault(step, attempt.fault, text, answer=answer, attempt=number, wait_s=wait)
 
     def _restore_generators(self) -> None:
         """Restores random states after a restart, because rewinding a loader draws from them.
@@ -332,7 +327,8 @@ class Data:
     @property
     def skipped_steps(self) -> int:
         """Approximate number of steps whose batches rollbacks have skipped."""
-        return self.loaders.left_out_count // max(1, len(self._last_ids))
+        skipped = sum(map(len, self.loaders.left_out().values()))
+        return skipped // max(1, len(self._last_ids))
 
 
 def _one_line(error: Exception) -> str:
