@@ -23,8 +23,7 @@ from healcore.policy import PolicyError, dumps, load
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.manifest import MANIFEST
 from healcore.tools.probe import checkpoint, optimizer
-from healcore.tools.probe.inputs import CheckpointInputs, OptimizerInputs
-from healcore.tools.probe.result import judged
+from healcore.tools.probe.checks import CheckpointInputs, OptimizerInputs, judged
 from healcore.tools.replay.vary import LabelError, read_labels
 from healcore.tools.traces import TraceError, open_traces
 from healcore.torch.store import DCPStore

@@ -22,8 +22,7 @@ from healcore.runtime.data.loader_adapters import (
 from healcore.runtime.data.position import BatchId, DataError, EmptyLoader, Position, UnusableLoader
 from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 
-_MAX_POSITIONS = 4
-"""Number of recent positions that `position_before` can start from."""
+_MAX_POSITIONS = 4  # that `position_before` can start from
 
 
 class Cursor:
@@ -60,20 +59,17 @@ class Cursor:
         self.unreadable: BatchId | None = None
         self._name = class_name(loader)
         self._sampler_epochs = SamplerEpochs(loader)
-        self._batches: Iterator[Any] | None = None
-        """The rest of the epoch, or None before the epoch begins."""
+        self._batches: Iterator[Any] | None = None  # the rest of the epoch, once it has begun
         self._between = False  # whether an epoch has ended, and the next one has not begun
         self._resumed = False  # whether the epoch was restored from a state
         self._exhausted = False  # whether the only epoch of an iterator has ended
-        self._ended: BatchId | None = None
-        """Id after the last batch of the last complete epoch, or None."""
-        self._error: Exception | None = None
-        """Exception of the last read, or None if it gave a batch."""
+        self._ended: BatchId | None = None  # after the last batch of the last complete epoch
+        self._error: Exception | None = None  # of the last read
         self._rewind_error: str | None = None
         self._skipped: list[BatchId] = []
+        # The last positions, oldest first, with the ids of their next batches. After a first call
+        # of `position` each epoch adds one.
         self._captures: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_MAX_POSITIONS)
-        """The last positions, oldest first, with the ids of their next batches. After a first call
-        of `position` each epoch adds one."""
         self._requested = 0  # the epoch that the user's loop requested last
         self._until: int | None = 0
         self.extend(epochs)
@@ -91,8 +87,6 @@ class Cursor:
 
         After a rewind into an earlier epoch, `next` finishes that epoch first. After a resume in a
         later epoch, `next` ends at once until the outer loop has reached that epoch.
-
-        Arguments and errors are as for a new cursor.
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise DataError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
@@ -156,10 +150,7 @@ class Cursor:
 
     @property
     def break_place(self) -> str:
-        """The place, if a `break` here leaves batches, or "".
-
-        An empty string too without a number of epochs or a length.
-        """
+        """The place, if a `break` here leaves batches, or "" (also without epochs or a length)."""
         (epoch, index), length = self.next_id, self.length
         if self._until is None or epoch >= self._until or length is None or self.at_end:
             return ""
@@ -219,11 +210,8 @@ class Cursor:
         """Skips batches when the cursor reaches them; `skipped` then lists them.
 
         Args:
-            ids: batch ids, or pairs. Ids after the end of an epoch have no effect on the next
-                epoch.
-
-        Raises:
-            DataError: a value is no batch id.
+            ids: batch ids, or pairs; DataError otherwise. Ids after the end of an epoch have no
+                effect on the next epoch.
         """
         self.left_out |= positions.checked_ids(ids)
 
@@ -242,10 +230,7 @@ class Cursor:
         return self._batches
 
     def _read(self) -> Any:
-        """Reads the next batch; StopIteration after an epoch, EmptyLoader if it had no batch.
-
-        A batch that raises counts as read: torch loaders continue after it.
-        """
+        """Reads the next batch; StopIteration after an epoch, EmptyLoader if it had no batch."""
         batches, which = self._begin(), self.next_id
         following = BatchId(which.epoch, which.index + 1)
         self._error = None
@@ -259,7 +244,7 @@ class Cursor:
         except Exception as error:
             which.rows = self._adapter.rows()
             error.add_note(f"healcore: reading {which}")
-            self._error, self.next_id = error, following
+            self._error, self.next_id = error, following  # torch loaders continue after it
             raise
         which.rows, self.next_id = self._adapter.rows(), following
         return batch
@@ -383,7 +368,7 @@ class Cursor:
                 ) from error
             return False
         self._captures.clear()
-        self._captures.append((self.next_id, dict(position)))
+        self._captures.append((target.batch, dict(position)))
         self._rewind_error = None
         return True
 

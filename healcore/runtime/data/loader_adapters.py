@@ -67,8 +67,7 @@ class LoaderAdapter:
     def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
         """Restores a state, and passes the next `skip` batches if they need not be read.
 
-        Returns:
-            The rest of the epoch, or the next epoch, and the number of batches left to pass.
+        Returns the rest of the epoch, or the next epoch, and the number of batches left to pass.
         """
         raise NotImplementedError(self.why_not)
 

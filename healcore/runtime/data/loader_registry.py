@@ -14,20 +14,17 @@ from healcore.runtime.data import position as positions
 from healcore.runtime.data.cursor import Cursor
 from healcore.runtime.data.position import BatchId, DataError
 
-_MAX_LOADERS = 8
-"""Number of loaders to keep; a loop may make a new loader for every epoch."""
-_COUNT = "count"
-"""Key next to the positions: number of loaders so far."""
-_EPOCH = "epoch"
-"""Key next to the positions: epoch of the program's own loop that begins or continues here."""
+_MAX_LOADERS = 8  # to keep; a loop may make a new loader for every epoch
+# Keys next to the positions: the number of loaders so far, and the epoch of the program's own loop
+# that begins or continues here.
+_COUNT, _EPOCH = "count", "epoch"
 
 
 class RewindResult(NamedTuple):
-    """The change of the data position by a rollback."""
+    """The change of the data position by a rollback, or the reason why it did not change."""
 
     rewound: bool
     why_not: str | None
-    """Why the loader was not rewound, or None."""
 
 
 class LoaderRegistry:
@@ -43,20 +40,16 @@ class LoaderRegistry:
         self.notices: list[str] = []
         self.current: int | None = None
         self.next_epoch = 0
-        self._cursors: dict[int, Cursor] = {}
-        """Number of a loader -> its cursor, in the order of their last use."""
-        self._starts: dict[int, dict[str, Any]] = {}
-        """Number of a loader -> position for checkpoints that are older than its first use."""
-        self._in_loop: set[int] = set()
-        """Numbers of the loaders that a loop reads. A `break` drops the rest of their epoch."""
-        self._finished: set[int] = set()
-        """Numbers of the loaders whose epochs were all read before the restart."""
+        # By number of the loader:
+        self._cursors: dict[int, Cursor] = {}  # in the order of their last use
+        self._starts: dict[int, dict[str, Any]] = {}  # for checkpoints older than the first use
+        self._in_loop: set[int] = set()  # a `break` drops the rest of their epoch
+        self._finished: set[int] = set()  # all epochs were read before the restart
+        self._ids_to_skip: defaultdict[int, set[BatchId]] = defaultdict(set)
         self._count = 0
         self._saved: dict[str, Any] = {}
         self._saved_count = 0
         self._last: BatchId | None = None
-        self._ids_to_skip: defaultdict[int, set[BatchId]] = defaultdict(set)
-        """Number of a loader -> the ids that its cursor skips."""
         self._epoch: int | None = None  # the `epoch` of the last call of `begin`
         self._noticed: set[str] = set()
 
@@ -77,10 +70,7 @@ class LoaderRegistry:
         """Begins to iterate over a loader for `epochs` more epochs; returns the loader's number.
 
         After a restart the loader continues at its saved position. After a `break` it begins the
-        next epoch, as any loader does. With `epoch`, it reads this epoch only.
-
-        Raises:
-            DataError: `epoch` cannot be the next epoch of the loader.
+        next epoch, as any loader does. With `epoch`, it reads this epoch only (`read_only`).
         """
         number = self.number(loader)
         if number is None:
@@ -90,10 +80,10 @@ class LoaderRegistry:
             self._count, self._starts[number] = number + 1, cursor.position()
             if self._saved_count > number and str(number) not in self._saved:
                 self._finished.add(number)
-            why_not = cursor.why_not
-            if why_not is not None and why_not not in self._noticed:
-                self._noticed.add(why_not)
-                self.notices.append(f"after rollbacks the data continues forward: {why_not}")
+            notice = f"after rollbacks the data continues forward: {cursor.why_not}"
+            if not cursor.can_rewind and notice not in self._noticed:
+                self._noticed.add(notice)
+                self.notices.append(notice)
         else:
             cursor = self._cursors.pop(number)
             cursor.extend(epochs)
@@ -178,11 +168,6 @@ class LoaderRegistry:
         return self[number].break_place if number is not None and number in self._in_loop else ""
 
     @property
-    def left_out_count(self) -> int:
-        """Number of skipped batches of all loaders."""
-        return sum(map(len, self._ids_to_skip.values()))
-
-    @property
     def can_rewind(self) -> bool:
         """Whether the current loader can be rewound."""
         return self.current is not None and self[self.current].can_rewind
@@ -199,11 +184,8 @@ class LoaderRegistry:
 
     def position_before(self, batches: Mapping[int, BatchId]) -> dict[str, Any] | None:
         """The positions before some batches, by number of the loader, or None if unreachable."""
-        before = {
-            str(number): self[number].position_before(batch)
-            for number, batch in batches.items()
-            if number in self._cursors
-        }
+        there = {n: each for n, each in batches.items() if n in self._cursors}
+        before = {str(n): self[n].position_before(each) for n, each in there.items()}
         return None if None in before.values() else {**self.position(), **before}
 
     def forward_positions(self) -> dict[str, Any]:
@@ -219,11 +201,7 @@ class LoaderRegistry:
         }
 
     def check(self, position: Mapping[str, Any]) -> None:
-        """Checks positions of an earlier process before `resume`.
-
-        Raises:
-            DataError: a position cannot be decoded, or the number of loaders is no whole number.
-        """
+        """Checks positions of an earlier process before `resume`. Raises DataError."""
         for key, value in {_COUNT: 0, _EPOCH: 0, **position}.items():
             if key not in (_COUNT, _EPOCH):
                 positions.decode(value)
@@ -249,9 +227,8 @@ class LoaderRegistry:
     ) -> RewindResult:
         """Rewinds the current loader and skips the `bad` batches and `more` after them.
 
-        Batches to read `again` are no longer skipped.
-        A loader that cannot be rewound continues forward, which also passes the bad batches.
-        `position` is None if the checkpoint has no positions.
+        Batches to read `again` are no longer skipped. A loader that cannot be rewound continues
+        forward, which also passes the bad batches. `position` is that of the checkpoint, if any.
         """
         if self.current is None:
             return RewindResult(False, "the loop does not read its batches through healcore")

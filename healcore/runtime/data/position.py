@@ -66,16 +66,11 @@ class BatchId(_Place):
 class Position(NamedTuple):
     """A decoded position."""
 
-    kind: str
-    """`LoaderAdapter.kind` of the adapter that took the state."""
-    batch: BatchId
-    """The next batch."""
-    state: Any
-    """The adapter's state, or None if the epoch has not begun or the adapter has no state."""
-    sampler_epoch: int | None
-    """Argument of `set_epoch` for this epoch, or None if unknown."""
-    behind: int
-    """Number of batches between the state and the next batch; a rewind passes them again."""
+    kind: str  # `LoaderAdapter.kind` of the adapter that took the state
+    batch: BatchId  # the next batch
+    state: Any  # the adapter's, or None if the epoch has not begun or the adapter has no state
+    sampler_epoch: int | None  # argument of `set_epoch` for this epoch, or None if unknown
+    behind: int  # number of batches between the state and the next batch, to pass again
 
 
 def of_other_ranks(value: Mapping[str, Any], ranks: int) -> dict[str, Any]:

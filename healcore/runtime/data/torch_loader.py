@@ -28,10 +28,8 @@ from healcore.runtime.data.loader_adapters import (
 from healcore.runtime.data.position import MAX_ROWS, DataError
 
 _END = object()
-_KEPT = 64
-"""Number of recent batches to whose beginning a rewind is exact."""
-_GLOBAL = 3
-"""Number of global generators: of Python, NumPy and torch."""
+_KEPT = 64  # number of recent batches to whose beginning a rewind is exact
+_GLOBAL = 3  # number of global generators: of Python, NumPy and torch
 
 
 def is_replayable(loader: Any) -> bool:
@@ -104,11 +102,9 @@ class TorchLoader(LoaderAdapter):
         self._order: _Order = getattr(self._base, _order_name(self._base))
         self._accelerated = self._base is not self._copy
         self._begin_batches = begin or self._begin
-        self._reading: Iterator[Any] | None = None
-        """The batches of the epoch, or None before the first one is read and after the last one."""
+        self._reading: Iterator[Any] | None = None  # between the first batch and the end
         self._index = 0
-        self._draws_first = False
-        """Whether the epoch of a restored state was begun before it drew its order."""
+        self._draws_first = False  # the epoch of a restored state was begun before its order
 
     def start(self, epoch: int = 0) -> Iterator[Any]:
         """Begins an epoch when its first batch is read."""
@@ -224,14 +220,7 @@ class TorchLoader(LoaderAdapter):
 
 
 class _Order:
-    """The indices of a sampler. Records the random states from which their order follows.
-
-    Attributes:
-        random: random states before the order of this epoch was drawn, or None.
-        reads_ahead: whether this process reads items ahead of the steps. Their examples may draw
-            random numbers between those of the steps.
-        planned: after a resume, the random states to set before each of the next items is read;
-            None at other times.
+    """The items of a sampler. Records the random states from which their order follows.
 
     Args:
         sampler: the sampler or batch sampler.
@@ -256,15 +245,15 @@ class _Order:
 
     def begin(self) -> None:
         """Begins a new epoch, whose order is drawn when its first index is read."""
-        self.random: list[Any] | None = None
+        self.random: list[Any] | None = None  # the states before the order was drawn
+        # After a resume: the states to set before each of the next items is read. None otherwise.
         self.planned: list[list[Any]] | None = None
+        # If `reads_ahead`, the states before each of the last items was read.
         self._before: deque[list[Any]] = deque(maxlen=_KEPT)
-        """Random states before each of the last items was read, if `reads_ahead`."""
         self._drawn: Iterator[Any] | None = None
         self._count = 0
+        # The last items, each with the digest of all items up to it.
         self._recent: deque[tuple[Any, int]] = deque([(None, 0)], maxlen=self._ahead + _KEPT)
-        """The last items, each with the digest of all items up to it; workers read `ahead` items
-        ahead."""
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the sampler, such as `set_epoch` and `batch_size`, except its state."""
@@ -299,11 +288,8 @@ class _Order:
     def draw(self, states: list[Any], skip: int = 0, digest: tuple[int, int] = (0, 0)) -> list[Any]:
         """Sets random states, draws an order and passes its first `skip` items.
 
-        Returns:
-            The random states after the order was drawn.
-
-        Raises:
-            DataError: the order is not the order of `digest`. The current order is unchanged.
+        Returns the random states after the order was drawn. Raises DataError if the order is not
+        the order of `digest`; the current order is then unchanged.
         """
         self.set_states(states)
         items, recent = iter(self._sampler), deque([(None, 0)], maxlen=self._ahead + _KEPT)

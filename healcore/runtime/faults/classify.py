@@ -14,11 +14,10 @@ from typing import Any
 from healcore.core.verdict import Cause
 from healcore.runtime.faults.failures import Fault
 
-_MAX_CHAIN = 100
-"""Largest number of chained exceptions to read; a library that retries can chain thousands."""
+_MAX_CHAIN = 100  # exceptions to read; a library that retries can chain thousands
 
+# Bugs in an error handler. The error that was being handled is not their cause.
 _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, AssertionError)
-"""Bugs in an error handler. The error that was being handled is not their cause."""
 
 _OOM, _DATA, _HANG = Fault(Cause.OOM, ""), Fault(Cause.DATA, ""), Fault(Cause.HANG, "")
 _WORKER = Fault(Cause.WORKER, "")
@@ -113,8 +112,7 @@ _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe
 """Parts of messages of gloo and the operating system."""
 
 _HTTP_TRANSIENT = frozenset({408, 425, 429})
-_HTTP_PERMANENT = frozenset({501, 505})
-"""Permanent statuses 5xx; all other 5xx are transient."""
+_HTTP_PERMANENT = frozenset({501, 505})  # all other 5xx are transient
 
 
 def classify(error: BaseException) -> Fault:

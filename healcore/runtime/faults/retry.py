@@ -22,25 +22,18 @@ from healcore.runtime.host_policy import HostPolicy
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MAX_SERVER_WAIT_S = 3600.0
-"""Longest wait that a server may ask for; a call is not repeated after a longer one."""
-
-_random = SystemRandom().random
-"""Returns a random number from 0 to 1 without changing the run's random state."""
+_MAX_SERVER_WAIT_S = 3600.0  # a call is not repeated if a server asks for a longer wait
+_random = SystemRandom().random  # from 0 to 1, without changing the run's random state
 
 
 class Attempt(NamedTuple):
     """One attempt at a call, for the log."""
 
-    call: str
-    """Name of the function."""
-    number: int
-    """Number of the attempt, from 1."""
-    error: BaseException | None = None
-    """The exception, or None after a success."""
+    call: str  # name of the function
+    number: int  # of the attempt, from 1
+    error: BaseException | None = None  # None after a success
     fault: Fault | None = None
-    wait_s: float | None = None
-    """Seconds until the next attempt, or None for the last attempt."""
+    wait_s: float | None = None  # until the next attempt, or None for the last attempt
 
     def __str__(self) -> str:
         if self.fault is None:
@@ -85,16 +78,11 @@ def _log(attempt: Attempt) -> None:
 class Retries:
     """The attempts at one call, which is repeated after a transient failure in the network."""
 
-    name: str
-    """Name of the call, for the log."""
+    name: str  # of the call, for the log
     policy: HostPolicy
-    report: Callable[[Attempt], object]
-    """Receives each attempt that fails in the network, and the attempt that succeeds after a
-    failure."""
-    sleep: Callable[[float], None]
-    """Waits a number of seconds; its exceptions end the call."""
-    failed: int = field(default=0, init=False)
-    """Number of failures since the last success."""
+    report: Callable[[Attempt], object]  # of each failure, and of the success after failures
+    sleep: Callable[[float], None]  # its exceptions end the call
+    failed: int = field(default=0, init=False)  # failures since the last success
 
     def wait_after(self, error: BaseException) -> bool:
         """Reports a failed attempt, and waits. Returns whether to call again."""

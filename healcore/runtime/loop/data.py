@@ -67,35 +67,26 @@ class Data:
         self._record = record
         self._policy = policy
         self._single_rank = ranks.world == 1
-        self._reads = 0
-        self._failed_reads: deque[int] = deque()
-        """Numbers of the reads that failed, among the last `[skip_batch] within`."""
-        self._consecutive_failures = 0
-        self._last_batches: dict[int, Any] = {}
-        """Number of a loader -> its last batch, with several ranks."""
-        self._ids: dict[int, list[BatchId]] = {}
-        """Number of a loader -> ids of its batches since the last step."""
-        self._last_ids: list[BatchId] = []  # of the last step's batches
+        self._reads = self._consecutive_failures = 0
+        self._failed_reads: deque[int] = deque()  # among the last `[skip_batch] within`
         self._keeps_batches = keeps_batches
-        self._loop_names_batches = False
-        """Whether the loop calls `Healer.loss`, or `observe` with a batch."""
-        self._contents: dict[int, list[ObservedBatch]] = {}
-        """Number of a loader -> its batches since the last step, if weights are compared; at most
-        as many as a step has had, because an evaluation takes no step."""
+        self._loop_names_batches = False  # whether it calls `loss`, or `observe` with a batch
+        self._last_ids: list[BatchId] = []  # of the last step's batches
         self._most = 1  # largest number of batches of a step so far
         self._current = 0  # number of the loader of the last batch
-        self._in_use: set[int] = set()
-        """Numbers of the loaders whose last batch the loop is still using."""
-        self._generators: HostParts | None = None
-        """Random states of the resumed checkpoint until the first batch, then None."""
+        # By number of the loader:
+        self._ids: dict[int, list[BatchId]] = {}  # of the batches since the last step
+        # The batches since the last step, if weights are compared; at most as many as a step has
+        # had, because an evaluation takes no step.
+        self._contents: dict[int, list[ObservedBatch]] = {}
+        self._in_use: set[int] = set()  # the loop is still using their last batch
+        self._last_batches: dict[int, Any] = {}  # with several ranks
+        self._generators: HostParts | None = None  # of the checkpoint, until the first batch
         self._started_at = 0
         self._resumed = False
 
     def start(self, *, resumed: bool, completed_at: int | None = None) -> None:
-        """Starts this process at the current step.
-
-        `completed_at` is the step at which the run in the store had completed, or None.
-        """
+        """Starts this process; `completed_at` is the step of a completed run in the store."""
         self._started_at, self._resumed = self.step, resumed
         self.had_completed = resumed and self.step == completed_at
 
@@ -249,11 +240,9 @@ class Data:
 
     def log_skipped(self, number: int) -> None:
         """Logs the batches that the loader has skipped since the last call."""
-        skipped = self.loaders[number].skipped()
-        if skipped:
-            batches = [list(each) for each in skipped]
+        if batches := [list(each) for each in self.loaders[number].skipped()]:
             self._log.event("skipped_batches", step=self.step, batches=batches)
-            text = counted(len(skipped), "batch", "batches")
+            text = counted(len(batches), "batch", "batches")
             self._log.info(f"step {self.step}: {text} skipped")
 
     def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
@@ -265,18 +254,13 @@ class Data:
         return Retries(name, self._policy, self._report_attempt, self._termination.sleep)
 
     def _report_attempt(self, attempt: Attempt) -> None:
-        if attempt.error is None or attempt.fault is None:
-            self._log.event("retried", step=self.step, attempt=attempt.number, why=str(attempt))
-            self._log.info(str(attempt))
+        step, number, text, wait = self.step, attempt.number, str(attempt), attempt.wait_s
+        if attempt.fault is None:
+            self._log.event("retried", step=step, attempt=number, why=text)
+            self._log.info(text)
             return
-        self._log.fault(
-            self.step,
-            attempt.fault,
-            str(attempt),
-            answer=None if attempt.wait_s is None else "retry",
-            attempt=attempt.number,
-            wait_s=attempt.wait_s,
-        )
+        answer = None if wait is None else "retry"
+        self._log.fault(step, attempt.fault, text, answer=answer, attempt=number, wait_s=wait)
 
     def _restore_generators(self) -> None:
         """Restores random states after a restart, because rewinding a loader draws from them.
@@ -345,7 +329,8 @@ class Data:
     @property
     def skipped_steps(self) -> int:
         """Approximate number of steps whose batches rollbacks have skipped."""
-        return self.loaders.left_out_count // max(1, len(self._last_ids))
+        skipped = sum(map(len, self.loaders.left_out().values()))
+        return skipped // max(1, len(self._last_ids))
 
 
 def _one_line(error: Exception) -> str:

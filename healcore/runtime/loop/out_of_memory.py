@@ -35,15 +35,11 @@ _NOT_TRIED = "healcore has not tried smaller parts of the batch"
 class _Overrun(NamedTuple):
     """A part that did not fit into memory."""
 
-    samples: int
-    """Samples of the part's batch; 0 if smaller parts are impossible."""
-    parts: int
-    """Number of parts that the batch was split into."""
+    samples: int  # of the part's batch; 0 if smaller parts are impossible
+    parts: int  # number of parts that the batch was split into
     fault: Fault
-    line: str
-    """First line of the exception."""
-    why_not: str
-    """Reason why smaller parts are impossible, or an empty string."""
+    line: str  # first line of the exception
+    why_not: str  # reason why smaller parts are impossible, or an empty string
 
 
 class OutOfMemory:
@@ -75,15 +71,12 @@ class OutOfMemory:
         self._gradients = driver.window
         self._last_resort: Callable[[], str] = str
         self.part: Microbatch[Any] | None = None
-        self._batches: list[tuple[Any, Count]] = []
-        """The batches since the last step, with their arguments `count`."""
-        self._whole = self._why_not = ""
-        """Reasons why the run's batches cannot be split, and why the window cannot be repeated in
-        smaller parts, or empty strings."""
+        self._batches: list[tuple[Any, Count]] = []  # since the last step, with their `count`
+        self._whole = ""  # reason why the run's batches cannot be split, or an empty string
+        self._why_not = ""  # reason why the window cannot be repeated in smaller parts, or ""
         self._redoable = True  # whether all gradients come from the parts of this window
         self._held: list[Any] = []  # values of the failed part that variables of the loop refer to
-        self._joint: Synchronization | None = None
-        """How the ranks repeat a window together, or None if each rank decides alone."""
+        self._joint: Synchronization | None = None  # None: each rank decides alone
         self._no_joint = ""  # reason why several ranks cannot repeat a window, or an empty string
 
     def parts(

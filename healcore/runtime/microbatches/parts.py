@@ -30,8 +30,7 @@ Count = Callable[[Any], Any] | str | None
 """How to count what a mean loss averages over: a function of a part, the key of its labels, or None
 for its samples."""
 
-_IGNORE_INDEX = -100
-"""Label that does not count, as in torch's `cross_entropy`."""
+_IGNORE_INDEX = -100  # label that does not count, as in torch's `cross_entropy`
 
 
 class UnsplittableBatch(HealcoreError, ValueError):
@@ -85,7 +84,6 @@ class Gradients(Protocol):
 
     def begin_window(self) -> None:
         """Called before the first part since the last step."""
-        ...
 
     def has_stepped(self) -> bool:
         """Whether an optimizer has stepped since `begin_window`."""
@@ -98,7 +96,6 @@ class Gradients(Protocol):
             held: values that variables of the loop still refer to.
             clear_cache: whether to return unused memory of the framework's allocator.
         """
-        ...
 
     def between_ranks(self, ranks: Ranks) -> Synchronization | str:
         """The synchronization of several ranks, or a sentence why they cannot repeat a window."""
@@ -117,7 +114,6 @@ class Synchronization(Protocol):
 
         `first`: whether it is the first batch since the last step, or of a repeated window.
         """
-        ...
 
     def end_batch(self, failed: bool) -> bool:
         """Reduces the batch's gradients over the ranks, unless any rank has failed.
@@ -146,19 +142,14 @@ def count_samples(batch: Any) -> int:
 def split(batch: Any, parts: int) -> list[Any]:
     """Splits a batch into parts of the same structure, whose sizes differ by at most one sample.
 
-    Args:
-        batch: as described in the module.
-        parts: number of parts. 1 returns the batch itself.
+    `parts` is at most the number of samples; 1 returns the batch itself.
 
     Raises:
         UnsplittableBatch: as for `count_samples`.
-        ValueError: `parts` is below 1 or above the number of samples.
     """
     if parts == 1:
         return [batch]
     samples = count_samples(batch)
-    if not 1 <= parts <= samples:
-        raise ValueError(f"parts is from 1 to the {samples} samples of the batch, not {parts}")
     ends = [samples * number // parts for number in range(parts + 1)]
     return [_cut(batch, slice(*ends[i : i + 2]), samples) for i in range(parts)]
 
@@ -181,8 +172,7 @@ def part_weights(pieces: list[Any], count: Count) -> list[float]:
 def released(error: BaseException) -> list[Any]:
     """Clears the variables of functions that an exception has ended.
 
-    Returns:
-        The values of variables of functions that still run, which cannot be cleared.
+    Returns the values of variables of functions that still run, which cannot be cleared.
     """
     held: list[Any] = []
     pending, seen = [error], set[int]()
@@ -209,10 +199,8 @@ class _Leaf(NamedTuple):
 
     path: str
     value: Any
-    rows: int | None
-    """Length of the first axis of the array, or of the arrays in a list."""
-    entries: int | None
-    """Length of a list that may be a list of samples."""
+    rows: int | None  # length of the first axis of the array, or of the arrays in a list
+    entries: int | None  # length of a list that may be a list of samples
 
 
 def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:

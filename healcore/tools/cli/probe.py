@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 from pydantic import BaseModel, ValidationError
@@ -20,10 +21,17 @@ from healcore import regular_file
 from healcore.checkpoint_contents import ProbeError
 from healcore.tools.cli.options import ColumnOption, JoinOption, fail, parse_columns
 from healcore.tools.output import clean, echo, echo_json
-from healcore.tools.probe.inputs import CheckpointInputs, LossInputs, OptimizerInputs
-
-if TYPE_CHECKING:  # local imports, so that other commands start fast
-    from healcore.tools.probe.result import ProbeResult
+from healcore.tools.probe.checks import (
+    ERROR,
+    Check,
+    CheckpointInputs,
+    LossInputs,
+    OptimizerInputs,
+    ProbeResult,
+    dumps,
+    judged,
+    worst,
+)
 
 _NO_VERDICT = 3
 _MAX_SPEC_BYTES = 1 << 20
@@ -45,25 +53,21 @@ _Traces = Annotated[
 ]
 
 
-class Group(TyperGroup):
-    """The group of all probes."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Parses the part of the command line before the probe."""
-        return _no_verdict(super().make_context, *args, **kwargs)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Parses the rest of the command line, and runs the probe."""
-        return _no_verdict(super().invoke, ctx)
-
-
-def _no_verdict(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a parser; an invalid command line exits with 3, because click's 2 means FAIL here."""
+@contextmanager
+def _no_verdict() -> Iterator[None]:
+    """Makes an invalid command line exit with 3, because click's 2 means FAIL here."""
     try:
-        return parse(*args, **kwargs)
+        yield
     except _UsageError as error:
         error.exit_code = _NO_VERDICT
         raise
+
+
+class Group(TyperGroup):
+    """The group of all probes. The context is made before the probe's name, and invoked after."""
+
+    make_context = _no_verdict()(TyperGroup.make_context)
+    invoke = _no_verdict()(TyperGroup.invoke)
 
 
 app = typer.Typer(
@@ -78,13 +82,10 @@ def _add_command(model: type[BaseModel]) -> Callable[[Callable[..., list[Any]]],
     """Decorator: adds a probe to the app, with `--json` and an option for each field of `model`."""
 
     def keyword(name: str, kind: Any, **settings: Any) -> inspect.Parameter:
-        flag = kind is bool
         option = typer.Option(f"--{name.replace('_', '-')}", **settings)
-        annotation = Annotated[kind if flag else kind | None, option]
-        default = False if flag else None
-        return inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-        )
+        kind, default = (kind, False) if kind is bool else (kind | None, None)
+        annotation, way = Annotated[kind, option], inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, way, default=default, annotation=annotation)
 
     options = []
     for name, field in model.model_fields.items():
@@ -102,11 +103,9 @@ def _add_command(model: type[BaseModel]) -> Callable[[Callable[..., list[Any]]],
     options.append(keyword("json", bool, help="JSON instead of text."))
 
     def add(command: Callable[..., list[Any]]) -> None:
-        own = [*inspect.signature(command, eval_str=True).parameters.values()]
+        own = inspect.signature(command, eval_str=True).parameters.values()
 
         def run(json: bool, **arguments: Any) -> None:
-            from healcore.tools.probe.result import dumps, worst
-
             values = {name: arguments.pop(name) for name in model.model_fields if name in arguments}
             inputs = _validate(model, values, arguments.pop("spec", None))
             results = command(inputs=inputs, **arguments)
@@ -131,7 +130,6 @@ def loss(
 ) -> list[Any]:
     """Judge a loss curve: does it fall, does it stay low, does it end well?"""
     from healcore.tools.probe.loss import probe_loss
-    from healcore.tools.probe.result import ERROR, Check, ProbeResult, judged
     from healcore.tools.traces import TraceError, open_traces
 
     try:

@@ -36,8 +36,7 @@ OK, PARTIAL = 0, 1
 
 MAX_PRINTED = 20
 """Number of problems of traces that are printed."""
-_PIPE_WIDTH = 160
-"""Width of a table in columns if the width of the output is unknown."""
+_PIPE_WIDTH = 160  # width of a table in columns if the width of the output is unknown
 
 
 def replay(

@@ -13,22 +13,23 @@ from typing import Any
 import numpy as np
 
 from healcore.checkpoint_contents import Contents, ProbeError
+from healcore.console import counted
 from healcore.runtime.store import StoreError, manifest
 from healcore.runtime.store.saved import disallowed
-from healcore.tools.probe.child import probe_paths
-from healcore.tools.probe.formats import damaged_archives, open_contents
-from healcore.tools.probe.inputs import CheckpointInputs
-from healcore.tools.probe.result import (
+from healcore.tools.probe.checks import (
     ERROR,
     FAIL,
     PASS,
     SKIP,
     WARN,
     Check,
+    CheckpointInputs,
     NothingToProbe,
     ProbeResult,
     first_three,
 )
+from healcore.tools.probe.child import probe_paths
+from healcore.tools.probe.formats import damaged_archives, open_contents
 
 
 def probe_checkpoint(path: str | Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
@@ -133,20 +134,16 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     if not rows and not broken:
         which = "" if inputs.step is None else f" of step {inputs.step}"
         raise NothingToProbe(f"{path} contains no checkpoint{which}")
-    whole = (
-        f"all {len(rows)} checkpoint{'s' * (len(rows) != 1)}: every file has its recorded digest"
-    )
+    whole = f"all {counted(len(rows), 'checkpoint')}: every file has its recorded digest"
     message = first_three(damage, "; ") or whole
     digests = Check("digests", FAIL if damage else PASS, message, damaged, 0)
 
     finite = Check("finite", PASS, "no NaN and no Inf were recorded at the save", 0, 0)
     if bad:
         names = ", ".join(bad[0].nonfinite[:3]) or "more arrays than are listed"
-        message = (
-            f"NaN or Inf in step {bad[0].step}: {names}; if the run allows it: --nonfinite-ok NAME"
-        )
-        if len(bad) > 1:
-            message += f"; and in {len(bad) - 1} more checkpoints"
+        more = f"; and in {len(bad) - 1} more checkpoints" if len(bad) > 1 else ""
+        allow = "if the run allows it: --nonfinite-ok NAME"
+        message = f"NaN or Inf in step {bad[0].step}: {names}; {allow}{more}"
         finite = Check("finite", WARN if good else FAIL, message, len(bad), 0)
 
     marked = any(row["status"] == "good" for row in rows)
@@ -158,10 +155,6 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     else:
         message = "none yet: a checkpoint becomes known-good after healthy steps"
     known_good = Check("known_good", verdict, message, len(good), 1)
-    facts = {
-        "format": "store of healcore",
-        "checkpoints": rows,
-        "newest_good": good[-1] if good else None,
-        "known_good": bool(good),
-    }
+    facts = {"format": "store of healcore", "checkpoints": rows, "known_good": bool(good)}
+    facts["newest_good"] = good[-1] if good else None
     return ProbeResult("checkpoint", str(path), (digests, finite, known_good), facts)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from healcore.tools.probe.result import ERROR, Check, ProbeResult, judged
+from healcore.tools.probe.checks import ERROR, Check, ProbeResult, judged
 
 _BASE_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 4
 """Memory limit in bytes, plus bytes for each stored byte, which may be compressed."""

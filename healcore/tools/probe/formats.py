@@ -15,7 +15,7 @@ from healcore import adapter_registry, regular_file
 from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line
 from healcore.extras import require
 from healcore.runtime.store import manifest
-from healcore.tools.probe.result import NothingToProbe
+from healcore.tools.probe.checks import NothingToProbe
 
 _SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors"}
 _MAX_JSON_BYTES = 1 << 24

@@ -7,24 +7,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.console import counted
 from healcore.history.curves import thin
-from healcore.tools.probe.inputs import LossInputs
+from healcore.tools.probe.checks import (
+    FAIL,
+    PASS,
+    SKIP,
+    WARN,
+    Check,
+    LossInputs,
+    NothingToProbe,
+    ProbeResult,
+    score,
+)
 from healcore.tools.probe.loss_curve import (
     Events,
     Shape,
     block_medians,
     find_events,
     measure_shape,
-)
-from healcore.tools.probe.result import (
-    FAIL,
-    PASS,
-    SKIP,
-    WARN,
-    Check,
-    NothingToProbe,
-    ProbeResult,
-    score,
 )
 from healcore.tools.traces import Trace, lineage
 
@@ -33,8 +34,7 @@ _MAX_EVENTS = 1000
 _MIN_VALUES_FOR_SMOOTHNESS = 30
 """Values from which the smoothness counts. For noise, its standard deviation is 2 / sqrt(n)."""
 _LASTING_NORMS, _MIN_EVALUATIONS = 3, 3
-_RARE_NORMS = 0.05
-"""Fraction of the norms that a loss scale may make infinite in a healthy run."""
+_RARE_NORMS = 0.05  # fraction of the norms that a loss scale may make infinite in a healthy run
 _NEAR_ZERO = 0.05
 """Fraction of the first loss from which a loss may reach exactly 0 by rounding or a margin."""
 _FATAL = ("finite", "gradient_norm", "zero_loss")
@@ -101,8 +101,9 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     if len(norms.value):
         checks.append(_gradient_norm(norms))
     if len(finite) < inputs.min_steps:
-        plural = "s" * (len(finite) != 1)
-        message = f"{len(finite)} finite value{plural}; a verdict needs at least {inputs.min_steps}"
+        message = (
+            f"{counted(len(finite), 'finite value')}; a verdict needs at least {inputs.min_steps}"
+        )
         checks.append(Check("length", SKIP, message, len(finite), inputs.min_steps))
     else:
         shape = measure_shape(block_medians(finite))
@@ -282,12 +283,12 @@ def _variance(values: np.ndarray) -> float:
 def _events(found: Events, inputs: LossInputs) -> Check:
     """Judges the number of instability events, and whether the curve ends in one."""
     count, bound = len(found.events), inputs.max_events
-    jumps = f"{found.jumps} single high value{'s' * (found.jumps != 1)}"
+    jumps = counted(found.jumps, "single high value")
     if not count:
         return Check("instability_events", PASS, f"none ({jumps})", 0, bound)
     first = found.events[0]
     message = (
-        f"{count} event{'s' * (count != 1)} far above the level before, the first at step "
+        f"{counted(count, 'event')} far above the level before, the first at step "
         f"{first.step:.15g} for {first.values} values ({jumps})"
     )
     verdict = WARN if count > bound else PASS

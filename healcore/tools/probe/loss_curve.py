@@ -13,7 +13,7 @@ from healcore.core.detectors import LossSpikeConfig
 from healcore.core.recorded import record
 from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
-from healcore.tools.probe.inputs import EVENT_SIGMAS
+from healcore.tools.probe.checks import EVENT_SIGMAS
 
 BLOCKS = 1024
 MAD_TO_SIGMA = 1.4826
@@ -21,15 +21,13 @@ MAD_TO_SIGMA = 1.4826
 _MEDIAN_TO_MEAN_SIGMA = 1.2533
 """Standard deviation of a median divided by that of a mean, for many values: sqrt(pi / 2)."""
 _TREND_POINTS = 64
-_ENDS = 0.05
-"""Fraction of the curve that counts as its start, and as its end."""
+_ENDS = 0.05  # fraction of the curve that counts as its start, and as its end
 
 _MAX_VALUES = 16_384
 """Largest number of values for the detector. A longer curve is reduced to block medians."""
 _HIGH_SIGMAS, _END_FRACTION = 3.0, 0.1
 """An event ends at its last value above 3 standard deviations and above 0.1 of its maximum."""
-_MAX_LEAD = 12
-"""An event begins at the first such value of the 12 values before its detection."""
+_MAX_LEAD = 12  # an event begins at the first such value of the 12 values before its detection
 _CHANGE_TO_SIGMA = 0.886
 """Standard deviation of Gaussian noise divided by the mean absolute difference of neighbours."""
 
@@ -53,14 +51,11 @@ class Shape(NamedTuple):
 
     start: float
     end: float
-    best: float
-    """Lowest running median over as many values as `end` has."""
-    noise: float
-    """Standard deviation of a running median."""
+    best: float  # lowest running median over as many values as `end` has
+    noise: float  # standard deviation of a running median
     drop: float
     """First value minus `end`, in standard deviations of one value. Large after a fast start."""
-    trend: float
-    """Mann-Kendall statistic in standard deviations; positive where the curve rises."""
+    trend: float  # Mann-Kendall statistic in standard deviations; positive where the curve rises
 
     @property
     def regret(self) -> float:
@@ -136,8 +131,7 @@ class Event(NamedTuple):
     values: int
     height: float
     """Highest value minus the level before the event, in standard deviations of the noise."""
-    back: bool
-    """Whether the curve returned to the level before the event."""
+    back: bool  # whether the curve returned to the level before the event
     last: float
 
 
@@ -145,10 +139,8 @@ class Events(NamedTuple):
     """Instability events of a curve, in order."""
 
     events: tuple[Event, ...]
-    jumps: int
-    """Number of high values outside events: bad batches."""
-    unfinished: bool
-    """Whether the curve ends in the last event."""
+    jumps: int  # number of high values outside events: bad batches
+    unfinished: bool  # whether the curve ends in the last event
 
 
 def find_events(steps: np.ndarray, values: np.ndarray, sigmas: float, window: int) -> Events:

@@ -22,10 +22,8 @@ Shape = tuple[int, ...]
 Model = list[tuple[str, Shape]]
 """Names and shapes of parameters."""
 
-_WRAPPERS = ("value", "raw_value")
-"""Keys under which flax.nnx stores an array."""
-_BETA2 = 0.999
-"""Adam's beta2 if the state does not contain it, as the states of optax."""
+_WRAPPERS = ("value", "raw_value")  # keys under which flax.nnx stores an array
+_BETA2 = 0.999  # Adam's beta2 if the state does not contain it, as the states of optax
 _NUMBER = re.compile(r"\d+")
 _MIN_BLOCKS, _MAX_BLOCK_SIZE = 3, 256
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -65,13 +63,10 @@ class Moments:
     """Adam's moments of one parameter."""
 
     optimizer: Keys
-    key: str
-    """Dotted path of the parameter, or its number."""
+    key: str  # dotted path of the parameter, or its number
     second: Array
-    others: tuple[Array | None, ...]
-    """The other moments, which must also be finite."""
-    step: float | None
-    """Number of updates, or None if the state lacks the value."""
+    others: tuple[Array | None, ...]  # the other moments, which must also be finite
+    step: float | None  # number of updates, or None if the state lacks the value
     beta2: float = _BETA2
 
     name: str = ""
@@ -82,14 +77,10 @@ class Moments:
     """Key for comparisons: equal for the same parameter of similar layers, "" if unknown."""
 
     size: int = 0
-    nonfinite: int = 0
-    """Number of NaN and Inf in all moments."""
-    negative: int = 0
-    """Number of second moments below 0, which no average of squares can be."""
-    dead: bool = False
-    """Whether every gradient so far was exactly 0."""
-    mean: float = math.nan
-    """Mean of the finite second moments."""
+    nonfinite: int = 0  # number of NaN and Inf in all moments
+    negative: int = 0  # number of second moments below 0, which no average of squares can be
+    dead: bool = False  # whether every gradient so far was exactly 0
+    mean: float = math.nan  # mean of the finite second moments
 
     def set_name(self, name: str) -> None:
         """Sets the name, and the layer and the kind that follow from it."""

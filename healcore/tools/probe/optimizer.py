@@ -24,22 +24,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.tools.probe.child import probe_paths
-from healcore.tools.probe.formats import open_contents
-from healcore.tools.probe.inputs import OptimizerInputs
-from healcore.tools.probe.loss_curve import MAD_TO_SIGMA
-from healcore.tools.probe.moments import Moments, Shape, Tree, find_moments, name_parameters
-from healcore.tools.probe.result import (
+from healcore.tools.probe.checks import (
     FAIL,
     PASS,
     SKIP,
     WARN,
     Check,
     NothingToProbe,
+    OptimizerInputs,
     ProbeResult,
     first_three,
     score,
 )
+from healcore.tools.probe.child import probe_paths
+from healcore.tools.probe.formats import open_contents
+from healcore.tools.probe.loss_curve import MAD_TO_SIGMA
+from healcore.tools.probe.moments import Moments, Shape, Tree, find_moments, name_parameters
 
 _TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
 """Numbers and flags that trainers save with a checkpoint."""
@@ -142,18 +142,12 @@ class Deviation(NamedTuple):
 
     layer: str
     parameter: str
-    gradient_rms: float
-    """Square root of v-hat."""
-    ratio: float
-    """v-hat divided by the v-hat of similar parameters."""
-    sigmas: float
-    """log(ratio) in robust standard deviations."""
-    outlier: bool
-    """Whether both `ratio` and `sigmas` exceed their bounds, in either direction."""
-    similar: bool
-    """Whether the parameter has at least two similar parameters."""
-    risen: bool
-    """Whether the layer is in a group of layers above the baseline."""
+    gradient_rms: float  # square root of v-hat
+    ratio: float  # v-hat divided by the v-hat of similar parameters
+    sigmas: float  # log(ratio) in robust standard deviations
+    outlier: bool  # whether both `ratio` and `sigmas` exceed their bounds, in either direction
+    similar: bool  # whether the parameter has at least two similar parameters
+    risen: bool  # whether the layer is in a group of layers above the baseline
 
     def __str__(self) -> str:
         times = f"{self.ratio:.3g} times" if self.ratio >= 1 else f"1/{1 / self.ratio:.3g} of"

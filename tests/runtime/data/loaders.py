@@ -135,9 +135,16 @@ class Kind(NamedTuple):
     name: str
     make: Callable[[], Any]
     epochs: int = 3
-    needs: str = "torch"
+
+    @property
+    def needs(self) -> str:
+        """The package of the loader."""
+        word = self.name.split()[0]
+        return {"stateful": "torchdata", "torchdata": "torchdata", "accelerate": "accelerate",
+                "grain": "grain"}.get(word, "torch")  # fmt: skip
 
 
+SEEDED = {"shuffle": True, "use_seedable_sampler": True}
 REWINDING = [
     Kind("list", lambda: [EXAMPLES[at : at + SIZE] for at in range(0, 11, SIZE)]),
     Kind("range", lambda: range(BATCHES)),
@@ -148,34 +155,22 @@ REWINDING = [
     Kind("DataLoader workers", lambda: shuffled(num_workers=2), 2),
     Kind("DataLoader kept workers", lambda: shuffled(num_workers=1, persistent_workers=True), 2),
     Kind("DataLoader weighted", lambda: plain(sampler=weighted())),
-    Kind("stateful", stateful, needs="torchdata"),
-    Kind("stateful shuffled", lambda: stateful(shuffle=True), needs="torchdata"),
-    Kind("stateful generator", generator, needs="torchdata"),
-    Kind("stateful worker", lambda: stateful(shuffle=True, num_workers=1), 2, "torchdata"),
-    Kind("accelerate", accelerated, needs="accelerate"),
-    Kind(
-        "accelerate shuffled",
-        lambda: accelerated(shuffle=True, use_seedable_sampler=True),
-        needs="accelerate",
-    ),
-    Kind(
-        "accelerate stateful",
-        lambda: accelerated(shuffle=True, use_stateful_dataloader=True, use_seedable_sampler=True),
-        needs="accelerate",
-    ),
-    Kind("grain map", grain_map, needs="grain"),
-    Kind("grain iter", lambda: grain_map().to_iter_dataset(), needs="grain"),
-    Kind("grain iterator", lambda: iter(grain_map().repeat(3)), 1, "grain"),
-    Kind("grain DataLoader", grain_loader, needs="grain"),
+    Kind("stateful", stateful),
+    Kind("stateful shuffled", lambda: stateful(shuffle=True)),
+    Kind("stateful generator", generator),
+    Kind("stateful worker", lambda: stateful(shuffle=True, num_workers=1), 2),
+    Kind("accelerate", accelerated),
+    Kind("accelerate shuffled", lambda: accelerated(**SEEDED)),
+    Kind("accelerate stateful", lambda: accelerated(**SEEDED, use_stateful_dataloader=True)),
+    Kind("grain map", grain_map),
+    Kind("grain iter", lambda: grain_map().to_iter_dataset()),
+    Kind("grain iterator", lambda: iter(grain_map().repeat(3)), 1),
+    Kind("grain DataLoader", grain_loader),
 ]
 FORWARD = [
     Kind("DataLoader of a stream", lambda: DataLoader(Stream(), batch_size=SIZE)),
-    Kind(
-        "accelerate of a stream",
-        lambda: accelerated(Stream(), dispatch_batches=False),
-        needs="accelerate",
-    ),
-    Kind("torchdata nodes", nodes, needs="torchdata"),
+    Kind("accelerate of a stream", lambda: accelerated(Stream(), dispatch_batches=False)),
+    Kind("torchdata nodes", nodes),
     Kind("generator", lambda: ([at] for at in range(BATCHES)), 1),
     Kind("map", lambda: map(list, ["ab", "cd"]), 1),
     Kind("tensor", lambda: torch.arange(8).reshape(4, 2)),
@@ -185,19 +180,12 @@ FORWARD = [
 
 def over(kinds: list[Kind]) -> Any:
     """A parameter `kind`; those whose package is not installed are skipped."""
-    return pytest.mark.parametrize(
-        "kind",
-        [
-            pytest.param(
-                kind,
-                id=kind.name.replace(" ", "-"),
-                marks=pytest.mark.skipif(
-                    importlib.util.find_spec(kind.needs) is None, reason=f"needs {kind.needs}"
-                ),
-            )
-            for kind in kinds
-        ],
-    )
+    values = []
+    for kind in kinds:
+        missing = importlib.util.find_spec(kind.needs) is None
+        mark = pytest.mark.skipif(missing, reason=f"needs {kind.needs}")
+        values.append(pytest.param(kind, id=kind.name.replace(" ", "-"), marks=mark))
+    return pytest.mark.parametrize("kind", values)
 
 
 Handed = tuple[BatchId, Any]

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from healcore.tools.probe.inputs import LossInputs
+from healcore.tools.probe.checks import LossInputs, ProbeResult
 from healcore.tools.probe.loss import probe_loss
-from healcore.tools.probe.result import ProbeResult
 from healcore.tools.traces import open_traces
 
 

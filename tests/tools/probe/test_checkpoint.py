@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from healcore.runtime.store.claim import claim
 from healcore.tools.probe.checkpoint import judge
-from healcore.tools.probe.inputs import CheckpointInputs
-from healcore.tools.probe.result import ProbeResult, judged
+from healcore.tools.probe.checks import CheckpointInputs, ProbeResult, judged
 from tests.runtime.store.store_cases import DISKS, TIERS, StoreCase, mark_good, over
 
 

@@ -13,9 +13,8 @@ import torch
 from orbax.checkpoint import v1 as ocp
 
 from healcore.tools.probe.checkpoint import judge
+from healcore.tools.probe.checks import CheckpointInputs, ProbeResult, dumps
 from healcore.tools.probe.child import probe_paths
-from healcore.tools.probe.inputs import CheckpointInputs
-from healcore.tools.probe.result import ProbeResult, dumps
 from tests.hostile.pickles import BEGIN, END, called, torch_file
 from tests.tools.cli.test_probe import strict
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from healcore.tools.probe.result import ProbeResult
+from healcore.tools.probe.checks import ProbeResult
 from tests.tools.probe.curves import probe
 
 FOLDER = Path(__file__).parents[4] / "shared" / "traces"

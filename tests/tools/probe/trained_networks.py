@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from healcore.tools.probe.inputs import OptimizerInputs
+from healcore.tools.probe.checks import OptimizerInputs, ProbeResult, judged
 from healcore.tools.probe.optimizer import judge
-from healcore.tools.probe.result import ProbeResult, judged
 
 torch.set_num_threads(1)  # more of them only wait for each other in nets of this size
 
