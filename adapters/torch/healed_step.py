@@ -232,10 +232,7 @@ class HealedStep:
     def on_state_loaded(self) -> None:
         """Call it after the engine's state is replaced."""
         self.measurer.clear()
-        records = [read() for read in self._records]
-        self._records.clear()
-        if self.on_judged is None:
-            self.incident_log.add(records)
+        self._read_records(lag=0)
         self.incident_log.restart()
         self._resets_next = False
 
@@ -283,24 +280,21 @@ class HealedStep:
 
     def _report(self, norms: StepNorms) -> None:
         """Reports a judged step to the Healer, or keeps its record for the log."""
-        engine, alone = self.live_engine, self.on_judged is None
+        engine, needs_record = self.live_engine, self.on_judged is None
         if self.on_judged is not None:
             self.on_judged(norms)
-        if engine.is_capturing:  # the replays of a CUDA graph do not call this method
-            return
-        if alone:
-            self.incident_log.stepped(has_seen_loss=self.measurer.has_seen_loss)
-        if alone or (self._resets_moments and engine.name == "device"):
+            needs_record = self._resets_moments and engine.name == "device"
+        if needs_record and not engine.is_capturing:  # a graph's replays do not call this method
             self._records.append(engine.pending_record())
 
-    def _read_records(self) -> None:
+    def _read_records(self, lag: int = RECORD_LAG) -> None:
         """Reads the records that have arrived, for the log and for the reset of the moments."""
         if self.live_engine.is_capturing:
             return
-        late = len(self._records) - (RECORD_LAG if self.live_engine.name == "device" else 0)
+        late = len(self._records) - (lag if self.live_engine.name == "device" else 0)
         records = [self._records.popleft()() for _ in range(late)]
         if self.on_judged is None:
-            self.incident_log.add(records)
+            self.incident_log.add(records, has_seen_loss=self.measurer.has_seen_loss)
         if self._resets_moments and self._order is None and self._engine.mode != "observe":
             self._resets_next |= any(is_cut(each.action, each.skip) for each in records)
 

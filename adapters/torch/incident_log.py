@@ -61,18 +61,15 @@ class IncidentLog:
         self._logged: set[str] = set()
         self._ceiling = NormCeiling()
 
-    def stepped(self, *, has_seen_loss: bool) -> None:
-        """Call it after a step is judged."""
-        self._steps += 1
-        if self._steps == WITHOUT_LOSS and not has_seen_loss and "loss" in self._engine.needs:
-            self._write(
-                f"no loss has been observed in {WITHOUT_LOSS} steps: call heal.observe(loss) "
-                "before each optimizer.step(); detectors that read it are inactive"
-            )
-
-    def add(self, records: Iterable[StepRecord]) -> None:
-        """Logs the records of steps, oldest first."""
+    def add(self, records: Iterable[StepRecord], *, has_seen_loss: bool) -> None:
+        """Logs the records of steps, oldest first, and whether no step has had a loss."""
         for record in records:
+            self._steps += 1
+            if self._steps == WITHOUT_LOSS and not has_seen_loss and "loss" in self._engine.needs:
+                self._write(
+                    f"no loss has been observed in {WITHOUT_LOSS} steps: call heal.observe(loss) "
+                    "before each optimizer.step(); detectors that read it are inactive"
+                )
             # A step that a GradScaler skips has the record of the step before.
             if record.step != self._last_step:
                 if self._last_step < 0 and record.onset < record.step - 1:

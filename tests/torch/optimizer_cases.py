@@ -54,7 +54,7 @@ class Case:
         *,
         heal: Healing | None = None,
         factor: float = 1.0,
-        then: Callable[[], None] | None = None,
+        then: Callable[[], object] | None = None,
     ) -> None:
         """One training step on batch `i`; `factor` multiplies the loss and so the gradients."""
 

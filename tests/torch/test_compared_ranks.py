@@ -1,4 +1,4 @@
-"""With a `loss_fn` two and four ranks decide as one does, on the same global batches."""
+"""With a `loss_fn` several ranks decide as one does, and evaluate earlier weights in any layout."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.torch.compared_ranks import (
-    FAILING_FAULT,
-    FAILING_STEPS,
-    FAULT,
-    FAULTS,
-    SECONDS,
-)
+from tests.torch import compared_layouts, compared_ranks
+from tests.torch.compared_layouts import KEPT, LAYOUTS
+from tests.torch.compared_ranks import FAILING_FAULT, FAILING_STEPS, FAULT, FAULTS
 from tests.torch.worlds import Worlds, worlds_of
 
 FAST, SLOW = ("DDP", "FSDP2"), ("tensor parallel", "accumulated")
@@ -28,7 +24,8 @@ the difference, from 1e-7 to 4e-3 within 30 steps. At 100 times the rate trainin
 current weights differ."""
 
 
-worlds = worlds_of("tests.torch.compared_ranks", SECONDS)
+worlds = worlds_of("tests.torch.compared_ranks", compared_ranks.SECONDS)
+layout_worlds = worlds_of("tests.torch.compared_layouts", compared_layouts.SECONDS)
 
 
 def cases(*kinds: str) -> list[str]:
@@ -92,3 +89,27 @@ def test_a_loss_fn_that_raises_on_one_rank_is_not_called_again_on_any(worlds: Wo
         (problem,) = each["problems"]
         assert "no such row" in problem
         assert each["weights"] == outcomes[0]["weights"]
+
+
+# -- earlier weights in each layout ----------------------------------------------------------------
+
+FAST_LAYOUTS = ("DDP", "FSDP2", "FSDP2, bfloat16", "tensor parallel", "loss in parts")
+SLOW_LAYOUTS = tuple(name for name in LAYOUTS[2] if name not in FAST_LAYOUTS)
+EVALUATED = [
+    *((2, FAST_LAYOUTS, name) for name in FAST_LAYOUTS),
+    *(pytest.param(2, SLOW_LAYOUTS, name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS),
+    *(pytest.param(4, tuple(LAYOUTS[4]), name, marks=pytest.mark.slow) for name in LAYOUTS[4]),
+]
+
+
+@pytest.mark.parametrize(("world", "layouts", "name"), EVALUATED)
+def test_earlier_weights_have_their_loss_and_training_does_not_notice(
+    world: int, layouts: tuple[str, ...], name: str, layout_worlds: Worlds
+):
+    for each in layout_worlds.of(world, layouts, name):
+        then = each["with"]["losses"][KEPT]
+        assert len(each["with"]["again"]) > 3
+        for losses in each["with"]["again"]:
+            assert losses == [then]  # to the bit: after each step, and twice in a row
+        assert each["with"]["losses"] == each["without"]["losses"]
+        assert each["with"]["digest"] == each["without"]["digest"]
