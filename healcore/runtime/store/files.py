@@ -11,6 +11,7 @@ Digests are xxh3, 128 bits; they detect damage, not malice. xxh3 costs little be
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -26,8 +27,6 @@ from pydantic import Field
 
 from healcore import regular_file
 
-_PIECE = 1 << 17
-"""Bytes of one read, which fit into a core's cache."""
 _WORTH_THREADS = 8 << 20
 """Least number of bytes that are worth several threads."""
 _MAX_SEALED = 1 << 26
@@ -115,16 +114,11 @@ class Digest(NamedTuple):
 
 def digest_of(path: Path, *, sync: bool = False) -> Digest:
     """The digest of a file's content; `sync` also waits until the content is on disk."""
-    state, size = xxhash.xxh3_128(), 0
-    buffer = bytearray(_PIECE)
-    view = memoryview(buffer)
     with open(path, "rb", buffering=0, opener=regular_file.opener) as file:
-        while count := file.readinto(buffer):
-            state.update(view[:count])
-            size += count
+        state = hashlib.file_digest(file, xxhash.xxh3_128)
         if sync:
             os.fsync(file.fileno())
-    return Digest(size, state.hexdigest())
+        return Digest(file.tell(), state.hexdigest())
 
 
 def sync_and_digest(folder: Path) -> dict[str, Digest]:

@@ -61,16 +61,13 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class Manifest(NamedTuple):
-    """The content of a manifest. Digests are no signature: anybody may have written the file."""
+    """What is read of a manifest. Digests are no signature: anybody may have written the file."""
 
     step: _Count
     created: Annotated[float, Field(gt=-(1 << 40), lt=1 << 40)]
     """Wall-clock seconds since 1970."""
     attempt: Annotated[_Count, Field(ge=1)]
     """Number of the attempt that saved the checkpoint, from 1. See `Course`."""
-    writer: str
-    format: str
-    """"dcp" or "orbax"."""
     files: Annotated[dict[_FilePath, Digest], Field(min_length=1)]
     """Relative path -> size and digest, for every file except this one and the healing state."""
     nonfinite: tuple[str, ...]
@@ -114,10 +111,9 @@ class StoredCheckpoint(NamedTuple):
         except StoreError:
             raise
         except _CRAFTED as error:
-            why = f"{type(error).__name__}: {error!s:.200}"
-            raise self.damaged(
-                STATE, f"holds a state that healcore does not write ({why})"
-            ) from error
+            reason = f"{type(error).__name__}: {error!s:.200}"
+            why = f"holds a state that healcore does not write ({reason})"
+            raise self.damaged(STATE, why) from error
 
 
 # -- writing and removing ---------------------------------------------------------------------
@@ -152,12 +148,12 @@ def complete(root: Path, folder: Path, copy: Any, format: str) -> Path:
     files.write_new(folder / MANIFEST, files.seal(content))
     files.sync_directory(folder)
     final = root / _directory_name(copy.step, copy.attempt)
-    same_step = [each for each in files.entries_of(root) if step_of(each) == copy.step]
+    older = {each for each in files.entries_of(root) if step_of(each) == copy.step} - {final}
     if final.exists():
         remove(final)
     files.rename(folder, final)
-    for each in same_step:
-        remove(each) if each != final else None
+    for each in older:
+        remove(each)
     return final
 
 

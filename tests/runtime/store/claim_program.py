@@ -1,4 +1,4 @@
-"""A process that claims a directory. Arguments: directory, time."""
+"""Claims a directory at a point in time, prints the result, and holds it until stdin ends."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ import time
 
 from healcore.runtime.store.claim import StoreInUse, claim
 
-
-def hold(root: str, at: float) -> None:
-    """Claims it at a point in time, prints the result, and holds it until stdin ends."""
-    time.sleep(max(0.0, at - time.time()))
+if __name__ == "__main__":
+    time.sleep(max(0.0, float(sys.argv[2]) - time.time()))
     try:
-        held = claim(root)
+        held = claim(sys.argv[1])
         print("held" if held.warning is None else held.warning, flush=True)
     except StoreInUse as error:
         print(error.holder, flush=True)
     sys.stdin.read()
-
-
-if __name__ == "__main__":
-    hold(sys.argv[1], float(sys.argv[2]))
