@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend import core as jex
 
 from healcore.core.errors import HealcoreError
+from healcore.jax.gradients import is_traced
 
 State = TypeVar("State")
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -72,7 +72,11 @@ def commit(skip: jax.Array, old: State, new: State) -> State:
             f"  old: {old_structure}\n  new: {new_structure}\n"
             "pass the same part of the state before and after the step"
         )
-    _check_skip(skip)
+    if jnp.shape(skip) != () or jnp.result_type(skip) != jnp.bool_:
+        raise CommitError(
+            f"skip must be a 0-d bool, got {jnp.result_type(skip)}{jnp.shape(skip)}: pass "
+            "decision.skip, as in commit(last_decision(opt_state).skip, old, new)"
+        )
     return jax.tree_util.tree_map_with_path(
         lambda path, before, after: _select(skip, before, after, jax.tree_util.keystr(path)),
         old,
@@ -91,8 +95,7 @@ def step_or_keep(
     Raises:
         CommitError: the step changes the structure or a shape of its state, or narrows a dtype.
     """
-    leaves = jax.tree.leaves((updates, state, params))
-    if not any(isinstance(leaf, Tracer) for leaf in [skip, *leaves]):
+    if not is_traced((skip, updates, state, params)):
         # Eager code has no donated buffers to reuse, and would trace the step at every call.
         out, new_state = step(updates, state, params)
         _check_structure(state, new_state)
@@ -109,6 +112,7 @@ def step_or_keep(
     first = len(jax.tree.leaves(updates))  # index of the state's first leaf in the flat inputs
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     names = [f"state{jax.tree_util.keystr(path)}" for path in paths]
+    leaves = jax.tree.leaves((updates, state, params))
     flat = _interpret(closed, leaves, skip, first, names)
     return jax.tree.unflatten(jax.tree.structure(shapes), flat)
 
@@ -196,7 +200,7 @@ def _check_structure(old: Any, new: Any) -> None:
 
 def _select(skip: jax.Array, old: Any, new: Any, name: str) -> Any:
     """Selects one leaf: array, PRNG key or number. Error messages use `name`."""
-    if old is new or _is_float0(old):
+    if old is new or (isinstance(old, np.ndarray) and old.dtype == jax.dtypes.float0):
         return new
     try:
         old, new = jnp.asarray(old), jnp.asarray(new)
@@ -212,7 +216,8 @@ def _select(skip: jax.Array, old: Any, new: Any, name: str) -> Any:
             f"{name} was {_type(old)} and became {_type(new)}: a step must keep the shapes and "
             f"dtypes of its state. Write {name} = new.astype({old.dtype}) in the step"
         )
-    bits = _SMALL_FLOATS.get(_width(old.dtype))
+    is_float = jnp.issubdtype(old.dtype, jnp.floating)
+    bits = _SMALL_FLOATS.get(jnp.finfo(old.dtype).bits) if is_float else None
     if bits is None:
         return jnp.where(skip, old, new)
     # On a CPU, XLA selects bfloat16 values in float32, which turns every NaN into the same NaN: 252
@@ -220,22 +225,6 @@ def _select(skip: jax.Array, old: Any, new: Any, name: str) -> Any:
     as_bits = jax.lax.bitcast_convert_type
     chosen = jnp.where(skip, as_bits(old, bits), as_bits(new, bits))
     return as_bits(chosen, old.dtype)
-
-
-def _check_skip(skip: Any) -> None:
-    if jnp.shape(skip) != () or jnp.result_type(skip) != jnp.bool_:
-        raise CommitError(
-            f"skip must be a 0-d bool, got {jnp.result_type(skip)}{jnp.shape(skip)}: pass "
-            "decision.skip, as in commit(last_decision(opt_state).skip, old, new)"
-        )
-
-
-def _width(dtype: Any) -> int:
-    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0
-
-
-def _is_float0(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0
 
 
 def _type(array: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +28,7 @@ Tree = TypeVar("Tree")
 
 RECORDS = 64
 """Default number of rows of `HealState.heal_records`."""
+_FLOATS = len(step_record.FIELDS)  # end of the float32 numbers in a row
 _EDIT, _LOSS_SEEN, _STEP, _CHANGE_EXPECTED = range(2, 6)
 """Indices in `HealState.heal_engine`. The first two numbers are `Engine.fingerprint`, or 0 for a
 policy of arrays. `_STEP` and `_CHANGE_EXPECTED` are the first leaves of the EngineState."""
@@ -48,7 +50,7 @@ class HealState(NamedTuple):
     finite, then the leaves of the core's EngineState, floats by their bits. One array, because each
     array costs a jitted step about 1 us (2 CPU cores)."""
     heal_records: jax.Array
-    """int32 (records, n): ring of the last steps, see `row_values`. Row (i - 1) % records is of
+    """int32 (records, n): ring of the last steps, see `_row`. Row (i - 1) % records is of
     step i. A dispatch (`lax.scan` over steps) has at most as many steps."""
     heal_decision: dict[str, jax.Array]
     """The decision of the last step: `heal_skip`, `heal_grad_scale`, ... Separate arrays, because
@@ -58,12 +60,13 @@ class HealState(NamedTuple):
     caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
 
 
-def init(engine: Engine, leaves: int, records: int = RECORDS) -> HealState:
+def init(engine: Engine, leaves: int, records: int) -> HealState:
     """The state before the first step, for `leaves` tensors with a gradient."""
     groups = leaves if engine.per_tensor else None
     first = engine.init(groups=groups or 0)
+    halves = np.frombuffer(bytes.fromhex(engine.fingerprint or "0" * 16), ">i4").astype(np.int32)
     return HealState(
-        _pack((*_halves(engine), 0, 0), first),
+        jnp.asarray(_pack([halves, np.zeros(2, np.int32), *jax.tree.leaves(first)])),
         jnp.tile(_row(first), (records, 1)),
         _flat_decision(neutral(groups=groups)),
         jnp.zeros((leaves,), jnp.float32),
@@ -79,8 +82,8 @@ def step(
     """
     _check(engine, state)
     leaves, structure = jax.tree.flatten(engine.config)
-    numbers = [leaf for leaf in leaves if _is_array(leaf)]  # may be traced
-    rest = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
+    numbers = [each for each in leaves if isinstance(each, jax.Array | np.ndarray)]  # maybe traced
+    rest = tuple(None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
     return _step((structure, rest), numbers, state, signals, leaf_norms)
 
 
@@ -108,7 +111,7 @@ def _step(
         seen |= jnp.isfinite(signals.loss)
     place = (new.step - 1) % state.heal_records.shape[0]
     return HealState(
-        _pack((high, low, edit, seen), new),
+        _pack([high, low, edit, seen, *jax.tree.leaves(new)]),
         lax.dynamic_update_slice(
             state.heal_records, _row(new)[None], (place, jnp.zeros_like(place))
         ),
@@ -134,17 +137,18 @@ def with_engine_state(state: HealState, new: EngineState) -> HealState:
     Raises StateError if `new` belongs to another model.
     """
     new = jax.device_get(new)
-    vector, row = np.asarray(_pack((0, 0, 0, new.last.loss != 0), new)), np.asarray(_row(new))
+    head, seen = np.zeros(_LOSS_SEEN, np.int32), new.last.loss != 0
+    vector, row = _pack([head, seen, *jax.tree.leaves(new)]), _row(new)
     live, records = state.heal_engine, state.heal_records
     if vector.shape != jnp.shape(live):
         raise StateError(
             f"the saved state has {vector.size} numbers, and this optimizer's state has "
             f"{live.size}: it belongs to a model with other tensors; start from a fresh state"
         )
-    head = np.arange(vector.size) < _STEP
+    kept = np.arange(vector.size) < _STEP
     here = np.arange(len(records)) == (new.step - 1) % len(records)
     return state._replace(
-        heal_engine=jnp.where(head, live | vector, vector),
+        heal_engine=jnp.where(kept, live | vector, vector),
         heal_records=jnp.where(here[:, None], row, records),
         heal_decision=_flat_decision(neutral(groups=_groups(state))),
     )
@@ -168,6 +172,13 @@ def with_edit(state: HealState, number: int) -> HealState:
     return _with_number(state, _EDIT, number)
 
 
+def _with_number(state: HealState, index: int, number: int) -> HealState:
+    # An indexed update fails outside of jit on a mesh of several processes.
+    vector = state.heal_engine
+    here = np.arange(vector.shape[-1]) == index
+    return state._replace(heal_engine=jnp.where(here, np.int32(number), vector))
+
+
 def edit(engine: Any) -> Any:
     """The number of the last edit in a `HealState.heal_engine`."""
     return engine[_EDIT]
@@ -181,15 +192,38 @@ def steps(engine: Any) -> Any:
 # -- packing ------------------------------------------------------------------------------------
 
 
-def _bits(leaf: Any) -> jax.Array:
-    leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
-        return lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.int32)
-    return leaf.astype(jnp.int32)
+def _pack(numbers: Iterable[Any]) -> Any:
+    """All numbers in one int32 vector, floats by their bits; in NumPy if all are on the host.
+
+    XLA compiles a concatenation as one kernel per number, and a chain of selects as one kernel,
+    which takes half of the time to compile the step of a small model.
+    """
+    parts = [_bits(each).reshape(-1) for each in numbers]
+    if all(map(_is_host, parts)):
+        return np.concatenate(parts)
+    found = []
+    for is_scalar, group in itertools.groupby(parts, lambda part: part.size == 1):
+        scalars = list(group)
+        if not is_scalar:
+            found += scalars
+            continue
+        index = lax.iota(np.int32, len(scalars))
+        vector = lax.full_like(index, 0)
+        for place, scalar in enumerate(scalars):
+            vector = lax.select(index == place, jnp.broadcast_to(scalar, index.shape), vector)
+        found.append(vector)
+    return jnp.concatenate(found)
 
 
-def _pack(head: tuple[Any, ...], new: EngineState) -> jax.Array:
-    return jnp.concatenate([jnp.ravel(_bits(leaf)) for leaf in (*head, *jax.tree.leaves(new))])
+def _bits(leaf: Any) -> Any:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf.astype(np.int32)
+    leaf = leaf.astype(np.float32)
+    return leaf.view(np.int32) if _is_host(leaf) else lax.bitcast_convert_type(leaf, jnp.int32)
+
+
+def _is_host(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | np.generic)
 
 
 def _unpack(engine: Engine, state: HealState) -> EngineState:
@@ -207,47 +241,32 @@ def _value(bits: Any, dtype: Any) -> Any:
         return bits != 0
     if dtype != np.float32:
         return bits
-    if isinstance(bits, np.ndarray):
+    if _is_host(bits):
         return bits.view(np.float32)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _with_number(state: HealState, index: int, number: int) -> HealState:
-    # An indexed update fails outside of jit on a mesh of several processes.
-    vector = state.heal_engine
-    here = np.arange(vector.shape[-1]) == index
-    return state._replace(heal_engine=jnp.where(here, np.int32(number), vector))
-
-
-def metrics(vector: Any, records: Any) -> dict[str, jax.Array]:
-    """The numbers of the newest step by name: fields of `StepRecord` and `Tally`.
+@jax.jit
+def metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
+    """The numbers of the newest step, named for a logger by `step_record.metrics`.
 
     The loss is NaN until the first finite loss. (The engine's state has 0 there, because a
-    checkpoint with a NaN would count as bad.)
+    checkpoint with a NaN would count as bad.) One dispatch outside of a compiled step.
     """
     if vector.ndim > 1:  # several runs, of `vmap`
         return jax.vmap(metrics)(vector, records)
     newest = (steps(vector) - 1) % records.shape[0]
-    found = row_values(lax.dynamic_index_in_dim(records, newest, keepdims=False))
-    return {**found, "loss": jnp.where(vector[_LOSS_SEEN] != 0, found["loss"], jnp.nan)}
-
-
-# -- the ring of records ------------------------------------------------------------------------
-
-_INTS, _FLOATS = step_record.INTS, len(step_record.FIELDS)
-
-
-def _row(new: EngineState) -> jax.Array:
-    """The row of the last step: the numbers of its StepRecord, floats by their bits, and counts."""
-    numbers = (*step_record.numbers(new), *new.tally)
-    return jnp.stack([jnp.broadcast_to(_bits(each), ()) for each in numbers])
-
-
-def row_values(row: Any) -> dict[str, Any]:
-    """The numbers in a row by name: fields of `StepRecord`, then of `engine.Tally`."""
+    row = lax.dynamic_index_in_dim(records, newest, keepdims=False)
     names = (*step_record.FIELDS, *Tally._fields)
-    kinds = dict.fromkeys(names[_INTS:_FLOATS], np.float32) | {"skip": np.bool_}
-    return {name: _value(row[i], kinds.get(name)) for i, name in enumerate(names)}
+    kinds = dict.fromkeys(names[step_record.INTS : _FLOATS], np.float32) | {"skip": np.bool_}
+    found = {name: _value(row[i], kinds.get(name)) for i, name in enumerate(names)}
+    found["loss"] = jnp.where(vector[_LOSS_SEEN] != 0, found["loss"], jnp.nan)
+    return step_record.metrics(found)
+
+
+def _row(new: EngineState) -> Any:
+    """The row of the last step: numbers as `step_record.FIELDS`, then the counts of its `Tally`."""
+    return _pack((*step_record.numbers(new), *new.tally))
 
 
 def to_record(row: np.ndarray, engine: str) -> step_record.StepRecord:
@@ -256,10 +275,6 @@ def to_record(row: np.ndarray, engine: str) -> step_record.StepRecord:
 
 
 # -- the policy of a state ----------------------------------------------------------------------
-
-
-def _halves(engine: Engine) -> tuple[Any, ...]:
-    return tuple(np.frombuffer(bytes.fromhex(engine.fingerprint or "0" * 16), ">i4").astype("i4"))
 
 
 def _check(engine: Engine, state: Any) -> None:
@@ -302,10 +317,6 @@ def _groups(state: HealState) -> int | None:
     """Number of tensors that a per-tensor policy clips, or None for any other policy."""
     factors = state.heal_decision.get("heal_group_scale")
     return None if factors is None else jnp.shape(factors)[-1]
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def _flat_decision(made: Decision) -> dict[str, jax.Array]:

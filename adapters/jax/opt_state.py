@@ -16,7 +16,7 @@ import optax
 
 from healcore.core.verdict import Decision
 from healcore.jax import heal_state
-from healcore.jax.gradients import is_gradient, standard_promotion
+from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
     HealStateError,
@@ -73,28 +73,14 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         opt_state: as in `last_decision`.
 
     Returns:
-        See `healcore.core.engine.state.metrics`. `heal/loss` is NaN until the first finite loss,
+        See `healcore.core.step_record.metrics`. `heal/loss` is NaN until the first finite loss,
         and always if `value=` is not passed.
 
     Raises:
         HealStateError: as in `last_decision`.
     """
     state = find(opt_state)
-    return _metrics(state.heal_engine, state.heal_records)
-
-
-_NAMES = (
-    *("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "skip", "lr_scale"),
-    *("cause", "action", "step", "clips", "skips", "alarms", "rollbacks", "lr_cuts", "incident"),
-)
-_PLURALS = {"step": "steps", "incident": "incidents"}
-
-
-@jax.jit
-def _metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
-    """The metrics, compiled as one dispatch for calls outside of a compiled step."""
-    found = heal_state.metrics(vector, records)
-    return {f"heal/{_PLURALS.get(name, name)}": found[name] for name in _NAMES}
+    return heal_state.metrics(state.heal_engine, state.heal_records)
 
 
 def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, jax.Array]:
@@ -176,27 +162,6 @@ def expect_change(opt_state: State) -> State:
     return replace(opt_state, heal_state.with_change_expected(find(opt_state)))
 
 
-@standard_promotion
-def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
-    """Returns the optimizer state to continue with after a checkpoint is restored.
-
-    Args:
-        live: the optimizer state at the moment of the rollback.
-        restored: the optimizer state in the checkpoint.
-        policy: the optimizer's policy.
-
-    Returns:
-        `restored`, with the budgets and the LR multiplier of `live`, which a rollback keeps.
-
-    Raises:
-        HealStateError: as in `to_dict`, for `live` or `restored`.
-    """
-    engine = engine_of(policy)
-    now, then = find(live), find(restored)
-    state = engine.on_rollback(engine_state(engine, now), engine_state(engine, then), xp=jnp)
-    return replace(restored, with_engine_state(then, state))
-
-
 # -- conversion to and from plain optax ---------------------------------------------------------
 
 
@@ -257,11 +222,11 @@ def _differences(tree: Any, wanted: Any) -> str:
     """The first paths of arrays that only one of two trees has."""
     leaves = jax.tree_util.tree_leaves_with_path
     found, needed = ([jax.tree_util.keystr(path) for path, _ in leaves(t)] for t in (tree, wanted))
-    missing = [path for path in needed if path not in found]
-    unknown = [path for path in found if path not in needed]
-    parts = (("it lacks", missing), ("like lacks", unknown))
-    shown = [f"{who} {', '.join(paths[:3])}" for who, paths in parts if paths]
-    return "; ".join(shown) or "the arrays have the same paths in other types of nodes"
+    parts = []
+    for who, paths, others in (("it lacks", needed, found), ("like lacks", found, needed)):
+        only = [path for path in paths if path not in others]
+        parts += [f"{who} {', '.join(only[:3])}"] if only else []
+    return "; ".join(parts) or "the arrays have the same paths in other types of nodes"
 
 
 def _member_like(wanted: Any, tree: Any) -> Any:

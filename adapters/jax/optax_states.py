@@ -95,7 +95,7 @@ class ScaleByHealLrState(NamedTuple):
 
 
 def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
-    """Multiplies the updates by a number in the state, initially 1.0.
+    """Multiplies the updates by `heal_lr_scale` in the state, initially 1.0.
 
     `heal` precedes the optimizer in a chain, and therefore cannot scale the optimizer's updates.
     Put this transformation last:
@@ -103,7 +103,8 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
         tx = optax.chain(heal("default"), optax.adamw(schedule), scale_by_heal_lr())
         ...
         decision = last_decision(opt_state)
-        opt_state = set_lr_scale(opt_state, decision.lr_scale)  # from the next step on
+        # from the next step on
+        opt_state = optax.tree.set(opt_state, heal_lr_scale=decision.lr_scale)
 
     `protect` applies the multiplier itself, in the same step. It needs this transformation only
     within an optimizer that keeps a second iterate, such as `optax.contrib.schedule_free`:
@@ -125,33 +126,6 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
         return scaled(updates, state.heal_lr_scale), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def set_lr_scale(opt_state: State, scale: jax.typing.ArrayLike) -> State:
-    """Sets the multiplier of every `scale_by_heal_lr` in an optimizer state.
-
-    Args:
-        opt_state: the state of a chain with `scale_by_heal_lr`.
-        scale: a number in (0, 1], or a traced array (not checked).
-
-    Returns:
-        The new optimizer state. Dtypes are unchanged, so a step is not compiled again.
-
-    Raises:
-        ValueError: `scale` is not in (0, 1].
-        HealStateError: the state contains no `scale_by_heal_lr`.
-    """
-    if not isinstance(scale, Tracer) and not 0.0 < float(np.asarray(scale)) <= 1.0:
-        raise ValueError(
-            f"scale must be in (0, 1], got {scale}: 1.0 is the unchanged schedule, and healing "
-            "never raises a learning rate"
-        )
-    if not has_lr_scale(opt_state):
-        raise HealStateError(
-            "this optimizer state has no learning-rate multiplier: build the optimizer as "
-            "optax.chain(heal(policy), ..., scale_by_heal_lr())"
-        )
-    return with_lr_scale(opt_state, jnp.asarray(scale))
 
 
 def has_lr_scale(opt_state: Any) -> bool:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
@@ -22,49 +21,33 @@ from healcore.jax.gradients import both_norms, gradient_leaves
 
 AxisName = str | tuple[str, ...] | None
 
+NAMES = ("value", *(name for name in Signals._fields if name not in ("loss", "group_norms")))
+"""Keywords of `update` by which a caller reports signals; see `heal`."""
 _MEANS = ("loss", "eval_loss", "update_norm", "learning_rate")
 _FLAGS = ("change_expected", "externally_skipped")
 
 
-class ReportedSignals(TypedDict, total=False):
-    """The keywords of `update` by which a caller reports signals of a step.
-
-    Each is a number or a bool, 0-d. Each is optional and may be None.
-    """
-
-    value: ArrayLike
-    """Training loss, floating. Without it the loss detectors are off and `heal/loss` is NaN."""
-    eval_loss: ArrayLike
-    """Evaluation loss, floating. NaN at a step without an evaluation."""
-    grad_norm: ArrayLike
-    """Global norm of all gradients, floating, if the caller has to reduce it over processes."""
-    update_norm: ArrayLike
-    """Global norm of the last applied update, floating. `protect` computes it by default."""
-    change_expected: ArrayLike
-    """Whether LR, batch, data or weights change at this step, bool."""
-    externally_skipped: ArrayLike
-    """Whether to skip this step, for instance after an fp16 overflow, bool. The step is neither
-    learnt nor counted."""
-    learning_rate: ArrayLike
-    """The schedule's rate at this step, floating, for a policy with an absolute limit on it."""
-
-
-def split_keywords(keywords: Mapping[str, Any]) -> tuple[ReportedSignals, dict[str, Any]]:
+def split_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits keywords of `update` into signals that are not None, and other keywords."""
-    names = ReportedSignals.__annotations__
-    given: Any = {name: keywords[name] for name in names if keywords.get(name) is not None}
-    return given, {name: each for name, each in keywords.items() if name not in names}
+    given = {name: keywords[name] for name in NAMES if keywords.get(name) is not None}
+    return given, {name: each for name, each in keywords.items() if name not in NAMES}
 
 
 def make_signals(
-    engine: Engine, updates: Any, given: ReportedSignals, axes: Axes
+    engine: Engine, updates: Any, given: Mapping[str, Any], axes: Axes
 ) -> tuple[Signals, jax.Array | None]:
     """Makes one step's `Signals`, the same on every device, from its gradients and `given`.
 
     Also returns the norm of each gradient leaf, float32 (n,), or None if `given` has the global
     norm and the policy needs no others. Raises SignalError if a signal is not a 0-d number or bool.
     """
-    _warn_if_no_loss(engine, given)
+    inactive = [name for name, each in engine.config.detectors if "loss" in each.NEEDS]
+    if "value" not in given and inactive:
+        warnings.warn(
+            f"no loss reaches healcore, so {', '.join(inactive)} of the policy are inactive and "
+            "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
+            stacklevel=3,  # the caller of tx.update, outside of jit
+        )
     if engine.mode == "observe":
         # Without a barrier, the norm and the optimizer's second moment share the squares of the
         # gradients, which XLA then writes to memory (the size of all parameters). In other modes
@@ -77,8 +60,8 @@ def make_signals(
         grad_norm = own_norm if grad_norm is None else grad_norm
         if not leaf_norms.size:
             leaf_norms = jnp.zeros((1,), jnp.float32)  # `count_leaves` returns at least 1
-    reported: dict[str, Any] = {**given, "grad_norm": grad_norm}
-    found = {name: _scalar(name, reported.get(name)) for name in ReportedSignals.__annotations__}
+    reported = {**given, "grad_norm": grad_norm}
+    found = {name: _scalar(name, reported.get(name)) for name in NAMES}
     signals = Signals(
         loss=found.pop("value"), group_norms=leaf_norms if engine.per_tensor else None, **found
     )
@@ -165,16 +148,6 @@ def _axis_names(argument: str, given: Any) -> tuple[str, ...]:
             f'write {argument}="data"'
         )
     return tuple(names)
-
-
-def _warn_if_no_loss(engine: Engine, given: ReportedSignals) -> None:
-    inactive = [name for name, each in engine.config.detectors if "loss" in each.NEEDS]
-    if "value" not in given and inactive:
-        warnings.warn(
-            f"no loss reaches healcore, so {', '.join(inactive)} of the policy are inactive and "
-            "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
-            stacklevel=4,  # the caller of tx.update, outside of jit
-        )
 
 
 def _scalar(name: str, value: Any) -> jax.Array | None:

@@ -26,7 +26,6 @@ from healcore.jax.optax_states import (
     with_lr_scale,
 )
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
-from healcore.jax.unread_gradients import UnreadGradients, finite, without
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.loader import check_keywords
 
@@ -120,25 +119,22 @@ def heal_zclip(
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
         <https://arxiv.org/abs/2504.02507>`_, 2025
     """
-    numbers = {
+    numbers: dict[str, Any] = {
         "z_threshold": z_threshold,
         "ema_decay": ema_decay,
         "warmup_steps": warmup_steps,
         "max_norm": max_norm,
     }
-    arrays = {k: each for k, each in numbers.items() if isinstance(each, jax.Array | np.ndarray)}
-    plain = {
-        name: each.item() if isinstance(each, np.generic) else each
+    arrays = {
+        name: jnp.asarray(each).astype(jnp.int32 if name == "warmup_steps" else jnp.float32)
         for name, each in numbers.items()
-        if name not in arrays
+        if isinstance(each, jax.Array | np.ndarray)
     }
+    plain = {name: each for name, each in numbers.items() if name not in arrays}
     engine = engine_of("zclip", {"clip": {**plain, "target": target}})
-    if arrays:
-        assert engine.config.clip is not None
-        kinds = dict.fromkeys(numbers, jnp.float32) | {"warmup_steps": jnp.int32}
-        given = {name: jnp.asarray(each).astype(kinds[name]) for name, each in arrays.items()}
-        clip = engine.config.clip[1]._replace(**given)
-        engine = Engine(engine.config._replace(clip=("zclip", clip)))
+    if arrays and engine.config.clip:
+        kind, clip = engine.config.clip
+        engine = Engine(engine.config._replace(clip=(kind, clip._replace(**arrays))))
     return _transformation(engine, Axes.of(axis_name, shard_axis_name))
 
 
@@ -225,7 +221,7 @@ def protect(
     engine = engine_of(policy, overrides)
     inner = optax.with_extra_args_support(inner)
     accepted_keywords = _keywords_of(inner.update)
-    reads_update_norm, frozen = "update_norm" in engine.needs, UnreadGradients()
+    reads_update_norm, unread_if_eager = "update_norm" in engine.needs, {}
 
     def init(params: optax.Params) -> ProtectState:
         inner_state = inner.init(params)
@@ -252,8 +248,9 @@ def protect(
         if accepted_keywords is not None:
             keywords = {name: each for name, each in keywords.items() if name in accepted_keywords}
         inner_update = partial(inner.update, **keywords)
-        unread = frozen.find(inner_update, updates, state.inner_state, params)
-        reported: Any = dict(given)
+        arguments = updates, state.inner_state, params
+        unread = gradients.find_unread(unread_if_eager, inner_update, *arguments)
+        reported = dict(given)
         if reads_update_norm:
             reported.setdefault("update_norm", state.heal_update_norm)
         reads_rate = engine.limits_lr and "learning_rate" not in given
@@ -264,7 +261,7 @@ def protect(
                 zeros = gradients.fill_where(updates, jnp.array(True), 0.0)
                 rates = injected_rates(inner_update(zeros, state.inner_state, params)[1])
             reported["learning_rate"] = rates[0]
-        signals, norms = make_signals(engine, without(updates, unread), reported, axes)
+        signals, norms = make_signals(engine, gradients.without(updates, unread), reported, axes)
         heal, decision = heal_state.step(engine, state.heal, signals, norms)
         skip, resets = decision.skip, state.heal_reset_moments
         observes = engine.mode == "observe"
@@ -285,7 +282,7 @@ def protect(
         if may_skip:
             # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
             # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
-            updates = _enforce(engine, decision, finite(updates, unread))
+            updates = _enforce(engine, decision, gradients.finite(updates, unread))
             updates = gradients.fill_where(updates, skip, 0.0)
             updates, inner_state = step_or_keep(
                 inner_step, skip, updates, state.inner_state, params

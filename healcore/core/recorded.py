@@ -20,11 +20,6 @@ from healcore.core.tree import leaves
 _MAX_DEPTH = 20
 """Limit of nested parentheses in the program; Python's parser has a limit of 200."""
 _LOGICAL = {"&": "and", "|": "or"}
-_COUNTED = {
-    "+": ("{0} + {2} if {1} else {0}", np.int32(1)),
-    "*": ("{0} if {1} else {2}", np.int32(0)),
-}
-"""An int32 plus or times a bool: conditionals take a third of the time."""
 
 
 class NotRecordable(TypeError):
@@ -171,11 +166,6 @@ class Tape:
         kinds = {type(_sample(each)) for each in (a, b)}
         if len(kinds) > 1 or np.ndarray in kinds:
             return self.call(function, a, b)
-        if not isinstance(a, Value):  # a constant is not NaN, and one comparison decides
-            return self.add(f"{{0}} if {{0}} {sign} {{1}} else {{1}}", function, a, b)
-        if not isinstance(b, Value):
-            opposite = {"<": ">=", ">": "<="}[sign]
-            return self.add(f"{{1}} if {{0}} {opposite} {{1}} else {{0}}", function, a, b)
         return self.add(f"{{0}} if {{0}} {sign} {{1}} or {{0}} != {{0}} else {{1}}", function, a, b)
 
     def clip(self, x: Any, low: Any, high: Any) -> Any:
@@ -228,9 +218,6 @@ class Tape:
         a, b = _like(a, _sample(b)), _like(b, _sample(a))
         if sign in _LOGICAL and all(isinstance(_sample(each), np.bool_) for each in (a, b)):
             sign = _LOGICAL[sign]  # short-circuit evaluation
-        if type(_sample(a)) is np.int32 and type(_sample(b)) is np.bool_ and sign in _COUNTED:
-            text, number = _COUNTED[sign]
-            return self.add(text, lambda a, b, _: function(a, b), a, b, number)
         return self.add(f"{{}} {sign} {{}}", function, a, b)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:

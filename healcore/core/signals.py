@@ -71,31 +71,28 @@ def observe(signals: Signals, restart: Any, *, clips: bool, xp: Any) -> Observed
         xp: the array namespace.
     """
     most = numerics.HUGE if clips else numerics.MAX
-    valid: list[Any] = []
+    valid: list[Any] = []  # bool arrays: a signal is finite
+
+    def split(value: Any, is_valid: Any) -> tuple[Any, Any]:
+        """The bounded value, and whether the raw value is bad."""
+        valid.append(is_valid)
+        return numerics.bounded(value, is_valid, xp=xp), ~is_valid
+
+    loss = grad_norm = group_norms = update_norm = eval_loss = None
     bad_loss = bad_grad = bad_update = has_eval = None
-    loss, grad_norm, update_norm, eval_loss = signals.loss, signals.grad_norm, None, None
-    group_norms = signals.group_norms
-    if loss is not None:
-        is_valid = xp.isfinite(loss)
-        bad_loss = ~is_valid
-        valid.append(is_valid)
-        loss = numerics.bounded(loss, is_valid, xp=xp)
-    if grad_norm is not None:
-        is_valid = _is_norm(grad_norm, most)
-        bad_grad = ~is_valid
-        valid.append(is_valid)
-        grad_norm = numerics.bounded(grad_norm, is_valid, xp=xp)
-    if group_norms is not None:
-        valid_groups = _is_norm(group_norms, most)
-        any_bad = xp.sum(xp.astype(~valid_groups, xp.int32), axis=-1) > 0
+    if signals.loss is not None:
+        loss, bad_loss = split(signals.loss, xp.isfinite(signals.loss))
+    if signals.grad_norm is not None:
+        grad_norm, bad_grad = split(signals.grad_norm, _is_norm(signals.grad_norm, most))
+    if signals.group_norms is not None:
+        are_norms = _is_norm(signals.group_norms, most)
+        group_norms = numerics.bounded(signals.group_norms, are_norms, xp=xp)
+        any_bad = xp.sum(xp.astype(~are_norms, xp.int32), axis=-1) > 0
         bad_grad = any_bad if bad_grad is None else bad_grad | any_bad
         valid.append(~any_bad)
-        group_norms = numerics.bounded(group_norms, valid_groups, xp=xp)
     if signals.update_norm is not None:
-        is_valid = _is_norm(signals.update_norm, numerics.MAX)
-        bad_update = ~is_valid
-        valid.append(is_valid)
-        update_norm = numerics.bounded(signals.update_norm, is_valid, xp=xp)
+        is_norm = _is_norm(signals.update_norm, numerics.MAX)
+        update_norm, bad_update = split(signals.update_norm, is_norm)
     if signals.eval_loss is not None:
         has_eval = xp.isfinite(signals.eval_loss)
         eval_loss = numerics.bounded(signals.eval_loss, has_eval, xp=xp)
@@ -120,15 +117,6 @@ def _is_norm(norm: Any, most: float) -> Any:
     return (norm > -numerics.TINY) & (norm <= most)
 
 
-def _check_not_tuple(name: str, value: object) -> None:
-    """Raises SignalError for a tuple or mapping, such as `(loss, aux)`."""
-    if isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) != 1):
-        raise SignalError(
-            f"{name} must be one number, got a {type(value).__name__} of {len(value)}: pass the "
-            "number alone, for example loss instead of (loss, aux)"
-        )
-
-
 def check_scalar(name: str, value: Any) -> np.float32:
     """Converts a number on the host to a float32 signal; NaN and Inf are allowed.
 
@@ -143,20 +131,24 @@ def check_scalar(name: str, value: Any) -> np.float32:
     """
     if value is None:
         raise SignalError(f"{name} must be a number, got None: pass the step's {name} as a float")
-    _check_not_tuple(name, value)
-    try:
-        with np.errstate(over="ignore"):
-            array = np.asarray(value, dtype=np.float64)
-    except OverflowError:  # an integer
-        array = np.float64(np.inf if value > 0 else -np.inf)
-    except (TypeError, ValueError) as error:
+    kind = type(value)
+    if issubclass(kind, Mapping) or (issubclass(kind, tuple) and len(value) != 1):
         raise SignalError(
-            f"{name} must be a number, got {type(value).__name__}: pass float({name})"
-        ) from error
-    if array.size != 1:
-        raise SignalError(
-            f"{name} must be one number, got shape {array.shape}: reduce it first, "
-            f"for example {name}.mean()"
+            f"{name} must be one number, got a {kind.__name__} of {len(value)}: pass the "
+            "number alone, for example loss instead of (loss, aux)"
         )
     with np.errstate(over="ignore"):
+        try:
+            array = np.asarray(value, dtype=np.float64)
+        except OverflowError:  # an integer
+            array = np.float64(np.inf if value > 0 else -np.inf)
+        except (TypeError, ValueError) as error:
+            raise SignalError(
+                f"{name} must be a number, got {kind.__name__}: pass float({name})"
+            ) from error
+        if array.size != 1:
+            raise SignalError(
+                f"{name} must be one number, got shape {array.shape}: reduce it first, "
+                f"for example {name}.mean()"
+            )
         return np.float32(array.reshape(()))

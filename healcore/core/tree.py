@@ -31,7 +31,7 @@ def _hints(kind: type) -> tuple[Any, ...]:
     return tuple(get_type_hints(kind, include_extras=True).values())
 
 
-def starts_at(kind: type[State]) -> Callable[..., State]:
+def zero_init(kind: type[State]) -> Callable[..., State]:
     """Makes a method `init` that returns `zeros(kind)`."""
 
     def init(self: Any, *, groups: int = 0) -> State:

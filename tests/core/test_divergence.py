@@ -1,8 +1,9 @@
-"""Divergence: a trend that leaves the best level and does not come back; noise and spikes do."""
+"""Divergence: a trend that leaves its best level for good. Noise is none, nor instability."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from healcore.core.verdict import Cause
 from tests.core.engine_runner import Runner, alarms, watching
 
-CONFIG = watching("divergence")
 LANES = 50
 
 
@@ -18,9 +18,14 @@ def noise(steps: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(steps, LANES))
 
 
-def run(losses: np.ndarray) -> np.ndarray:
+def run(losses: np.ndarray, name: str = "divergence", norms: Any = 1.0) -> np.ndarray:
     losses = np.asarray(losses, np.float32)
-    return alarms(Runner(CONFIG, lanes=losses.shape[1]).feed(loss=losses), Cause.DIVERGENCE)
+    norms = np.broadcast_to(np.asarray(norms, np.float32), losses.shape)
+    runner = Runner(watching(name), lanes=losses.shape[1])
+    return alarms(runner.feed(loss=losses, grad_norm=norms), Cause[name.upper()])
+
+
+BOTH = pytest.mark.parametrize("name", ["divergence", "instability"])
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.5, 1.0])
@@ -52,9 +57,11 @@ def test_noise_proportional_to_the_level_does_not_diverge():
     assert not run(np.concatenate(losses, axis=1)).any()
 
 
-def test_noise_does_not_diverge():
+@BOTH
+def test_noise_is_none(name):
     kinds = list(itertools.product([2.0, 0.0, -3.0], [1e-4, 0.1, 1.0]))
-    found = run(np.concatenate([o + spread * noise(1500) for o, spread in kinds], axis=1))
+    losses = np.concatenate([o + spread * noise(2000) for o, spread in kinds], axis=1)
+    found = run(losses, name, np.tile(np.exp(noise(2000, 2)), len(kinds)))
     wrong = [
         kind for kind, of in zip(kinds, np.split(found, len(kinds), 1), strict=True) if of.any()
     ]
@@ -67,11 +74,12 @@ def test_a_spike_that_heals_is_no_divergence():
     assert not run(losses).any()
 
 
+@BOTH
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0])
-def test_a_constant_loss_does_not_diverge(value):
+def test_a_constant_loss_is_none(name, value):
     losses = np.full((600, 1), value)
     losses[400:] *= 1.0001
-    assert not run(losses).any()
+    assert not run(losses, name, np.geomspace(1, 1e6, 600)[:, None]).any()
 
 
 def test_nan_steps_neither_raise_nor_end_the_alarm():

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from healcore.core.engine import (
-    BudgetConfig,
-    IncidentConfig,
-    RollbackConfig,
-    RuleConfig,
-)
+from healcore.core.engine import BudgetConfig, IncidentConfig, RollbackConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 from tests.core.engine_runner import Runner, ordered, watching
 

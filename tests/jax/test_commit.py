@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from healcore.jax import CommitError, commit, heal_zclip, protect
-from healcore.jax.commit import step_or_keep
+from healcore.jax import commit, heal_zclip, protect
+from healcore.jax.commit import CommitError, step_or_keep
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 

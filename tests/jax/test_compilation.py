@@ -12,12 +12,7 @@ import optax
 import pytest
 
 from healcore.core.engine import Engine
-from healcore.jax import (
-    heal_zclip,
-    last_decision,
-    protect,
-    scale_by_heal_lr,
-)
+from healcore.jax import heal_zclip, last_decision, protect, scale_by_heal_lr
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 

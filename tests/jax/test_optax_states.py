@@ -20,7 +20,6 @@ from healcore.jax import (
     optax_states,
     protect,
     scale_by_heal_lr,
-    set_lr_scale,
 )
 from healcore.jax.driver import JaxDriver
 from tests.jax import policies
@@ -35,26 +34,11 @@ def test_the_host_cuts_the_rate_of_a_chain_without_a_new_compilation():
     state = tx.init(PARAMS)
     updates, state = update(PARAMS, state, PARAMS)
     assert updates["w"].tolist() == [-1.0, -1.0]
-    state = set_lr_scale(state, 0.5)
+    state = optax.tree.set(state, heal_lr_scale=jnp.float32(0.5))
     updates, state = update(PARAMS, state, PARAMS)
     assert updates["w"].tolist() == [-0.5, -0.5]
     assert updates["b"].dtype == jnp.bfloat16
     assert update._cache_size() == 1
-    state = optax.tree.set(state, heal_lr_scale=jnp.float32(0.25))
-    updates, state = update(PARAMS, state, PARAMS)
-    assert updates["w"].tolist() == [-0.25, -0.25]
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.5, 1.5, float("nan")])
-def test_a_multiplier_out_of_range_is_refused(scale):
-    state = scale_by_heal_lr().init(PARAMS)
-    with pytest.raises(ValueError, match="scale"):
-        set_lr_scale(state, scale)
-
-
-def test_a_chain_without_the_multiplier_names_what_to_add():
-    with pytest.raises(HealStateError, match="scale_by_heal_lr"):
-        set_lr_scale(optax.sgd(0.1).init(PARAMS), 0.5)
 
 
 def schedule_free(base):

@@ -20,7 +20,6 @@ from healcore.jax import (
     from_dict,
     heal,
     metrics,
-    on_rollback,
     protect,
     to_dict,
     with_heal_state,
@@ -56,7 +55,6 @@ def test_a_state_of_another_policy_is_refused(other):
     for use in (
         lambda: to_dict(state, other),
         lambda: from_dict(state, saved, other),
-        lambda: on_rollback(state, state, other),
         lambda: protect(optax.adam(0.1), other).update(PARAMS, state, PARAMS, value=LOSS),
         lambda: Healer(other, state={"params": PARAMS, "opt": state}).__enter__(),
     ):

@@ -18,7 +18,8 @@ import pytest
 
 from healcore.core.detectors import NonFiniteConfig
 from healcore.core.engine import Engine, EngineConfig
-from healcore.jax import SignalError, heal, heal_zclip, last_decision, metrics, protect
+from healcore.errors import SignalError
+from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.signals import Axes, make_signals
 from tests.jax import policies

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from healcore.core import numerics
 from healcore.core.ranges import Positive
 from healcore.core.signals import Observed
-from healcore.core.tree import starts_at
+from healcore.core.tree import zero_init
 
 EPSILON = 1e-6  # added to the norm, as in torch and in the papers
 
@@ -44,7 +44,7 @@ class FixedConfig(NamedTuple):
     """Largest gradient norm that is not clipped; above 0."""
 
     kind = "fixed"
-    init = starts_at(FixedState)
+    init = zero_init(FixedState)
 
     def update(
         self, state: FixedState, seen: Observed, learn: Any, *, xp: Any

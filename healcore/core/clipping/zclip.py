@@ -21,7 +21,7 @@ from healcore.core import baseline, numerics
 from healcore.core.clipping.fixed import Clip, scale_to
 from healcore.core.ranges import Fraction, Limit, NotNegative, Positive, Steps, one_of
 from healcore.core.signals import Observed
-from healcore.core.tree import Float, Int, starts_at
+from healcore.core.tree import Float, Int, zero_init
 
 
 class ZClipState(NamedTuple):
@@ -52,7 +52,7 @@ class ZClipConfig(NamedTuple):
     """When repeatedly clipped norms become the new level."""
 
     kind = "zclip"
-    init = starts_at(ZClipState)
+    init = zero_init(ZClipState)
 
     def update(
         self, state: ZClipState, seen: Observed, learn: Any, *, xp: Any

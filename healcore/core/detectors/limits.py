@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from healcore.core import numerics, ranges
 from healcore.core.signals import Observed
-from healcore.core.tree import Float, Int, starts_at
+from healcore.core.tree import Float, Int, zero_init
 from healcore.core.verdict import NONFINITE, Cause, Reading, flag
 
 
@@ -29,7 +29,7 @@ class NonFiniteConfig(NamedTuple):
 
     CAUSE = NONFINITE
     NEEDS = frozenset()
-    init = starts_at(NonFiniteState)
+    init = zero_init(NonFiniteState)
 
     def update(
         self, state: NonFiniteState, seen: Observed, *, xp: Any
@@ -65,7 +65,7 @@ class VanishingConfig(NamedTuple):
 
     CAUSE = Cause.GRAD_VANISHING
     NEEDS = frozenset({"grad_norm"})
-    init = starts_at(VanishingState)
+    init = zero_init(VanishingState)
 
     def update(
         self, state: VanishingState, seen: Observed, *, xp: Any
@@ -108,7 +108,7 @@ class LossCeilingConfig(NamedTuple):
 
     CAUSE = Cause.DIVERGENCE
     NEEDS = frozenset({"loss"})
-    init = starts_at(CeilingState)
+    init = zero_init(CeilingState)
 
     def update(
         self, state: CeilingState, seen: Observed, *, xp: Any
@@ -153,7 +153,7 @@ class GradCeilingConfig(NamedTuple):
     AT_MOST = (("sustain", "escape"),)
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
-    init = starts_at(CeilingState)
+    init = zero_init(CeilingState)
 
     def update(
         self, state: CeilingState, seen: Observed, *, xp: Any

@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple
 from healcore.core import numerics
 from healcore.core.ranges import Fraction, NotNegative, Ratio, Steps, number, whole
 from healcore.core.signals import Observed
-from healcore.core.tree import Flag, Float, Int, starts_at
+from healcore.core.tree import Flag, Float, Int, zero_init
 from healcore.core.verdict import Cause, Reading
 
 _COUNTED = 1 << 22  # limit of the counts, exact as float32; `alpha` holds for 1e12 more steps
@@ -81,7 +81,7 @@ class RecordsConfig(NamedTuple):
 
     CAUSE = Cause.RECORDS
     NEEDS = frozenset({"loss"})
-    init = starts_at(RecordsState)
+    init = zero_init(RecordsState)
 
     def update(
         self, state: RecordsState, seen: Observed, *, xp: Any
@@ -144,7 +144,7 @@ class InstabilityConfig(NamedTuple):
 
     CAUSE = Cause.INSTABILITY
     NEEDS = frozenset({"loss", "grad_norm"})
-    init = starts_at(InstabilityState)
+    init = zero_init(InstabilityState)
 
     def update(
         self, state: InstabilityState, seen: Observed, *, xp: Any

@@ -15,7 +15,7 @@ from healcore.core import numerics
 from healcore.core.detectors import noise
 from healcore.core.ranges import Positive, Steps, number
 from healcore.core.signals import Observed
-from healcore.core.tree import Float, Int, starts_at
+from healcore.core.tree import Float, Int, zero_init
 from healcore.core.verdict import Cause, Reading
 
 THRESHOLD_GAIN = 0.2  # increase of the threshold per full vote, as a share of the threshold
@@ -50,7 +50,7 @@ class LossSpikeConfig(NamedTuple):
 
     CAUSE = Cause.LOSS_SPIKE
     NEEDS = frozenset({"loss"})
-    init = starts_at(SpikeState)
+    init = zero_init(SpikeState)
 
     def update(self, state: SpikeState, seen: Observed, *, xp: Any) -> tuple[SpikeState, Reading]:
         """Judges `seen.loss`, then learns it. The reading's `z` is in units of the noise."""
@@ -72,7 +72,7 @@ class GradSpikeConfig(NamedTuple):
 
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
-    init = starts_at(SpikeState)
+    init = zero_init(SpikeState)
 
     def update(self, state: SpikeState, seen: Observed, *, xp: Any) -> tuple[SpikeState, Reading]:
         """Judges the norm, then learns it."""

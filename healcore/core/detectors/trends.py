@@ -25,7 +25,7 @@ from healcore.core import numerics
 from healcore.core.detectors import noise
 from healcore.core.ranges import Fraction, Level, NotNegative, Positive, Steps, whole
 from healcore.core.signals import Observed
-from healcore.core.tree import Flag, Float, Int, map_leaves, starts_at
+from healcore.core.tree import Flag, Float, Int, map_leaves, zero_init
 from healcore.core.verdict import Cause, Reading
 
 HIGH = 0.5  # share of the highest excess from which the trend counts as elevated
@@ -55,7 +55,7 @@ class DivergenceConfig(NamedTuple):
 
     CAUSE = Cause.DIVERGENCE
     NEEDS = frozenset({"loss"})
-    init = starts_at(DivergenceState)
+    init = zero_init(DivergenceState)
 
     def update(
         self, state: DivergenceState, seen: Observed, *, xp: Any
@@ -124,7 +124,7 @@ class PlateauConfig(NamedTuple):
 
     CAUSE = Cause.PLATEAU
     NEEDS = frozenset({"loss"})
-    init = starts_at(PlateauState)
+    init = zero_init(PlateauState)
 
     def update(
         self, state: PlateauState, seen: Observed, *, xp: Any
@@ -187,7 +187,7 @@ class OverfitConfig(NamedTuple):
 
     CAUSE = Cause.OVERFIT
     NEEDS = frozenset({"loss", "eval_loss"})
-    init = starts_at(OverfitState)
+    init = zero_init(OverfitState)
 
     def update(
         self, state: OverfitState, seen: Observed, *, xp: Any

@@ -15,18 +15,9 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from healcore.core import baseline, numerics
-from healcore.core.ranges import (
-    Fraction,
-    Limit,
-    NotNegative,
-    OnOff,
-    Positive,
-    Steps,
-    number,
-    whole,
-)
+from healcore.core.ranges import Fraction, Limit, NotNegative, OnOff, Positive, Steps, number, whole
 from healcore.core.signals import Observed
-from healcore.core.tree import Float, Int, starts_at, zeros
+from healcore.core.tree import Float, Int, zero_init, zeros
 from healcore.core.verdict import Cause, Reading
 
 
@@ -283,7 +274,7 @@ class GradEmaConfig(NamedTuple):
     AT_MOST = (("sustain", "shift.patience"),)
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
-    init = starts_at(GradEmaState)
+    init = zero_init(GradEmaState)
 
     def update(
         self, state: GradEmaState, seen: Observed, *, xp: Any

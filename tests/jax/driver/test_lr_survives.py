@@ -17,7 +17,7 @@ import pytest
 from optax import contrib
 
 from healcore.core.engine import Engine
-from healcore.jax import heal, last_decision, protect, scale_by_heal_lr, set_lr_scale
+from healcore.jax import heal, last_decision, protect, scale_by_heal_lr
 from healcore.jax.driver import JaxDriver
 from healcore.runtime.recovery.engine_states import after_rollback
 from tests.jax.driver.small_runs import POLICY, advance, batch, plain
@@ -40,7 +40,7 @@ def chained(inner: Any, policy: Any) -> Any:
 
     def update(updates: Any, state: Any, params: Any = None, **signals: Any) -> Any:
         updates, state = chain.update(updates, state, params, **signals)
-        return updates, set_lr_scale(state, last_decision(state).lr_scale)
+        return updates, optax.tree.set(state, heal_lr_scale=last_decision(state).lr_scale)
 
     return optax.GradientTransformationExtraArgs(chain.init, update)
 
