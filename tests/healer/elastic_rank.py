@@ -35,9 +35,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Checkpoints
-from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.recovery import Recovery
+from healcore.runtime.loop.saver import Saver
 from healcore.runtime.store import directory
 from healcore.torch.store import DCPStore
 from tests.healer.training_loops import rules
@@ -98,7 +98,7 @@ class Watched:
             self._shared = mmap.mmap(file.fileno(), len(PHASES))
         self._actions = actions
         self._begun: dict[str, int] = dict.fromkeys(PHASES, 0)
-        self._watch(CheckpointManager, "save", SAVE)
+        self._watch(Saver, "write", SAVE)
         self._watch(directory, "commit", WRITE)
         self._watch(Recovery, "roll_back", BACK)
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop.recovery import Recovery
+from healcore.runtime.loop.saver import Saver
 from healcore.runtime.loop.termination import AlreadyCompleted
 from healcore.runtime.store import directory
 from tests.healer.training_loops import Faults, loop_of, rules, train
@@ -83,7 +83,7 @@ class Watched:
         """The longest of each phase."""
         self.calls: dict[str, int] = dict.fromkeys(PHASES, 0)
         """The most calls of each phase."""
-        self._watch(CheckpointManager, "save", SAVE)
+        self._watch(Saver, "write", SAVE)
         self._watch(directory, "commit", WRITE)
         self._watch(Recovery, "roll_back", BACK)
         for name in CALLS:

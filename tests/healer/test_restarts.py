@@ -10,7 +10,7 @@ import torch
 from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.recovery.restoring import Restorer
+from healcore.runtime.loop.saver import Saver
 from tests.healer.crashes import crash
 from tests.healer.killed_runs import (
     is_poisoned,
@@ -68,7 +68,7 @@ def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path
         loop = loop_of("torch", Faults(always=[13, 33]))
         return train(loop, rules(), range(50), store=tmp_path)
 
-    crash(monkeypatch, Restorer, "commit", lambda self, step: len(self.ledger.rollbacks) > 1, go)
+    crash(monkeypatch, Saver, "commit", lambda self, step: len(self.ledger.rollbacks) > 1, go)
     seen = {}
 
     def look(healer: Any, number: int) -> None:

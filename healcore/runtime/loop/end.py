@@ -112,7 +112,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         # Not after an exception within a step, which leaves the state partly changed.
         save = partial(saver.save_last, completed=completed)
         saved = attempt("the last state could not be saved", save) is None
-    attempt("checkpoints being written", saver.checkpoints.wait)
+    attempt("checkpoints being written", saver.wait)
     if completed and (not together or _is_lost_on_any_rank(loop, saved, problems)):
         # Not "completed", so that the next start resumes and saves the run.
         error = replacement = LastStateNotSaved(_unsaved_state_text(loop, problems))
@@ -124,7 +124,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
             ending = Ending.REQUESTED
     if together:
         attempt("checkpoints on probation", saver.poll)
-        attempt("the last saves", saver.checkpoints.nonfinite_checkpoints)
+        attempt("the last saves", saver.read_nonfinite)
         if ranks.votes:
             attempt("reports of other ranks", partial(ranks.vote, data.step, loop.log))
     if ending == Ending.COMPLETED:
@@ -143,7 +143,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     for close_part in (
         loop.guard.close,
         ranks.close,
-        saver.checkpoints.store.join,
+        saver.store.join,
         loop.driver.close,
         partial(release, loop),
         loop.log.close,
@@ -155,8 +155,8 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
 
 def release(loop: Loop) -> None:
     """Releases the store's directory."""
-    if loop.saver.claim is not None:
-        loop.saver.claim.release()
+    if loop.claim is not None:
+        loop.claim.release()
 
 
 # -- several ranks --------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def _save_and_log_fault(loop: Loop, fault: Fault, error: Exception) -> None:
     """Saves if a rule of the policy says so, and logs the exception that ends the run."""
     answer, why_not = None, ""
     # The ranks that have not raised do not take part in a save; memory ends with the process.
-    alone = loop.ranks.world == 1 and loop.saver.checkpoints.store.durable
+    alone = loop.ranks.world == 1 and loop.saver.store.durable
     if alone and "save" in loop.policy.answers(fault.cause):
         try:
             if loop.count_last_step():
@@ -259,9 +259,9 @@ def _save_and_log_fault(loop: Loop, fault: Fault, error: Exception) -> None:
 
 def _is_lost_on_any_rank(loop: Loop, saved: bool, problems: list[str]) -> bool:
     """Whether the last state is lost on any rank. A rank that does not answer counts as lost."""
-    checkpoints = loop.saver.checkpoints
-    lost = loop.data.step in checkpoints.unsaved or not saved
-    lost = lost and checkpoints.store.durable  # memory ends with the process in any case
+    saver = loop.saver
+    lost = loop.data.step in saver.unsaved or not saved
+    lost = lost and saver.store.durable  # memory ends with the process in any case
     try:
         return any(loop.ranks.gather(lost))
     except Exception as problem:
@@ -270,15 +270,15 @@ def _is_lost_on_any_rank(loop: Loop, saved: bool, problems: list[str]) -> bool:
 
 
 def _unsaved_state_text(loop: Loop, problems: list[str]) -> str:
-    checkpoints = loop.saver.checkpoints
+    saver = loop.saver
     try:  # the checkpoints that survive the process
-        newest = max((save.step for save in checkpoints.store.steps_on_disk()), default=None)
+        newest = max((save.step for save in saver.store.steps_on_disk()), default=None)
         target = "starts from the beginning"
         if newest is not None:
             target = f"resumes from the checkpoint of step {newest}"
     except (StoreError, OSError):
         target = "resumes from the newest checkpoint"
-    why = checkpoints.last_failure or next(iter(problems), "it failed on another rank")
+    why = saver.unsaved.get(loop.data.step) or next(iter(problems), "it failed on another rank")
     return (
         f"healcore: the loop has ended at step {loop.data.step}, and its last state is not saved "
         f"({why}). Remove the cause and start the program again: it {target}"
@@ -329,9 +329,8 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
 
 def _record_end(loop: Loop) -> None:
     """Notes in the last checkpoint that the run has completed."""
-    restorer = loop.saver.restorer
-    restorer.record.completed = True
-    restorer.commit(loop.data.step)
+    loop.record.completed = True
+    loop.saver.commit(loop.data.step)
 
 
 def _write_end(

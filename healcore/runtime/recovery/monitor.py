@@ -21,9 +21,9 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext
 from healcore.runtime.incidents.ledger import IncidentRecord, Ledger
-from healcore.runtime.incidents.rollback import Order
 from healcore.runtime.incidents.run_metrics import RunMetrics
 from healcore.runtime.incidents.step_lines import is_logged, passes_power_of_ten
+from healcore.runtime.recovery.orders import Order
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 

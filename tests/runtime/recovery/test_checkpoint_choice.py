@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from healcore.runtime.checkpoints.manager import healthy_steps
-from healcore.runtime.recovery.checkpoint_choice import (
+from healcore.runtime.loop.saver import healthy_steps
+from healcore.runtime.recovery.orders import (
     CheckpointChoice,
     choose,
-    common_to_ranks,
 )
 from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
 
@@ -86,47 +81,3 @@ def test_healthy_steps_need_not_follow_without_a_gap():
         ([30, 31], 20, 30, 10),  # not yet judged
     ):
         assert healthy_steps(step, now, unhealthy) == expected
-
-
-def test_ranks_that_disagree_take_the_newest_common_step():
-    first = [saved(100), saved(200), saved(300)]
-    second = [saved(100), saved(200, "candidate"), saved(400)]
-    assert [(s.step, s.status) for s in common_to_ranks([first, second])] == [
-        (100, "good"),
-        (200, "candidate"),
-    ]
-    assert choose(common_to_ranks([first, second]), onset=500).order == (100,)
-    third = [saved(100, finite=False), saved(200)]
-    assert not common_to_ranks([first, third])[0].finite
-    assert common_to_ranks([first, []]) == []
-    assert common_to_ranks([]) == []
-    assert common_to_ranks([first, second]) == common_to_ranks([first, second, second])
-
-
-# -- several ranks ---------------------------------------------------------------------------------
-
-one_rank = st.dictionaries(
-    st.integers(0, 12).map(lambda n: 10 * n),
-    st.tuples(st.sampled_from(["good", "candidate", "abandoned"]), st.booleans()),
-).map(lambda found: [saved(step, *of) for step, of in sorted(found.items())])  # type: ignore[arg-type]
-
-
-@given(st.lists(one_rank, min_size=1, max_size=4), st.integers(0, 130), st.randoms())
-def test_ranks_choose_a_step_that_every_one_of_them_can_restore(
-    ranks: list[list[Saved]], onset: int, random: Any
-):
-    """Whatever each has lost; the newest one, and the same whichever rank asks."""
-    common = common_to_ranks(ranks)
-    shuffled = random.sample(ranks, len(ranks))
-    assert [s[:3] for s in common_to_ranks(shuffled)] == [s[:3] for s in common]
-
-    def good(save: Saved) -> bool:
-        return save.status == "good" and save.finite and save.step <= onset
-
-    on_all = set.intersection(*({s.step for s in saves if good(s)} for saves in ranks))
-    try:
-        order = choose(common, onset=onset).order
-    except NoGoodCheckpoint:
-        assert not on_all
-    else:
-        assert order == tuple(sorted(on_all, reverse=True))

@@ -95,7 +95,7 @@ class History(RuleBasedStateMachine):
         """A rollback as ordered; killed after some number of changes, if it makes so many."""
         assert self.onset is not None
         process = self.process
-        process.checkpoints.prove(process.ledger, before=self.onset)
+        process.saver.prove(before=self.onset)
         self.what_is_good()
         expected = self.target(depth)
         self.store.calls_left = calls
@@ -131,11 +131,11 @@ class History(RuleBasedStateMachine):
     def target(self, depth: int) -> int | None:
         """The checkpoint that it must return to; None if there is none."""
         assert self.onset is not None
-        saves = self.process.checkpoints.listed()
+        saves = self.process.saver.listed()
         usable = [s for s in saves if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
-        begun = self.process.restorer.record.first_step, self.process.restorer.started_from
+        begun = self.process.restorer.record.first_step, self.process.saver.started_from
         unproven = {s.step for s in usable if s.status == "candidate"}
         last = sorted({step for step in begun if step in unproven}, reverse=True)
         tried = [past.target for past in self.back if self.onset <= past.step + REGION]
@@ -156,7 +156,7 @@ class History(RuleBasedStateMachine):
         assert target <= self.onset
         del self.healthy[target:]
         # For the next one in this region, which is to go deeper.
-        saves = self.process.checkpoints.listed()
+        saves = self.process.saver.listed()
         deeper = [s.step for s in saves if s.status == "good" and s.step < target]
         self.stays = {target, *deeper[-1:]}
         self.onset, self.only_skips = None, False
@@ -184,7 +184,7 @@ class History(RuleBasedStateMachine):
     def what_is_good(self) -> None:
         if not hasattr(self, "store"):
             return
-        saves = self.process.checkpoints.listed()
+        saves = self.process.saver.listed()
         good = {s.step: s for s in saves if s.status == "good"}
         for step in good.keys() - self.good:
             assert good[step].finite
@@ -208,7 +208,7 @@ class History(RuleBasedStateMachine):
         assert all(each.undone or each.onset < self.process.step for each in ledger.incidents)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
         # Up to the newest known-good checkpoint, after which the trouble of a rollback began.
-        on_probation = self.process.checkpoints.on_probation
+        on_probation = self.process.saver.on_probation
         needed = min([max(self.good, default=0), *on_probation])
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
         assert record.read(Record(ledger=ledger).to_dict()).ledger == ledger

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.recovery.trials import ABOVE, MAX_LEFT_OUT, Facts, Trial, decide
+from healcore.runtime.recovery.orders import ABOVE, MAX_LEFT_OUT, Facts, Trial, decide
 
 RATES = st.lists(st.sampled_from([0.0, 0.01, 0.1, 1.0]), max_size=3)
 FACTS = st.builds(
