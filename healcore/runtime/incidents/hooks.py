@@ -108,13 +108,21 @@ class Hooks:
         action, name, problems = None, "", []
         for hook in self._hooks:
             try:
-                returned = _checked(hook(incident))
+                returned = hook(incident)
+                if returned is None:
+                    continue
+                # A bool or an int would act as flags: True as ALERT, 3 as ALERT and SAVE.
+                if not isinstance(returned, Action) or int(returned) & ~_KNOWN:
+                    raise TypeError(
+                        f"returned {returned!r}; a hook returns Action flags (Action.ROLLBACK | "
+                        "Action.CUT_LR, Action(0) for no action), or None to keep the ordered "
+                        "actions"
+                    )
             except Exception as error:
-                problems.append(f"on_incident hook {hook_name(hook)}: {described(error)}")
+                problems.append(f"on_incident hook {_name(hook)}: {described(error)}")
                 continue
-            if returned is not None:
-                action, name = returned, hook_name(hook)
-                incident = incident._replace(decision=incident.decision._replace(action=returned))
+            action, name = returned, _name(hook)
+            incident = incident._replace(decision=incident.decision._replace(action=returned))
         return HookResult(action, name, tuple(problems))
 
     def on_event(self, event: Mapping[str, Any]) -> list[str]:
@@ -124,8 +132,7 @@ class Hooks:
             try:
                 hook(dict(event))
             except Exception as error:
-                what = f"hook {hook_name(hook)} for a {event['kind']}"
-                problems.append(f"{what}: {described(error)}")
+                problems.append(f"hook {_name(hook)} for a {event['kind']}: {described(error)}")
         return problems
 
 
@@ -144,19 +151,6 @@ def described(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def hook_name(hook: Any) -> str:
-    """The name of a hook in events."""
+def _name(hook: Any) -> str:
     name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
     return f"{getattr(hook, '__module__', None) or '?'}.{name}"
-
-
-def _checked(returned: Any) -> Action | None:
-    if returned is None:
-        return None
-    # A bool or an int would act as flags: True as ALERT, 3 as ALERT and SAVE.
-    if not isinstance(returned, Action) or int(returned) & ~_KNOWN:
-        raise TypeError(
-            f"returned {returned!r}; a hook returns Action flags (Action.ROLLBACK | Action.CUT_LR, "
-            "Action(0) for no action), or None to keep the ordered actions"
-        )
-    return returned

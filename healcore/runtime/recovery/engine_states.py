@@ -25,8 +25,15 @@ def after_rollback(
 
     `counted` says that the budgets in `live` already include this rollback.
     """
-    then = saved or {}
-    return {name: _merge(engine, now, then.get(name), counted) for name, now in live.items()}
+    merged = {}
+    for name, each in live.items():
+        now, then = engine.from_dict(each), (saved or {}).get(name)
+        before = engine.init(groups=each["groups"]) if then is None else engine.from_dict(then)
+        state = engine.on_rollback(now, before, xp=np)
+        if counted:
+            state = state._replace(budget=now.budget, tally=now.tally)
+        merged[name] = engine.to_dict(state)
+    return merged
 
 
 def limited(
@@ -44,13 +51,12 @@ def limited(
         rate: the schedule's rate at the restored step, or None if unknown.
         healthy: whether steps before the restored step were trained at `rate`.
     """
-    rate = rate if engine.limits_lr else None
+    at = _rate_at(engine, rate)
     states = {}
     for name, each in engines.items():
         state = engine.from_dict(each)
-        before = rate * float(state.lr.scale) if healthy and rate else broken
+        before = rate * float(state.lr.scale) if healthy and rate and at is not None else broken
         limit = before if before < broken else broken * float(engine.config.lr.factor)
-        at = None if rate is None else np.float32(rate)
         states[name] = engine.to_dict(engine.limit_lr(state, np.float32(limit), at, xp=np))
     return states
 
@@ -82,44 +88,35 @@ def apply_rate(
         The states; the learning-rate limit, or None if it is unknown or not set; and the smallest
         multiplier of all engines.
     """
-    rate = rate if engine.limits_lr else None
+    at = _rate_at(engine, rate)
     states = {name: engine.from_dict(each) for name, each in engines.items()}
-    if rate is not None:
-        at = np.float32(rate)
+    limits: list[float] = []
+    if at is not None:
         states = {name: engine.apply_rate(each, at, xp=np) for name, each in states.items()}
-    ceiling = engine.config.lr.ceiling
-    limits = [
-        float(each.lr.low if each.lr.hold else ceiling * each.lr.broken) for each in states.values()
-    ]
+        rates = [each.lr for each in states.values()]
+        ceiling = engine.config.lr.ceiling
+        limits = [float(each.low if each.hold else ceiling * each.broken) for each in rates]
     limit = min((each for each in limits if each > 0), default=None)
     scale = min((float(each.lr.scale) for each in states.values()), default=1.0)
-    adapted = {name: engine.to_dict(each) for name, each in states.items()}
-    return adapted, None if rate is None else limit, scale
+    return {name: engine.to_dict(each) for name, each in states.items()}, limit, scale
 
 
-def _merge(
-    engine: Engine, live: Mapping[str, Any], saved: Mapping[str, Any] | None, counted: bool
-) -> dict[str, Any]:
-    now = engine.from_dict(live)
-    then = engine.init(groups=live["groups"]) if saved is None else engine.from_dict(saved)
-    merged = engine.on_rollback(now, then, xp=np)
-    if counted:
-        merged = merged._replace(budget=now.budget, tally=now.tally)
-    return engine.to_dict(merged)
+def _rate_at(engine: Engine, rate: float | None) -> np.float32 | None:
+    """The schedule's rate if the policy's cuts depend on the rate, or None."""
+    return np.float32(rate) if engine.limits_lr and rate is not None else None
 
 
-def compatible(engine: Engine, saved: Engines | None) -> tuple[dict[str, Mapping[str, Any]], str]:
+def compatible(engine: Engine, saved: Engines) -> tuple[dict[str, Any], str]:
     """The saved states that fit this policy, and the problem of the others or an empty string.
 
     A checkpoint stays usable after a change of the policy: the detectors restart their warm-up.
     """
-    fit: dict[str, Mapping[str, Any]] = {}
+    fit: dict[str, Any] = {}
     problem = ""
-    for name, state in (saved or {}).items():
+    for name, state in saved.items():
         try:
             engine.from_dict(state)
+            fit[name] = state
         except StateError as error:
             problem = f"the detectors of {name} restart their warm-up: {error}"
-        else:
-            fit[name] = state
     return fit, problem

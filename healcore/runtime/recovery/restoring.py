@@ -307,7 +307,7 @@ class Restorer:
             self.loaders.check(record.forward)
         engines, problem = compatible(self.policy.engine, record.engines if record else {})
         self.loaders.check(_position(host) or {})
-        return _Checkpoint(step, state, record, dict(engines), problem, host)
+        return _Checkpoint(step, state, record, engines, problem, host)
 
     def _load_state(self, saved: _Checkpoint, engines: dict[str, Any], *, reset: bool) -> None:
         self._replace(saved.state)
