@@ -29,7 +29,6 @@ from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.start import Options, open_run
@@ -39,6 +38,7 @@ from healcore.runtime.run_options import (
     LOGGING,
     NO_HOOKS,
     Checkpoints,
+    Hooks,
     Logging,
 )
 from healcore.runtime.store import CheckpointStore

@@ -13,11 +13,19 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.dominance.anchor import TrainedStep
 from healcore.runtime.dominance.comparison_state import Verdict
 from healcore.runtime.dominance.dominance import Dominance
-from healcore.runtime.incidents.delayed_reader import StepResult
+from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.loop.data import Data
-from healcore.runtime.recovery.engine_states import lr_states, with_lr_states
 from healcore.runtime.recovery.monitor import IncidentMonitor
-from healcore.runtime.recovery.orders import MAX_ACCEPTED, Facts, Order, Rollback, Trial, decide
+from healcore.runtime.recovery.orders import (
+    MAX_ACCEPTED,
+    Facts,
+    Order,
+    Rollback,
+    Trial,
+    decide,
+    lr_states,
+    with_lr_states,
+)
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.store.ranks import agreed
 

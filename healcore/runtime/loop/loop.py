@@ -7,7 +7,7 @@ from typing import Any
 
 from healcore.core.verdict import Action, names
 from healcore.runtime.hang_guard import HangGuard
-from healcore.runtime.incidents.delayed_reader import StepResult
+from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.rank_group import RankGroup
 from healcore.runtime.loop.recovery import Recovery

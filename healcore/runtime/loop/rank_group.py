@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from healcore.runtime.driver import Driver
-from healcore.runtime.incidents.delayed_reader import LAG, StepResult
+from healcore.runtime.incidents.steps import LAG, StepResult
 from healcore.runtime.loop.termination import EndRequested, StopFile, TerminationWatch, exit_for
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks

@@ -13,11 +13,12 @@ from healcore.events.models import Ending
 from healcore.events.schema import sentence
 from healcore.runtime.data.loader_registry import RewindResult
 from healcore.runtime.dominance.comparison_state import Verdict
-from healcore.runtime.incidents.delayed_reader import DelayedReader, StepResult
-from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.incidents.step_lines import (
+from healcore.runtime.incidents.steps import (
     FROM_START,
     IN_A_ROW,
+    DelayedReader,
+    HostRules,
+    StepResult,
     cause_text,
     nonfinite_row_text,
     passes_power_of_ten,
@@ -25,10 +26,10 @@ from healcore.runtime.incidents.step_lines import (
 from healcore.runtime.loop.better_weights import BetterWeights
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
-from healcore.runtime.recovery.host_rules import HostRules
 from healcore.runtime.recovery.monitor import IncidentMonitor
 from healcore.runtime.recovery.orders import Order, Rollback
 from healcore.runtime.recovery.restoring import Restorer
+from healcore.runtime.run_options import Hooks
 from healcore.runtime.store import NoGoodCheckpoint, Saved, StateMismatch, StoreError
 
 _SERIOUS = Action.ROLLBACK | Action.STOP

@@ -15,13 +15,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from healcore.runtime.checkpoints.host_state import ITEM
 from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.loop.data import Data
-from healcore.runtime.recovery.record import Record
+from healcore.runtime.recovery.record import ITEM, Record
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,

@@ -12,11 +12,9 @@ from healcore.events import Log
 from healcore.events.metrics import Metrics, path_next_to
 from healcore.policy import PolicyError
 from healcore.policy.errors import Problem
-from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.loop import run_settings
 from healcore.runtime.loop.data import Data
@@ -27,10 +25,10 @@ from healcore.runtime.loop.saver import Saver
 from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.rank_notes import RankNotes
-from healcore.runtime.recovery.record import Record
+from healcore.runtime.recovery.record import HostState, Record
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
-from healcore.runtime.run_options import Checkpoints, Logging
+from healcore.runtime.run_options import Checkpoints, Hooks, Logging
 from healcore.runtime.store import CheckpointStore, Course, NoGoodCheckpoint, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.directory import sweep

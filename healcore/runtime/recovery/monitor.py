@@ -18,13 +18,12 @@ from healcore.history.incident import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import failures_of
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.incidents.hooks import Hooks, IncidentContext
 from healcore.runtime.incidents.ledger import IncidentRecord, Ledger
 from healcore.runtime.incidents.run_metrics import RunMetrics
-from healcore.runtime.incidents.step_lines import is_logged, passes_power_of_ten
+from healcore.runtime.incidents.steps import StepResult, is_logged, passes_power_of_ten
 from healcore.runtime.recovery.orders import Order
 from healcore.runtime.run_log import RunLog
+from healcore.runtime.run_options import Hooks, IncidentContext
 from healcore.runtime.store.ranks import Ranks
 
 _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE

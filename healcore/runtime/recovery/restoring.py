@@ -13,22 +13,25 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from healcore.runtime.checkpoints.host_state import ITEM, HostParts
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_registry import RewindResult
 from healcore.runtime.dominance.comparison_state import ComparisonState
 from healcore.runtime.driver import check_engines
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery import record as records
-from healcore.runtime.recovery.engine_states import (
+from healcore.runtime.recovery.orders import (
+    CheckpointChoice,
+    Order,
+    Rollback,
+    Trial,
     after_rollback,
     apply_rate,
+    choose,
     compatible,
     limited,
     with_lr_states,
 )
-from healcore.runtime.recovery.orders import CheckpointChoice, Order, Rollback, Trial, choose
-from healcore.runtime.recovery.record import Record
+from healcore.runtime.recovery.record import ITEM, HostParts, Record
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,

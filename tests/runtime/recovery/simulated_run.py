@@ -13,13 +13,12 @@ from typing import Any
 
 from healcore.core.verdict import Cause
 from healcore.events import Log
-from healcore.runtime.checkpoints.host_state import ITEM, HostState
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery.orders import Order, Rollback
-from healcore.runtime.recovery.record import Record
+from healcore.runtime.recovery.record import ITEM, HostState, Record
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (

@@ -10,11 +10,11 @@ from healcore.core.verdict import Action, Cause
 from healcore.events import Log
 from healcore.runtime.data import BatchId
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.recovery.monitor import IncidentMonitor
 from healcore.runtime.run_log import RunLog
+from healcore.runtime.run_options import Hooks
 from healcore.runtime.store.ranks import Alone
 from tests.healer.step_records import record
 
