@@ -26,7 +26,7 @@ POINTS = [
     (Saver, "begin_attempt"),
     (CheckpointStore, "commit"),
     (files, "replace"),
-    (Saver, "report_store_errors"),
+    (Restorer, "_report_store_errors"),
 ]
 BAD = [23, 26]
 

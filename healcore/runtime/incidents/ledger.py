@@ -156,6 +156,14 @@ class Ledger:
         steps = self.unhealthy
         return steps[bisect.bisect_left(steps, first) : bisect.bisect_left(steps, end)]
 
+    def healthy_steps(self, first: int, end: int) -> int:
+        """Number of healthy steps from `first` to before `end`.
+
+        Unhealthy steps do not restart the count: otherwise no checkpoint would become known-good in
+        a run that skips a bad batch now and then.
+        """
+        return end - first - len(self.unhealthy_between(first, end))
+
     def first_consecutive(self, index: int) -> int:
         """First of the consecutive unhealthy steps that end at step `index`."""
         at = bisect.bisect_right(self.unhealthy, index)

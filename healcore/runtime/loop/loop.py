@@ -174,7 +174,7 @@ class Loop:
             return True
         recovery = self.recovery
         verdict = recovery.dominance.at_end(self.data.step) if of_training else None
-        if verdict is not None and self._rewound(recovery.roll_back_to_better(verdict)):
+        if verdict is not None and self._rewound(recovery.better_weights.roll_back(verdict)):
             return True
         return alone and self._rewound(recovery.roll_back_if_nonfinite(at_end=of_training))
 

@@ -12,7 +12,6 @@ from healcore.core.verdict import NONFINITE, Action, Cause, names
 from healcore.events.models import Ending
 from healcore.events.schema import sentence
 from healcore.runtime.data.loader_registry import RewindResult
-from healcore.runtime.dominance.comparison_state import Verdict
 from healcore.runtime.incidents.steps import (
     FROM_START,
     IN_A_ROW,
@@ -48,22 +47,15 @@ class Recovery:
         self.ranks, self.log = restorer.ranks, restorer.log
         self.reader = DelayedReader()
         config = self.policy.engine.config
-        self.monitor = IncidentMonitor(
-            policy=self.policy,
-            ledger=self.ledger,
-            hooks=hooks,
-            ranks=self.ranks,
-            log=self.log,
-            learning_rate=self.driver.learning_rate,
-            interval=self.saver.every,
-        )
+        self.monitor = IncidentMonitor(self.saver, hooks)
         self._host_rules = HostRules(
             self.policy.rules, depth=config.rollback.depth, quiet_steps=config.incident.quiet_steps
         )
-        self._better_weights = BetterWeights(
-            self.data, restorer, self.monitor, self.roll_back, loss_fn
-        )
-        self.dominance = self.saver.dominance = self._better_weights.dominance
+        roll_back = self.roll_back
+        self.better_weights = BetterWeights(self.data, restorer, self.monitor, roll_back, loss_fn)
+        self.dominance = self.saver.dominance = self.better_weights.dominance
+        self._checked = 0
+        """Number of `Saver.nonfinite` that led to an order, or were undone."""
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
 
@@ -83,14 +75,10 @@ class Recovery:
         Returns the rollback, or None. Raises RunStopped if the order stops the run.
         """
         self.stop_if_never_finite(order)
-        verdict = self._better_weights.compare(step)
+        verdict = self.better_weights.compare(step)
         if order is not None:
             return self.carry_out(order)
-        return None if verdict is None else self.roll_back_to_better(verdict)
-
-    def roll_back_to_better(self, verdict: Verdict) -> Rollback | None:
-        """See `BetterWeights.roll_back`."""
-        return self._better_weights.roll_back(verdict)
+        return None if verdict is None else self.better_weights.roll_back(verdict)
 
     def read_engines(self) -> None:
         """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
@@ -141,7 +129,7 @@ class Recovery:
         if not order.action & Action.ROLLBACK:
             return None
         verdict = self.dominance.pending(order.index) if damaged else None
-        better = verdict and self._better_weights.roll_back(verdict, finite=False)
+        better = verdict and self.better_weights.roll_back(verdict, finite=False)
         if better is not None:
             return better
         # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
@@ -226,7 +214,8 @@ class Recovery:
         """
         if at_end:
             self.saver.save_if_not_finite()
-        nonfinite, new = self.saver.check_nonfinite()
+        nonfinite = self.saver.read_nonfinite()
+        new, self._checked = len(self.saver.nonfinite) - self._checked, len(self.saver.nonfinite)
         policy, step, ledger = self.policy, self.data.step, self.ledger
         if not new or (policy.observes and len(nonfinite) > new):
             return None  # an observing policy reports the first bad save only
@@ -289,6 +278,7 @@ class Recovery:
         self.data.on_rollback(done.target)
         self.monitor.on_rollback(done.target)
         self.reader.clear()
+        self._checked = len(self.saver.nonfinite)
         self._host_rules.restart()
         self.read_engines()
         self.log.on_rollback()

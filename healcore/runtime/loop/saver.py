@@ -8,9 +8,8 @@ not on the speed of a disk.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 from healcore.runtime.dominance.dominance import Dominance
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.loop.data import Data
 from healcore.runtime.recovery.record import ITEM, Record
 from healcore.runtime.run_log import RunLog
@@ -51,19 +49,20 @@ class Saver:
     Args:
         data: has the step and the loaders of the run.
         record: the facts of the run, without the facts at a step.
-        store: store of the checkpoints.
         every: steps between two saves, or None for the policy's probation.
         keep: numbers of checkpoints to keep, or None for all checkpoints on probation, within a
             bound, and some older known-good ones.
 
     Attributes:
         course: the attempts of the run, and the step up to which checkpoints are known-good.
-        dominance: the comparisons of weights, whose state is saved.
         started_from: step of the snapshot or checkpoint that this process started from.
         damage: errors of damaged checkpoints, as this process has found them.
         nonfinite: step and array names of each checkpoint with disallowed NaN or Inf.
         unsaved: step whose save failed and was not repeated -> the problem.
     """
+
+    dominance: Dominance
+    """The comparisons of weights, whose state is saved. Set by `Recovery`."""
 
     def __init__(
         self,
@@ -73,47 +72,38 @@ class Saver:
         policy: HostPolicy,
         driver: Driver,
         store: CheckpointStore,
-        ledger: Ledger,
         ranks: Ranks,
         log: RunLog,
         every: int | None = None,
         keep: Keep | None = None,
     ) -> None:
-        self.data, self.record, self.ledger = data, record, ledger
+        self.data, self.record, self.ledger = data, record, record.ledger
         self.policy, self.driver, self.store = policy, driver, store
         self.ranks, self.log = ranks, log
-        self._probation = policy.rollback.probation
-        self.every = every or self._probation
-        candidates = min(-(-self._probation // self.every) + 1, _MAX_CANDIDATES)
+        probation = policy.rollback.probation
+        self.every = every or probation
+        candidates = min(-(-probation // self.every) + 1, _MAX_CANDIDATES)
         self._keep = keep or Keep(candidates=candidates, older=True)
-        self.dominance: Dominance | None = None
         self.course = Course()
         self.started_from: int | None = None
         self.damage: list[CheckpointDamaged] = []
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         self.unsaved: dict[int, str] = {}
+        self._resumes_exactly = store.durable and ranks.world == 1
+        """Whether a run can resume exactly from a save at an exception."""
         self._failures = 0
         self._finite: dict[int, bool] = {}
         """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
         self._left_alone: set[int] = set()
         """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
-        self._nonfinite_before = self._nonfinite_checked = 0
-        """Items of `nonfinite` from before this attempt, and items that a check has seen."""
-        self._pruned = -1
-        """`course.proven` at the last deletion."""
-        self._verified: int | None = None
-        """Step of the last checkpoint that was verified before a deletion."""
+        self._nonfinite_before = 0  # items of `nonfinite` from before this attempt
+        self._pruned = -1  # `course.proven` at the last deletion
         self._deletions: deque[set[int] | Exception] = deque()
-        """Results of background deletions: steps of deleted checkpoints, or the problem."""
+        """Results of the background: steps of deleted checkpoints, or the problem."""
         self._saved = -1
         """Step of the last checkpoint or of the start."""
         self._next_warning = _UNSAVED_INTERVALS * self.every
         """Number of steps without a save at which the next warning is written."""
-
-    @property
-    def _resumes_exactly(self) -> bool:
-        """Whether a run can resume exactly from a save at an exception."""
-        return self.store.durable and self.ranks.world == 1
 
     # -- what a checkpoint holds ----------------------------------------------------------------
 
@@ -123,7 +113,6 @@ class Saver:
 
     def healing(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps."""
-        compares = self.dominance if self.dominance and self.dominance.is_enabled else None
         return replace(
             self.record,
             attempts=list(self.course.attempts),
@@ -131,10 +120,9 @@ class Saver:
             step=step,
             world=self.ranks.world,
             engines=self.driver.healing(),
-            ledger=self.ledger,
             left_out=self.data.loaders.left_out(),
             forward=self.data.loaders.forward_positions(),
-            comparisons=compares and compares.state,
+            comparisons=self.dominance.state if self.dominance.is_enabled else None,
         ).to_dict()
 
     def commit(self, step: int) -> None:
@@ -154,7 +142,7 @@ class Saver:
         an earlier process.
         """
         self.store.nonfinite_found()
-        self._nonfinite_before = self._nonfinite_checked = len(self.nonfinite)
+        self._nonfinite_before = len(self.nonfinite)
         self._read_deletions()
         if not self.course.attempts:
             self.started_from = step
@@ -217,8 +205,8 @@ class Saver:
 
     @property
     def _recent_alarm(self) -> bool:
-        unhealthy = self.ledger.unhealthy
-        return bool(unhealthy) and unhealthy[-1] >= self.data.step - RECENT_ALARM_STEPS
+        first = self.data.step - RECENT_ALARM_STEPS
+        return any(step >= first for step in self.ledger.unhealthy[-1:])
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -237,10 +225,8 @@ class Saver:
 
     def keep_anchor(self) -> None:
         """Adds the current weights as an anchor, and protects the anchors' checkpoints."""
-        if self.dominance is not None:
-            self.dominance.keep(self.data.step, self.restorable)
-            anchors = {each.step for each in self.dominance.anchors}
-            self.store.ring.protected = frozenset(anchors)
+        self.dominance.keep(self.data.step, self.restorable)
+        self.store.ring.protected = frozenset(each.step for each in self.dominance.anchors)
 
     def write(self, step: int, why: str) -> None:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.
@@ -294,9 +280,8 @@ class Saver:
         def delete() -> None:
             try:
                 surplus, deleted, newest = on_first(self.store.processes, chosen)
-                if surplus and newest not in (None, self._verified):
+                if surplus and newest is not None:
                     self.store.verify(newest)
-                    self._verified = newest
                 for old in surplus:
                     with suppress(CheckpointNotFound):
                         self.store.delete(old)
@@ -315,10 +300,8 @@ class Saver:
         """
         self._report_failed_saves()
         self._read_deletions()
-        if self.ledger.open:
-            return
-        self.prove()
-        if self.ledger.unhealthy:
+        if not self.ledger.open:
+            self.prove()
             # A rollback needs the steps since the newest known-good checkpoint.
             self.ledger.forget(min([self.good or 0, *self.on_probation]))
 
@@ -332,10 +315,9 @@ class Saver:
 
         With `before`, only the steps before that step count.
         """
-        ledger = self.ledger
-        now = ledger.next_step if before is None else min(before, ledger.next_step)
+        now = self.ledger.next_step if before is None else min(before, self.ledger.next_step)
         for step in self.on_probation:
-            if healthy_steps(step, now, ledger.unhealthy) < self._probation:
+            if self.ledger.healthy_steps(step, now) < self.policy.rollback.probation:
                 break
             self.course = self.course._replace(proven=step)
             self.read_nonfinite()
@@ -366,16 +348,6 @@ class Saver:
         if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, ... failure
             self.log.warning(f"checkpoint {step} was not saved: {error}")
 
-    def report_store_errors(self) -> None:
-        """Reports errors for which another copy was used instead."""
-        for error in {str(error): error for error in self.store.trouble()}.values():
-            if isinstance(error, CheckpointDamaged):
-                self.report_damage(error)
-                self.log.warning(f"{error}; another copy was used")
-            else:
-                line = f"{error}; the run continues with the checkpoints in memory"
-                self.log.problem(self.data.step, line)
-
     def report_damage(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint; a directory once, because its name is unique."""
         if error.path == WHERE or all(each.path != error.path for each in self.damage):
@@ -405,20 +377,10 @@ class Saver:
             self.nonfinite.append((step, names))
         return dict(self.nonfinite[self._nonfinite_before :])
 
-    def check_nonfinite(self) -> tuple[dict[int, tuple[str, ...]], int]:
-        """Result of `read_nonfinite`, and how many of these saves no earlier check has seen."""
-        found, before = self.read_nonfinite(), self._nonfinite_checked
-        self._nonfinite_checked = len(self.nonfinite)
-        return found, len(self.nonfinite) - before
-
     def nonfinite_in_state(self) -> list[str]:
         """Names of the arrays in the live state with disallowed NaN or Inf on any rank."""
         names = self.store.nonfinite_in(self.items())
         return sorted(disallowed(names, self.store.nonfinite_ok))
-
-    def allow_nonfinite(self, names: Sequence[str]) -> None:
-        """Allows NaN and Inf in these arrays."""
-        self.store.nonfinite_ok = (*self.store.nonfinite_ok, *names)
 
     # -- the last state -------------------------------------------------------------------------
 
@@ -467,11 +429,10 @@ class Saver:
 
     @contextmanager
     def _before_batches(self) -> Iterator[None]:
-        """A context in which a save holds the state directly after the last step.
+        """A context in which a save has the state, positions and random states of the last step.
 
-        Batches that were read since then come again after a restart: the save has the loader
-        positions and random states from before these batches. Raises StoreError if the changes by
-        these batches cannot be undone.
+        Batches that were read since then come again after a restart. Raises StoreError if the
+        changes by these batches cannot be undone.
         """
         loaders = self.data.loaders
         batches = {**loaders.all_unreadable(), **self.data.waiting}
@@ -488,12 +449,3 @@ class Saver:
         line = "batches that were read for the next step come again after a restart"
         self.log.event("data", step=self.data.step, outcome=line)
         self.log.info(f"step {self.data.step}: {line}")
-
-
-def healthy_steps(step: int, now: int, unhealthy: Sequence[int]) -> int:
-    """Number of healthy steps from `step` to before step `now`; `unhealthy` is ascending.
-
-    Unhealthy steps do not restart the count: otherwise no checkpoint would become known-good in a
-    run that skips a bad batch now and then.
-    """
-    return now - step - (bisect_left(unhealthy, now) - bisect_left(unhealthy, step))

@@ -15,7 +15,6 @@ from healcore.policy.errors import Problem
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.loop import run_settings
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.loop import Loop
@@ -150,7 +149,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         hooks=options.hooks,
         on_local=group.report if group.votes else None,
     )
-    ledger, loaders, record = Ledger(), LoaderRegistry(), Record()
+    loaders, record = LoaderRegistry(), Record()
     loss_fn = options.loss_fn if policy.goes_back_for() else None
     data = Data(
         loaders=loaders,
@@ -168,7 +167,6 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         policy=policy,
         driver=driver,
         store=store,
-        ledger=ledger,
         ranks=ranks,
         log=log,
         every=options.checkpoints.every,
@@ -315,7 +313,7 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
     recovery.restorer.find_damage()
     if resume:
         if newest is not None:
-            saver.allow_nonfinite(newest.nonfinite_ok)
+            saver.store.nonfinite_ok += tuple(newest.nonfinite_ok)
         _resume(loop, newest)
     else:
         if saver.damage:
@@ -332,7 +330,7 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
         saver.keep_anchor()
     else:
         record.nonfinite_ok = saver.nonfinite_in_state()
-        saver.allow_nonfinite(record.nonfinite_ok)
+        saver.store.nonfinite_ok += tuple(record.nonfinite_ok)
         if record.nonfinite_ok:
             shown = ", ".join(record.nonfinite_ok[:5])
             loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -17,14 +17,12 @@ from healcore.events.schema import sentence
 from healcore.history.incident import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import failures_of
-from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.ledger import IncidentRecord, Ledger
+from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.incidents.run_metrics import RunMetrics
 from healcore.runtime.incidents.steps import StepResult, is_logged, passes_power_of_ten
+from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery.orders import Order
-from healcore.runtime.run_log import RunLog
 from healcore.runtime.run_options import Hooks, IncidentContext
-from healcore.runtime.store.ranks import Ranks
 
 _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE
 """Actions that the host carries out; the engine cuts the rate, and an alert is only an event."""
@@ -37,13 +35,10 @@ MIN_INTERVALS_REMEMBERED = 5
 after the restored checkpoint, lasts as long, and is found by comparisons."""
 
 
-@dataclass(eq=False, kw_only=True)
 class IncidentMonitor:
     """Fills the ledger, writes the events of every step and calls the hooks.
 
     Attributes:
-        learning_rate: see `Driver.learning_rate`.
-        interval: steps between two checkpoints.
         unreported_alarms: number of alarms without an event of their own.
         nonfinite_row: number of consecutive steps up to the newest without a finite step, or -1 if
             no step was read.
@@ -54,21 +49,15 @@ class IncidentMonitor:
             rollback.
     """
 
-    policy: HostPolicy
-    ledger: Ledger
-    hooks: Hooks
-    ranks: Ranks
-    log: RunLog
-    learning_rate: Callable[[], float | None]
-    interval: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, saver: Saver, hooks: Hooks) -> None:
+        self.policy, self.ledger, self.hooks = saver.policy, saver.ledger, hooks
+        self.ranks, self.log, self._driver = saver.ranks, saver.log, saver.driver
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
         self.unreported_alarms = 0
         self.nonfinite_row = self.last_trained = -1
         self.nonfinite_record: StepRecord | None = None
         self.never_finite, self.has_micro_steps = True, False
-        several = MIN_INTERVALS_REMEMBERED * self.interval
+        several = MIN_INTERVALS_REMEMBERED * saver.every
         self._kept = max(self.policy.rollback.region, several, MIN_STEPS_REMEMBERED)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._loader_start = 0
@@ -292,7 +281,7 @@ class IncidentMonitor:
         rate = None
         if has_line:
             with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
-                rate = self.learning_rate()
+                rate = self._driver.learning_rate()
         event = self.log.event(
             "alarm",
             step=step.index,

@@ -119,8 +119,7 @@ class Restorer:
         moved = self.loaders.rewind(_position(saved.host), order.batches, extra, order.read_again)
         if saved.host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(saved.host)
-        if saver.dominance is not None:
-            saver.dominance.on_rollback(done.target)
+        saver.dominance.on_rollback(done.target)
         saver.begin_attempt(done.target)
         self._commit_rollback(done)
         return done, moved
@@ -152,7 +151,17 @@ class Restorer:
                 done.step,
                 f"the rollback is not on disk: {error}; a restart before the next save repeats it",
             )
-        saver.report_store_errors()
+        self._report_store_errors()
+
+    def _report_store_errors(self) -> None:
+        """Reports errors for which another copy was used instead."""
+        for error in {str(error): error for error in self.saver.store.trouble()}.values():
+            if isinstance(error, CheckpointDamaged):
+                self.saver.report_damage(error)
+                self.log.warning(f"{error}; another copy was used")
+            else:
+                line = f"{error}; the run continues with the checkpoints in memory"
+                self.log.problem(self.saver.data.step, line)
 
     # -- after a start --------------------------------------------------------------------------
 
@@ -189,7 +198,7 @@ class Restorer:
             weights = self._copies(own.comparisons, saved.step)
             repeats = source.repeats(saved.step)
             self._load_state(saved, engines, reset=self.policy.rollback.reset_moments and repeats)
-            if dominance is not None and own.comparisons is not None:
+            if own.comparisons is not None:
                 dominance.continue_from(own.comparisons, weights)
                 if source is not own:
                     dominance.on_rollback(saved.step)
@@ -202,7 +211,7 @@ class Restorer:
             own, saved = self._load_first_intact(order, load)
         except StateMismatch as error:
             raise replace(error, where=str(self.saver.store.root or "")) from None
-        vars(self.record).update(vars(newest or own), completed=False)
+        vars(self.record).update(vars(newest or own), completed=False, ledger=self.ledger)
         self.saver.begin_attempt(own.step, self.record.course)
         return own.step, saved.host
 
@@ -212,8 +221,7 @@ class Restorer:
         A checkpoint that some rank cannot load is left out: it is no damage of the resumed one.
         """
         copies: dict[int, Any] = {}
-        dominance = self.saver.dominance
-        if saved is None or dominance is None or not dominance.is_enabled:
+        if saved is None or not self.saver.dominance.is_enabled:
             return copies
         for step in saved.needed():
             if step >= resumed:

@@ -15,7 +15,6 @@ from healcore.core.verdict import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery.orders import Order, Rollback
 from healcore.runtime.recovery.record import ITEM, HostState, Record
@@ -159,7 +158,9 @@ class Process:
     """One process of the run, constructed as in `setup`."""
 
     def __init__(self, store: Listed) -> None:
-        self.store, self.ledger, self.loaders = store, Ledger(), LoaderRegistry()
+        self.store, self.loaders = store, LoaderRegistry()
+        facts = Record()
+        self.ledger = facts.ledger
         self.events: list[dict[str, Any]] = []
         log = RunLog(EventList(self.events), console=False)
         driver: Any = Nothing()
@@ -167,16 +168,17 @@ class Process:
         self.data: Any = SimpleNamespace(step=0, loaders=self.loaders, host=host)
         self.saver = Saver(
             self.data,
-            Record(),
+            facts,
             policy=POLICY,
             driver=driver,
             store=store,
-            ledger=self.ledger,
             ranks=Alone(),
             log=log,
             every=EVERY,
             keep=KEEP,
         )
+        no_comparisons: Any = SimpleNamespace(is_enabled=False, on_rollback=lambda target: None)
+        self.saver.dominance = no_comparisons
         self.restorer = Restorer(self.saver)
         self.incident = 0
         self._goes_on = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.loop.saver import healthy_steps
+from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.recovery.orders import (
     CheckpointChoice,
     choose,
@@ -80,4 +80,4 @@ def test_healthy_steps_need_not_follow_without_a_gap():
         ([*range(10, 21)], 10, 30, 9),
         ([30, 31], 20, 30, 10),  # not yet judged
     ):
-        assert healthy_steps(step, now, unhealthy) == expected
+        assert Ledger(unhealthy=unhealthy).healthy_steps(step, now) == expected

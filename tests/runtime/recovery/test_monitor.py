@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,14 +29,10 @@ class Run:
     def __init__(self, capsys: pytest.CaptureFixture[str], policy: str = "default") -> None:
         self._capsys = capsys
         self.log = RunLog(Log(None), console=True)
-        self.monitor = IncidentMonitor(
-            policy=HostPolicy.of(policy),
-            ledger=Ledger(),
-            hooks=Hooks(),
-            ranks=Alone(),
-            log=self.log,
-            learning_rate=lambda: 0.001,
-        )
+        driver = SimpleNamespace(learning_rate=lambda: 0.001)
+        run = {"policy": HostPolicy.of(policy), "ranks": Alone(), "log": self.log}
+        saver: Any = SimpleNamespace(**run, ledger=Ledger(), driver=driver, every=0)
+        self.monitor = IncidentMonitor(saver, Hooks())
         self._step = 0
 
     def steps(self, number: int, **changes: Any) -> list[str]:
