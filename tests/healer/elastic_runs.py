@@ -136,21 +136,6 @@ def _forked(target: Callable[[], None], errors: Path) -> int:
         os._exit(status)
 
 
-def steps_of(root: Path) -> dict[tuple[int, int, int], list[Any]]:
-    """(rank, rollbacks so far, steps done) -> the next batch and digests of weights and engines.
-
-    Steps that a later start has repeated must have come out the same.
-    """
-    found: dict[tuple[int, int, int], list[Any]] = {}
-    for path in sorted(root.glob("trace-*")):
-        for line in path.read_text().splitlines():
-            rollbacks, step, *state = json.loads(line)
-            place = int(path.name[6:]), rollbacks, step
-            earlier = found.setdefault(place, state)
-            assert earlier == state, f"{root}: {place}: {earlier}, {state}"
-    return found
-
-
 def facts_of(root: Path) -> list[dict[str, Any]]:
     """What each rank reports at the end."""
     return [json.loads(path.read_text()) for path in sorted(root.glob("end-*.json"))]
@@ -162,7 +147,8 @@ class Kind:
     def __init__(self, kind: str, root: Path) -> None:
         self.kind, self.root, self.world = kind, root / f"{kind}-clean", elastic_rank.WORLD
         assert self.start(self.root, 0, None).statuses == [0] * self.world
-        self.steps, self.facts = steps_of(self.root), facts_of(self.root)
+        self.steps = killed_run_checks.steps_of(self.root)
+        self.facts = facts_of(self.root)
         assert [each["rollbacks"] for each in self.facts] == [2] * self.world, self.facts
 
     def start(self, root: Path, number: int, aim: Aim | None) -> Ended:
@@ -193,8 +179,7 @@ class Kind:
             counts["in a save"] += bool(under_way & {SAVE, WRITE})
             counts["in a step"] += STEP in under_way
         assert facts_of(root) == self.facts, (facts_of(root), self.facts)
-        for at, state in steps_of(root).items():
-            assert self.steps.get(at) == state, f"{root}: {at} {state} {self.steps.get(at)}"
+        killed_run_checks.same_as(root, self.steps)
         killed_run_checks.whole(root, self.root)
         return counts
 
@@ -231,7 +216,7 @@ def other_worlds(kind: str, root: Path, worlds: Sequence[int]) -> dict[str, Any]
             trace.unlink()
         ended = run_ranks(root, world, target)
         assert ended.statuses == [0 if last else -signal.SIGKILL] * world, ended
-        steps = steps_of(root)
+        steps = killed_run_checks.steps_of(root)
         if number:
             text = re.search(r"was saved by (\d) ranks, but this run has (\d):", ended.errors[0])
             assert text is not None, ended.errors[0]

@@ -12,17 +12,25 @@ from healcore.runtime.postmortem import postmortem
 NAME = "healcore.events.jsonl"
 
 
-def steps_of(root: Path) -> dict[tuple[int, int], list[Any]]:
-    """(rollbacks so far, steps done) -> the next batch and digests of weights and engines.
+def steps_of(root: Path) -> dict[tuple[int, int, int], list[Any]]:
+    """(rank, rollbacks so far, steps done) -> the next batch and digests of weights and engines.
 
     Steps that a later process has repeated must have come out the same.
     """
-    found: dict[tuple[int, int], list[Any]] = {}
-    for line in (root / "trace").read_text().splitlines():
-        rollbacks, step, *state = json.loads(line)
-        earlier = found.setdefault((rollbacks, step), state)
-        assert earlier == state, f"{root}: {rollbacks} rollbacks, step {step}: {earlier}, {state}"
+    found: dict[tuple[int, int, int], list[Any]] = {}
+    for path in sorted(root.glob("trace-*")):
+        for line in path.read_text().splitlines():
+            rollbacks, step, *state = json.loads(line)
+            place = int(path.name[6:]), rollbacks, step
+            earlier = found.setdefault(place, state)
+            assert earlier == state, f"{root}: {place}: {earlier}, {state}"
     return found
+
+
+def same_as(root: Path, clean: dict[tuple[int, int, int], list[Any]]) -> None:
+    """Every step came out as in the run that was not killed."""
+    for at, state in steps_of(root).items():
+        assert clean.get(at) == state, f"{root}: {at} {state} {clean.get(at)}"
 
 
 def rollbacks_of(root: Path) -> set[tuple[Any, ...]]:

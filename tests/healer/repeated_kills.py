@@ -90,7 +90,7 @@ class Kind:
                 os.close(reader)
                 stepped = aim is not None and aim.stepped
                 watched = Watched(shared, writer, at, stepped=stepped)
-                run_process(self.framework, self.variant, root / "store", root / "trace", watched)
+                run_process(self.framework, self.variant, root / "store", root / "trace-0", watched)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -173,8 +173,7 @@ def run(
     facts = json.loads((root / "end.json").read_text())
     for name in ("step", "rollbacks", "weights"):
         assert facts[name] == kind.facts[name], f"{root}: {name} {facts} {kind.facts}"
-    for where, state in checks.steps_of(root).items():
-        assert kind.trace.get(where) == state, f"{root}: {where} {state} {kind.trace.get(where)}"
+    checks.same_as(root, kind.trace)
     counts["runs"] += 1
     counts["rollbacks"] += facts["rollbacks"]
 

@@ -15,10 +15,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from healcore import Checkpoints
+from healcore import Checkpoints, Healer
 from healcore.errors import Terminated
 from healcore.policy import load, to_dict
-from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import Faults, loop_of, rules, train
 from tests.runtime.faults.local_server import by_requests, serving

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from healcore import Checkpoints, RunStopped
+from healcore import Checkpoints, Healer, RunStopped
 from healcore.errors import IncompleteRun
-from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 from tests.jax.driver.small_runs import batch, in_place

@@ -70,7 +70,7 @@ def kinds(path: Path, *wanted: str) -> list[dict[str, Any]]:
 # -- shrinking ------------------------------------------------------------------------------------
 
 
-def test_the_size_that_fits_is_found_once_and_kept(tmp_path):
+def test_the_size_that_fits_is_found_once_and_kept(tmp_path, capsys):
     memory = Memory(fits=3)
     train(batches(5), memory, events=tmp_path / "events.jsonl")
     assert memory.failures == 2
@@ -81,6 +81,9 @@ def test_the_size_that_fits_is_found_once_and_kept(tmp_path):
     assert first["cause"] == ["OOM"]
     assert first["answer"] == "shrink_microbatch"
     assert "OutOfMemoryError: CUDA out of memory" in first["problem"]
+    end = capsys.readouterr().err.splitlines()[-1]
+    assert "split the batch 2 times when memory ran out" in end
+    assert "no intervention" not in end
 
 
 def test_a_restart_does_not_run_out_of_memory_again(tmp_path):

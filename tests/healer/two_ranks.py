@@ -22,9 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from healcore import Checkpoints
+from healcore import Checkpoints, Healer
 from healcore.core.verdict import Action
-from healcore.runtime.healer import Healer
 from healcore.runtime.loop import termination
 from healcore.runtime.loop.rank_group import Proposal
 from healcore.runtime.loop.termination import (
