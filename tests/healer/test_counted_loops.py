@@ -8,7 +8,7 @@ from healcore import Checkpoints, Healer
 from healcore.errors import IncompleteRun
 from tests.healer.crashes import Crash, end_without_log
 from tests.healer.run_directory import events
-from tests.healer.training_loops import Faults, loop_of, rules
+from tests.healer.training_loops import EVERY_5, Faults, loop_of, rules
 
 LENGTH = 10
 
@@ -102,9 +102,7 @@ def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_p
 def test_an_evaluation_inside_the_loop(framework, tmp_path):
     loop = loop_of(framework, Faults(always=[23]), rules())
     validation, seen = list(range(100, 103)), []
-    with Healer(
-        rules(), state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
-    ) as healer:
+    with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
         for number in healer.batches(range(40)):
             loop.step(healer, number)
             if number % 10 == 0:
@@ -117,9 +115,7 @@ def test_an_evaluation_inside_the_loop(framework, tmp_path):
 
 def test_a_loop_that_breaks_off_starts_the_next_epoch_from_its_beginning(tmp_path):
     loop, data = loop_of("torch"), list(range(10))
-    with Healer(
-        rules(), state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
-    ) as healer:
+    with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
         for _epoch in range(3):
             for number in healer.batches(data):
                 loop.step(healer, number)

@@ -22,11 +22,13 @@ import optax
 import pytest
 import torch
 
+from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.jax import protect
-from healcore.runtime.healer import Healer
 from healcore.runtime.recovery.monitor import IncidentMonitor
 from tests.healer.run_options import grouped
+
+EVERY_5 = Checkpoints(every=5)
 
 RULES = """
 schema = 1

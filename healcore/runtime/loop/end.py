@@ -172,7 +172,7 @@ class _End:
             loop.notes.remove()
         for close_part in (
             loop.guard.close,
-            ranks.close,
+            ranks.termination.stop,
             saver.store.join,
             loop.driver.close,
             lambda: release(loop),

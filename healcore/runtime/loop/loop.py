@@ -141,9 +141,7 @@ class Loop:
         if has_stepped:
             if self.read() or self._save_when_due():
                 return True
-            end = self.ranks.vote(data.step, self.log) if self.ranks.due(data.step) else None
-            if end is not None:
-                raise end.end()
+            self.ranks.vote_when_due(data.step, self.log)
             self.saver.poll()
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.

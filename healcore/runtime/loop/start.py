@@ -18,7 +18,7 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.loop import run_settings
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.rank_group import RankGroup, check_same
+from healcore.runtime.loop.rank_group import RankGroup
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested
@@ -77,7 +77,13 @@ def open_run(options: Options) -> Loop:
             "save_every": options.checkpoints.every,
             "store": options.store is not None,
         }
-        check_same(shared, ranks)
+        for rank, theirs in enumerate(ranks.gather(shared)):
+            differ = [name for name, value in shared.items() if theirs[name] != value]
+            if differ:  # on all ranks, which would wait for each other
+                raise ValueError(
+                    f"rank {rank} has another {', '.join(differ)} than rank {ranks.rank}: pass the "
+                    "same arguments to Healer(...) on every rank"
+                )
         own_claim, warning = _claim(options.store, ranks)
         loop = _construct(options, driver, ranks, own_claim)
         _start(loop, options, warning)
