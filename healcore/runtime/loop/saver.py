@@ -24,7 +24,6 @@ from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,
     CheckpointStore,
-    Course,
     Keep,
     Saved,
     StoreError,
@@ -54,7 +53,6 @@ class Saver:
             bound, and some older known-good ones.
 
     Attributes:
-        course: the attempts of the run, and the step up to which checkpoints are known-good.
         started_from: step of the snapshot or checkpoint that this process started from.
         damage: errors of damaged checkpoints, as this process has found them.
         nonfinite: step and array names of each checkpoint with disallowed NaN or Inf.
@@ -84,7 +82,6 @@ class Saver:
         self.every = every or probation
         candidates = min(-(-probation // self.every) + 1, _MAX_CANDIDATES)
         self._keep = keep or Keep(candidates=candidates, older=True)
-        self.course = Course()
         self.started_from: int | None = None
         self.damage: list[CheckpointDamaged] = []
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
@@ -97,7 +94,7 @@ class Saver:
         self._left_alone: set[int] = set()
         """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
         self._nonfinite_before = 0  # items of `nonfinite` from before this attempt
-        self._pruned = -1  # `course.proven` at the last deletion
+        self._pruned = -1  # `Record.proven` at the last deletion
         self._deletions: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
         self._saved = -1
@@ -115,8 +112,6 @@ class Saver:
         """Healcore's record after `step` steps."""
         return replace(
             self.record,
-            attempts=list(self.course.attempts),
-            proven=self.course.proven,
             step=step,
             world=self.ranks.world,
             engines=self.driver.healing(),
@@ -133,26 +128,24 @@ class Saver:
 
     def listed(self) -> list[Saved]:
         """The checkpoints of the store, with their statuses."""
-        return self.course.judged(self.store.steps())
+        return self.record.course.judged(self.store.steps())
 
-    def begin_attempt(self, step: int, course: Course | None = None) -> None:
+    def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned.
 
-        Drops all findings so far, which are about steps that come again. `course` is the course of
-        an earlier process.
+        Drops all findings so far, which are about steps that come again.
         """
         self.store.nonfinite_found()
         self._nonfinite_before = len(self.nonfinite)
         self._read_deletions()
-        if not self.course.attempts:
+        if self.started_from is None:
             self.started_from = step
-        attempts, proven = course or self.course
-        self._pruned = min(self._pruned, step, proven)
-        self.course = Course((*attempts, step), min(proven, step))
-        if course is not None:
-            saves = course.judged(self.store.steps())
-            self._finite = {each.step: each.finite for each in saves if each.status != "abandoned"}
+            saves = [each for each in self.listed() if each.status != "abandoned"]
+            self._finite = {each.step: each.finite for each in saves}
             self._left_alone = {at for at in self._finite if at > step}
+        self._pruned = min(self._pruned, step, self.record.proven)
+        self.record.attempts.append(step)
+        self.record.proven = min(self.record.proven, step)
         self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
         self._saved = step
 
@@ -164,12 +157,12 @@ class Saver:
     @property
     def good(self) -> int | None:
         """Step of the newest known-good checkpoint, or None."""
-        return max((at for at in self.restorable if at <= self.course.proven), default=None)
+        return max((at for at in self.restorable if at <= self.record.proven), default=None)
 
     @property
     def on_probation(self) -> list[int]:
         """Steps of the checkpoints whose probation is not over, ascending."""
-        return sorted(at for at in self._finite if at > self.course.proven)
+        return sorted(at for at in self._finite if at > self.record.proven)
 
     # -- when to save ---------------------------------------------------------------------------
 
@@ -249,8 +242,8 @@ class Saver:
             self.unsaved.pop(step, None)
             self._finite[step] = True
             self.log.event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
-        if self.course.proven > self._pruned:
-            self._pruned = self.course.proven
+        if self.record.proven > self._pruned:
+            self._pruned = self.record.proven
             self._prune(step)
 
     def _prune(self, step: int) -> None:
@@ -261,7 +254,7 @@ class Saver:
         decision uses the course as saved, so that a restart knows the same known-good checkpoints.
         The newest of them is verified first: nothing is deleted for a damaged one.
         """
-        course, ledger = self.course, self.ledger
+        course, ledger = self.record.course, self.ledger
         last = ledger.same_trouble(ledger.next_step, self.policy.rollback.region)[-1:]
         target = last[0].target if last else 0
         stays = self.store.ring.protected | self._left_alone | {each.target for each in last}
@@ -319,7 +312,7 @@ class Saver:
         for step in self.on_probation:
             if self.ledger.healthy_steps(step, now) < self.policy.rollback.probation:
                 break
-            self.course = self.course._replace(proven=step)
+            self.record.proven = step
             self.read_nonfinite()
             if self._finite[step]:
                 self.log.event("good", step=step)

@@ -212,7 +212,7 @@ class Restorer:
         except StateMismatch as error:
             raise replace(error, where=str(self.saver.store.root or "")) from None
         vars(self.record).update(vars(newest or own), completed=False, ledger=self.ledger)
-        self.saver.begin_attempt(own.step, self.record.course)
+        self.saver.begin_attempt(own.step)
         return own.step, saved.host
 
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
