@@ -33,14 +33,7 @@ from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.start import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
-from healcore.runtime.run_options import (
-    CHECKPOINTS,
-    LOGGING,
-    NO_HOOKS,
-    Checkpoints,
-    Hooks,
-    Logging,
-)
+from healcore.runtime.run_options import CHECKPOINTS, LOGGING, NO_HOOKS, Checkpoints, Hooks, Logging
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.trackers import select
 
@@ -284,10 +277,7 @@ class Healer(Generic[State]):
         return Batches(self._live.batches(loader, epochs, epoch), loader, epochs)
 
     def microbatches(
-        self,
-        batch: Batch,
-        *,
-        count: Callable[[Batch], SupportsFloat] | str | None = None,
+        self, batch: Batch, *, count: Callable[[Batch], SupportsFloat] | str | None = None
     ) -> Iterator[Microbatch[Batch]]:
         """Yields the batch in parts that fit into memory; usually in one part.
 

@@ -35,10 +35,7 @@ class Variant(NamedTuple):
     """Data that cannot be put back."""
 
 
-VARIANTS = {
-    "rewound": Variant((13, 14, 31)),
-    "forward": Variant((13, 33), forward=True),
-}
+VARIANTS = {"rewound": Variant((13, 14, 31)), "forward": Variant((13, 33), forward=True)}
 
 SAVE, WRITE, BACK = "save", "write", "rollback"
 PHASES: tuple[str, ...] = (SAVE, WRITE, BACK)

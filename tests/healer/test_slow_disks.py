@@ -32,11 +32,7 @@ class Gates:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, writes: Any, proofs: Any) -> None:
         self._step, self._free = 0, False
         self._changed = threading.Condition()
-        wait, roll_back, save_last = (
-            Saver.wait,
-            Restorer.roll_back,
-            Saver.save_last,
-        )
+        wait, roll_back, save_last = (Saver.wait, Restorer.roll_back, Saver.save_last)
 
         def waits(checkpoints: Any) -> None:
             self.open(True)

@@ -120,11 +120,7 @@ class TorchLoop:
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 200)
-        self.state = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-        }
+        self.state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
     def step(self, healer: Healer | None, number: Any) -> None:
         inputs, targets = map(torch.from_numpy, self.faults.batch(int(number)))

@@ -53,9 +53,7 @@ class HostState:
     optional = True
 
     def __init__(
-        self,
-        position: Callable[[], dict[str, Any]],
-        generators: Generators | None,
+        self, position: Callable[[], dict[str, Any]], generators: Generators | None
     ) -> None:
         """Takes a function that returns the loaders' positions, and the framework's generators."""
         self._position = position

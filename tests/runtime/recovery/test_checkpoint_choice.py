@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.recovery.orders import (
-    CheckpointChoice,
-    choose,
-)
+from healcore.runtime.recovery.orders import CheckpointChoice, choose
 from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
 
 

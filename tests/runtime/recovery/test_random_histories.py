@@ -13,14 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from healcore.runtime.recovery import record
 from healcore.runtime.recovery.record import Record
 from healcore.runtime.store import NoGoodCheckpoint
-from tests.runtime.recovery.simulated_run import (
-    KEEP,
-    PROBATION,
-    REGION,
-    Killed,
-    Listed,
-    Process,
-)
+from tests.runtime.recovery.simulated_run import KEEP, PROBATION, REGION, Killed, Listed, Process
 
 
 class Back(NamedTuple):

@@ -30,10 +30,7 @@ def allowed(trial: Trial, tried: list[Trial], facts: Facts) -> bool:
         return facts.unusual and facts.can_rewind and tried.count(trial) < MAX_LEFT_OUT
     if trial is Trial.NUMBERS:
         return facts.numbers and not facts.from_start and trial not in tried
-    return {
-        Trial.REPEAT: not tried,
-        Trial.ACCEPT: True,
-    }[trial]
+    return {Trial.REPEAT: not tried, Trial.ACCEPT: True}[trial]
 
 
 ORDER = (Trial.RATE, Trial.REPEAT, Trial.LEAVE_OUT, Trial.NUMBERS, Trial.ACCEPT)
