@@ -10,7 +10,6 @@ what was counted; ends with an error at the first thing that is not as it must b
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import itertools
 import json
@@ -19,7 +18,6 @@ import re
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,6 +28,7 @@ import torch.distributed as dist
 
 from tests.healer import elastic_rank, killed_run_checks
 from tests.healer.elastic_rank import BACK, PHASES, SAVE, SECONDS, STEP, WRITE, Aim
+from tests.healer.killed_run_checks import forked
 
 BOUND = 30.0
 """Seconds until torchrun's agent kills ranks that do not end after SIGTERM: more is a hang."""
@@ -86,7 +85,7 @@ def run_ranks(
             )
             target()
 
-        ranks[_forked(begin, files[rank])] = rank
+        ranks[forked(begin, files[rank])] = rank
     statuses, until, left = [0] * world, float("inf"), dict(ranks)
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -114,26 +113,6 @@ def run_ranks(
             time.sleep(0.005)
     file.unlink(missing_ok=True)
     return Ended(statuses, [each.read_text() for each in files])
-
-
-def _forked(target: Callable[[], None], errors: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
-        faulthandler.register(signal.SIGUSR1)
-        target()
-        status = 0
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        print(ended, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
 
 
 def facts_of(root: Path) -> list[dict[str, Any]]:

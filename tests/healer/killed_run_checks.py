@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +16,31 @@ from healcore.events import read
 from healcore.runtime.postmortem import postmortem
 
 NAME = "healcore.events.jsonl"
+
+
+def forked(target: Callable[[], None], errors: Path | None = None) -> int:
+    """Calls `target` in a forked child; returns its process id. The child ends as Python does.
+
+    Standard error goes to the file `errors`. SIGUSR1 shows there where the child is.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        if errors is not None:
+            os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
+        faulthandler.register(signal.SIGUSR1)
+        target()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        print(ended, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def steps_of(root: Path) -> dict[tuple[int, int, int], list[Any]]:
