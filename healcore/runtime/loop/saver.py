@@ -88,9 +88,11 @@ class Saver:
         self.unsaved: dict[int, str] = {}
         self._resumes_exactly = store.durable and ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
-        self._failures = 0
+        self._failures, self._saved_once = 0, False
         self._finite: dict[int, bool] = {}
         """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
+        self._lost: set[int] = set()
+        """Steps of damaged checkpoints without another copy."""
         self._left_alone: set[int] = set()
         """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
         self._nonfinite_before = 0  # items of `nonfinite` from before this attempt
@@ -127,8 +129,9 @@ class Saver:
     # -- the checkpoints in the store -----------------------------------------------------------
 
     def listed(self) -> list[Saved]:
-        """The checkpoints of the store, with their statuses."""
-        return self.record.course.judged(self.store.steps())
+        """The checkpoints with their statuses, without those that are known to be damaged."""
+        saves = self.record.course.judged(self.store.steps())
+        return [saved for saved in saves if saved.step not in self._lost]
 
     def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned.
@@ -235,10 +238,12 @@ class Saver:
         try:
             self.store.save(step, self.items(), healing=self.healing(step))
         except (StoreError, OSError) as error:
-            if isinstance(error, UnsavableState) and why == "first":
+            if isinstance(error, UnsavableState) and not self._saved_once:
                 raise
             self._save_failed(step, error)
         else:
+            self._saved_once = True
+            self._lost.discard(step)
             self.unsaved.pop(step, None)
             self._finite[step] = True
             self.log.event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
@@ -324,6 +329,7 @@ class Saver:
             if isinstance(result, CheckpointDamaged):
                 self.report_damage(result)
                 lost = {result.step} - self.store.steps_in_memory()
+                self._lost |= lost
             elif isinstance(result, Exception):
                 self.log.event("problem", step=self.ledger.next_step, problem=str(result))
             self._finite = {at: each for at, each in self._finite.items() if at not in lost}
