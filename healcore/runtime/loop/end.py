@@ -163,8 +163,8 @@ class _End:
             loop.warn(problem)
         loop.log.report_trackers(data.step)
         if isinstance(self.error, RunStopped) and ranks.rank:
-            self.error.code = f"healcore stopped the run: {self.error.why} (rank 0 has the "
-            self.error.code += "diagnosis)"
+            why = self.error.why
+            self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
         if other is not None and other.ending not in (None, Ending.COMPLETED):
             self.ending = other.ending  # the first rank to end determines the ending
         self.write()

@@ -53,7 +53,7 @@ class Saver:
             bound, and some older known-good ones.
 
     Attributes:
-        started_from: step of the snapshot or checkpoint that this process started from.
+        started_from: step of the snapshot or checkpoint that this process started from, or -1.
         damage: errors of damaged checkpoints, as this process has found them.
         nonfinite: step and array names of each checkpoint with disallowed NaN or Inf.
         unsaved: step whose save failed and was not repeated -> the problem.
@@ -82,7 +82,7 @@ class Saver:
         self.every = every or probation
         candidates = min(-(-probation // self.every) + 1, _MAX_CANDIDATES)
         self._keep = keep or Keep(candidates=candidates, older=True)
-        self.started_from: int | None = None
+        self.started_from = -1
         self.damage: list[CheckpointDamaged] = []
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         self.unsaved: dict[int, str] = {}
@@ -141,7 +141,7 @@ class Saver:
         self.store.nonfinite_found()
         self._nonfinite_before = len(self.nonfinite)
         self._read_deletions()
-        if self.started_from is None:
+        if self.started_from < 0:
             self.started_from = step
             saves = [each for each in self.listed() if each.status != "abandoned"]
             self._finite = {each.step: each.finite for each in saves}

@@ -156,7 +156,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         on_local=group.report if group.votes else None,
     )
     loaders, record = LoaderRegistry(), Record()
-    loss_fn = options.loss_fn if policy.goes_back_for() else None
+    loss_fn = options.loss_fn if policy.rolls_back else None
     data = Data(
         loaders=loaders,
         host=HostState(loaders.position, driver.generators()),

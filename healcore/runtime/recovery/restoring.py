@@ -128,13 +128,12 @@ class Restorer:
         if order.better is not None:
             return choose(self.saves(), onset=order.better, exact=True)
         past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
-        started = self.saver.started_from
         return choose(
             self.saves(),
             onset=order.onset,
             depth=order.depth,
             tried=[each.target for each in past],
-            initial=(self.record.first_step, *(() if started is None else (started,))),
+            initial=(self.record.first_step, self.saver.started_from),
             exact=order.exact,
         )
 
