@@ -12,10 +12,10 @@ from healcore.runtime.faults import Fault as Fault
 from healcore.runtime.faults import classify as classify
 from healcore.runtime.faults.retry import retrying as retrying
 from healcore.runtime.healer import Healer as Healer
-from healcore.runtime.incidents.hooks import Hooks as Hooks
-from healcore.runtime.incidents.hooks import IncidentContext as IncidentContext
 from healcore.runtime.loop.termination import RunStopped as RunStopped
 from healcore.runtime.run_options import Checkpoints as Checkpoints
+from healcore.runtime.run_options import Hooks as Hooks
+from healcore.runtime.run_options import IncidentContext as IncidentContext
 from healcore.runtime.run_options import Logging as Logging
 from healcore.runtime.store import CheckpointStore as CheckpointStore
 from healcore.runtime.store import Keep as Keep

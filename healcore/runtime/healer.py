@@ -29,18 +29,11 @@ from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.setup import Options, open_run
+from healcore.runtime.loop.start import Options, open_run
 from healcore.runtime.microbatches.parts import Microbatch
-from healcore.runtime.run_options import (
-    CHECKPOINTS,
-    LOGGING,
-    NO_HOOKS,
-    Checkpoints,
-    Logging,
-)
+from healcore.runtime.run_options import CHECKPOINTS, LOGGING, NO_HOOKS, Checkpoints, Hooks, Logging
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.trackers import select
 
@@ -156,6 +149,11 @@ class Healer(Generic[State]):
         **overrides: Unpack[Overrides],
     ) -> None:
         check_keywords(Healer.__init__, overrides)
+        if loss_fn is not None and not callable(loss_fn):
+            given = type(loss_fn).__name__
+            raise ValueError(f"loss_fn is a function of a batch, or None, not {given}")
+        if resume not in (True, False, "auto"):
+            raise ValueError(f'resume is "auto", True or False, not {resume!r}')
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
             state=state,
@@ -169,7 +167,6 @@ class Healer(Generic[State]):
             attach=dict(attach or {}),
             stop_file=stop_file,
         )
-        self._options.check()
         self._run: Loop | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
@@ -280,10 +277,7 @@ class Healer(Generic[State]):
         return Batches(self._live.batches(loader, epochs, epoch), loader, epochs)
 
     def microbatches(
-        self,
-        batch: Batch,
-        *,
-        count: Callable[[Batch], SupportsFloat] | str | None = None,
+        self, batch: Batch, *, count: Callable[[Batch], SupportsFloat] | str | None = None
     ) -> Iterator[Microbatch[Batch]]:
         """Yields the batch in parts that fit into memory; usually in one part.
 
@@ -445,7 +439,7 @@ class Healer(Generic[State]):
     @property
     def rollbacks(self) -> int:
         """Number of rollbacks so far, including earlier processes."""
-        return self._loop.recovery.rollbacks
+        return len(self._loop.recovery.ledger.rollbacks)
 
     @property
     def skipped_batch_ids(self) -> frozenset[BatchId]:
@@ -472,7 +466,7 @@ class Healer(Generic[State]):
     @property
     def store(self) -> CheckpointStore:
         """The store of the checkpoints."""
-        return self._loop.saver.checkpoints.store
+        return self._loop.saver.store
 
     @property
     def driver(self) -> Driver:

@@ -12,11 +12,11 @@ from healcore.core.verdict import Cause, names
 from healcore.events.log import to_json
 from healcore.events.models import Ending
 from healcore.runtime.incidents.ledger import IncidentRecord
-from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import why_no_good_checkpoint, with_undone
 from healcore.runtime.postmortem.postmortem import path_for
+from healcore.runtime.recovery.orders import Rollback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class HealingReport:
                 "undone_skips": end.counts.undone_skips,
                 "clips": sum(int(tally["clips"]) for tally in tallies),
                 "lr_cuts": sum(int(tally["lr_cuts"]) for tally in tallies),
-                "shrinks": loop.saver.restorer.record.shrinks,
+                "shrinks": loop.record.shrinks,
             },
             lr_scale=end.lr_scale,
             last_good=end.last_good,

@@ -65,13 +65,11 @@ class HostPolicy(NamedTuple):
             resolved.hang,
         )
 
-    def goes_back_for(self, causes: Cause | None = None) -> bool:
-        """Whether a rule rolls back for one of these causes, or for any cause if None."""
-        if self.observes:
-            return False
-        all_rules = (*self.engine.config.rules, *self.rules)
-        rules = [rule for rule in all_rules if rule.action & Action.ROLLBACK]
-        return any(causes is None or rule.causes & causes for rule in rules)
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a rule rolls back."""
+        rules = (*self.engine.config.rules, *self.rules)
+        return not self.observes and any(rule.action & Action.ROLLBACK for rule in rules)
 
     def answers(self, fault: Cause) -> frozenset[str]:
         """Actions for a fault; empty if the policy has no rule for it or only observes.

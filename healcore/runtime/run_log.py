@@ -16,7 +16,7 @@ from healcore.events.models import EventRecord
 from healcore.events.schema import Trait, has, sentence
 from healcore.history import Run
 from healcore.runtime.faults import Fault
-from healcore.runtime.incidents.hooks import Hooks
+from healcore.runtime.run_options import Hooks
 from healcore.runtime.trackers import Trackers
 
 

@@ -1,16 +1,167 @@
-"""`Checkpoints` and `Logging`: two groups of the options of a run."""
+"""The groups of options of a run: `Checkpoints`, `Logging` and `Hooks`.
+
+Exceptions of hooks are logged.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from healcore import console
 from healcore.console import Console
-from healcore.runtime.incidents.hooks import Hooks
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings
+from healcore.core.verdict import Action, Cause, Decision
+from healcore.runtime.faults.failures import Failure, failures_of
 from healcore.runtime.store import Keep
+
+Batch = tuple[int, int]
+"""Id of a batch: epoch, and index within the epoch. `BatchId` is a subtype."""
+
+
+class IncidentContext(NamedTuple):
+    """Argument of an `on_incident` hook: one step with an order of the policy."""
+
+    number: int
+    """Number of the incident, from 1 over the whole run, or 0 outside of an incident."""
+    step: int
+    """Index of the judged step, from 0. The loop has done one more step."""
+    onset: int
+    """Step of the incident's first alarm."""
+    cause: Cause
+    decision: Decision
+    """The engine's decision. Hooks may override `action`; the rest is already carried out."""
+    readings: Readings
+    engine: str = ""
+    """Name of the optimizer if the state has several, or an empty string."""
+    evidence: tuple[Evidence, ...] = ()
+    """Tensors whose gradients were not finite or stood out, the worst first."""
+    batches: tuple[Batch, ...] = ()
+    """Ids of the step's batches."""
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """Severity, diagnosis and references of the causes, errors first."""
+        return failures_of(self.cause)
+
+    @property
+    def action(self) -> Action:
+        """The ordered actions."""
+        return Action(int(self.decision.action))
+
+
+Hook = Callable[[IncidentContext], Action | None]
+"""Takes the incident. Returns actions that replace the ordered actions, or None to keep them."""
+
+EventHook = Callable[[Mapping[str, Any]], object]
+"""Takes the fields of an event, as in the events file. The result is ignored."""
+
+_KNOWN = sum(int(action) for action in Action)
+
+
+class HookResult(NamedTuple):
+    """Combined result of the hooks for one incident."""
+
+    action: Action | None
+    """Actions that replace the ordered actions, or None to keep them."""
+    hook: str
+    """Name of the hook that returned `action`, or an empty string."""
+    problems: tuple[str, ...] = ()
+    """One message for each hook that raised or returned an invalid value."""
+
+
+class Hooks:
+    """Functions to call at incidents, saves and rollbacks, in the given order.
+
+        Healer(..., hooks=Hooks(on_incident=look))
+
+    Args:
+        on_incident: one function or several. Each takes an `IncidentContext` and returns `Action`
+            flags that replace the ordered actions, or None. `incident.decision.action` has the
+            result of the previous functions; the last function that returns actions decides.
+        on_saved: functions of the event of each save, a mapping with `step`, `why` and `seconds`;
+            see docs/events.md. They run on every rank, between two steps.
+        on_rollback: functions of the event of each rollback, a mapping with `step`, `checkpoint`,
+            `onset`, `cause`, `lr`, `lr_limit` and `batches`.
+
+    Raises:
+        TypeError: a hook is not callable, or is a coroutine function.
+    """
+
+    def __init__(
+        self,
+        on_incident: Hook | Iterable[Hook] = (),
+        *,
+        on_saved: EventHook | Iterable[EventHook] = (),
+        on_rollback: EventHook | Iterable[EventHook] = (),
+    ) -> None:
+        takes = "of one IncidentContext that return Action flags or None"
+        self._hooks: tuple[Hook, ...] = _functions("on_incident", on_incident, takes)
+        takes = "of one event, a mapping"
+        self._by_kind: dict[str, tuple[EventHook, ...]] = {
+            "save": _functions("on_saved", on_saved, takes),
+            "rollback": _functions("on_rollback", on_rollback, takes),
+        }
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def run(self, incident: IncidentContext) -> HookResult:
+        """Calls every `on_incident` hook. A hook that raises has no effect on the actions."""
+        action, name, problems = None, "", []
+        for hook in self._hooks:
+            try:
+                returned = hook(incident)
+                if returned is None:
+                    continue
+                # A bool or an int would act as flags: True as ALERT, 3 as ALERT and SAVE.
+                if not isinstance(returned, Action) or int(returned) & ~_KNOWN:
+                    raise TypeError(
+                        f"returned {returned!r}; a hook returns Action flags (Action.ROLLBACK | "
+                        "Action.CUT_LR, Action(0) for no action), or None to keep the ordered "
+                        "actions"
+                    )
+            except Exception as error:
+                problems.append(f"on_incident hook {_name(hook)}: {described(error)}")
+                continue
+            action, name = returned, _name(hook)
+            incident = incident._replace(decision=incident.decision._replace(action=returned))
+        return HookResult(action, name, tuple(problems))
+
+    def on_event(self, event: Mapping[str, Any]) -> list[str]:
+        """Calls the hooks of an event. Returns a message for each hook that raised."""
+        problems = []
+        for hook in self._by_kind.get(event["kind"], ()):
+            try:
+                hook(dict(event))
+            except Exception as error:
+                problems.append(f"hook {_name(hook)} for a {event['kind']}: {described(error)}")
+        return problems
+
+
+def _functions(option: str, given: Any, takes: str) -> tuple[Any, ...]:
+    hooks = tuple(given) if isinstance(given, Iterable) else (given,)
+    for hook in hooks:
+        if not callable(hook) or inspect.iscoroutinefunction(hook):
+            raise TypeError(
+                f"{option} takes functions {takes}, not {hook!r}: write def hook(...): ..."
+            )
+    return hooks
+
+
+def described(error: BaseException) -> str:
+    """The type and the message of an exception, also of an exception whose `__str__` raises."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _name(hook: Any) -> str:
+    name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
+    return f"{getattr(hook, '__module__', None) or '?'}.{name}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from healcore.events import Log, read
 from healcore.events.log import to_json
 from healcore.events.models import EventRecord, validate
 from healcore.events.schema import ENVELOPE, KINDS, sentence
-from healcore.runtime.incidents.hooks import Hooks, IncidentContext
+from healcore.runtime.run_options import Hooks, IncidentContext
 from tests.events import page_tables
 from tests.events.sample_events import EXPORTED, SAMPLES, VALIDATOR, problems
 from tests.packaging.test_pages import blocks, snippet

@@ -15,7 +15,7 @@ class Crash(BaseException):
 
 
 def end_without_log(run: Any, error: BaseException | None) -> None:
-    run.saver.checkpoints.wait()
+    run.saver.wait()
     run.ranks.termination.stop()
     run.driver.close()
     release(run)

@@ -11,7 +11,6 @@ after those trains to the end. `elastic_runs.py` forks such ranks without torchr
 from __future__ import annotations
 
 import faulthandler
-import functools
 import hashlib
 import json
 import mmap
@@ -34,12 +33,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from healcore import Checkpoints
-from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.healer import Healer
-from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.store import CheckpointStore
+from healcore import Checkpoints, Healer
 from healcore.torch.store import DCPStore
+from tests.healer.killed_process import BACK, SAVE, WRITE, watch_phases
 from tests.healer.training_loops import rules
 
 WORLD = 2
@@ -50,7 +46,7 @@ SECONDS = 60
 PATIENCE = 120
 """Seconds after which a rank shows where it is, and ends: a failure of the test."""
 
-STEP, SAVE, WRITE, BACK = "step", "save", "write", "rollback"
+STEP = "step"
 PHASES = (STEP, SAVE, WRITE, BACK)
 """Between two exchanges of a step, the copy of the state, its write behind the loop, a rollback."""
 LASTS = {STEP: 0.01, SAVE: 0.01, WRITE: 0.05, BACK: 0.05}
@@ -98,9 +94,7 @@ class Watched:
             self._shared = mmap.mmap(file.fileno(), len(PHASES))
         self._actions = actions
         self._begun: dict[str, int] = dict.fromkeys(PHASES, 0)
-        self._watch(CheckpointManager, "save", SAVE)
-        self._watch(CheckpointStore, "_commit", WRITE)
-        self._watch(Recovery, "roll_back", BACK)
+        watch_phases(self.begin, self.end)
 
     def begin(self, phase: str) -> None:
         """Marks a phase as under way."""
@@ -117,18 +111,6 @@ class Watched:
     def _act(self, delay: float, action: Callable[[], None]) -> None:
         time.sleep(delay)
         action()
-
-    def _watch(self, owner: Any, name: str, phase: str) -> None:
-        function: Callable[..., Any] = getattr(owner, name)
-
-        @functools.wraps(function)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self.begin(phase)
-            result = function(*args, **kwargs)
-            self.end(phase)
-            return result
-
-        setattr(owner, name, watched)
 
 
 def actions_of(aim: Aim | None) -> dict[tuple[str, int], Action]:

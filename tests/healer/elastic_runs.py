@@ -10,7 +10,6 @@ what was counted; ends with an error at the first thing that is not as it must b
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import itertools
 import json
@@ -19,7 +18,6 @@ import re
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,6 +28,7 @@ import torch.distributed as dist
 
 from tests.healer import elastic_rank, killed_run_checks
 from tests.healer.elastic_rank import BACK, PHASES, SAVE, SECONDS, STEP, WRITE, Aim
+from tests.healer.killed_run_checks import forked
 
 BOUND = 30.0
 """Seconds until torchrun's agent kills ranks that do not end after SIGTERM: more is a hang."""
@@ -86,7 +85,7 @@ def run_ranks(
             )
             target()
 
-        ranks[_forked(begin, files[rank])] = rank
+        ranks[forked(begin, files[rank])] = rank
     statuses, until, left = [0] * world, float("inf"), dict(ranks)
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -116,41 +115,6 @@ def run_ranks(
     return Ended(statuses, [each.read_text() for each in files])
 
 
-def _forked(target: Callable[[], None], errors: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
-        faulthandler.register(signal.SIGUSR1)
-        target()
-        status = 0
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        print(ended, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def steps_of(root: Path) -> dict[tuple[int, int, int], list[Any]]:
-    """(rank, rollbacks so far, steps done) -> the next batch and digests of weights and engines.
-
-    Steps that a later start has repeated must have come out the same.
-    """
-    found: dict[tuple[int, int, int], list[Any]] = {}
-    for path in sorted(root.glob("trace-*")):
-        for line in path.read_text().splitlines():
-            rollbacks, step, *state = json.loads(line)
-            place = int(path.name[6:]), rollbacks, step
-            earlier = found.setdefault(place, state)
-            assert earlier == state, f"{root}: {place}: {earlier}, {state}"
-    return found
-
-
 def facts_of(root: Path) -> list[dict[str, Any]]:
     """What each rank reports at the end."""
     return [json.loads(path.read_text()) for path in sorted(root.glob("end-*.json"))]
@@ -162,7 +126,8 @@ class Kind:
     def __init__(self, kind: str, root: Path) -> None:
         self.kind, self.root, self.world = kind, root / f"{kind}-clean", elastic_rank.WORLD
         assert self.start(self.root, 0, None).statuses == [0] * self.world
-        self.steps, self.facts = steps_of(self.root), facts_of(self.root)
+        self.steps = killed_run_checks.steps_of(self.root)
+        self.facts = facts_of(self.root)
         assert [each["rollbacks"] for each in self.facts] == [2] * self.world, self.facts
 
     def start(self, root: Path, number: int, aim: Aim | None) -> Ended:
@@ -193,8 +158,7 @@ class Kind:
             counts["in a save"] += bool(under_way & {SAVE, WRITE})
             counts["in a step"] += STEP in under_way
         assert facts_of(root) == self.facts, (facts_of(root), self.facts)
-        for at, state in steps_of(root).items():
-            assert self.steps.get(at) == state, f"{root}: {at} {state} {self.steps.get(at)}"
+        killed_run_checks.same_as(root, self.steps)
         killed_run_checks.whole(root, self.root)
         return counts
 
@@ -231,7 +195,7 @@ def other_worlds(kind: str, root: Path, worlds: Sequence[int]) -> dict[str, Any]
             trace.unlink()
         ended = run_ranks(root, world, target)
         assert ended.statuses == [0 if last else -signal.SIGKILL] * world, ended
-        steps = steps_of(root)
+        steps = killed_run_checks.steps_of(root)
         if number:
             text = re.search(r"was saved by (\d) ranks, but this run has (\d):", ended.errors[0])
             assert text is not None, ended.errors[0]

@@ -9,8 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from healcore import Checkpoints
-from healcore.runtime.healer import Healer
+from healcore import Checkpoints, Healer
 from healcore.runtime.store import Keep
 from tests.healer.training_loops import loop_of, rules
 

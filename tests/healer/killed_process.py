@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop.recovery import Recovery
+from healcore.runtime.loop.saver import Saver
 from healcore.runtime.loop.termination import AlreadyCompleted
 from healcore.runtime.store import CheckpointStore
 from tests.healer.training_loops import Faults, loop_of, rules, train
@@ -35,10 +35,7 @@ class Variant(NamedTuple):
     """Data that cannot be put back."""
 
 
-VARIANTS = {
-    "rewound": Variant((13, 14, 31)),
-    "forward": Variant((13, 33), forward=True),
-}
+VARIANTS = {"rewound": Variant((13, 14, 31)), "forward": Variant((13, 33), forward=True)}
 
 SAVE, WRITE, BACK = "save", "write", "rollback"
 PHASES: tuple[str, ...] = (SAVE, WRITE, BACK)
@@ -62,6 +59,26 @@ class Aim(NamedTuple):
     """Only after this process has finished a step: the start is over then."""
 
 
+def watch_phases(begin: Callable[[str], None], end: Callable[[str], None]) -> None:
+    """Calls `begin` and `end` around each of PHASES in this process."""
+
+    def watch(owner: Any, name: str, phase: str) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            begin(phase)
+            result = function(*args, **kwargs)
+            end(phase)
+            return result
+
+        setattr(owner, name, watched)
+
+    watch(Saver, "write", SAVE)
+    watch(CheckpointStore, "_commit", WRITE)
+    watch(Recovery, "roll_back", BACK)
+
+
 class Watched:
     """Reports to the killer which phases are in progress; dies by itself if that is the aim.
 
@@ -83,9 +100,8 @@ class Watched:
         """The longest of each phase."""
         self.calls: dict[str, int] = dict.fromkeys(PHASES, 0)
         """The most calls of each phase."""
-        self._watch(CheckpointManager, "save", SAVE)
-        self._watch(CheckpointStore, "_commit", WRITE)
-        self._watch(Recovery, "roll_back", BACK)
+        self._began: dict[str, float] = {}
+        watch_phases(self._begin, self._end)
         for name in CALLS:
             self._count(name)
 
@@ -98,21 +114,16 @@ class Watched:
         self._may_die = True
         self.send(STEPPED)
 
-    def _watch(self, owner: Any, name: str, phase: str) -> None:
-        function, place = getattr(owner, name), PHASES.index(phase)
+    def _begin(self, phase: str) -> None:
+        self._calls[phase], self._began[phase] = 0, time.monotonic()
+        self._shared[PHASES.index(phase)] = 1
+        self.send(BEGUN[phase])
 
-        @functools.wraps(function)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self._calls[phase], began = 0, time.monotonic()
-            self._shared[place] = 1
-            self.send(BEGUN[phase])
-            result = function(*args, **kwargs)
-            self._shared[place] = 0
-            self.seconds[phase] = max(self.seconds[phase], time.monotonic() - began)
-            self.calls[phase] = max(self.calls[phase], self._calls[phase])
-            return result
-
-        setattr(owner, name, watched)
+    def _end(self, phase: str) -> None:
+        self._shared[PHASES.index(phase)] = 0
+        seconds = time.monotonic() - self._began[phase]
+        self.seconds[phase] = max(self.seconds[phase], seconds)
+        self.calls[phase] = max(self.calls[phase], self._calls[phase])
 
     def _count(self, name: str) -> None:
         function = getattr(os, name)

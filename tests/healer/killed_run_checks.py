@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +18,50 @@ from healcore.runtime.postmortem import postmortem
 NAME = "healcore.events.jsonl"
 
 
-def steps_of(root: Path) -> dict[tuple[int, int], list[Any]]:
-    """(rollbacks so far, steps done) -> the next batch and digests of weights and engines.
+def forked(target: Callable[[], None], errors: Path | None = None) -> int:
+    """Calls `target` in a forked child; returns its process id. The child ends as Python does.
+
+    Standard error goes to the file `errors`. SIGUSR1 shows there where the child is.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        if errors is not None:
+            os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
+        faulthandler.register(signal.SIGUSR1)
+        target()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        print(ended, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def steps_of(root: Path) -> dict[tuple[int, int, int], list[Any]]:
+    """(rank, rollbacks so far, steps done) -> the next batch and digests of weights and engines.
 
     Steps that a later process has repeated must have come out the same.
     """
-    found: dict[tuple[int, int], list[Any]] = {}
-    for line in (root / "trace").read_text().splitlines():
-        rollbacks, step, *state = json.loads(line)
-        earlier = found.setdefault((rollbacks, step), state)
-        assert earlier == state, f"{root}: {rollbacks} rollbacks, step {step}: {earlier}, {state}"
+    found: dict[tuple[int, int, int], list[Any]] = {}
+    for path in sorted(root.glob("trace-*")):
+        for line in path.read_text().splitlines():
+            rollbacks, step, *state = json.loads(line)
+            place = int(path.name[6:]), rollbacks, step
+            earlier = found.setdefault(place, state)
+            assert earlier == state, f"{root}: {place}: {earlier}, {state}"
     return found
+
+
+def same_as(root: Path, clean: dict[tuple[int, int, int], list[Any]]) -> None:
+    """Every step came out as in the run that was not killed."""
+    for at, state in steps_of(root).items():
+        assert clean.get(at) == state, f"{root}: {at} {state} {clean.get(at)}"
 
 
 def rollbacks_of(root: Path) -> set[tuple[Any, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from healcore import policy as policies
 from tests import forked_programs
-from tests.healer.training_loops import RULES, loop_of, rules, train
+from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
 
 
 def killed(scenario: Callable[..., None], *arguments: object) -> None:
@@ -33,6 +33,15 @@ def at_step(folder: str, step: str) -> None:
             die()
 
     train(loop_of("torch"), rules(), range(40), store=Path(folder), before=before)
+
+
+def stopped() -> None:
+    """Stopped by the policy: nothing catches it."""
+    try:
+        train(loop_of("torch", Faults(always=range(8, 40))), rules(recoveries=1), range(40))
+    except Exception:
+        print("swallowed")
+    print("went on")
 
 
 # -- a poisoned model -----------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import select
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -83,20 +82,14 @@ class Kind:
         at = None
         if aim is not None and aim.calls:
             at = aim.phase, int(aim.part * self.facts["calls"][aim.phase])
-        pid = os.fork()
-        if not pid:
-            status = 3
-            try:
-                os.close(reader)
-                stepped = aim is not None and aim.stepped
-                watched = Watched(shared, writer, at, stepped=stepped)
-                run_process(self.framework, self.variant, root / "store", root / "trace", watched)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
+
+        def target() -> None:
+            os.close(reader)
+            stepped = aim is not None and aim.stepped
+            watched = Watched(shared, writer, at, stepped=stepped)
+            run_process(self.framework, self.variant, root / "store", root / "trace-0", watched)
+
+        pid = checks.forked(target)
         os.close(writer)
         sent = b"" if aim is None or aim.calls else self._kill(pid, reader, aim)
         _, status = os.waitpid(pid, 0)
@@ -173,8 +166,7 @@ def run(
     facts = json.loads((root / "end.json").read_text())
     for name in ("step", "rollbacks", "weights"):
         assert facts[name] == kind.facts[name], f"{root}: {name} {facts} {kind.facts}"
-    for where, state in checks.steps_of(root).items():
-        assert kind.trace.get(where) == state, f"{root}: {where} {state} {kind.trace.get(where)}"
+    checks.same_as(root, kind.trace)
     counts["runs"] += 1
     counts["rollbacks"] += facts["rollbacks"]
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from healcore import Checkpoints, Hooks
+from healcore import Checkpoints, Healer, Hooks
 from healcore import policy as policies
 from healcore.core.verdict import Action
 from healcore.jax import store as jax_stores
-from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import IncompleteRun, LastStateNotSaved
 from healcore.torch import store as torch_stores
 from tests.healer.run_directory import events, events_of

@@ -1,4 +1,4 @@
-"""Loops whose epochs and steps the Healer counts, killed and started again."""
+"""Loops of epochs and steps: killed and started again, with an evaluation, left by `break`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from healcore import Checkpoints, Healer
 from healcore.errors import IncompleteRun
 from tests.healer.crashes import Crash, end_without_log
-from tests.healer.training_loops import loop_of, rules
+from tests.healer.run_directory import events
+from tests.healer.training_loops import EVERY_5, Faults, loop_of, rules
 
 LENGTH = 10
 
@@ -59,7 +60,8 @@ def test_epochs_continue_after_a_kill(framework, kill_at, expected, new_loaders,
     undisturbed = ended[1:]
     random.seed(0)
     start(framework, tmp_path / "killed", program, kill_at)
-    epochs.clear(), ended.clear()
+    epochs.clear()
+    ended.clear()
     taken = start(framework, tmp_path / "killed", program)
     assert epochs == expected
     assert ended == undisturbed
@@ -103,3 +105,31 @@ def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_p
     else:
         with pytest.raises(IncompleteRun):
             start("torch", tmp_path, program)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_an_evaluation_inside_the_loop(framework, tmp_path):
+    loop = loop_of(framework, Faults(always=[23]), rules())
+    validation, seen = list(range(100, 103)), []
+    with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
+        for number in healer.batches(range(40)):
+            loop.step(healer, number)
+            if number % 10 == 0:
+                seen += list(healer.batches(validation))
+        assert healer.step == 39
+        assert healer.rollbacks == 1
+    assert events(tmp_path, "skipped_batches")[0]["batches"] == [[0, 23]]
+    assert seen[:6] == validation * 2
+
+
+def test_a_loop_that_breaks_off_starts_the_next_epoch_from_its_beginning(tmp_path):
+    loop, data = loop_of("torch"), list(range(10))
+    with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
+        for _epoch in range(3):
+            for number in healer.batches(data):
+                loop.step(healer, number)
+                if number == 4:
+                    break
+        healer.after_step()
+        assert healer.step == 15
+    assert loop.faults.order == [0, 1, 2, 3, 4] * 3

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.store import CheckpointStore, files
 from tests.healer.crashes import Crash, end_without_log
@@ -23,10 +23,10 @@ POINTS = [
     (CheckpointStore, "restore"),
     (Restorer, "_load_state"),
     (LoaderRegistry, "rewind"),
-    (CheckpointManager, "begin_attempt"),
+    (Saver, "begin_attempt"),
     (CheckpointStore, "commit"),
     (files, "replace"),
-    (CheckpointManager, "report_store_errors"),
+    (Restorer, "_report_store_errors"),
 ]
 BAD = [23, 26]
 
@@ -38,10 +38,10 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
     inside = False
     roll_back = Restorer.roll_back
 
-    def watched(self: Any, order: Any, step: int) -> Any:
+    def watched(self: Any, order: Any) -> Any:
         nonlocal inside
         inside = True
-        result = roll_back(self, order, step)
+        result = roll_back(self, order)
         inside = False
         return result
 

@@ -13,9 +13,8 @@ import optax
 import pytest
 import torch
 
-from healcore import Checkpoints
+from healcore import Checkpoints, Healer
 from healcore.jax import protect
-from healcore.runtime.healer import Healer
 from healcore.runtime.loop import termination
 from healcore.runtime.loop.termination import EndRequested, RunStopped, Terminated
 from tests import forked_programs
@@ -32,6 +31,16 @@ def test_completed(framework, tmp_path):
     assert (found["ending"], found["step"], found["incidents"]) == ("completed", 12, 0)
     assert events(tmp_path)[-1]["kind"] == "end"
     assert events(tmp_path, "save")[-1]["step"] == 12, "the last state is saved"
+
+
+def test_the_postmortem_has_the_last_metrics_and_the_clips(tmp_path):
+    clip = {"kind": "fixed", "max_norm": 1e-3}
+    train(loop_of("torch"), "default", range(12), store=tmp_path, clip=clip)
+    (found,) = postmortems(tmp_path)
+    assert found["clips"] == found["metrics"]["heal/clips"] > 5
+    assert found["skips"] == 0
+    assert found["metrics"]["heal/loss"] > 0
+    assert f"clipped {found['clips']} steps" in " ".join(found["diagnosis"].split())
 
 
 @BOTH
@@ -82,7 +91,7 @@ def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_th
 
 
 def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen(tmp_path):
-    done = forked_programs.run("-m", "tests.healer.stopped_run")
+    done = forked_programs.run("-m", "tests.healer.killed_runs", "stopped")
     assert done.returncode == 1
     assert done.stdout == ""
     assert "healcore stopped the run at step" in done.stderr

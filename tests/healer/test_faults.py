@@ -15,12 +15,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from healcore import Checkpoints
+from healcore import Healer
 from healcore.errors import Terminated
 from healcore.policy import load, to_dict
-from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import EVERY_5, Faults, loop_of, rules, train
 from tests.runtime.faults.local_server import by_requests, serving
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -274,9 +273,7 @@ def test_a_signal_ends_a_wait_and_saves_the_step_that_was_done(tmp_path):
     loop, began = loop_of("torch"), time.monotonic()
 
     def run(url):
-        with Healer(
-            policy, state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
-        ) as healer:
+        with Healer(policy, state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
             for number in healer.batches(range(12)):
                 loop.step(healer, number)
                 if number == 7:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from healcore import Checkpoints, RunStopped
+from healcore import Healer, RunStopped
 from healcore.errors import IncompleteRun
-from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
+from tests.healer.training_loops import EVERY_5, SKIPS, Faults, loop_of, rules, train
 from tests.jax.driver.small_runs import batch, in_place
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -70,9 +69,7 @@ def test_a_break_before_the_end_of_the_data_is_resumed(framework, tmp_path, capl
     loop = loop_of(framework, policy=rules())
 
     def run(limit: int, **options: Any) -> None:
-        with Healer(
-            rules(), state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
-        ) as healer:
+        with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
             for number in healer.batches(range(12), **options):
                 loop.step(healer, number)
                 if number == limit:

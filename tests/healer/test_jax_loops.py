@@ -14,8 +14,8 @@ import optax
 import pytest
 from flax import nnx
 
+from healcore import Healer
 from healcore.jax import protect
-from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import SKIPS, rules

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import healcore
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
-from healcore.runtime.incidents.step_lines import FROM_START
+from healcore.runtime.incidents.steps import FROM_START
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import LightningHealingCallback, attach, heal_trainer
 from tests.healer.run_directory import events

@@ -11,9 +11,7 @@ import torch
 
 from healcore import policy as policies
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import (
-    RunStopped,
-)
+from healcore.runtime.loop.termination import RunStopped
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import RULES, Faults, broken_at, loop_of, rules, train
 

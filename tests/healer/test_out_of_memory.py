@@ -70,7 +70,7 @@ def kinds(path: Path, *wanted: str) -> list[dict[str, Any]]:
 # -- shrinking ------------------------------------------------------------------------------------
 
 
-def test_the_size_that_fits_is_found_once_and_kept(tmp_path):
+def test_the_size_that_fits_is_found_once_and_kept(tmp_path, capsys):
     memory = Memory(fits=3)
     train(batches(5), memory, events=tmp_path / "events.jsonl")
     assert memory.failures == 2
@@ -81,6 +81,9 @@ def test_the_size_that_fits_is_found_once_and_kept(tmp_path):
     assert first["cause"] == ["OOM"]
     assert first["answer"] == "shrink_microbatch"
     assert "OutOfMemoryError: CUDA out of memory" in first["problem"]
+    end = capsys.readouterr().err.splitlines()[-1]
+    assert "split the batch 2 times when memory ran out" in end
+    assert "no intervention" not in end
 
 
 def test_a_restart_does_not_run_out_of_memory_again(tmp_path):
@@ -188,7 +191,7 @@ def test_gradients_from_elsewhere_are_not_lost(out_of_memory):
         healer.after_step()
     assert memory.sizes == [4, 4]
     with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
-        healer.run.saver.restorer.record.part_limit = 4
+        healer.run.record.part_limit = 4
         model.weight.square().sum().backward()
         for part in healer.microbatches(torch.ones(8, 2)):  # a known size needs no second attempt
             with part:

@@ -1,4 +1,4 @@
-"""A rollback that resets the optimizers' moments, through crashes and where it cannot be done."""
+"""The learning rate and the optimizers' moments after a rollback."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from healcore import Checkpoints, Healer, Logging
 from healcore import policy as policies
+from healcore.events import read
+from healcore.events.models import validate
+from healcore.events.schema import sentence
 from healcore.policy import PolicyError
-from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events
 from tests.healer.training_loops import Faults, loop_of, rules, train
 
@@ -50,3 +53,70 @@ def test_an_optimizer_that_is_not_known_is_refused_before_the_run(tmp_path):
     del loop.state["scheduler"]
     with pytest.raises(PolicyError, match=r"rollback\.reset_moments = true[\s\S]*Own"):
         Healer(RESETS, state=loop.state, store=tmp_path).__enter__()
+
+
+RATE, CUT = 0.01, 0.25
+
+
+def warm_up(step: int) -> float:
+    return min(1.0, ((step + 1) / 40) ** 3)
+
+
+def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp_path, capsys):
+    """The cut at step 37 limits the rate to a quarter; at step 0 the schedule is lower anyway."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+    events_path = tmp_path / "run.events.jsonl"
+    healer = Healer(
+        "default",
+        state={"model": net, "optimizer": optimizer, "schedule": schedule},
+        logging=Logging(events=events_path),
+        checkpoints=Checkpoints(every=5),
+        respond=[
+            {"to": ["nonfinite"], "do": ["skip"]},
+            {"to": ["nonfinite"], "do": ["rollback", "cut_lr"], "when": {"consecutive": 3}},
+        ],
+        rollback={"confirm": False, "probation": 20},
+        incident={"quiet_steps": 3},
+    )
+    rates = {}
+    with healer:
+        driver: Any = healer.driver
+        for batch in healer.batches([torch.randn(8, 4) for _ in range(70)]):
+            step = healer.step
+            optimizer.zero_grad()
+            loss = ((net(batch) - batch.sum(1, keepdim=True)) ** 2).mean()
+            if step in (35, 36, 37, 38) and not healer.rollbacks:
+                loss = loss * float("nan")
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            decision = driver.healings["optimizer"].last_decision()
+            rates[step] = optimizer.param_groups[0]["lr"] * float(decision.lr_scale)
+            schedule.step()
+        (done,) = healer.report().rollbacks
+    limit = CUT * RATE * warm_up(37)
+    assert (done.step, done.target, done.lr_scale) == (39, 0, 1.0)
+    assert (done.lr, done.lr_limit) == pytest.approx((RATE, limit))
+    assert max(rates.values()) == pytest.approx(limit), "no step after it has had more"
+    assert rates[1] == pytest.approx(RATE * warm_up(1)), "and the first ones their schedule's"
+
+    events = [validate(each)[0] for each in read(events_path).events]
+    (back,) = (each for each in events if each.kind == "rollback")
+    assert (back.lr, back.lr_limit, back.lr_scale) == (done.lr, done.lr_limit, 1.0)
+    first, second = (each for each in events if each.kind == "lr")
+    assert (first.step, first.action, first.lr_scale) == (37, ["CUT_LR"], CUT)
+    assert (second.action, second.lr_scale_before) == (None, 1.0)
+    assert isinstance(second.step, int)
+    assert RATE * warm_up(second.step - 1) < limit < RATE * warm_up(second.step)
+
+    said = f"learning rate at most {limit:.3g}"
+    shown = sentence(back)
+    assert said in shown
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = (each for each in lines if "back to the checkpoint" in each)
+    assert f"{said} (the schedule had come to 0.01)" in line
+    assert "data rewound" in line
+    assert "×" not in line + shown

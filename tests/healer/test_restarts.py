@@ -7,20 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from healcore import Checkpoints
-from healcore.runtime.healer import Healer
+from healcore import Checkpoints, Healer
+from healcore import policy as policies
 from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.recovery.restoring import Restorer
+from healcore.runtime.loop.saver import Saver
 from tests.healer.crashes import crash
 from tests.healer.killed_runs import (
     is_poisoned,
     killed,
     never_known_good,
+    poison,
     poisoned,
     show_poison,
 )
 from tests.healer.run_directory import events
-from tests.healer.training_loops import Faults, broken_at, loop_of, rules, same, train
+from tests.healer.training_loops import RULES, Faults, broken_at, loop_of, rules, same, train
 
 
 def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
@@ -68,7 +69,7 @@ def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path
         loop = loop_of("torch", Faults(always=[13, 33]))
         return train(loop, rules(), range(50), store=tmp_path)
 
-    crash(monkeypatch, Restorer, "commit", lambda self, step: len(self.ledger.rollbacks) > 1, go)
+    crash(monkeypatch, Saver, "commit", lambda self, step: len(self.ledger.rollbacks) > 1, go)
     seen = {}
 
     def look(healer: Any, number: int) -> None:
@@ -144,3 +145,35 @@ def test_a_restart_whose_data_are_used_up_is_reported(tmp_path):
         train(loop_of("torch"), rules(), range(40), store=tmp_path, before=broken_at(27))
     train(loop_of("torch"), rules(), range(20), store=tmp_path)
     assert any("exhausted" in event["problem"] for event in events(tmp_path, "problem"))
+
+
+BROKEN, SEEN, STEPS = 10, 28, 40
+
+
+def deep() -> Any:
+    """Goes back one checkpoint, then three, then five, ..."""
+    text = RULES.format(cut="", skip_batches=0, recoveries=8)
+    return policies.loads(text.replace("[rollback]", "[rollback]\ndeepen = 2"))
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_it_is_left_behind(framework, tmp_path):
+    loop = loop_of(framework, policy=deep())
+    broken = False
+
+    def drift(healer: Any, number: int) -> None:
+        nonlocal broken
+        loop.state = healer.state
+        if number == BROKEN and not broken:
+            broken = True
+            poison(loop)
+            healer.update(loop.state) if framework == "jax" else None
+        loop.faults.always = frozenset([number] if number >= SEEN and is_poisoned(loop) else [])
+
+    facts = train(loop, deep(), range(STEPS), store=tmp_path, save_every=2, before=drift)
+    targets = [event["checkpoint"] for event in events(tmp_path, "rollback")]
+    assert len(targets) >= 2
+    assert min(targets[:-1]) > BROKEN >= targets[-1], "only the last one was deep enough"
+    assert len(events(tmp_path, "good")) > 8, "and the newest three had left it behind long since"
+    assert not is_poisoned(loop)
+    assert facts["step"] > SEEN

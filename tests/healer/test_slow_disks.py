@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from healcore.jax import store as jax_stores
-from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.store import Keep
@@ -33,11 +32,7 @@ class Gates:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, writes: Any, proofs: Any) -> None:
         self._step, self._free = 0, False
         self._changed = threading.Condition()
-        wait, roll_back, save_last = (
-            CheckpointManager.wait,
-            Restorer.roll_back,
-            Saver.save_last,
-        )
+        wait, roll_back, save_last = (Saver.wait, Restorer.roll_back, Saver.save_last)
 
         def waits(checkpoints: Any) -> None:
             self.open(True)
@@ -47,12 +42,12 @@ class Gates:
             self.open(True)
             save_last(last, *args, **options)
 
-        def goes_back(restorer: Any, order: Any, step: int) -> Any:
-            result = roll_back(restorer, order, step)  # begins with `wait`
+        def goes_back(restorer: Any, order: Any) -> Any:
+            result = roll_back(restorer, order)  # begins with `wait`
             self.open(False)
             return result
 
-        monkeypatch.setattr(CheckpointManager, "wait", waits)
+        monkeypatch.setattr(Saver, "wait", waits)
         monkeypatch.setattr(Restorer, "roll_back", goes_back)
         monkeypatch.setattr(Saver, "save_last", ends)
         for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):

@@ -7,9 +7,7 @@ import torch
 
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.start import AlreadyCompleted, StoreNotEmpty
-from healcore.runtime.loop.termination import (
-    LastStateNotSaved,
-)
+from healcore.runtime.loop.termination import LastStateNotSaved
 from healcore.runtime.store import StateMismatch
 from tests.healer.run_directory import events, new_process, postmortems
 from tests.healer.training_loops import Faults, broken_at, loop_of, rules, train

@@ -22,11 +22,13 @@ import optax
 import pytest
 import torch
 
+from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.jax import protect
-from healcore.runtime.healer import Healer
 from healcore.runtime.recovery.monitor import IncidentMonitor
 from tests.healer.run_options import grouped
+
+EVERY_5 = Checkpoints(every=5)
 
 RULES = """
 schema = 1
@@ -118,11 +120,7 @@ class TorchLoop:
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 200)
-        self.state = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-        }
+        self.state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
     def step(self, healer: Healer | None, number: Any) -> None:
         inputs, targets = map(torch.from_numpy, self.faults.batch(int(number)))

@@ -22,17 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from healcore import Checkpoints
+from healcore import Checkpoints, Healer
 from healcore.core.verdict import Action
-from healcore.runtime.healer import Healer
 from healcore.runtime.loop import termination
 from healcore.runtime.loop.rank_group import Proposal
-from healcore.runtime.loop.termination import (
-    EndRequested,
-    Interrupted,
-    RunStopped,
-    Terminated,
-)
+from healcore.runtime.loop.termination import EndRequested, Interrupted, RunStopped, Terminated
 from healcore.runtime.store import Keep
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.run_options import grouped

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from healcore.runtime import hang_guard
 from healcore.runtime.healer import Healer
+from tests.healer.killed_run_checks import forked
 from tests.healer.run_options import grouped
 
 HANGS_AT = 5
@@ -85,25 +86,6 @@ def main(how: str, folder: str, rank: int, world: int) -> None:
             optimizer.zero_grad()
             if number == HANGS_AT and how == "healthy":
                 evaluate()
-    print("completed")
-
-
-def forked(how: str, folder: Path, rank: int, world: int) -> int:
-    """Starts the same in a forked process, which saves it the import of torch; its number."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        log = os.open(f"{folder}.{rank}.log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        main(how, str(folder), rank, world)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 def ends_of(pids: dict[str, int]) -> dict[str, int]:
@@ -129,7 +111,8 @@ def all_of(root: Path, runs: list[tuple[str, int]]) -> None:
     for how, world in runs:
         (folder := root / f"{how}{world}").mkdir()
         for rank in range(world):
-            pids[f"{how}{world}.{rank}"] = forked(how, folder, rank, world)
+            target = partial(main, how, str(folder), rank, world)
+            pids[f"{how}{world}.{rank}"] = forked(target, Path(f"{folder}.{rank}.log"))
     print(json.dumps(ends_of(pids)), flush=True)
 
 

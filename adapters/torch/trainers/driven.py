@@ -11,8 +11,7 @@ from healcore.core.engine import Engine, StateError
 from healcore.policy import Overrides, Policy, PolicyLike
 from healcore.policy.loader import resolve
 from healcore.runtime.healer import Healer
-from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.run_options import Checkpoints, Logging
+from healcore.runtime.run_options import Checkpoints, Hooks, Logging
 from healcore.torch.store import MemoryStore
 
 

@@ -1,1 +1,1 @@
-"""Reads the records of steps: incidents, metrics, console lines and the user's hooks."""
+"""Reads the records of steps: incidents, metrics and console lines."""

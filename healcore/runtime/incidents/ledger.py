@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Cause, names
 from healcore.runtime.healthy_range import HealthyRange
-from healcore.runtime.incidents.rollback import Rollback
+from healcore.runtime.recovery.orders import Rollback
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""
@@ -150,6 +150,19 @@ class Ledger:
         rollback began.
         """
         return [each for each in self.rollbacks if onset <= each.step + within]
+
+    def unhealthy_between(self, first: int, end: int) -> list[int]:
+        """Unhealthy steps from `first` to before `end`."""
+        steps = self.unhealthy
+        return steps[bisect.bisect_left(steps, first) : bisect.bisect_left(steps, end)]
+
+    def healthy_steps(self, first: int, end: int) -> int:
+        """Number of healthy steps from `first` to before `end`.
+
+        Unhealthy steps do not restart the count: otherwise no checkpoint would become known-good in
+        a run that skips a bad batch now and then.
+        """
+        return end - first - len(self.unhealthy_between(first, end))
 
     def first_consecutive(self, index: int) -> int:
         """First of the consecutive unhealthy steps that end at step `index`."""

@@ -14,11 +14,6 @@ COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 _LAST = ("loss", "threshold", "grad_scale", "lr_scale")
 """Numbers of the newest step, named as in `StepRecord`."""
 
-_STEP_METRICS = {"loss", "threshold", "grad_scale"}
-
-METRICS = (*_LAST, "incidents", *COUNTS)
-"""Names of all metrics, without the prefix `heal/`."""
-
 
 class RunMetrics:
     """Metrics from the records that the host reads `LAG` steps later, without a further sync.
@@ -32,7 +27,9 @@ class RunMetrics:
     """
 
     def __init__(self, *, per_tensor: bool) -> None:
-        self._omitted = {"clips"} if per_tensor else set[str]()
+        counts = COUNTS[1:] if per_tensor else COUNTS
+        self._names = [*_LAST, "incidents", *counts]
+        """Names of all metrics, without the prefix `heal/`."""
         self._counts: dict[str, dict[str, int]] = {}
         self._last: dict[str, StepRecord] = {}
 
@@ -68,11 +65,7 @@ class RunMetrics:
             prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
             seen = {"incidents": record.incident, "loss": record.readings.loss}
             numbers = record._asdict() | seen | self._counts[name]
-            metrics |= {
-                f"{prefix}/{each}": float(numbers[each])
-                for each in METRICS
-                if each not in self._omitted
-            }
+            metrics |= {f"{prefix}/{each}": float(numbers[each]) for each in self._names}
         return metrics
 
 
@@ -89,11 +82,8 @@ class ChangedMetrics:
 
     def __call__(self) -> dict[str, float]:
         """Full name -> value of the changed counts and learning-rate multipliers."""
-        now = {
-            name: value
-            for name, value in self._values().items()
-            if name.rpartition("/")[2] not in _STEP_METRICS
-        }
+        steps = {"loss", "threshold", "grad_scale"}
+        now = {n: v for n, v in self._values().items() if n.rpartition("/")[2] not in steps}
         changed = {
             name: value
             for name, value in now.items()

@@ -12,13 +12,20 @@ from healcore.core.verdict import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.dominance.anchor import TrainedStep, Verdict
 from healcore.runtime.dominance.dominance import Dominance
-from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.incidents.rollback import Order, Rollback
+from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.loop.data import Data
-from healcore.runtime.recovery.engine_states import lr_states, with_lr_states
 from healcore.runtime.recovery.monitor import IncidentMonitor
+from healcore.runtime.recovery.orders import (
+    MAX_ACCEPTED,
+    Facts,
+    Order,
+    Rollback,
+    Trial,
+    decide,
+    lr_states,
+    with_lr_states,
+)
 from healcore.runtime.recovery.restoring import Restorer
-from healcore.runtime.recovery.trials import MAX_ACCEPTED, Facts, Trial, decide
 from healcore.runtime.store.ranks import agreed
 
 _LASTING = Cause.PLATEAU | Cause.OVERFIT
@@ -26,7 +33,7 @@ _LASTING = Cause.PLATEAU | Cause.OVERFIT
 
 
 class BetterWeights:
-    """Tries, verifies and undoes, see `recovery.trials`. `dominance` compares the weights."""
+    """Tries, verifies and undoes, see `recovery.orders`. `dominance` compares the weights."""
 
     def __init__(
         self,
@@ -45,7 +52,7 @@ class BetterWeights:
             loss_fn=loss_fn,
             ranks=self._ranks,
             threshold=self._policy.rollback.evidence,
-            interval=restorer.checkpoints.every,
+            interval=restorer.saver.every,
             warn=lambda problem: self._log.problem(data.step, problem),
             log=self._log,
             learning_rate=self._rate_in_force,

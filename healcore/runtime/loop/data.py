@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
-from healcore.runtime.checkpoints.host_state import HostParts, HostState
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.dominance.anchor import ObservedBatch
@@ -18,10 +17,10 @@ from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.retry import Attempt, Retries, repeated
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.delayed_reader import StepResult
+from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.loop.run_settings import change_of_batch_size
 from healcore.runtime.loop.termination import TerminationWatch
-from healcore.runtime.recovery.record import Record
+from healcore.runtime.recovery.record import HostParts, HostState, Record
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 

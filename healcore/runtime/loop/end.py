@@ -11,7 +11,6 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 
 from healcore.console import counted
 from healcore.core.verdict import Cause, names
@@ -68,226 +67,278 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
 
 def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     """Ends a run. Returns an exception for the block to raise instead of `error`, or None."""
-    loop.guard.pause()
-    ranks, saver, data = loop.ranks, loop.saver, loop.data
-    ending = ending_of(error, ranks.termination.signal_number)
-    raised = error.__cause__ if isinstance(error, RunStopped) else error
-    problems: list[str] = []
-
-    def attempt(what: str, action: Callable[[], object]) -> Exception | None:
-        try:
-            action()
-        except Exception as problem:
-            problems.append(f"{what}: {type(problem).__name__}: {problem}")
-            return problem
-        return None
-
-    # A rank that ends alone, or a step before the others, must not wait for them.
-    completed = ending == Ending.COMPLETED
-    saved, together = True, completed or ranks.ends_together or ranks.world == 1
-    if completed and ranks.world > 1:
-        raised = attempt("another rank has left", partial(_wait_for_ranks, loop))
-        together = raised is None
-    is_fault = completed or ending in _FAULT_ENDINGS
-    fault = classify(raised) if is_fault and raised is not None else None
-    notes = [] if together else _collect_notes(loop, ending, error or raised, fault)
-    if completed and together:
-        attempt("the last steps could not be read", loop.read_remaining)
-    replacement: BaseException | None = None
-    if together and isinstance(error, Terminated | Interrupted | EndRequested):
-        try:  # a restart from a later state would not see the orders of the last steps
-            attempt("the last steps could not be read", loop.act_on_last_steps)
-        except RunStopped as stop:
-            error = replacement = stop
-            ending = Ending.STOPPED
-    between_steps = data.between_steps
-    other = notes[0] if notes and notes[0].rank != ranks.rank else None
-    if other is not None:
-        fault = _report_fault_of_rank(loop, other)
-    elif fault is not None and isinstance(raised, Exception):  # the cause of a stop too
-        attempt(
-            "the fault could not be dealt with", partial(_save_and_log_fault, loop, fault, raised)
-        )
-    if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
-        # Not after an exception within a step, which leaves the state partly changed.
-        save = partial(saver.save_last, completed=completed)
-        saved = attempt("the last state could not be saved", save) is None
-    attempt("checkpoints being written", saver.checkpoints.wait)
-    if completed and (not together or _is_lost_on_any_rank(loop, saved, problems)):
-        # Not "completed", so that the next start resumes and saves the run.
-        error = replacement = LastStateNotSaved(_unsaved_state_text(loop, problems))
-        ending = Ending.EXCEPTION
-    elif completed:
-        error = replacement = _incomplete_run_error(loop)
-        ending = ending_of(error)
-        if error is None and loop.break_place:
-            ending = Ending.REQUESTED
-    if together:
-        attempt("checkpoints on probation", saver.poll)
-        attempt("the last saves", saver.checkpoints.nonfinite_checkpoints)
-        if ranks.votes:
-            attempt("reports of other ranks", partial(ranks.vote, data.step, loop.log))
-    if ending == Ending.COMPLETED:
-        attempt("the record of the end", partial(_record_end, loop))
-    for problem in problems:
-        loop.warn(problem)
-    loop.log.report_trackers(data.step)
-    if isinstance(error, RunStopped) and ranks.rank:
-        error.code = f"healcore stopped the run: {error.why} (rank 0 has the diagnosis)"
-    cause = Cause(0) if fault is None else fault.cause
-    if other is not None and other.ending not in (None, Ending.COMPLETED):
-        ending = other.ending  # the first rank to end determines the ending
-    _write_end(loop, ending, error, cause, notes)
-    if not ranks.rank:
-        loop.notes.remove()
-    for close_part in (
-        loop.guard.close,
-        ranks.close,
-        saver.checkpoints.store.join,
-        loop.driver.close,
-        partial(release, loop),
-        loop.log.close,
-    ):
-        with contextlib.suppress(Exception):
-            close_part()
-    return replacement
+    return _End(loop, error).close()
 
 
 def release(loop: Loop) -> None:
     """Releases the store's directory."""
-    if loop.saver.claim is not None:
-        loop.saver.claim.release()
+    if loop.claim is not None:
+        loop.claim.release()
 
 
-# -- several ranks --------------------------------------------------------------------------------
+class _End:
+    """The end of one run.
 
+    Attributes:
+        error: the exception that left the block, or its replacement.
+        ending: how the run ends, by `error`.
+        raised: the exception of the loop, also as the cause of a stop, or None.
+        fault: the classified `raised`, or the exception of another rank, or None.
+        notes: on rank 0 of ranks that end alone, the notes of the ended ranks, the cause first.
+        problems: errors at the end.
+    """
 
-def _wait_for_ranks(loop: Loop) -> None:
-    """Waits for the end of all ranks' loops. Raises RuntimeError or OSError if a rank has left."""
-    if loop.ranks.rank:
-        why = f"its loop has ended, and it waits for the other ranks: {_LENGTH_ADVICE}"
-        loop.notes.leave(_own_note(loop, Ending.COMPLETED, why=why))
-    loop.ranks.gather(None)
+    def __init__(self, loop: Loop, error: BaseException | None) -> None:
+        self.loop, self.error = loop, error
+        self.ranks, self.saver, self.data = loop.ranks, loop.saver, loop.data
+        self.ending = ending_of(error, self.ranks.termination.signal_number)
+        self.raised = error.__cause__ if isinstance(error, RunStopped) else error
+        self.fault: Fault | None = None
+        self.notes: list[RankNote] = []
+        self.problems: list[str] = []
 
-
-def _collect_notes(
-    loop: Loop, ending: Ending, error: BaseException | None, fault: Fault | None
-) -> list[RankNote]:
-    """Notes of the ended ranks on rank 0, the cause first. Other ranks leave a note for rank 0."""
-    completed = ending == Ending.COMPLETED
-    note = _own_note(loop, Ending.EXCEPTION if completed else ending, error, fault)
-    if loop.ranks.rank:
-        if all(each.rank != note.rank for each in loop.notes.found()):  # see `_wait_for_ranks`
-            loop.notes.leave(note)
-        return []
-    until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
-    while True:
-        others = loop.notes.found()
-        others.sort(key=lambda each: (each.follows, each.ending == Ending.COMPLETED))
-        if completed:  # other completed ranks are not the cause
-            others = [each for each in others if each.ending != Ending.COMPLETED]
-        if any(not each.follows for each in others) or time.monotonic() >= until:
-            break
-        time.sleep(0.1)
-    if others and note.follows and not others[0].follows:
-        return [*others, note]
-    if is_broken_connection(error):
-        lost = f"the connection to another rank broke, and no rank has said why: {AFTER_A_KILL}"
-        note = note.model_copy(update={"why": lost})
-    return [note, *others]
-
-
-def _own_note(
-    loop: Loop,
-    ending: Ending,
-    error: BaseException | None = None,
-    fault: Fault | None = None,
-    *,
-    why: str = "",
-) -> RankNote:
-    """The note about the end of this rank."""
-    what = trace = ""
-    if error is not None:
-        what, trace = described(error)
-    waited = fault is not None and (Cause.HANG in fault.cause or fault.sign.startswith("nccl"))
-    return RankNote(
-        rank=loop.ranks.rank,
-        ending=ending,
-        step=loop.data.step,
-        why=why or _why(error) or what,
-        trace=trace,
-        cause=[] if fault is None else list(names(fault.cause)),
-        sign="" if fault is None else fault.sign,
-        follows=waited or is_broken_connection(error),
-        time=time.time(),
-    )
-
-
-def _report_fault_of_rank(loop: Loop, note: RankNote) -> Fault | None:
-    """Logs the exception of another rank, which has ended the run."""
-    if not note.cause:
-        return None
-    fault = Fault(causes_of(note.cause), note.sign)
-    problem = f"the loop raised on rank {note.rank}: {note.why:.600}"
-    loop.log.fault(loop.data.step, fault, problem, answer=None)
-    return fault
-
-
-# -- the last state -------------------------------------------------------------------------------
-
-
-def _save_and_log_fault(loop: Loop, fault: Fault, error: Exception) -> None:
-    """Saves if a rule of the policy says so, and logs the exception that ends the run."""
-    answer, why_not = None, ""
-    # The ranks that have not raised do not take part in a save; memory ends with the process.
-    alone = loop.ranks.world == 1 and loop.saver.checkpoints.store.durable
-    if alone and "save" in loop.policy.answers(fault.cause):
+    def attempt(self, what: str, action: Callable[[], object]) -> Exception | None:
+        """Calls an action. Returns its exception, which is a problem named `what`."""
         try:
-            if loop.count_last_step():
-                loop.read_last_steps()
-                why_not = loop.saver.save_emergency()
-            else:
-                why_not = "the exception interrupted the optimizer's update"
-        except Exception as problem:  # a step in JAX that failed may have donated the state
-            why_not = f"{type(problem).__name__}: {problem}"
-        answer = None if why_not else "save"
-    problem = f"the loop raised {described(error)[0]:.600}"
-    loop.log.fault(loop.data.step, fault, problem, answer=answer)
-    if why_not:
-        loop.warn(f"no checkpoint was saved at the exception: {why_not}")
+            action()
+        except Exception as problem:
+            self.problems.append(f"{what}: {type(problem).__name__}: {problem}")
+            return problem
+        return None
 
+    def close(self) -> BaseException | None:
+        """See `close`."""
+        loop, ranks, saver, data = self.loop, self.ranks, self.saver, self.data
+        loop.guard.pause()
+        # A rank that ends alone, or a step before the others, must not wait for them.
+        completed = self.ending == Ending.COMPLETED
+        together = completed or ranks.ends_together or ranks.world == 1
+        if completed and ranks.world > 1:
+            self.raised = self.attempt("another rank has left", self.wait_for_ranks)
+            together = self.raised is None
+        if self.raised is not None and (completed or self.ending in _FAULT_ENDINGS):
+            self.fault = classify(self.raised)
+        if not together:
+            self.collect_notes()
+        if completed and together:
+            self.attempt("the last steps could not be read", loop.read_remaining)
+        replacement: BaseException | None = None
+        if together and isinstance(self.error, Terminated | Interrupted | EndRequested):
+            try:  # a restart from a later state would not see the orders of the last steps
+                self.attempt("the last steps could not be read", loop.act_on_last_steps)
+            except RunStopped as stop:
+                self.error = replacement = stop
+                self.ending = Ending.STOPPED
+        between_steps = data.between_steps
+        other = self.notes[0] if self.notes and self.notes[0].rank != ranks.rank else None
+        if other is not None:
+            self.report_fault_of(other)
+        elif (fault := self.fault) is not None and isinstance(raised := self.raised, Exception):
+            log_fault = lambda: self.save_and_log_fault(fault, raised)  # noqa: E731
+            self.attempt("the fault could not be dealt with", log_fault)
+        saved = True
+        if together and (completed or (between_steps and self.ending != Ending.STOPPED)):
+            # Not after an exception within a step, which leaves the state partly changed.
+            save = lambda: saver.save_last(completed=completed)  # noqa: E731
+            saved = self.attempt("the last state could not be saved", save) is None
+        self.attempt("checkpoints being written", saver.wait)
+        if completed and (not together or self.is_lost_on_any_rank(saved)):
+            # Not "completed", so that the next start resumes and saves the run.
+            self.error = replacement = LastStateNotSaved(self.unsaved_state_text())
+            self.ending = Ending.EXCEPTION
+        elif completed:
+            self.error = replacement = _incomplete_run_error(loop)
+            self.ending = ending_of(self.error)
+            if self.error is None and loop.break_place:
+                self.ending = Ending.REQUESTED
+        if together:
+            self.attempt("checkpoints on probation", saver.poll)
+            self.attempt("the last saves", saver.read_nonfinite)
+            if ranks.votes:
+                self.attempt("reports of other ranks", lambda: ranks.vote(data.step, loop.log))
+        if self.ending == Ending.COMPLETED:
+            loop.record.completed = True
+            self.attempt("the record of the end", lambda: saver.commit(data.step))
+        for problem in self.problems:
+            loop.warn(problem)
+        loop.log.report_trackers(data.step)
+        if isinstance(self.error, RunStopped) and ranks.rank:
+            why = self.error.why
+            self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
+        if other is not None and other.ending not in (None, Ending.COMPLETED):
+            self.ending = other.ending  # the first rank to end determines the ending
+        self.write()
+        if not ranks.rank:
+            loop.notes.remove()
+        for close_part in (
+            loop.guard.close,
+            ranks.termination.stop,
+            saver.store.join,
+            loop.driver.close,
+            lambda: release(loop),
+            loop.log.close,
+        ):
+            with contextlib.suppress(Exception):
+                close_part()
+        return replacement
 
-def _is_lost_on_any_rank(loop: Loop, saved: bool, problems: list[str]) -> bool:
-    """Whether the last state is lost on any rank. A rank that does not answer counts as lost."""
-    checkpoints = loop.saver.checkpoints
-    lost = loop.data.step in checkpoints.unsaved or not saved
-    lost = lost and checkpoints.store.durable  # memory ends with the process in any case
-    try:
-        return any(loop.ranks.gather(lost))
-    except Exception as problem:
-        problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
-        return True
+    # -- several ranks --------------------------------------------------------------------------
 
+    def wait_for_ranks(self) -> None:
+        """Waits for the end of all ranks' loops. Raises RuntimeError or OSError without a rank."""
+        if self.ranks.rank:
+            why = f"its loop has ended, and it waits for the other ranks: {_LENGTH_ADVICE}"
+            self.loop.notes.leave(self.own_note(Ending.COMPLETED, None, why))
+        self.ranks.gather(None)
 
-def _unsaved_state_text(loop: Loop, problems: list[str]) -> str:
-    checkpoints = loop.saver.checkpoints
-    try:  # the checkpoints that survive the process
-        newest = max((save.step for save in checkpoints.store.steps_on_disk()), default=None)
-        target = "starts from the beginning"
-        if newest is not None:
-            target = f"resumes from the checkpoint of step {newest}"
-    except (StoreError, OSError):
-        target = "resumes from the newest checkpoint"
-    why = checkpoints.last_failure or next(iter(problems), "it failed on another rank")
-    return (
-        f"healcore: the loop has ended at step {loop.data.step}, and its last state is not saved "
-        f"({why}). Remove the cause and start the program again: it {target}"
-    )
+    def collect_notes(self) -> None:
+        """Reads the notes of the ended ranks on rank 0. Other ranks leave a note for rank 0."""
+        found, completed = self.loop.notes.found, self.ending == Ending.COMPLETED
+        error = self.error or self.raised
+        note = self.own_note(Ending.EXCEPTION if completed else self.ending, error)
+        if self.ranks.rank:
+            if all(each.rank != note.rank for each in found()):  # see `wait_for_ranks`
+                self.loop.notes.leave(note)
+            return
+        until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
+        while True:
+            others = sorted(found(), key=lambda e: (e.follows, e.ending == Ending.COMPLETED))
+            if completed:  # other completed ranks are not the cause
+                others = [each for each in others if each.ending != Ending.COMPLETED]
+            if any(not each.follows for each in others) or time.monotonic() >= until:
+                break
+            time.sleep(0.1)
+        if others and note.follows and not others[0].follows:
+            self.notes = [*others, note]
+            return
+        if is_broken_connection(error):
+            lost = f"the connection to another rank broke, and no rank has said why: {AFTER_A_KILL}"
+            note = note.model_copy(update={"why": lost})
+        self.notes = [note, *others]
+
+    def own_note(self, ending: Ending, error: BaseException | None, why: str = "") -> RankNote:
+        """The note about the end of this rank."""
+        what, trace = ("", "") if error is None else described(error)
+        fault = self.fault
+        waited = fault is not None and (Cause.HANG in fault.cause or fault.sign.startswith("nccl"))
+        return RankNote(
+            rank=self.ranks.rank,
+            ending=ending,
+            step=self.data.step,
+            why=why or _why(error) or what,
+            trace=trace,
+            cause=[] if fault is None else list(names(fault.cause)),
+            sign="" if fault is None else fault.sign,
+            follows=waited or is_broken_connection(error),
+            time=time.time(),
+        )
+
+    def report_fault_of(self, note: RankNote) -> None:
+        """Logs the exception of another rank, which has ended the run."""
+        self.fault = Fault(causes_of(note.cause), note.sign) if note.cause else None
+        if self.fault is not None:
+            problem = f"the loop raised on rank {note.rank}: {note.why:.600}"
+            self.loop.log.fault(self.data.step, self.fault, problem, answer=None)
+
+    # -- the last state -------------------------------------------------------------------------
+
+    def save_and_log_fault(self, fault: Fault, error: Exception) -> None:
+        """Saves if a rule of the policy says so, and logs the exception that ends the run."""
+        loop, answer, why_not = self.loop, None, ""
+        # The ranks that have not raised do not take part in a save; memory ends with the process.
+        alone = self.ranks.world == 1 and self.saver.store.durable
+        if alone and "save" in loop.policy.answers(fault.cause):
+            why_not = "the exception interrupted the optimizer's update"
+            try:
+                if loop.count_last_step():
+                    loop.read_last_steps()
+                    why_not = self.saver.save_emergency()
+            except Exception as problem:  # a step in JAX that failed may have donated the state
+                why_not = f"{type(problem).__name__}: {problem}"
+            answer = None if why_not else "save"
+        problem = f"the loop raised {described(error)[0]:.600}"
+        loop.log.fault(self.data.step, fault, problem, answer=answer)
+        if why_not:
+            loop.warn(f"no checkpoint was saved at the exception: {why_not}")
+
+    def is_lost_on_any_rank(self, saved: bool) -> bool:
+        """Whether the last state is lost on any rank. A rank that does not answer counts as lost.
+
+        A store in memory ends with the process in any case.
+        """
+        lost = self.saver.store.durable and (self.data.step in self.saver.unsaved or not saved)
+        try:
+            return any(self.ranks.gather(lost))
+        except Exception as problem:
+            self.problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
+            return True
+
+    def unsaved_state_text(self) -> str:
+        """The message about a last state that no checkpoint holds."""
+        step, saver = self.data.step, self.saver
+        try:  # the checkpoints that survive the process
+            newest = max((save.step for save in saver.store.steps_on_disk()), default=None)
+            target = "starts from the beginning"
+            if newest is not None:
+                target = f"resumes from the checkpoint of step {newest}"
+        except (StoreError, OSError):
+            target = "resumes from the newest checkpoint"
+        why = saver.unsaved.get(step) or next(iter(self.problems), "it failed on another rank")
+        return (
+            f"healcore: the loop has ended at step {step}, and its last state is not saved "
+            f"({why}). Remove the cause and start the program again: it {target}"
+        )
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Writes the postmortem and the last event.
+
+        The postmortem comes first: a start writes a missing postmortem only without the event
+        `end`.
+        """
+        loop, ending, error, notes = self.loop, self.ending, self.error, self.notes
+        with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
+            loop.recovery.read_engines()
+        why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
+        exception = trace = None
+        if notes and notes[0].rank != self.ranks.rank and ending != Ending.EXCEPTION:
+            why = f"rank {notes[0].rank}: {notes[0].why}"
+        if notes and ending == Ending.EXCEPTION:
+            exception, trace = f"rank {notes[0].rank}: {notes[0].why}", traces(notes) or None
+        elif ending == Ending.EXCEPTION and error is not None:
+            exception, trace = described(error)
+        cause = Cause(0) if self.fault is None else self.fault.cause
+        end = loop.recovery.run_end(ending, why, exception=exception, fault=cause)
+        events = loop.log.events
+        if events.path is not None and not self.ranks.rank:
+            problem = postmortem.write(events.path, end, trace=trace, lost=events.lost)
+            if problem:
+                loop.log.warning(problem)
+        loop.log.event(
+            "end",
+            step=end.step,
+            ending=end.ending,
+            incidents=end.counts.incidents,
+            rollbacks=end.counts.rollbacks,
+            last_good=end.last_good,
+            unreported_alarms=loop.recovery.monitor.unreported_alarms or None,
+            of_ranks=of_ranks(notes) or None,
+        )
+        saves = [saved for saved in loop.recovery.listed() if saved.status != "abandoned"]
+        newest = max((saved.step for saved in saves if saved.path), default=None)
+        if ending == Ending.COMPLETED and self.data.had_completed and self.data.resumed_here:
+            loop.log.warning(
+                f"completed earlier, at step {end.step}: nothing was trained, and the state is the "
+                "saved state; an empty directory begins a new run"
+            )
+        else:
+            loop.log.info(last_line(end, newest))
 
 
 def _incomplete_run_error(loop: Loop) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
-    data, ledger = loop.data, loop.recovery.ledger
+    data, untrained = loop.data, loop.recovery.ledger.untrained
     unread = len(data.unused)
     loop_text = _RECOMMENDED_LOOPS[loop.driver.framework]
     if data.steps_taken and not loop.polled:
@@ -302,8 +353,7 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
             f"healcore: the loop has ended, and the Healer has seen no step ({read} read). Write "
             f"`{loop_text}`. Nothing was trained: the next start begins at step {data.step}"
         )
-    skipped = data.skipped_steps
-    untrained, total = ledger.untrained, data.step + skipped
+    skipped, total = data.skipped_steps, data.step + data.skipped_steps
     try:
         loop.recovery.stop_if_never_finite(at_end=True)
         if not loop.policy.observes and 2 * (untrained + skipped) > total:
@@ -322,66 +372,6 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
             "begins a new run"
         )
     return None
-
-
-# -- reports --------------------------------------------------------------------------------------
-
-
-def _record_end(loop: Loop) -> None:
-    """Notes in the last checkpoint that the run has completed."""
-    restorer = loop.saver.restorer
-    restorer.record.completed = True
-    restorer.commit(loop.data.step)
-
-
-def _write_end(
-    loop: Loop,
-    ending: Ending,
-    error: BaseException | None,
-    fault: Cause,
-    notes: list[RankNote],
-) -> None:
-    """Writes the postmortem and the last event. `notes`: result of `_collect_notes`.
-
-    The postmortem comes first: a start writes a missing postmortem only without the event `end`.
-    """
-    with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
-        loop.recovery.read_engines()
-    why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
-    exception = trace = None
-    if notes and notes[0].rank != loop.ranks.rank and ending != Ending.EXCEPTION:
-        why = f"rank {notes[0].rank}: {notes[0].why}"
-    if notes and ending == Ending.EXCEPTION:
-        exception, trace = f"rank {notes[0].rank}: {notes[0].why}", traces(notes) or None
-    elif ending == Ending.EXCEPTION and error is not None:
-        exception, trace = described(error)
-    end = loop.recovery.run_end(ending, why, exception=exception, fault=fault)
-    events = loop.log.events
-    problem = None
-    if events.path is not None and not loop.ranks.rank:
-        problem = postmortem.write(events.path, end, trace=trace, lost=events.lost)
-    if problem:
-        loop.log.warning(problem)
-    loop.log.event(
-        "end",
-        step=end.step,
-        ending=end.ending,
-        incidents=end.counts.incidents,
-        rollbacks=end.counts.rollbacks,
-        last_good=end.last_good,
-        unreported_alarms=loop.recovery.monitor.unreported_alarms or None,
-        of_ranks=of_ranks(notes) or None,
-    )
-    data = loop.data
-    saves = [saved for saved in loop.recovery.listed() if saved.status != "abandoned"]
-    newest = max((saved.step for saved in saves if saved.path), default=None)
-    if ending == Ending.COMPLETED and data.had_completed and data.resumed_here:
-        loop.log.warning(
-            f"completed earlier, at step {data.step}: nothing was trained, and the state is the "
-            "saved state; an empty directory begins a new run"
-        )
-    else:
-        loop.log.info(last_line(end, newest))
 
 
 def described(error: BaseException) -> tuple[str, str]:

@@ -7,15 +7,14 @@ from typing import Any
 
 from healcore.core.verdict import Action, names
 from healcore.runtime.hang_guard import HangGuard
-from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.incidents.rollback import Order, Rollback
-from healcore.runtime.loop.data import Data
+from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.rank_group import RankGroup
 from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.loop.saver import Saver
 from healcore.runtime.loop.termination import IncompleteRun
 from healcore.runtime.postmortem.postmortem import RankNotes
+from healcore.runtime.recovery.orders import Order, Rollback
+from healcore.runtime.store.claim import Claim
 
 _MAX_WITHOUT_STEP = 100
 """Batches without a step after which a run may end: fewer may be gradient accumulation."""
@@ -29,28 +28,28 @@ class Loop:
 
     The parts hold the state: `driver` (the framework), `data` (steps and batches), `saver`
     (checkpoints), `recovery` (incidents and rollbacks), `ranks` (requests to end), `log` (files and
-    console), `notes` (files of the other ranks for rank 0). With `has_trainer`, a loop that ends
-    early was not left by `break`.
+    console), `notes` (files of the other ranks for rank 0), `claim` (the lock of the store's
+    directory). With `has_trainer`, a loop that ends early was not left by `break`.
     """
 
     def __init__(
         self,
         *,
-        data: Data,
-        saver: Saver,
         recovery: Recovery,
         ranks: RankGroup,
         notes: RankNotes,
+        claim: Claim | None,
         has_trainer: bool,
     ) -> None:
+        self.recovery, self.data, self.saver = recovery, recovery.data, recovery.saver
         self.policy, self.driver, self.log = recovery.policy, recovery.driver, recovery.log
-        self.data, self.saver, self.recovery = data, saver, recovery
-        self.ranks, self.notes = ranks, notes
+        self.record = recovery.saver.record
+        self.ranks, self.notes, self.claim = ranks, notes, claim
         self.guard = HangGuard(self.policy, ranks.processes, self.log, notes)
         self.memory = OutOfMemory(
             policy=self.policy,
             driver=self.driver,
-            data=data,
+            data=self.data,
             recovery=recovery,
             ranks=ranks.processes,
             log=self.log,
@@ -142,9 +141,7 @@ class Loop:
         if has_stepped:
             if self.read() or self._save_when_due():
                 return True
-            end = self.ranks.vote(data.step, self.log) if self.ranks.due(data.step) else None
-            if end is not None:
-                raise end.end()
+            self.ranks.vote_when_due(data.step, self.log)
             self.saver.poll()
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
@@ -175,16 +172,16 @@ class Loop:
             return True
         recovery = self.recovery
         verdict = recovery.dominance.at_end(self.data.step) if of_training else None
-        if verdict is not None and self._rewind(recovery.roll_back_to_better(verdict)):
+        if verdict is not None and self._rewound(recovery.better_weights.roll_back(verdict)):
             return True
-        return alone and self._roll_back_if_nonfinite(at_end=of_training)
+        return alone and self._rewound(recovery.roll_back_if_nonfinite(at_end=of_training))
 
     # -- reading --------------------------------------------------------------------------------
 
     def read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due and carries out orders. Returns whether it rolled back."""
         for step, order in self._steps(all=all):
-            if self._rewind(self.recovery.act(step, order)):
+            if self._rewound(self.recovery.act(step, order)):
                 return True
             if order is not None and order.action & Action.SAVE:
                 self.saver.save("ordered")
@@ -201,14 +198,11 @@ class Loop:
             self.guard.watch()
         self.guard.pause()
 
-    def _rewind(self, done: Rollback | None) -> bool:
-        """Rewinds all parts to the checkpoint of a rollback. False without a rollback."""
-        if done is None:
-            return False
-        for part in (self.data, self.saver, self.recovery):
-            part.on_rollback(done.target)
-        self.ranks.on_rollback()
-        return True
+    def _rewound(self, done: Rollback | None) -> bool:
+        """Whether there was a rollback; the marks of undone steps are forgotten."""
+        if done is not None:
+            self.ranks.on_rollback()
+        return done is not None
 
     def _save_when_due(self) -> bool:
         """Saves if a save is due. Returns whether the run was rolled back instead."""
@@ -218,16 +212,11 @@ class Loop:
         # them costs no extra time, because the save waits for the device anyway.
         if self.read(all=True):
             return True
-        if self.saver.may_save():
-            if self._roll_back_if_nonfinite():
+        if not self.saver.delayed:
+            if self._rewound(self.recovery.roll_back_if_nonfinite()):
                 return True
             self.saver.save("regular")
         return False
-
-    def _roll_back_if_nonfinite(self, *, at_end: bool = False) -> bool:
-        """Rolls back if saves have found NaN or Inf. True if it did."""
-        order = self.saver.check(at_end=at_end)
-        return order is not None and self._rewind(self.recovery.carry_out(order))
 
     # -- the end, see `end` ---------------------------------------------------------------------
 

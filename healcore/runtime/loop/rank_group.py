@@ -13,11 +13,10 @@ exchange their proposals once. If one rank proposes to end, all ranks end.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from healcore.runtime.driver import Driver
-from healcore.runtime.incidents.delayed_reader import LAG, StepResult
+from healcore.runtime.incidents.steps import LAG, StepResult
 from healcore.runtime.loop.termination import EndRequested, StopFile, TerminationWatch, exit_for
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
@@ -40,15 +39,9 @@ class Proposal(NamedTuple):
         """`end` or `report`, for the event."""
         return "end" if self.ends else "report"
 
-    def end(self) -> BaseException:
-        """The exception that ends the loop."""
-        return EndRequested(self.why) if self.signal is None else exit_for(self.signal)
-
 
 class RankGroup:
     """The ranks of one run, and the requests to end it: signals and the stop file.
-
-    The driver marks steps, and `LAG` steps later the marks are read.
 
     Attributes:
         processes: The framework's ranks.
@@ -58,10 +51,7 @@ class RankGroup:
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        driver: Driver,
-        stop_file: str | os.PathLike[str] | None = None,
+        self, ranks: Ranks, driver: Driver, stop_file: str | os.PathLike[str] | None = None
     ) -> None:
         self.processes = ranks
         self.rank, self.world, self.gather = ranks.rank, ranks.world, ranks.gather
@@ -70,17 +60,13 @@ class RankGroup:
         self.stop_file = StopFile(stop_file)
         self.termination = TerminationWatch(self._propose_end if self.votes else None)
         self._driver = driver
-        self._pending_proposals: list[Proposal] = []
+        self._pending: list[Proposal] = []
         self._reported: set[str] = set()
         """Lines that this rank has written or reported."""
         self._due_at: int | None = None
         self._voted_at = 0
         self._proposed_end = False
         """Whether this rank has proposed to end because of the stop file."""
-
-    def close(self) -> None:
-        """Stops watching for signals."""
-        self.termination.stop()
 
     def raise_if_asked(self, *, may_end: bool) -> None:
         """Raises the exception that ends the run if it was requested; with votes proposes the end.
@@ -97,11 +83,9 @@ class RankGroup:
             if self.stop_file.found:
                 raise EndRequested(self.stop_file.why)
 
-    # -- votes ----------------------------------------------------------------------------------
-
     def propose(self, proposal: Proposal) -> None:
         """Makes a proposal to all ranks, from the training thread or its signal handler."""
-        self._pending_proposals.append(proposal)
+        self._pending.append(proposal)
         self._driver.request_vote(True)
 
     def _propose_end(self, number: int) -> None:
@@ -116,66 +100,49 @@ class RankGroup:
                 self.propose(Proposal(text))
 
     def read(self, step: StepResult) -> None:
-        """Schedules a vote if a step is marked. Marks from before the last vote are outdated."""
+        """Schedules a vote if a step is marked. Marks from before the last vote are outdated.
+
+        The vote is due at a fixed step, because a rank that evaluates alone reads the mark earlier.
+        """
         if step.vote_requested and self._due_at is None and step.index >= self._voted_at:
             self._due_at = step.index + 1 + LAG
 
-    def due(self, step: int) -> bool:
-        """Whether all ranks vote now, after `step` steps.
-
-        The time of reading the mark does not matter: a rank that evaluates alone reads earlier.
-        """
-        return self._due_at is not None and step >= self._due_at
+    def vote_when_due(self, step: int, log: RunLog) -> None:
+        """Votes if a vote is due after `step` steps. Raises the exception that ends the run."""
+        if self._due_at is not None and step >= self._due_at:
+            end = self.vote(step, log)
+            if end is not None:
+                raise EndRequested(end.why) if end.signal is None else exit_for(end.signal)
 
     def vote(self, step: int, log: RunLog) -> Proposal | None:
         """Exchanges proposals. Returns the lowest rank's proposal to end, or None. Collective."""
         self._due_at, self._voted_at = None, step
-        mine, self._pending_proposals = self._pending_proposals, []
-        of_ranks: Sequence[Sequence[Proposal]] = self.gather(mine)
-        self._driver.request_vote(bool(self._pending_proposals))  # a signal may have come meanwhile
+        mine, self._pending = self._pending, []
+        of_ranks: list[list[Proposal]] = self.gather(mine)
+        self._driver.request_vote(bool(self._pending))  # a signal may have come meanwhile
         known = self._reported if self.rank == 0 else ()  # all ranks may have seen the same
-        proposals = [
-            (rank, each)
-            for rank, some in enumerate(of_ranks)
-            for each in some
-            if each.ends or each.why not in known
-        ]
-        if not proposals:
+        found = [(rank, each) for rank, some in enumerate(of_ranks) for each in some]
+        found = [(rank, each) for rank, each in found if each.ends or each.why not in known]
+        if not found:
             return None
-        end_proposal = next((each for _, each in proposals if each.ends), None)
-        outcome = end_proposal or proposals[0][1]
+        end = next((each for _, each in found if each.ends), None)
+        outcome = end or found[0][1]
         log.event(
             "vote",
             step=step,
             outcome=outcome.outcome,
             why=outcome.why,
-            of_ranks=[
-                {"rank": rank, "outcome": each.outcome, "why": each.why} for rank, each in proposals
-            ],
+            of_ranks=[{"rank": n, "outcome": each.outcome, "why": each.why} for n, each in found],
         )
-        for rank, each in proposals:
+        for rank, each in found:
             if not each.ends:
                 log.warning(f"step {step}: rank {rank}: {each.why:.600}")
-        if end_proposal is not None:
-            reasons = ", ".join(f"rank {rank}: {each.why}" for rank, each in proposals)
+        if end is not None:
+            reasons = ", ".join(f"rank {rank}: {each.why}" for rank, each in found)
             log.info(f"step {step}: the ranks end together ({reasons:.500})")
-        self.ends_together = end_proposal is not None
-        return end_proposal
+        self.ends_together = end is not None
+        return end
 
     def on_rollback(self) -> None:
         """Forgets the marks of undone steps; the next steps are marked for pending proposals."""
         self._due_at, self._voted_at = None, 0
-
-
-# -- before the run -------------------------------------------------------------------------------
-
-
-def check_same(mine: Mapping[str, Any], ranks: Ranks) -> None:
-    """Raises ValueError on all ranks if their options differ: they would wait for each other."""
-    for rank, theirs in enumerate(ranks.gather(dict(mine))):
-        differ = [name for name, value in mine.items() if theirs[name] != value]
-        if differ:
-            raise ValueError(
-                f"rank {rank} has another {', '.join(differ)} than rank {ranks.rank}: pass the "
-                "same arguments to Healer(...) on every rank"
-            )

@@ -11,70 +11,53 @@ from typing import Any, NoReturn
 from healcore.core.verdict import NONFINITE, Action, Cause, names
 from healcore.events.models import Ending
 from healcore.events.schema import sentence
-from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import RewindResult
-from healcore.runtime.dominance.anchor import Verdict
-from healcore.runtime.incidents.delayed_reader import DelayedReader, StepResult
-from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.incidents.rollback import Order, Rollback
-from healcore.runtime.incidents.step_lines import (
+from healcore.runtime.incidents.steps import (
     FROM_START,
     IN_A_ROW,
+    DelayedReader,
+    HostRules,
+    StepResult,
     cause_text,
     nonfinite_row_text,
     passes_power_of_ten,
 )
 from healcore.runtime.loop.better_weights import BetterWeights
-from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
-from healcore.runtime.recovery.host_rules import HostRules
 from healcore.runtime.recovery.monitor import IncidentMonitor
+from healcore.runtime.recovery.orders import Order, Rollback
 from healcore.runtime.recovery.restoring import Restorer
-from healcore.runtime.store import Saved, StateMismatch, StoreError
-from healcore.runtime.store.errors import NoGoodCheckpoint
+from healcore.runtime.run_options import Hooks
+from healcore.runtime.store import NoGoodCheckpoint, Saved, StateMismatch, StoreError
+
+_SERIOUS = Action.ROLLBACK | Action.STOP
+_NONFINITE_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
 
 class Recovery:
     """Reads the steps, and carries out the orders of the monitor and of comparisons of weights."""
 
     def __init__(
-        self,
-        data: Data,
-        restorer: Restorer,
-        hooks: Hooks,
-        loss_fn: Callable[..., Any] | None,
+        self, restorer: Restorer, hooks: Hooks, loss_fn: Callable[..., Any] | None
     ) -> None:
-        self.data, self.restorer = data, restorer
-        self.policy, self.driver, self.ledger = restorer.policy, restorer.driver, restorer.ledger
+        self.restorer, self.saver = restorer, restorer.saver
+        self.data, self.ledger = self.saver.data, restorer.ledger
+        self.policy, self.driver = restorer.policy, restorer.driver
         self.ranks, self.log = restorer.ranks, restorer.log
         self.reader = DelayedReader()
-        every, config = self._checkpoints.every, self.policy.engine.config
-        self.monitor = IncidentMonitor(
-            policy=self.policy,
-            ledger=self.ledger,
-            hooks=hooks,
-            ranks=self.ranks,
-            log=self.log,
-            learning_rate=self.driver.learning_rate,
-            interval=every,
-        )
+        config = self.policy.engine.config
+        self.monitor = IncidentMonitor(self.saver, hooks)
         self._host_rules = HostRules(
             self.policy.rules, depth=config.rollback.depth, quiet_steps=config.incident.quiet_steps
         )
-        self._better_weights = BetterWeights(data, restorer, self.monitor, self.roll_back, loss_fn)
-        self.dominance = restorer.dominance = self._better_weights.dominance
+        roll_back = self.roll_back
+        self.better_weights = BetterWeights(self.data, restorer, self.monitor, roll_back, loss_fn)
+        self.dominance = self.saver.dominance = self.better_weights.dominance
+        self._checked = 0
+        """Number of `Saver.nonfinite` that led to an order, or were undone."""
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
-
-    @property
-    def rollbacks(self) -> int:
-        """Number of rollbacks so far, including earlier processes."""
-        return len(self.ledger.rollbacks)
-
-    @property
-    def _checkpoints(self) -> CheckpointManager:
-        return self.restorer.checkpoints
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -92,14 +75,14 @@ class Recovery:
         Returns the rollback, or None. Raises RunStopped if the order stops the run.
         """
         self.stop_if_never_finite(order)
-        verdict = self._better_weights.compare(step)
+        verdict = self.better_weights.compare(step)
         if order is not None:
             return self.carry_out(order)
-        return None if verdict is None else self.roll_back_to_better(verdict)
+        return None if verdict is None else self.better_weights.roll_back(verdict)
 
-    def roll_back_to_better(self, verdict: Verdict) -> Rollback | None:
-        """See `BetterWeights.roll_back`."""
-        return self._better_weights.roll_back(verdict)
+    def read_engines(self) -> None:
+        """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
+        self.monitor.sync_engines(self.driver.engines())
 
     def stop_if_never_finite(self, order: Order | None = None, *, at_end: bool = False) -> None:
         """Ends a run that trains nothing: no finite step since the start, or for many steps.
@@ -108,7 +91,7 @@ class Recovery:
         """
         row, from_start = self.monitor.nonfinite_row, self.monitor.never_finite
         due = row >= (FROM_START if from_start else IN_A_ROW) or (at_end and from_start and row > 0)
-        ordered = order is not None and order.action & (Action.ROLLBACK | Action.STOP)
+        ordered = order is not None and order.action & _SERIOUS
         if self.policy.observes or not (due or (from_start and ordered)):
             return
         weights, record = self.driver.nonfinite_weights(), self.monitor.nonfinite_record
@@ -146,14 +129,17 @@ class Recovery:
         if not order.action & Action.ROLLBACK:
             return None
         verdict = self.dominance.pending(order.index) if damaged else None
-        better = verdict and self._better_weights.roll_back(verdict, finite=False)
+        better = verdict and self.better_weights.roll_back(verdict, finite=False)
         if better is not None:
             return better
-        exhausted = self._exhausted(order)
-        if not exhausted:
+        # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
+        # refund it, and rollbacks by a hook do not use it.
+        reach = max(self.policy.budget.refund_after, 1)
+        count = len(self.ledger.same_trouble(order.onset, reach))
+        if count < max(self.policy.budget.recoveries, 1):
             return self.roll_back(self._with_measures(order))
         if not needs_evidence or not self._is_finite():
-            self.stop(exhausted)
+            self.stop(f"{count} rollbacks have been made within {reach} steps of the run")
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
 
     def _needs_evidence(self, order: Order) -> bool:
@@ -164,11 +150,21 @@ class Recovery:
             rule.action & Action.STOP and rule.causes & order.cause
             for rule in self.policy.engine.config.rules
         )
-        return bool(order.action & (Action.ROLLBACK | Action.STOP)) and not stops
+        return bool(order.action & _SERIOUS) and not stops
 
     def _is_finite(self) -> bool:
         """Whether the weights are finite on every rank. Collective."""
         return all(self.ranks.gather(self.driver.finite()))
+
+    def _is_damaged(self, order: Order) -> bool:
+        """Whether the state has disallowed NaN or Inf at an order of the engine. Collective."""
+        if order.arrays or not order.action & _SERIOUS:
+            return False
+        if not self._is_finite():
+            return True
+        judges_state = self.policy.rollback.nonfinite_state == "rollback"
+        judges_state = judges_state and not self.monitor.has_micro_steps
+        return judges_state and bool(self.saver.nonfinite_in_state())
 
     def _assess(self, order: Order, verdict: str, by: str) -> None:
         cause = names(Cause(order.cause))
@@ -186,30 +182,6 @@ class Recovery:
             cause = cause_text(Cause(order.cause))
             self.log.info(f"step {order.index}: {cause}: {why}, therefore no rollback{again}")
 
-    def _exhausted(self, order: Order) -> str:
-        """Reason why no further rollback is granted, or an empty string.
-
-        This limit counts rollbacks for the same trouble. The engine's budget does not suffice:
-        healthy repeated steps refund it, and rollbacks by a hook do not use it.
-        """
-        reach = max(self.policy.budget.refund_after, 1)
-        count = len(self.ledger.same_trouble(order.onset, reach))
-        if count < max(self.policy.budget.recoveries, 1):
-            return ""
-        return f"{count} rollbacks have been made within {reach} steps of the run"
-
-    def _is_damaged(self, order: Order) -> bool:
-        """Whether the state has disallowed NaN or Inf at an order of the engine. Collective."""
-        if order.arrays or not order.action & (Action.ROLLBACK | Action.STOP):
-            return False
-        if not self._is_finite():
-            return True
-        if self.policy.rollback.nonfinite_state != "rollback":
-            return False
-        if self.monitor.has_micro_steps:
-            return False
-        return bool(self.restorer.checkpoints.nonfinite_in(self.restorer.items()))
-
     def _with_measures(self, order: Order) -> Order:
         """An order of the policy with its depth and learning-rate limit.
 
@@ -221,41 +193,6 @@ class Recovery:
             order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
         return replace(order, lr_at_fault=math.nan) if self.policy.may_limit_lr and past else order
 
-    def roll_back(self, order: Order) -> Rollback | None:
-        """Restores a checkpoint for an order, and reports the rollback.
-
-        Returns None if no checkpoint is usable for better earlier weights; then the run continues.
-        """
-        # Unread steps belong to the trouble up to their last alarm.
-        unread = list(self.reader.due(all=True))
-        self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
-        if order.better is None:
-            late = self.monitor.batches_of_alarms(unread)
-            order = replace(order, batches=(*order.batches, *late))
-        step = self.data.step
-        try:
-            done, moved = self.restorer.roll_back(order, step)
-        except StoreError as error:
-            expected = isinstance(error, NoGoodCheckpoint | StateMismatch)
-            if order.better is None or not expected:
-                self.stop(str(error))
-            problem = f"the weights of step {order.better} are better, but {error}"
-            self.log.problem(step, f"{problem}; the run continues without a rollback")
-            return None
-        self.monitor.on_rollback(done.target)
-        self.report(done, moved)
-        return done
-
-    def on_rollback(self, target: int) -> None:
-        """Forgets the steps from `target` on."""
-        self.reader.clear()
-        self._host_rules.restart()
-        self.read_engines()
-
-    def read_engines(self) -> None:
-        """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
-        self.monitor.sync_engines(self.driver.engines())
-
     def _stop_reason(self, order: Order) -> str:
         if order.arrays:
             return nonfinite_save(order)
@@ -265,6 +202,86 @@ class Recovery:
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
             return "the budget of recoveries is exhausted, and the trouble continues"
         return "a rule of the policy stops it"
+
+    def roll_back_if_nonfinite(self, *, at_end: bool = False) -> Rollback | None:
+        """Rolls back if the saves so far have new NaN or Inf. Collective.
+
+        Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
+        look healthy. No detector sees such damage, and every later checkpoint has it. The check
+        runs before the next save, whether or not the disk is slow, so that the result depends on
+        the steps only. With `at_end`, the data have ended: non-finite weights are saved first
+        for this check.
+        """
+        if at_end:
+            self.saver.save_if_not_finite()
+        nonfinite = self.saver.read_nonfinite()
+        new, self._checked = len(self.saver.nonfinite) - self._checked, len(self.saver.nonfinite)
+        policy, step, ledger = self.policy, self.data.step, self.ledger
+        if not new or (policy.observes and len(nonfinite) > new):
+            return None  # an observing policy reports the first bad save only
+        first, action = min(nonfinite), _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
+        since = max((at for at in self.saver.restorable if at < first), default=0)
+        bad = ledger.unhealthy_between(since, first) or list(range(since, first))
+        if since <= self.monitor.last_trained < bad[0]:
+            bad.insert(0, self.monitor.last_trained)  # no step has been trained after the damage
+        order = Order(
+            index=step - 1,
+            onset=max(first - 1, 0),  # the state after that step is bad
+            since=since,
+            action=int(action),
+            batches=tuple(self.monitor.batches_of(bad)),
+            forced=True,
+            arrays=tuple(nonfinite[first]),
+        )
+        past = ledger.same_trouble(order.onset, policy.rollback.region)
+        again = any({*order.arrays} <= {*each.arrays} for each in past)
+        harmless = bool(action & _SERIOUS) and again and not ledger.unhealthy_between(since, step)
+        if harmless and self._is_finite():
+            self.log.problem(
+                step,
+                f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
+                "without any alarm and with finite weights: the run continues. If this is "
+                "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good",
+            )
+            return None
+        self.log.event(
+            "order",
+            step=order.index,
+            cause=[],
+            action=names(action),
+            why=f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}",
+            observed=policy.observes,
+        )
+        return self.carry_out(order) if action & _SERIOUS and not policy.observes else None
+
+    def roll_back(self, order: Order) -> Rollback | None:
+        """Restores a checkpoint for an order, reports the rollback, and forgets the undone steps.
+
+        Returns None if no checkpoint is usable for better earlier weights; then the run continues.
+        """
+        # Unread steps belong to the trouble up to their last alarm.
+        unread = list(self.reader.due(all=True))
+        self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
+        if order.better is None:
+            late = self.monitor.batches_of_alarms(unread)
+            order = replace(order, batches=(*order.batches, *late))
+        try:
+            done, moved = self.restorer.roll_back(order)
+        except StoreError as error:
+            expected = isinstance(error, NoGoodCheckpoint | StateMismatch)
+            if order.better is None or not expected:
+                self.stop(str(error))
+            problem = f"the weights of step {order.better} are better, but {error}"
+            self.log.problem(self.data.step, f"{problem}; the run continues without a rollback")
+            return None
+        self.report(done, moved)
+        self.data.on_rollback(done.target)
+        self.monitor.on_rollback(done.target)
+        self.reader.clear()
+        self._checked = len(self.saver.nonfinite)
+        self._host_rules.restart()
+        self.read_engines()
+        return done
 
     # -- reports --------------------------------------------------------------------------------
 
@@ -326,33 +343,29 @@ class Recovery:
 
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
         """How the run ends. `why` is the reason of a stop, or the signal."""
-        good, path = self._last_good_checkpoint()
-        is_regular = self._checkpoints.store.accepts("regular")  # else none becomes known-good
+        good = self.saver.good
+        path = next((each.path for each in self.listed() if each.step == good), None)
+        is_regular = self.saver.store.accepts("regular")  # else none becomes known-good
         return RunEnd(
             self.log.run,
             ending,
             self.data.step,
-            self.monitor.counts()._replace(rollbacks=self.rollbacks),
+            self.monitor.counts()._replace(rollbacks=len(self.ledger.rollbacks)),
             why,
             open=self.monitor.is_unhealthy,
             lr_scale=self.monitor.lr_scale,
             last_good=good,
             last_good_path=path,
             probation=self.policy.rollback.probation if is_regular else None,
-            not_finite=tuple(self._checkpoints.nonfinite),
+            not_finite=tuple(self.saver.nonfinite),
             metrics=self.monitor.metrics.values(),
             **fields,
         )
 
-    def _last_good_checkpoint(self) -> tuple[int | None, str | None]:
-        """Step and path of the newest known-good checkpoint."""
-        step = self._checkpoints.good
-        return step, next((each.path for each in self.listed() if each.step == step), None)
-
     def listed(self) -> list[Saved]:
         """The checkpoints, or none if the store cannot be read."""
         try:
-            return self._checkpoints.listed()
+            return self.saver.listed()
         except StoreError:
             return []
 

@@ -24,9 +24,12 @@ _HARMLESS = {_POLICY, _WORLD, "max_steps", "max_epochs", "num_train_epochs"}
 
 def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> dict[str, Any]:
     """The settings of a program before it restores a checkpoint: name -> a JSON-safe value."""
+    trainer: dict[str, Any] = {}
+    for each in _trainer_settings(state):
+        trainer |= each if isinstance(each, dict) else {}
     return {
         **driver.settings(),
-        **_of_trainer(state),
+        **trainer,
         _POLICY: f"{policy.name} ({(policy.fingerprint or 'unnamed')[:8]})",
         _WORLD: world,
     }
@@ -67,8 +70,7 @@ def batch_of(settings: Mapping[str, Any]) -> str:
 
 def has_trainer(state: Any) -> bool:
     """Whether a trainer owns the loop. The trainer decides when its run is complete."""
-    parts = state.values() if isinstance(state, Mapping) else ()
-    return any(attribute(part, "run_settings") is not None for part in parts)
+    return bool(_trainer_settings(state))
 
 
 def change_of_batch_size(settings: dict[str, Any], number: int, loader: Any) -> str:
@@ -80,10 +82,7 @@ def change_of_batch_size(settings: dict[str, Any], number: int, loader: Any) -> 
     return "" if before == size else f"batch size: {before} -> {size}"
 
 
-def _of_trainer(state: Any) -> dict[str, Any]:
-    """The settings of the trainer that owns the state: name -> value; empty without a trainer."""
+def _trainer_settings(state: Any) -> list[Any]:
+    """The attribute `run_settings` of each part of the state that a trainer has made."""
     parts = state.values() if isinstance(state, Mapping) else ()
-    settings = [attribute(part, "run_settings") for part in parts]
-    return {
-        name: each for some in settings if isinstance(some, dict) for name, each in some.items()
-    }
+    return [each for part in parts if (each := attribute(part, "run_settings")) is not None]

@@ -1,139 +1,392 @@
-"""`Saver`: decides when a run saves, and answers NaN and Inf that a save has found."""
+"""`Saver`: decides when a run saves, which checkpoints are known-good, and which are deleted.
+
+A checkpoint is known-good if it is finite, not abandoned, and followed by `probation` healthy
+steps. Deletions run in the queue of the saves. So the contents of a store depend on the steps,
+not on the speed of a disk.
+"""
 
 from __future__ import annotations
 
-import bisect
+import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
 
-from healcore.core.verdict import Action, names
-from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.incidents.rollback import Order
+from healcore.runtime.dominance.dominance import Dominance
+from healcore.runtime.driver import Driver
+from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.loop.data import Data
-from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.recovery.restoring import Restorer
-from healcore.runtime.store import StoreError
-from healcore.runtime.store.claim import Claim
+from healcore.runtime.recovery.record import ITEM, Record
+from healcore.runtime.run_log import RunLog
+from healcore.runtime.store import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CheckpointStore,
+    Keep,
+    Saved,
+    StoreError,
+    UnsavableState,
+    superfluous,
+)
+from healcore.runtime.store.host_copy import WHERE
+from healcore.runtime.store.ranks import Ranks, on_first
+from healcore.runtime.store.saved import disallowed
 
 RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
 _UNSAVED_INTERVALS = 3
 """Checkpoint intervals without a save after which a run warns."""
-_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
+_MAX_CANDIDATES = 8
+"""Max checkpoints on probation in a store, unless `keep` is set."""
 
 
 class Saver:
-    """Saves the checkpoints of a run at the start, regularly, and at the end.
+    """Saves and deletes the checkpoints of one run.
 
-    `claim` is the claim on the store's directory, or None without a directory.
+    Args:
+        data: has the step and the loaders of the run.
+        record: the facts of the run, without the facts at a step.
+        every: steps between two saves, or None for the policy's probation.
+        keep: numbers of checkpoints to keep, or None for all checkpoints on probation, within a
+            bound, and some older known-good ones.
+
+    Attributes:
+        started_from: step of the snapshot or checkpoint that this process started from, or -1.
+        damage: errors of damaged checkpoints, as this process has found them.
+        nonfinite: step and array names of each checkpoint with disallowed NaN or Inf.
+        unsaved: step whose save failed and was not repeated -> the problem.
     """
 
+    dominance: Dominance
+    """The comparisons of weights, whose state is saved. Set by `Recovery`."""
+
     def __init__(
-        self, data: Data, recovery: Recovery, restorer: Restorer, claim: Claim | None
+        self,
+        data: Data,
+        record: Record,
+        *,
+        policy: HostPolicy,
+        driver: Driver,
+        store: CheckpointStore,
+        ranks: Ranks,
+        log: RunLog,
+        every: int | None = None,
+        keep: Keep | None = None,
     ) -> None:
-        self.restorer = restorer
-        self.claim = claim
-        self.checkpoints: CheckpointManager = restorer.checkpoints
-        self._policy = restorer.policy
-        self._driver = restorer.driver
-        self._ranks = restorer.ranks
-        self._log = restorer.log
-        self._data = data
-        self._ledger = recovery.ledger
-        self._monitor = recovery.monitor
-        self._dominance = recovery.dominance
-        # Whether a run can resume exactly from a save at an exception.
-        self._can_resume_exactly = self.checkpoints.store.durable and restorer.ranks.world == 1
-        self._next_warning = _UNSAVED_INTERVALS * self.checkpoints.every
-        """Number of steps without a save at which the next warning is written."""
+        self.data, self.record, self.ledger = data, record, record.ledger
+        self.policy, self.driver, self.store = policy, driver, store
+        self.ranks, self.log = ranks, log
+        probation = policy.rollback.probation
+        self.every = every or probation
+        candidates = min(-(-probation // self.every) + 1, _MAX_CANDIDATES)
+        self._keep = keep or Keep(candidates=candidates, older=True)
+        self.started_from = -1
+        self.damage: list[CheckpointDamaged] = []
+        self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
+        self.unsaved: dict[int, str] = {}
+        self._resumes_exactly = store.durable and ranks.world == 1
+        """Whether a run can resume exactly from a save at an exception."""
+        self._failures, self._saved_once = 0, False
+        self._finite: dict[int, bool] = {}
+        """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
+        self._lost: set[int] = set()
+        """Steps of damaged checkpoints without another copy."""
+        self._left_alone: set[int] = set()
+        """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
+        self._nonfinite_before = 0  # items of `nonfinite` from before this attempt
+        self._pruned = -1  # `Record.proven` at the last deletion
+        self._deletions: deque[set[int] | Exception] = deque()
+        """Results of the background: steps of deleted checkpoints, or the problem."""
         self._saved = -1
         """Step of the last checkpoint or of the start."""
-        self._known_nonfinite: set[int] = set()
+        self._next_warning = _UNSAVED_INTERVALS * self.every
+        """Number of steps without a save at which the next warning is written."""
 
-    def start(self, step: int) -> None:
-        """Starts from the checkpoint of `step`, or from the initial state."""
-        self.restorer.started_from = step
+    # -- what a checkpoint holds ----------------------------------------------------------------
+
+    def items(self) -> dict[str, Any]:
+        """The live state to save, except healcore's record."""
+        return {**self.driver.state(), ITEM: self.data.host}
+
+    def healing(self, step: int) -> dict[str, Any]:
+        """Healcore's record after `step` steps."""
+        return replace(
+            self.record,
+            step=step,
+            world=self.ranks.world,
+            engines=self.driver.engines(),
+            left_out=self.data.loaders.left_out(),
+            forward=self.data.loaders.forward_positions(),
+            comparisons=self.dominance.state if self.dominance.is_enabled else None,
+        ).to_dict()
+
+    def commit(self, step: int) -> None:
+        """Replaces the record of a checkpoint by the current record, by one rename."""
+        self.store.commit(step, self.healing(step))
+
+    # -- the checkpoints in the store -----------------------------------------------------------
+
+    def listed(self) -> list[Saved]:
+        """The checkpoints with their statuses, without those that are known to be damaged."""
+        saves = self.record.course.judged(self.store.steps())
+        return [saved for saved in saves if saved.step not in self._lost]
+
+    def begin_attempt(self, step: int) -> None:
+        """Begins an attempt at a step. Checkpoints of later steps are abandoned.
+
+        Drops all findings so far, which are about steps that come again.
+        """
+        self.store.nonfinite_found()
+        self._nonfinite_before = len(self.nonfinite)
+        self._read_deletions()
+        if self.started_from < 0:
+            self.started_from = step
+            saves = [each for each in self.listed() if each.status != "abandoned"]
+            self._finite = {each.step: each.finite for each in saves}
+            self._left_alone = {at for at in self._finite if at > step}
+        self._pruned = min(self._pruned, step, self.record.proven)
+        self.record.attempts.append(step)
+        self.record.proven = min(self.record.proven, step)
+        self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
         self._saved = step
 
-    def on_rollback(self, target: int) -> None:
-        """Starts over at the checkpoint of `target`."""
-        self._saved = target
-        self._known_nonfinite.clear()
+    @property
+    def restorable(self) -> set[int]:
+        """Steps of the checkpoints that a rollback could restore."""
+        return {step for step, finite in self._finite.items() if finite}
 
-    def after_step(self) -> None:
-        """Records the host's state after this step, for a save at a later exception."""
-        if self._can_resume_exactly:
-            self.restorer.host.after_step()
+    @property
+    def good(self) -> int | None:
+        """Step of the newest known-good checkpoint, or None."""
+        return max((at for at in self.restorable if at <= self.record.proven), default=None)
 
-    # -- regular saves --------------------------------------------------------------------------
+    @property
+    def on_probation(self) -> list[int]:
+        """Steps of the checkpoints whose probation is not over, ascending."""
+        return sorted(at for at in self._finite if at > self.record.proven)
+
+    # -- when to save ---------------------------------------------------------------------------
 
     def due(self) -> bool:
-        """Whether a regular save is due, and possible. Called once per dispatch."""
-        self._warn_if_unsaved()
-        return self._intervals > 0 and self.may_save() and self._between_accumulations
+        """Whether a regular save is due, and possible. Called once per dispatch.
+
+        Warns if nothing was saved for three intervals, then at twice the distance each time.
+        """
+        step, may_save = self.data.step, self.driver.may_save(self.every)
+        if step - self._saved >= self._next_warning:
+            self._next_warning *= 2
+            why = "alarms delay the save"
+            if not may_save:
+                why = "an optimizer has gradients that it has not stepped with: step or zero_grad()"
+            saved = self._saved
+            line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
+            self.log.problem(step, line)
+        return self._intervals > 0 and not self.delayed and may_save
 
     @property
     def _intervals(self) -> int:
         """Number of regular saves that were due since the last checkpoint."""
-        every = self.checkpoints.every
-        return self._data.step // every - self._saved // every
+        return self.data.step // self.every - self._saved // self.every
 
-    def _warn_if_unsaved(self) -> None:
-        """Warns if nothing was saved for three intervals, then at twice the distance each time."""
-        step = self._data.step
-        if step - self._saved < self._next_warning:
-            return
-        self._next_warning *= 2
-        why = "alarms delay the save"
-        if not self._between_accumulations:
-            why = "an optimizer has gradients that it has not stepped with: step it, or zero_grad()"
-        since = self._saved
-        self._log.problem(
-            step, f"no checkpoint since step {since} ({why}); a restart begins at step {since}"
-        )
-
-    def may_save(self) -> bool:
-        """Whether no recent alarm, which may begin an incident, delays a regular save.
+    @property
+    def delayed(self) -> bool:
+        """Whether a recent alarm, which may begin an incident, delays a regular save.
 
         The delay is at most one interval, because a run with occasional alarms has an incident open
         most of the time. A checkpoint after an onset does no harm: a rollback abandons it.
         """
-        return not self._recent_alarm or self._intervals > 1 or self._policy.observes
-
-    @property
-    def _between_accumulations(self) -> bool:
-        return self._driver.may_save(self.checkpoints.every)
+        return self._recent_alarm and self._intervals <= 1 and not self.policy.observes
 
     @property
     def _recent_alarm(self) -> bool:
-        unhealthy = self._ledger.unhealthy
-        return bool(unhealthy) and unhealthy[-1] >= self._data.step - RECENT_ALARM_STEPS
+        first = self.data.step - RECENT_ALARM_STEPS
+        return any(step >= first for step in self.ledger.unhealthy[-1:])
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Keeps the random states after this step, for a save at a later exception."""
+        if self._resumes_exactly:
+            self.data.host.after_step()
 
     def save(self, why: str) -> None:
         """Saves a checkpoint of this step, for the reason `why`."""
-        step = self._data.step
-        self._next_warning = _UNSAVED_INTERVALS * self.checkpoints.every
-        self._saved = step
-        self.restorer.save(step, why)
+        step = self.data.step
+        self._saved, self._next_warning = step, _UNSAVED_INTERVALS * self.every
+        self.write(step, why)
         if why in ("first", "regular"):
             self.keep_anchor()
 
     def keep_anchor(self) -> None:
         """Adds the current weights as an anchor, and protects the anchors' checkpoints."""
-        self._dominance.keep(self._data.step, self.checkpoints.restorable)
-        anchors = {each.step for each in self._dominance.anchors}
-        self.checkpoints.store.ring.protected = frozenset(anchors)
+        self.dominance.keep(self.data.step, self.restorable)
+        self.store.ring.protected = frozenset(each.step for each in self.dominance.anchors)
+
+    def write(self, step: int, why: str) -> None:
+        """Saves the live state as the checkpoint of `step`. Reports a failed save.
+
+        Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
+
+        Raises:
+            UnsavableState: the first save found a value that cannot be saved.
+        """
+        if not self.store.accepts(why):
+            return
+        began = time.monotonic()
+        try:
+            self.store.save(step, self.items(), healing=self.healing(step))
+        except (StoreError, OSError) as error:
+            if isinstance(error, UnsavableState) and not self._saved_once:
+                raise
+            self._save_failed(step, error)
+        else:
+            self._saved_once = True
+            self._lost.discard(step)
+            self.unsaved.pop(step, None)
+            self._finite[step] = True
+            self.log.event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
+        if self.record.proven > self._pruned:
+            self._pruned = self.record.proven
+            self._prune(step)
+
+    def _prune(self, step: int) -> None:
+        """Queues the deletion of superfluous checkpoints, if the save of `step` succeeds.
+
+        Within the region of the last rollback, its target and the next older known-good checkpoint
+        stay: a second rollback there must not use a checkpoint that became known-good later. The
+        decision uses the course as saved, so that a restart knows the same known-good checkpoints.
+        The newest of them is verified first: nothing is deleted for a damaged one.
+        """
+        course, ledger = self.record.course, self.ledger
+        last = ledger.same_trouble(ledger.next_step, self.policy.rollback.region)[-1:]
+        target = last[0].target if last else 0
+        stays = self.store.ring.protected | self._left_alone | {each.target for each in last}
+
+        def chosen() -> tuple[list[int], set[int], int | None]:
+            saves = course.judged(self.store.steps())
+            saves = [saved for saved in saves if saved.path or not self.store.durable]
+            if (step, len(course.attempts)) not in {(s.step, s.attempt) for s in saves}:
+                return [], set(), None
+            good = [saved.step for saved in saves if saved.status == "good"]
+            stay = {*stays, *[at for at in good if at < target][-1:]}
+            surplus = [at for at in superfluous(saves, self._keep) if at not in stay]
+            abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
+            return surplus, {*surplus} - abandoned, max(good, default=None)
+
+        def delete() -> None:
+            try:
+                surplus, deleted, newest = on_first(self.store.processes, chosen)
+                if surplus and newest is not None:
+                    self.store.verify(newest)
+                for old in surplus:
+                    with suppress(CheckpointNotFound):
+                        self.store.delete(old)
+                self._deletions.append(deleted)
+            except Exception as error:
+                self._deletions.append(error)
+
+        self.store.submit(step, delete)
+
+    # -- after a save ---------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Reports background work, and computes the known-good checkpoints."""
-        self.checkpoints.poll(self._ledger)
+        """Reports results of the background, and computes the known-good checkpoints.
+
+        Called once per step. Does not wait for the disk.
+        """
+        self._report_failed_saves()
+        self._read_deletions()
+        if not self.ledger.open:
+            self.prove()
+            # A rollback needs the steps since the newest known-good checkpoint.
+            self.ledger.forget(min([self.good or 0, *self.on_probation]))
+
+    def wait(self) -> None:
+        """Waits until the background is done, and reports failed saves."""
+        self.store.join()
+        self._report_failed_saves()
+
+    def prove(self, *, before: int | None = None) -> None:
+        """Extends the known-good checkpoints to those whose probation is over.
+
+        With `before`, only the steps before that step count.
+        """
+        now = self.ledger.next_step if before is None else min(before, self.ledger.next_step)
+        for step in self.on_probation:
+            if self.ledger.healthy_steps(step, now) < self.policy.rollback.probation:
+                break
+            self.record.proven = step
+            self.read_nonfinite()
+            if self._finite[step]:
+                self.log.event("good", step=step)
+
+    def _read_deletions(self) -> None:
+        while self._deletions:
+            result = self._deletions.popleft()
+            lost = result if isinstance(result, set) else set[int]()
+            if isinstance(result, CheckpointDamaged):
+                self.report_damage(result)
+                lost = {result.step} - self.store.steps_in_memory()
+                self._lost |= lost
+            elif isinstance(result, Exception):
+                self.log.event("problem", step=self.ledger.next_step, problem=str(result))
+            self._finite = {at: each for at, each in self._finite.items() if at not in lost}
+
+    def _report_failed_saves(self) -> None:
+        for failure in self.store.failures():
+            self._save_failed(failure.step, failure)
+
+    def _save_failed(self, step: int, error: Exception) -> None:
+        if step not in self.store.steps_in_memory():
+            self._finite.pop(step, None)
+        self.unsaved[step] = str(error)
+        self._failures += 1
+        self.log.event("save_failed", step=step, problem=str(error))
+        if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, ... failure
+            self.log.warning(f"checkpoint {step} was not saved: {error}")
+
+    def report_damage(self, error: CheckpointDamaged) -> None:
+        """Reports a damaged checkpoint; a directory once, because its name is unique."""
+        if error.path == WHERE or all(each.path != error.path for each in self.damage):
+            self.damage.append(error)
+            self.log.event("damaged", step=error.step, problem=str(error))
+
+    # -- NaN and Inf ----------------------------------------------------------------------------
+
+    def read_nonfinite(self) -> dict[int, tuple[str, ...]]:
+        """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.
+
+        Waits until the last save is inspected, and not for the disk. Reports each save once.
+        """
+        for step, names in self.store.nonfinite_found():
+            if step in self._finite:
+                self._finite[step] = False
+            if any(step == known for known, _ in self.nonfinite[self._nonfinite_before :]):
+                continue
+            problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
+            self.log.event("problem", step=step, problem=problem)
+            if not self.nonfinite:
+                self.log.warning(
+                    f"{problem}: it can never be known-good. A skipped step does not undo changes "
+                    "by the forward pass. If NaN or Inf is expected in these arrays, name them in "
+                    "nonfinite_ok"
+                )
+            self.nonfinite.append((step, names))
+        return dict(self.nonfinite[self._nonfinite_before :])
+
+    def nonfinite_in_state(self) -> list[str]:
+        """Names of the arrays in the live state with disallowed NaN or Inf on any rank."""
+        names = self.store.nonfinite_in(self.items())
+        return sorted(disallowed(names, self.store.nonfinite_ok))
 
     # -- the last state -------------------------------------------------------------------------
 
-    def _save_if_not_finite(self) -> None:
+    def save_if_not_finite(self) -> None:
         """Saves if an alarm and NaN or Inf in the weights are too recent for an order."""
-        due = self._data.step != self._saved and self._recent_alarm and self._between_accumulations
-        if due and not self._driver.finite():
+        due = self.data.step != self._saved and self._recent_alarm
+        if due and self.driver.may_save(self.every) and not self.driver.finite():
             self.save("last")
 
     def save_last(self, *, completed: bool) -> None:
@@ -142,13 +395,15 @@ class Saver:
         `completed` says whether the loop has ended by itself. Then no later step needs the
         accumulated gradients, which a checkpoint does not hold.
         """
-        step = self._data.step
-        if step == self._saved and not self.checkpoints.is_unsaved(step):
-            return
-        if not self._between_accumulations:
+        step = self.data.step
+        if step == self._saved:
+            self.wait()
+            if step not in self.unsaved:
+                return
+        if not self.driver.may_save(self.every):
             lost = "the gradients since the last optimizer step are not saved"
             lost = lost if completed else f"a restart resumes from step {self._saved}"
-            self._log.problem(step, f"the run ends within an accumulation window: {lost}")
+            self.log.problem(step, f"the run ends within an accumulation window: {lost}")
             if not completed:
                 return
         with nullcontext() if completed else self._before_batches():
@@ -159,104 +414,37 @@ class Saver:
 
         A restart resumes from this checkpoint, which has passed no probation.
         """
-        if self._ledger.open or self._recent_alarm:
+        if self.ledger.open or self._recent_alarm:
             return "the last steps had an alarm"
-        if not self._driver.finite():
+        if not self.driver.finite():
             return "the weights are not finite"
-        if self._data.step == self._saved:
-            return ""
-        try:
-            with self._before_batches():
-                self.save("emergency")
-        except StoreError as error:
-            return str(error)
+        if self.data.step != self._saved:
+            try:
+                with self._before_batches():
+                    self.save("emergency")
+            except StoreError as error:
+                return str(error)
         return ""
 
     @contextmanager
     def _before_batches(self) -> Iterator[None]:
-        """A context in which a save holds the state directly after the last step.
+        """A context in which a save has the state, positions and random states of the last step.
 
-        Batches that were read since then come again after a restart: the save has the loader
-        positions and random states from before these batches. Raises StoreError if the changes by
-        these batches cannot be undone.
+        Batches that were read since then come again after a restart. Raises StoreError if the
+        changes by these batches cannot be undone.
         """
-        loaders = self._data.loaders
-        batches = {**loaders.all_unreadable(), **self._data.waiting}
-        if not batches or not self._can_resume_exactly:
+        loaders = self.data.loaders
+        batches = {**loaders.all_unreadable(), **self.data.waiting}
+        if not batches or not self._resumes_exactly:
             yield
             return
-        why_not = self._driver.undo_window()
-        if why_not:
+        if why_not := self.driver.undo_window():
             raise StoreError(why_not)
         position = loaders.position_before(batches)
         if position is None:
             raise StoreError("the loader cannot be rewound to the first batch of the step")
-        with self.restorer.host.before_batches(position):
+        with self.data.host.before_batches(position):
             yield
         line = "batches that were read for the next step come again after a restart"
-        self._log.event("data", step=self._data.step, outcome=line)
-        self._log.info(f"step {self._data.step}: {line}")
-
-    # -- NaN and Inf ----------------------------------------------------------------------------
-
-    def check(self, *, at_end: bool = False) -> Order | None:
-        """The order for new NaN or Inf in the saves so far, or None. Collective.
-
-        Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
-        look healthy. No detector sees such damage, and every later checkpoint has it. The check
-        runs before the next save, whether or not the disk is slow, so that the result depends on
-        the steps only. With `at_end`, the data have ended: non-finite weights are saved first
-        for this check.
-        """
-        if at_end:
-            self._save_if_not_finite()
-        nonfinite = self.checkpoints.nonfinite_checkpoints()
-        new = nonfinite.keys() - self._known_nonfinite
-        self._known_nonfinite |= nonfinite.keys()
-        policy, step = self._policy, self._data.step
-        if not new or (policy.observes and len(nonfinite) > len(new)):
-            return None  # an observing policy reports the first bad save only
-        first, action = min(nonfinite), _ACTIONS[policy.rollback.nonfinite_state]
-        since = self.checkpoints.newest_finite_before(first)
-        bad = self._unhealthy(since, first) or list(range(since, first))
-        if since <= self._monitor.last_trained < bad[0]:
-            bad.insert(0, self._monitor.last_trained)  # no step has been trained after the damage
-        order = Order(
-            index=step - 1,
-            onset=max(first - 1, 0),  # the state after that step is bad
-            since=since,
-            action=int(action),
-            batches=tuple(self._monitor.batches_of(bad)),
-            forced=True,
-            arrays=tuple(nonfinite[first]),
-        )
-        serious = action & (Action.ROLLBACK | Action.STOP)
-        if serious and self._is_harmless(order):
-            self._log.problem(
-                step,
-                f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
-                "without any alarm and with finite weights: the run continues. If this is "
-                "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good",
-            )
-            return None
-        self._log.event(
-            "order",
-            step=order.index,
-            cause=[],
-            action=names(action),
-            why=f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}",
-            observed=policy.observes,
-        )
-        return None if policy.observes or not serious else order
-
-    def _unhealthy(self, since: int, until: int) -> list[int]:
-        steps = self._ledger.unhealthy
-        return steps[bisect.bisect_left(steps, since) : bisect.bisect_left(steps, until)]
-
-    def _is_harmless(self, order: Order) -> bool:
-        """Whether a rollback has not helped, without any alarm and with finite weights."""
-        past = self._ledger.same_trouble(order.onset, self._policy.rollback.region)
-        again = any({*order.arrays} <= {*each.arrays} for each in past)
-        healthy = not self._unhealthy(order.since, order.index + 1)
-        finite = all(self._ranks.gather(self._driver.finite()))
-        return again and healthy and finite
+        self.log.event("data", step=self.data.step, outcome=line)
+        self.log.info(f"step {self.data.step}: {line}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -17,19 +17,15 @@ from healcore.events.schema import sentence
 from healcore.history.incident import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import failures_of
-from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.incidents.hooks import Hooks, IncidentContext
-from healcore.runtime.incidents.ledger import IncidentRecord, Ledger
-from healcore.runtime.incidents.rollback import Order
+from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.incidents.run_metrics import RunMetrics
-from healcore.runtime.incidents.step_lines import is_logged, passes_power_of_ten
-from healcore.runtime.run_log import RunLog
-from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.incidents.steps import StepResult, is_logged, passes_power_of_ten
+from healcore.runtime.loop.saver import Saver
+from healcore.runtime.recovery.orders import Order
+from healcore.runtime.run_options import Hooks, IncidentContext
 
-_HOST_ACTIONS = (Action.STOP, Action.ROLLBACK, Action.SAVE)
-_NO_ORDER_ACTIONS = Action.ALERT | Action.CUT_LR
-"""Actions that the engine carries out itself, or that only need an event."""
+_ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE
+"""Actions that the host carries out; the engine cuts the rate, and an alert is only an event."""
 _LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
 """Causes with an alarm at every step until they end, also if the policy only alerts."""
 MIN_STEPS_REMEMBERED = 1000
@@ -39,72 +35,67 @@ MIN_INTERVALS_REMEMBERED = 5
 after the restored checkpoint, lasts as long, and is found by comparisons."""
 
 
-@dataclass(eq=False, kw_only=True)
 class IncidentMonitor:
-    """Fills the ledger, writes the events of every step and calls the hooks."""
+    """Fills the ledger, writes the events of every step and calls the hooks.
 
-    policy: HostPolicy
-    ledger: Ledger
-    hooks: Hooks
-    ranks: Ranks
-    log: RunLog
-    learning_rate: Callable[[], float | None]
-    """See `Driver.learning_rate`."""
-    interval: int = 0
-    """Steps between two checkpoints."""
+    Attributes:
+        unreported_alarms: number of alarms without an event of their own.
+        nonfinite_row: number of consecutive steps up to the newest without a finite step, or -1 if
+            no step was read.
+        nonfinite_record: newest record of a step that was not finite, or None.
+        never_finite: whether no step of the run was finite.
+        has_micro_steps: whether optax.MultiSteps accumulates gradients around `protect`.
+        last_trained: the last step that was not skipped, or -1 if there is none since a start or
+            rollback.
+    """
 
-    def __post_init__(self) -> None:
-        self.unreported_alarms = 0
-        """Number of alarms without an event of their own."""
+    def __init__(self, saver: Saver, hooks: Hooks) -> None:
+        self.policy, self.ledger, self.hooks = saver.policy, saver.ledger, hooks
+        self.ranks, self.log, self._driver = saver.ranks, saver.log, saver.driver
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
+        self.unreported_alarms = 0
+        self.nonfinite_row = self.last_trained = -1
+        self.nonfinite_record: StepRecord | None = None
+        self.never_finite, self.has_micro_steps = True, False
+        several = MIN_INTERVALS_REMEMBERED * saver.every
+        self._kept = max(self.policy.rollback.region, several, MIN_STEPS_REMEMBERED)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._loader_start = 0
         """First step of the current loader, in which ids of earlier loaders have no meaning."""
         self._lr_scale: dict[str, float] = {}
         self._lr_scale_before: dict[str, float] = {}
-        self._alarms_outside = 0
-        self._last_incident = 0
+        self._alarms_outside = self._last_incident = 0
         self._begun: list[IncidentRecord] = []
         """Incidents of this process without an event `over`."""
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
-        self.nonfinite_row = -1
-        """Number of consecutive steps up to the newest without a finite step; -1: no step read."""
-        self.nonfinite_record: StepRecord | None = None
-        """Newest record of a step that was not finite, or None."""
-        self.never_finite = True
-        """Whether no step of the run was finite."""
-        self.has_micro_steps = False
-        """Whether optax.MultiSteps accumulates gradients around `protect`."""
-        self.last_trained = -1
-        """The last step that was not skipped, or -1 if there is none since a start or rollback."""
         self._alerts: Counter[tuple[int, Cause]] = Counter()
         """(Number of an incident or 0, causes) -> number of steps with an alert."""
 
     def process(self, step: StepResult) -> Order | None:
         """Processes one step. Returns an order if the host has to act, or None."""
+        records = step.records
         self._batches[step.index] = step.batches
-        region, several = self.policy.rollback.region, MIN_INTERVALS_REMEMBERED * self.interval
-        kept = max(region, several, MIN_STEPS_REMEMBERED)
-        self._batches.pop(step.index - kept, None)
+        self._batches.pop(step.index - self._kept, None)
         self._count_nonfinite(step)
-        acted_on = incident_causes(self.policy.engine.config)
-        incident = self.ledger.record(step.index, step.records, acted_on)
-        if any(each.judged and not each.skip for each in step.records):
+        incident = self.ledger.record(
+            step.index, records, incident_causes(self.policy.engine.config)
+        )
+        if any(each.judged and not each.skip for each in records):
             self.last_trained = step.index
-        self.has_micro_steps |= not any(each.judged for each in step.records)
-        is_new = incident is not None and incident.number > self._last_incident
-        if incident is not None and is_new:
+        self.has_micro_steps |= not any(each.judged for each in records)
+        begins = incident is not None and incident.number > self._last_incident
+        if incident is not None and begins:
             self._begin(incident, step)
-        self.metrics.add(step.records)
+        self.metrics.add(records)
         self._report_over(step)
-        self._newest_causes = reduce(or_, (int(each.cause) for each in step.records), 0)
-        lead, order = max(step.records, key=_weight), None
-        has_line = bool(lead.cause) and self._has_line(step, lead, incident, is_new=is_new)
-        for record in step.records:
+        self._newest_causes = reduce(or_, (int(each.cause) for each in records), 0)
+        lead, order = max(records, key=_weight), None
+        has_line = bool(lead.cause) and self._has_line(records, lead, incident, begins=begins)
+        for record in records:
             if record.cause:
                 self._log_alarm(step, record, incident, has_line=has_line and record is lead)
-            self._log_lr_change(step, record)
+            self._log_lr_change(step.index, record)
             if record.action:
                 order = _merge(order, self._order(step, record, incident))
         return order
@@ -126,6 +117,8 @@ class IncidentMonitor:
         ledger = self.ledger
         last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
         return ledger.open or last_unhealthy or bool(self._newest_causes & _LASTING)
+
+    # -- batches --------------------------------------------------------------------------------
 
     @staticmethod
     def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
@@ -153,6 +146,8 @@ class IncidentMonitor:
         self._loader_start = min(self._loader_start, target)
         self.last_trained = -1
 
+    # -- the learning rate ----------------------------------------------------------------------
+
     def sync_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Sets multipliers and counts from engine states (`Driver.healing`), without an event."""
         self._lr_scale = {name: each["state"]["lr"]["scale"] for name, each in engines.items()}
@@ -169,27 +164,55 @@ class IncidentMonitor:
         """`lr_scale` before the last processed step."""
         return min(self._lr_scale_before.values(), default=1.0)
 
-    # -- within ---------------------------------------------------------------------------------
+    def _log_lr_change(self, index: int, record: StepRecord) -> None:
+        """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.
+
+        Other changes have no event: the multiplier may change at every step of a ramp, and while
+        the schedule is above a limit.
+        """
+        now, before = record.lr_scale, self._lr_scale.get(record.engine, 1.0)
+        self._lr_scale[record.engine], self._lr_scale_before[record.engine] = now, before
+        cut = bool(record.action & Action.CUT_LR)
+        if cut and now < before:
+            why = "the policy cuts it"
+        elif now < before == 1.0:
+            why = "the schedule has risen above the limit of the last cut"
+        elif before < now == 1.0:
+            why = "the last cut has no effect any more"
+        else:
+            return
+        self.log.event(
+            "lr",
+            step=index,
+            engine=record.engine,
+            action=names(Action.CUT_LR) if cut else None,
+            lr_scale_before=before,
+            lr_scale=now,
+            why=why,
+            observed=self.policy.observes,
+        )
+
+    # -- incidents and alarms -------------------------------------------------------------------
 
     def _count_nonfinite(self, step: StepResult) -> None:
         """Counts a step of which every optimizer had a NaN or Inf, or which was not taken."""
         if self.nonfinite_row < 0:  # a resumed run counts the steps of its checkpoint
             self.never_finite = self.ledger.untrained >= step.index
             self.nonfinite_row = step.index if self.never_finite else 0
-        is_bad = False
-        for each in step.records:
-            if each.judged and not each.cause & NONFINITE:
-                self.nonfinite_row, self.never_finite = 0, False
-                return
-            if each.judged or not each.taken:
-                is_bad = True
-                self.nonfinite_record = each
-        self.nonfinite_row += is_bad
+        bad = [each for each in step.records if each.judged or not each.taken]
+        if any(each.judged and not each.cause & NONFINITE for each in bad):
+            self.nonfinite_row, self.never_finite = 0, False
+        elif bad:
+            self.nonfinite_row, self.nonfinite_record = self.nonfinite_row + 1, bad[-1]
 
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
+        """Writes the event of a new incident, with the values of each rank (collective)."""
         self._last_incident = incident.number
         self._begun.append(incident)
-        first = max(step.records, key=lambda each: each.cause != 0)
+        first, of_ranks = max(step.records, key=lambda each: each.cause != 0), None
+        if first.rank_signals is not None and self.ranks.world > 1:
+            values = enumerate(self.ranks.gather(first.rank_signals))
+            of_ranks = [{"rank": r, "loss": loss, "grad_norm": norm} for r, (loss, norm) in values]
         self.log.event(
             "incident",
             step=step.index,
@@ -198,7 +221,7 @@ class IncidentMonitor:
             cause=names(Cause(incident.cause)),
             batches=[list(each) for each in step.batches],
             rows=[each.rows for each in step.batches if each.rows] or None,
-            of_ranks=self._values_of_ranks(first),
+            of_ranks=of_ranks,
         )
 
     def _report_over(self, step: StepResult) -> None:
@@ -220,35 +243,88 @@ class IncidentMonitor:
             if is_logged(each.number):
                 self.log.info(f"step {step.index}: {sentence(event)}")
 
-    def _values_of_ranks(self, record: StepRecord) -> list[dict[str, Any]] | None:
-        """Loss and norm of each rank, or None with one rank. Collective, once per incident."""
-        if record.rank_signals is None or self.ranks.world == 1:
-            return None
-        return [
-            {"rank": rank, "loss": loss, "grad_norm": norm}
-            for rank, (loss, norm) in enumerate(self.ranks.gather(record.rank_signals))
-        ]
+    def _has_line(
+        self,
+        records: list[StepRecord],
+        lead: StepRecord,
+        incident: IncidentRecord | None,
+        *,
+        begins: bool,
+    ) -> bool:
+        """Whether the step has a console line, which is about one of its records.
+
+        - Every cut of the learning rate.
+        - Incidents: the first ten, then each power of two.
+        - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
+          then each power of ten.
+        """
+        skips, outside = self.metrics.total("skips"), self._alarms_outside
+        return (
+            (bool(lead.action & Action.CUT_LR) and not self.policy.observes)
+            or (incident is not None and begins and is_logged(incident.number))
+            or passes_power_of_ten(skips - sum(bool(each.skip) for each in records), skips)
+            or passes_power_of_ten(outside, outside + (incident is None))
+        )
+
+    def _log_alarm(
+        self,
+        step: StepResult,
+        record: StepRecord,
+        incident: IncidentRecord | None,
+        *,
+        has_line: bool,
+    ) -> None:
+        self._alarms_outside += incident is None
+        number = incident.alarms if incident else self._alarms_outside
+        if number > MOST_ALARMS and not has_line:
+            self.unreported_alarms += 1
+            return
+        rate = None
+        if has_line:
+            with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
+                rate = self._driver.learning_rate()
+        event = self.log.event(
+            "alarm",
+            step=step.index,
+            engine=record.engine,
+            incident=incident.number if incident else 0,
+            cause=names(record.cause),
+            skip=record.skip,
+            skips=self.metrics.total("skips") if record.skip else None,
+            grad_scale=None if self.policy.engine.per_tensor else record.grad_scale,
+            lr=rate,
+            lr_scale=record.lr_scale,
+            action=names(record.action),
+            readings=record.readings._asdict(),
+            evidence=[each._asdict() for each in record.evidence],
+            batches=[list(each) for each in step.batches],
+            rows=[each.rows for each in step.batches if each.rows] or None,
+            observed=self.policy.observes,
+        )
+        if has_line:
+            which = f"incident {incident.number}: " if incident else ""
+            self.log.warning(f"step {step.index}: {which}{sentence(event)}")
+
+    # -- orders ---------------------------------------------------------------------------------
 
     def _order(
         self, step: StepResult, record: StepRecord, incident: IncidentRecord | None
     ) -> Order | None:
-        ordered, depth = record.action, record.rollback_depth
         onset = incident.onset if incident else step.index
         if incident and incident.only_skips:
             # A finite step within the incident shows that the weights were finite at this step.
             onset = self.ledger.first_consecutive(step.index)
         number = incident.number if incident else 0
-        action = self._ask_hooks(step, record, number, onset) if len(self.hooks) else ordered
-        if self.ranks.world > 1:
-            # Takes the union of the ranks' actions, because hooks may differ between ranks.
-            of_ranks = self.ranks.gather((int(action), depth))
-            action = Action(0)
-            for flags, depth_of_rank in of_ranks:
-                action |= Action(flags)
-                depth = max(depth, depth_of_rank)
+        action = record.action
+        if len(self.hooks):
+            action = self._ask_hooks(step, record, number, onset)
+        # Takes the union of the ranks' actions, because hooks may differ between ranks.
+        of_ranks = self.ranks.gather((int(action), record.rollback_depth))
+        action = Action(reduce(or_, (flags for flags, _ in of_ranks)))
+        depth = max(depth for _, depth in of_ranks)
         if action & Action.ALERT:
             self._alert(step, record, number, action)
-        if self.policy.observes or action & ~_NO_ORDER_ACTIONS:
+        if self.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
             self.log.event(
                 "order",
                 step=step.index,
@@ -258,7 +334,7 @@ class IncidentMonitor:
                 depth=depth,
                 observed=self.policy.observes,
             )
-        if self.policy.observes or not any(action & each for each in _HOST_ACTIONS):
+        if self.policy.observes or not action & _ORDERS:
             return None
         first = incident.first if incident else {}
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)
@@ -271,22 +347,22 @@ class IncidentMonitor:
             cause=int(record.cause),
             depth=max(depth, 1),
             batches=tuple(self.batches_between(since, step.index)),
-            forced=action != ordered,
+            forced=action != record.action,
         )
 
     def _ask_hooks(self, step: StepResult, record: StepRecord, number: int, onset: int) -> Action:
         """Calls the hooks and logs their results. Returns the actions to take."""
         result = self.hooks.run(
             IncidentContext(
-                number=number,
-                step=step.index,
-                onset=onset,
-                cause=record.cause,
-                decision=record.decision,
-                readings=record.readings,
-                engine=record.engine,
-                evidence=record.evidence,
-                batches=tuple((each.epoch, each.index) for each in step.batches),
+                number,
+                step.index,
+                onset,
+                record.cause,
+                record.decision,
+                record.readings,
+                record.engine,
+                record.evidence,
+                tuple((each.epoch, each.index) for each in step.batches),
             )
         )
         for problem in result.problems:
@@ -319,102 +395,6 @@ class IncidentMonitor:
             severity=rows[0].severity,
             diagnosis=" ".join(row.diagnosis for row in rows),
             references=list(dict.fromkeys(each for row in rows for each in row.references)),
-            observed=self.policy.observes,
-        )
-
-    def _has_line(
-        self,
-        step: StepResult,
-        record: StepRecord,
-        incident: IncidentRecord | None,
-        *,
-        is_new: bool,
-    ) -> bool:
-        """Whether the step has a console line, which is about one of its records.
-
-        - Every cut of the learning rate.
-        - Incidents: the first ten, then each power of two.
-        - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
-          then each power of ten.
-        """
-        cut = bool(record.action & Action.CUT_LR) and not self.policy.observes
-        begins = incident is not None and is_new and is_logged(incident.number)
-        skips, outside = self.metrics.total("skips"), self._alarms_outside
-        return (
-            cut
-            or begins
-            or passes_power_of_ten(skips - sum(bool(e.skip) for e in step.records), skips)
-            or passes_power_of_ten(outside, outside + (incident is None))
-        )
-
-    def _log_alarm(
-        self,
-        step: StepResult,
-        record: StepRecord,
-        incident: IncidentRecord | None,
-        *,
-        has_line: bool,
-    ) -> None:
-        self._alarms_outside += incident is None
-        number = incident.alarms if incident else self._alarms_outside
-        if number > MOST_ALARMS and not has_line:
-            self.unreported_alarms += 1
-            return
-        rate = None
-        if has_line:
-            with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
-                rate = self.learning_rate()
-        event = self.log.event(
-            "alarm",
-            step=step.index,
-            engine=record.engine,
-            incident=incident.number if incident else 0,
-            cause=names(record.cause),
-            skip=record.skip,
-            skips=self.metrics.total("skips") if record.skip else None,
-            grad_scale=None if self.policy.engine.per_tensor else record.grad_scale,
-            lr=rate,
-            lr_scale=record.lr_scale,
-            action=names(record.action),
-            readings=record.readings._asdict(),
-            evidence=[each._asdict() for each in record.evidence],
-            batches=[list(each) for each in step.batches],
-            rows=[each.rows for each in step.batches if each.rows] or None,
-            observed=self.policy.observes,
-        )
-        if has_line:
-            number = f"incident {incident.number}: " if incident else ""
-            self.log.warning(f"step {step.index}: {number}{sentence(event)}")
-
-    def _log_lr_change(self, step: StepResult, record: StepRecord) -> None:
-        """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.
-
-        Other changes have no event: the multiplier may change at every step of a ramp, and while
-        the schedule is above a limit.
-        """
-        now = record.lr_scale
-        before = self._lr_scale.get(record.engine, 1.0)
-        self._lr_scale[record.engine] = now
-        self._lr_scale_before[record.engine] = before
-        if now == before:
-            return
-        cut = bool(record.action & Action.CUT_LR)
-        if cut and now < before:
-            why = "the policy cuts it"
-        elif now < before == 1.0:
-            why = "the schedule has risen above the limit of the last cut"
-        elif before < now == 1.0:
-            why = "the last cut has no effect any more"
-        else:
-            return
-        self.log.event(
-            "lr",
-            step=step.index,
-            engine=record.engine,
-            action=names(Action.CUT_LR) if cut else None,
-            lr_scale_before=before,
-            lr_scale=now,
-            why=why,
             observed=self.policy.observes,
         )
 

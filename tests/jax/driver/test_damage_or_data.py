@@ -19,7 +19,7 @@ from healcore import Healer, Logging
 from healcore.events import read
 from healcore.jax import from_dict, metrics, protect, to_dict
 from healcore.policy import engine_of, load
-from healcore.runtime.recovery.engine_states import limited
+from healcore.runtime.recovery.orders import limited
 from tests.healer.run_options import grouped
 
 STEPS = 400

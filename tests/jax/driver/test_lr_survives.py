@@ -19,7 +19,7 @@ from optax import contrib
 from healcore.core.engine import Engine
 from healcore.jax import heal, last_decision, protect, scale_by_heal_lr
 from healcore.jax.driver import JaxDriver
-from healcore.runtime.recovery.engine_states import after_rollback
+from healcore.runtime.recovery.orders import after_rollback
 from tests.jax.driver.small_runs import POLICY, advance, batch, plain
 
 WARM = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=6, decay_steps=40)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from healcore.core.verdict import Action, Cause, Decision
-from healcore.runtime.incidents.hooks import Hooks, IncidentContext
+from healcore.runtime.run_options import Hooks, IncidentContext
 from tests.events.sample_events import EVIDENCE, READINGS
 
 ORDERED = Action.ROLLBACK | Action.CUT_LR

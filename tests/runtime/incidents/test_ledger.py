@@ -10,7 +10,7 @@ from healcore.core.engine import incident
 from healcore.core.verdict import Cause
 from healcore.policy import load
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.incidents.rollback import Rollback
+from healcore.runtime.recovery.orders import Rollback
 from tests.healer.step_records import record
 
 SKIPPED = record(cause=Cause.NONFINITE_GRAD, skip=True)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from healcore.core.verdict import Cause
 from healcore.events import Log
-from healcore.runtime.checkpoints.host_state import ITEM, HostState
-from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.incidents.rollback import Order, Rollback
+from healcore.runtime.loop.saver import Saver
+from healcore.runtime.recovery.orders import Order, Rollback
+from healcore.runtime.recovery.record import ITEM, HostState, Record
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
@@ -152,41 +152,43 @@ class Process:
     """One process of the run, constructed as in `setup`."""
 
     def __init__(self, store: Listed) -> None:
-        self.store, self.ledger, self.loaders = store, Ledger(), LoaderRegistry()
+        self.store, self.loaders = store, LoaderRegistry()
+        facts = Record()
+        self.ledger = facts.ledger
         self.events: list[dict[str, Any]] = []
         log = RunLog(EventList(self.events), console=False)
-        self.checkpoints = CheckpointManager(
-            store,
-            every=EVERY,
-            keep=KEEP,
-            probation=PROBATION,
-            region=REGION,
-            ranks=Alone(),
-            log=log,
-        )
         driver: Any = Nothing()
-        self.restorer = Restorer(
+        host = HostState(self.loaders.position, None)
+        self.data: Any = SimpleNamespace(step=0, loaders=self.loaders, host=host)
+        self.saver = Saver(
+            self.data,
+            facts,
             policy=POLICY,
             driver=driver,
-            checkpoints=self.checkpoints,
-            ledger=self.ledger,
-            loaders=self.loaders,
-            host=HostState(self.loaders.position, None),
+            store=store,
             ranks=Alone(),
             log=log,
+            every=EVERY,
+            keep=KEEP,
         )
-        self.step = 0
+        no_comparisons: Any = SimpleNamespace(is_enabled=False, on_rollback=lambda target: None)
+        self.saver.dominance = no_comparisons
+        self.restorer = Restorer(self.saver)
         self.incident = 0
         self._goes_on = False
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.data.step
 
     def begin(self) -> None:
         """The same steps as `start.begin`."""
         usable = [s.step for s in self.store.steps() if s.finite and s.status != "abandoned"]
         if usable:
-            self.step, _ = self.restorer.resume(self.restorer.newest_record(), usable[::-1])
+            self.data.step, _ = self.restorer.resume(self.restorer.newest_record(), usable[::-1])
         else:
-            self.checkpoints.begin_attempt(self.step)
-        self.restorer.started_from = self.step
+            self.saver.begin_attempt(self.step)
         if not self.store.saves:
             self.save("first")
 
@@ -204,19 +206,19 @@ class Process:
             incident_open=is_open,
         )
         self.ledger.record(self.step, [judged])
-        self.step += 1
+        self.data.step += 1
         if self.step % EVERY == 0 and not self.ledger.open:
             self.save("regular")
-        self.checkpoints.poll(self.ledger)
+        self.saver.poll()
 
     def save(self, why: str) -> None:
-        self.restorer.save(self.step, why)
+        self.saver.write(self.step, why)
 
     def go_back(self, depth: int) -> Rollback:
         """A rollback in answer to the incident under way."""
         order = Order(index=self.step - 1, onset=self.onset, depth=depth)
-        done, _ = self.restorer.roll_back(order, self.step)
-        self.step, self._goes_on = done.target, False
+        done, _ = self.restorer.roll_back(order)
+        self.data.step, self._goes_on = done.target, False
         return done
 
     @property

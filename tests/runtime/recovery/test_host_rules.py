@@ -10,7 +10,7 @@ from healcore.core.step_record import numbers, to_host
 from healcore.core.verdict import Action, Cause
 from healcore.policy import engine_of, load
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.recovery.host_rules import HostRules
+from healcore.runtime.incidents.steps import HostRules
 
 QUIET = 10
 FIRST = to_host(numbers(engine_of("default").init()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from healcore.core.verdict import Action, Cause
 from healcore.events import Log
 from healcore.runtime.data import BatchId
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.recovery.monitor import IncidentMonitor
 from healcore.runtime.run_log import RunLog
+from healcore.runtime.run_options import Hooks
 from healcore.runtime.store.ranks import Alone
 from tests.healer.step_records import record
 
@@ -28,14 +29,10 @@ class Run:
     def __init__(self, capsys: pytest.CaptureFixture[str], policy: str = "default") -> None:
         self._capsys = capsys
         self.log = RunLog(Log(None), console=True)
-        self.monitor = IncidentMonitor(
-            policy=HostPolicy.of(policy),
-            ledger=Ledger(),
-            hooks=Hooks(),
-            ranks=Alone(),
-            log=self.log,
-            learning_rate=lambda: 0.001,
-        )
+        driver = SimpleNamespace(learning_rate=lambda: 0.001)
+        run = {"policy": HostPolicy.of(policy), "ranks": Alone(), "log": self.log}
+        saver: Any = SimpleNamespace(**run, ledger=Ledger(), driver=driver, every=0)
+        self.monitor = IncidentMonitor(saver, Hooks())
         self._step = 0
 
     def steps(self, number: int, **changes: Any) -> list[str]:

@@ -14,6 +14,7 @@ from healcore.runtime.recovery import record
 from healcore.runtime.recovery.record import Record
 from healcore.runtime.store import NoGoodCheckpoint
 from tests.runtime.recovery.simulated_run import (
+    EVERY,
     KEEP,
     PROBATION,
     REGION,
@@ -95,7 +96,7 @@ class History(RuleBasedStateMachine):
         """A rollback as ordered; killed after some number of changes, if it makes so many."""
         assert self.onset is not None
         process = self.process
-        process.checkpoints.prove(process.ledger, before=self.onset)
+        process.saver.prove(before=self.onset)
         self.what_is_good()
         expected = self.target(depth)
         self.store.calls_left = calls
@@ -131,11 +132,11 @@ class History(RuleBasedStateMachine):
     def target(self, depth: int) -> int | None:
         """The checkpoint that it must return to; None if there is none."""
         assert self.onset is not None
-        saves = self.process.checkpoints.listed()
+        saves = self.process.saver.listed()
         usable = [s for s in saves if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
-        begun = self.process.restorer.record.first_step, self.process.restorer.started_from
+        begun = self.process.restorer.record.first_step, self.process.saver.started_from
         unproven = {s.step for s in usable if s.status == "candidate"}
         last = sorted({step for step in begun if step in unproven}, reverse=True)
         tried = [past.target for past in self.back if self.onset <= past.step + REGION]
@@ -156,7 +157,7 @@ class History(RuleBasedStateMachine):
         assert target <= self.onset
         del self.healthy[target:]
         # For the next one in this region, which is to go deeper.
-        saves = self.process.checkpoints.listed()
+        saves = self.process.saver.listed()
         deeper = [s.step for s in saves if s.status == "good" and s.step < target]
         self.stays = {target, *deeper[-1:]}
         self.onset, self.only_skips = None, False
@@ -184,7 +185,7 @@ class History(RuleBasedStateMachine):
     def what_is_good(self) -> None:
         if not hasattr(self, "store"):
             return
-        saves = self.process.checkpoints.listed()
+        saves = self.process.saver.listed()
         good = {s.step: s for s in saves if s.status == "good"}
         for step in good.keys() - self.good:
             assert good[step].finite
@@ -208,7 +209,7 @@ class History(RuleBasedStateMachine):
         assert all(each.undone or each.onset < self.process.step for each in ledger.incidents)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
         # Up to the newest known-good checkpoint, after which the trouble of a rollback began.
-        on_probation = self.process.checkpoints.on_probation
+        on_probation = self.process.saver.on_probation
         needed = min([max(self.good, default=0), *on_probation])
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
         assert record.read(Record(ledger=ledger).to_dict()).ledger == ledger
@@ -246,3 +247,61 @@ TestHistory.settings = settings(
 @pytest.mark.stress
 class TestLongHistory(TestHistory):
     settings = settings(max_examples=3000, stateful_step_count=80, derandomize=False)
+
+
+STEPS = list(range(0, 28, EVERY))
+
+
+def waiting() -> Process:
+    """A run with a candidate at each of `STEPS`, as every step so far was skipped."""
+    process = Process(Listed())
+    process.begin()
+    for _ in range(STEPS[-1]):
+        process.take(alarm=True, skip=True, is_open=False)
+    assert [*process.store.saves] == STEPS
+    return process
+
+
+def goes_well(process: Process, steps: int) -> None:
+    for _ in range(steps):
+        process.take(alarm=False, skip=False, is_open=False)
+
+
+def good(process: Process) -> list[int]:
+    return [each.step for each in process.store.steps() if each.status == "good"]
+
+
+@pytest.mark.parametrize("bad", [STEPS[-1:], STEPS[-3:-1], STEPS[1:], STEPS], ids=str)
+def test_the_newest_that_are_finite_stay(bad):
+    process = waiting()
+    for step in bad:
+        process.store.saves[step] = process.store.saves[step]._replace(finite=False)
+    goes_well(process, EVERY)  # to the next save
+    assert good(process) == [step for step in STEPS if step not in bad][-KEEP.good :]
+    goes_well(process, 40)
+    assert len(good(process)) == KEEP.good
+
+
+def test_nothing_is_deleted_for_a_damaged_one():
+    process = waiting()
+    process.store.corrupt.add(STEPS[-1])
+    goes_well(process, EVERY)
+    assert good(process) == STEPS
+    assert [e["step"] for e in process.events if e["kind"] == "damaged"] == STEPS[-1:]
+    goes_well(process, EVERY + 1)
+    assert good(process)[-1] > STEPS[-1]
+    assert len(good(process)) == KEEP.good
+
+
+@pytest.mark.parametrize("calls", range(2 * len(STEPS)))
+def test_a_kill_leaves_only_what_is_not_deleted_yet(calls):
+    process = waiting()
+    process.store.calls_left = calls
+    with contextlib.suppress(Killed):
+        goes_well(process, PROBATION + EVERY)
+    process.store.calls_left = -1
+    assert good(process)[-KEEP.good :] in ([], STEPS[-KEEP.good :])
+    again = Process(process.store)
+    again.begin()
+    goes_well(again, PROBATION + 2 * EVERY)
+    assert len(good(again)) == KEEP.good

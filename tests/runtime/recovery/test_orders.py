@@ -1,18 +1,20 @@
-"""The choice of the checkpoint to return to: pure functions, cases made by hand."""
+"""The choice of the checkpoint and of the trial: pure functions, by hand and by an oracle."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.checkpoints.manager import healthy_steps
-from healcore.runtime.recovery.checkpoint_choice import (
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.recovery.orders import (
+    ABOVE,
+    MAX_LEFT_OUT,
     CheckpointChoice,
+    Facts,
+    Trial,
     choose,
-    common_to_ranks,
+    decide,
 )
 from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
 
@@ -85,48 +87,56 @@ def test_healthy_steps_need_not_follow_without_a_gap():
         ([*range(10, 21)], 10, 30, 9),
         ([30, 31], 20, 30, 10),  # not yet judged
     ):
-        assert healthy_steps(step, now, unhealthy) == expected
+        assert Ledger(unhealthy=unhealthy).healthy_steps(step, now) == expected
 
 
-def test_ranks_that_disagree_take_the_newest_common_step():
-    first = [saved(100), saved(200), saved(300)]
-    second = [saved(100), saved(200, "candidate"), saved(400)]
-    assert [(s.step, s.status) for s in common_to_ranks([first, second])] == [
-        (100, "good"),
-        (200, "candidate"),
-    ]
-    assert choose(common_to_ranks([first, second]), onset=500).order == (100,)
-    third = [saved(100, finite=False), saved(200)]
-    assert not common_to_ranks([first, third])[0].finite
-    assert common_to_ranks([first, []]) == []
-    assert common_to_ranks([]) == []
-    assert common_to_ranks([first, second]) == common_to_ranks([first, second, second])
+RATES = st.lists(st.sampled_from([0.0, 0.01, 0.1, 1.0]), max_size=3)
+FACTS = st.builds(
+    Facts,
+    rates=RATES,
+    healthy_rate=st.sampled_from([0.0, 0.01, 0.1]),
+    from_start=st.booleans(),
+    unusual=st.booleans(),
+    numbers=st.booleans(),
+    may_limit=st.integers(0, 4),
+    can_rewind=st.booleans(),
+)
 
 
-# -- several ranks ---------------------------------------------------------------------------------
+def allowed(trial: Trial, tried: list[Trial], facts: Facts) -> bool:
+    """The issue's words, one line for each trial."""
+    if trial is Trial.RATE:
+        above = any(rate > facts.healthy_rate * ABOVE for rate in facts.rates)
+        above |= not facts.rates and bool(tried)
+        return (above or facts.from_start) and tried.count(trial) < facts.may_limit
+    if trial is Trial.LEAVE_OUT:
+        return facts.unusual and facts.can_rewind and tried.count(trial) < MAX_LEFT_OUT
+    if trial is Trial.NUMBERS:
+        return facts.numbers and not facts.from_start and trial not in tried
+    return {Trial.REPEAT: not tried, Trial.ACCEPT: True}[trial]
 
-one_rank = st.dictionaries(
-    st.integers(0, 12).map(lambda n: 10 * n),
-    st.tuples(st.sampled_from(["good", "candidate", "abandoned"]), st.booleans()),
-).map(lambda found: [saved(step, *of) for step, of in sorted(found.items())])  # type: ignore[arg-type]
+
+ORDER = (Trial.RATE, Trial.REPEAT, Trial.LEAVE_OUT, Trial.NUMBERS, Trial.ACCEPT)
 
 
-@given(st.lists(one_rank, min_size=1, max_size=4), st.integers(0, 130), st.randoms())
-def test_ranks_choose_a_step_that_every_one_of_them_can_restore(
-    ranks: list[list[Saved]], onset: int, random: Any
-):
-    """Whatever each has lost; the newest one, and the same whichever rank asks."""
-    common = common_to_ranks(ranks)
-    shuffled = random.sample(ranks, len(ranks))
-    assert [s[:3] for s in common_to_ranks(shuffled)] == [s[:3] for s in common]
+@given(st.lists(st.sampled_from(ORDER[:-1]), max_size=6), FACTS)
+def test_the_first_trial_in_order_that_is_allowed(tried, facts):
+    assert decide(tried, facts) == next(e for e in ORDER if allowed(e, tried, facts))
 
-    def good(save: Saved) -> bool:
-        return save.status == "good" and save.finite and save.step <= onset
 
-    on_all = set.intersection(*({s.step for s in saves if good(s)} for saves in ranks))
-    try:
-        order = choose(common, onset=onset).order
-    except NoGoodCheckpoint:
-        assert not on_all
-    else:
-        assert order == tuple(sorted(on_all, reverse=True))
+@given(st.lists(FACTS, min_size=10, max_size=10))
+def test_each_place_ends_with_an_acceptance(all_facts):
+    """Whatever is measured at each of the verdicts: at most ten in one place."""
+    tried: list[Trial] = []
+    for facts in all_facts:
+        tried.append(decide(tried, facts))
+        if tried[-1] is Trial.ACCEPT:
+            break
+    assert tried[-1] is Trial.ACCEPT
+    assert max(tried.count(Trial.REPEAT), tried.count(Trial.NUMBERS)) <= 1
+
+
+def test_a_rate_that_the_run_was_healthy_at_is_not_limited():
+    facts = Facts([0.1, 0.1], 0.1, False, False, False, 4, True)
+    assert decide([], facts) is Trial.REPEAT
+    assert decide([Trial.REPEAT], facts) is Trial.ACCEPT

@@ -1,1 +1,0 @@
-"""Saving, verifying and deleting checkpoints in the background of the training loop."""

@@ -1,0 +1,188 @@
+"""The records of steps as the host reads them, a fixed number of steps later.
+
+Reading does not wait for the device. The delay does not depend on when records arrive, because all
+ranks have to act at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core.engine import RuleConfig, rules
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Action, Cause, names
+from healcore.events.schema import flag_names
+from healcore.runtime.data import BatchId
+from healcore.runtime.driver import PendingDispatch
+
+LAG = 1
+"""Number of dispatches after which the host reads a decision, so that reading does not wait."""
+
+
+class StepResult(NamedTuple):
+    """One step whose records have been read."""
+
+    index: int
+    records: list[StepRecord]
+    """One record per engine, or more if an engine judged several times in the step."""
+    batches: tuple[BatchId, ...]
+    """Ids of the step's batches; several with gradient accumulation."""
+    contents: tuple[Any, ...] = ()
+    """Content of the batches if weights are compared on them. The last step of a dispatch has the
+    batches of all its steps, and the other steps have none."""
+    vote_requested: bool = False
+    """`PendingDispatch.vote_requested` in the last step of a dispatch, otherwise False."""
+
+
+class DelayedReader:
+    """Queue of `LAG` dispatches."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[PendingDispatch, StepResult]] = deque()
+        """Dispatches, each with the index of its first step and its batches."""
+        self._read_steps: deque[StepResult] = deque()
+        self._correction = 0
+        self._accumulated: tuple[BatchId, ...] = ()
+        self._contents: tuple[Any, ...] = ()
+
+    def push(self, pending: PendingDispatch, first: StepResult) -> None:
+        """Queues a dispatch. `first` has its first step's index and its batches, but no records."""
+        self._queue.append((pending, first))
+
+    def due(self, *, all: bool = False) -> Iterator[StepResult]:
+        """Yields the steps that are due, oldest first; with `all` every queued step."""
+        while True:
+            while self._read_steps:
+                yield self._read_steps.popleft()
+            if len(self._queue) <= (0 if all else LAG):
+                return
+            self._read_steps.extend(self._read(*self._queue.popleft()))
+
+    def count_correction(self) -> int:
+        """Steps read since the last call, minus their expected number (`PendingDispatch.count`)."""
+        correction, self._correction = self._correction, 0
+        return correction
+
+    def _read(self, pending: PendingDispatch, first: StepResult) -> Iterator[StepResult]:
+        steps = pending.steps()
+        more = len(steps) - pending.count
+        if more:
+            self._correction += more
+            queue = [(each, step._replace(index=step.index + more)) for each, step in self._queue]
+            self._queue = deque(queue)
+        # With as many batches as steps, each step has its own batch. Otherwise steps share them.
+        single = len(steps) > 1 and len(first.batches) == len(steps)
+        for i, records in enumerate(steps):
+            batches = self._accumulated + ((first.batches[i],) if single else first.batches)
+            # Accumulated batches belong to the update that their gradients go into.
+            has_stepped = not records[0].taken or any(each.judged for each in records)
+            self._accumulated = () if has_stepped else batches
+            contents: tuple[Any, ...] = ()
+            is_last = i == len(steps) - 1
+            if is_last:
+                contents = self._contents + first.contents
+                contents, self._contents = (contents, ()) if has_stepped else ((), contents)
+            yield StepResult(
+                first.index + i,
+                records,
+                () if self._accumulated else batches,
+                contents,
+                pending.vote_requested and is_last,
+            )
+
+    def clear(self) -> None:
+        """Drops all queued steps, which a rollback has undone."""
+        self._queue.clear()
+        self._read_steps.clear()
+        self._accumulated = self._contents = ()
+
+
+class HostRules:
+    """Counts the hits of the rules, separately for each optimizer."""
+
+    def __init__(self, configs: tuple[RuleConfig, ...], *, depth: int, quiet_steps: int) -> None:
+        """Starts without hits.
+
+        Args:
+            configs: see `Policy.host_rules`.
+            depth: known-good checkpoint that an order restores; 1 is the newest.
+            quiet_steps: steps in which no rule fires, after which a rule may order again.
+        """
+        self._configs = configs
+        self._depth = depth
+        self._quiet_steps = quiet_steps
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all hits, after a rollback."""
+        self._states: dict[tuple[str, int], rules.RuleState] = {}
+        self._fired: dict[str, int] = {}
+
+    def ordered(self, record: StepRecord) -> StepRecord:
+        """The record of a judged step, with a rollback if a rule orders one."""
+        fired = False
+        for number, config in enumerate(self._configs if record.judged else ()):
+            key = record.engine, number
+            state, hit = self._states.get(key), np.bool_(record.cause & config.causes)
+            if state is None and not hit:
+                continue  # most steps of most runs
+            state = rules.init(config) if state is None else state
+            step = np.int32(record.step)
+            self._states[key], firing = rules.update(config, state, hit, step, 0, xp=np)
+            fired |= bool(firing.fired)
+        if not fired:
+            return record
+        before, self._fired[record.engine] = self._fired.get(record.engine), record.step
+        if before is not None and record.step - before <= self._quiet_steps:
+            return record
+        return record._replace(action=record.action | Action.ROLLBACK, rollback_depth=self._depth)
+
+
+FROM_START = 100
+"""Steps after which a run ends that has had no finite step."""
+IN_A_ROW = 1_000
+"""Consecutive steps without a finite step after which any other run ends."""
+
+
+def nonfinite_row_text(
+    record: StepRecord, row: int, weights: Sequence[str], from_start: bool
+) -> str:
+    """The sentence about a run of which `row` consecutive steps were not finite.
+
+    `weights` has the names of the parameters with NaN or Inf, in their order. A skip changes no
+    parameter, so a run without a finite step has the parameters that it was started with.
+    """
+    which = "first" if from_start else "last"
+    text = f"none of the {which} {row:,} steps was finite, so nothing was trained"
+    since = " since the start" if from_start else ""
+    if weights:
+        loaded = ", because they were loaded so" if from_start else ""
+        return (
+            f"{text}: the weights are NaN or Inf{since}{loaded}; the first tensor is {weights[0]}"
+        )
+    if not record.taken:
+        return f"{text}: the training step has kept its old state{since}"
+    named = [each.name for each in record.evidence if not math.isfinite(each.grad_norm)]
+    first = f"; the first tensor is the gradient of {named[0]}" if named else ""
+    what = "loss" if record.cause & Cause.NONFINITE_LOSS else "gradient"
+    return f"{text}: the {what} is NaN or Inf{since}{first}"
+
+
+def cause_text(cause: Cause) -> str:
+    """Names of causes, as a clause."""
+    return flag_names(names(cause))
+
+
+def is_logged(number: int) -> bool:
+    """Whether occurrence `number` has a line: the first ten, then each power of two."""
+    return number <= 10 or number & (number - 1) == 0
+
+
+def passes_power_of_ten(before: int, now: int) -> bool:
+    """Whether a count has just reached 1, 10, 100, ..."""
+    return now > before and (not before or len(str(now)) > len(str(before)))

@@ -1,0 +1,344 @@
+"""Orders as values: what a run answers to trouble, which checkpoint it restores, what it tries.
+
+Pure functions. Steps are counted from 0. A checkpoint of step n holds the state that step n starts
+from, so a checkpoint of the onset's step holds the last state before the trouble.
+
+A rollback that changes nothing is harmless by construction: the run repeats its own steps. A change
+of the rate, the data or a number of the optimizer is a trial. If the trouble comes back after all
+trials, they are undone: the program means what it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from pydantic import ConfigDict, Field
+
+from healcore.core.engine import Engine, StateError
+from healcore.core.verdict import Action
+from healcore.runtime.data import BatchId
+from healcore.runtime.healthy_range import HealthyRange
+from healcore.runtime.store.errors import NoGoodCheckpoint
+from healcore.runtime.store.saved import Saved
+
+Step = Annotated[int, Field(ge=0)]
+_SHOWN = 3
+MAX_LEFT_OUT = 2
+"""Trials that leave out steps at one place."""
+MAX_ACCEPTED = 3
+"""Places accepted one after another; then a verdict only alerts."""
+ABOVE = 1.0001
+"""A rate is above another from this ratio on: two float32 computations of one rate differ less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """An order to the host: to save, to stop or to roll back (`action`)."""
+
+    __pydantic_config__ = ConfigDict(extra="ignore")
+
+    index: int
+    """Step whose records led to the order."""
+    onset: int
+    """Step of the first alarm of the trouble."""
+    since: int = -1
+    """Step of the first alarm with one of the causes, not before `onset`."""
+    action: int = int(Action.ROLLBACK)
+    """`Action` flags."""
+    cause: int = 0
+    """`Cause` flags."""
+    depth: int = 1
+    """Known-good checkpoint to restore: 1 is the newest before the onset, 2 the next older."""
+    batches: tuple[BatchId, ...] = ()
+    """Ids of the batches to skip when the run repeats the steps."""
+    exact: bool = False
+    """Whether the state is known to be sound up to `onset`."""
+    forced: bool = False
+    """Whether a hook, the state check or better weights gave the order, not the engine."""
+    arrays: tuple[str, ...] = ()
+    """Names of arrays with NaN or Inf, if a save led to the order; otherwise empty."""
+    better: int | None = None
+    """Step of the better earlier weights that the rollback restores, or None."""
+    lr_at_fault: float | None = None
+    """Learning rate in force that caused the trouble, or None if the rollback sets no limit. In an
+    order NaN stands for the current rate, or for the multiplier alone if the rate is unknown."""
+    trial: str = ""
+    """What the run tries for better earlier weights (`recovery.orders.Trial`), or empty."""
+    read_again: tuple[BatchId, ...] = ()
+    """Ids of batches that earlier trials have left out and that are read again."""
+    lr_states: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Engine name -> its learning-rate state before a trial of the rate; restored by `accept`."""
+    numbers: Mapping[str, HealthyRange | None] = field(default_factory=dict)
+    """Number of an optimizer -> its healthy values, in which it is held; None ends a hold."""
+
+    @property
+    def numbers_text(self) -> str:
+        """The numbers that are held, as a clause, or an empty string."""
+        held = [f"{name} {each.last:.3g}" for name, each in self.numbers.items() if each]
+        more = f" and {len(held) - _SHOWN} more" if held[_SHOWN:] else ""
+        text = f"{', '.join(held[:_SHOWN])}{more} while the program sets other values"
+        return text if held else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback(Order):
+    """A rollback that was carried out."""
+
+    number: int = 0
+    """Number of the rollback, from 1 over the whole run."""
+    step: int = 0
+    """Steps done when the rollback began."""
+    target: Step = 0
+    """Step of the restored checkpoint."""
+    skipped: int = 0
+    """Number of skipped batches."""
+    initial: bool = False
+    """Whether the first snapshot was restored, because no known-good checkpoint was left."""
+    repeated: bool = False
+    """Whether an earlier rollback for this trouble restored the same, oldest checkpoint."""
+    lr: float | None = None
+    """The schedule's learning rate when it began, without the multiplier, or None if unknown."""
+    lr_limit: float | None = None
+    """Upper limit of the learning rate, or None without a limit or if the rate is unknown."""
+    lr_scale: float = 1.0
+    """The multiplier at `target`: 1 where the schedule is below the limit."""
+
+    def outline(self) -> Rollback:
+        """A copy for the ledger: only the batches of a trial are needed, to undo the trial."""
+        return self if self.trial else replace(self, batches=())
+
+
+class CheckpointChoice(NamedTuple):
+    """The checkpoint to restore."""
+
+    order: tuple[int, ...]
+    """Steps of the checkpoints to try: the choice, then older ones in case it is damaged."""
+    initial: bool
+    """Whether the choice is an initial snapshot, because no known-good checkpoint is left."""
+    repeated: bool
+    """Whether an earlier rollback for this trouble restored the same, oldest checkpoint."""
+
+
+def choose(
+    saves: Sequence[Saved],
+    *,
+    onset: int,
+    depth: int = 1,
+    tried: Sequence[int] = (),
+    initial: Sequence[int] = (),
+    exact: bool = False,
+) -> CheckpointChoice:
+    """Chooses a known-good checkpoint, or as a last resort an initial one.
+
+    Args:
+        saves: the checkpoints.
+        onset: step of the incident's first alarm.
+        depth: 1 for the newest known-good checkpoint before the onset, 2 for the next older one.
+        tried: steps of the checkpoints that were restored for the same trouble. The choice is
+            older, because newer known-good checkpoints lead into the same trouble.
+        initial: steps of the snapshot that the run began with, and of the checkpoint that this
+            process resumed from, which need not be known-good.
+        exact: whether the state is known to be sound up to the onset, or its weights have been
+            compared. Then each finite checkpoint up to the onset can be restored.
+
+    Raises:
+        NoGoodCheckpoint: there is no such checkpoint.
+    """
+    usable = [save for save in saves if save.finite and save.step <= onset]
+    known_good = {save.step for save in usable if save.status == "good"}
+    candidates = {save.step for save in usable if save.status == "candidate"}
+    good = sorted(known_good | candidates if exact else known_good, reverse=True)
+    choices = good + sorted(candidates & {*initial} - {*good}, reverse=True)
+    if not choices:
+        raise NoGoodCheckpoint(_no_checkpoint_text(saves, onset))
+
+    older = [step for step in choices if step < min(tried, default=onset + 1)]
+    start = min(max(depth, 1), len(good) or 1) - 1
+    chosen = choices[start]
+    if tried and chosen >= min(tried):
+        chosen = older[0] if older else min(choices)
+    order = [step for step in choices if step <= chosen]
+    return CheckpointChoice(
+        order=tuple(order),
+        initial=chosen not in known_good and (not exact or len(choices) == 1),
+        repeated=chosen in tried,
+    )
+
+
+def _no_checkpoint_text(saves: Sequence[Saved], onset: int) -> str:
+    listed = ", ".join(
+        f"{save.step} ({save.status if save.finite else 'not finite'})" for save in saves[-5:]
+    )
+    return (
+        f"no known-good checkpoint from before the onset at step {onset}, and no initial snapshot; "
+        f"there: {listed or 'none, and a rollback needs a store'}"
+    )
+
+
+class Trial(StrEnum):
+    """What a run changes when it repeats the steps of a place."""
+
+    RATE = "rate"
+    """The learning rate is limited to the last healthy rate."""
+    REPEAT = "repeat"
+    """Nothing: damage by a bit flip or a faulty device does not come back."""
+    LEAVE_OUT = "leave_out"
+    """The unusual steps at the onset are left out."""
+    NUMBERS = "numbers"
+    """Unusual other numbers of the optimizer are replaced by their last healthy values."""
+    ACCEPT = "accept"
+    """What was tried is undone, and the trouble is never rolled back again."""
+
+
+class Facts(NamedTuple):
+    """What is known about the trouble."""
+
+    rates: Sequence[float]
+    """Learning rates in force at the comparisons that found it; empty if unknown."""
+    healthy_rate: float
+    """Highest rate at which the run was healthy; 0 if unknown."""
+    from_start: bool
+    """Whether the better weights are the first of the run."""
+    unusual: bool
+    """Whether a step at the onset is unusual: its batch for the better weights, or its norm."""
+    numbers: bool
+    """Whether a number of the optimizer had a value that it had at no healthy checkpoint."""
+    may_limit: int
+    """Number of times that the rate may be limited at one place."""
+    can_rewind: bool
+    """Whether the data can be rewound."""
+
+
+def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
+    """The next trial at a place where `tried` has not helped, in this order.
+
+    * The rate is above every healthy rate, or the better weights are the first of the run: limit
+      it. An unknown rate is limited after a repeat that has not helped.
+    * Repeat once with nothing changed.
+    * Leave out what is unusual at the onset, at most `MAX_LEFT_OUT` times.
+    * Hold unusual numbers of the optimizer at their last healthy value, once, unless the better
+      weights are the first of the run: a schedule has shown no range by then.
+    * Undo what was tried, and accept.
+    """
+    raised = max(facts.rates) > facts.healthy_rate * ABOVE if facts.rates else bool(tried)
+    if (raised or facts.from_start) and tried.count(Trial.RATE) < facts.may_limit:
+        return Trial.RATE
+    if not tried:
+        return Trial.REPEAT
+    if facts.unusual and facts.can_rewind and tried.count(Trial.LEAVE_OUT) < MAX_LEFT_OUT:
+        return Trial.LEAVE_OUT
+    if facts.numbers and not facts.from_start and Trial.NUMBERS not in tried:
+        return Trial.NUMBERS
+    return Trial.ACCEPT
+
+
+Engines = Mapping[str, Mapping[str, Any]]
+"""Engine name -> `Engine.to_dict`."""
+
+
+def after_rollback(
+    engine: Engine, live: Engines, saved: Engines | None, *, counted: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Engine states after a rollback. An engine without a saved state restarts its warm-up.
+
+    `counted` says that the budgets in `live` already include this rollback.
+    """
+    merged = {}
+    for name, each in live.items():
+        now, then = engine.from_dict(each), (saved or {}).get(name)
+        before = engine.init(groups=each["groups"]) if then is None else engine.from_dict(then)
+        state = engine.on_rollback(now, before, xp=np)
+        if counted:
+            state = state._replace(budget=now.budget, tally=now.tally)
+        merged[name] = engine.to_dict(state)
+    return merged
+
+
+def limited(
+    engine: Engine, engines: Engines, broken: float, rate: float | None, *, healthy: bool
+) -> dict[str, dict[str, Any]]:
+    """Engine states with a limit on the learning rate, if the policy has a cut left.
+
+    The limit is the last healthy rate. If this rate is unknown, or not lower than the rate at the
+    fault, the limit is the policy's factor times the rate at the fault.
+
+    Args:
+        engine: engine of the policy.
+        engines: states after the rollback, with the multipliers of the live run.
+        broken: learning rate in force at the fault, or the multiplier alone if it is unknown.
+        rate: the schedule's rate at the restored step, or None if unknown.
+        healthy: whether steps before the restored step were trained at `rate`.
+    """
+    at = _rate_at(engine, rate)
+    states = {}
+    for name, each in engines.items():
+        state = engine.from_dict(each)
+        before = rate * float(state.lr.scale) if healthy and rate and at is not None else broken
+        limit = before if before < broken else broken * float(engine.config.lr.factor)
+        states[name] = engine.to_dict(engine.limit_lr(state, np.float32(limit), at, xp=np))
+    return states
+
+
+def lr_states(engines: Engines) -> dict[str, dict[str, Any]]:
+    """The learning-rate part of engine states, by engine name."""
+    return {name: dict(each["state"]["lr"]) for name, each in engines.items()}
+
+
+def with_lr_states(
+    engines: Engines, before: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Engine states with the learning-rate part of `lr_states` where it has the engine."""
+    return {
+        name: {**each, "state": {**each["state"], "lr": before.get(name, each["state"]["lr"])}}
+        for name, each in engines.items()
+    }
+
+
+def apply_rate(
+    engine: Engine, engines: Engines, rate: float | None
+) -> tuple[dict[str, dict[str, Any]], float | None, float]:
+    """Adapts engine states to the schedule's restored rate.
+
+    The multipliers stay as they are if `rate` is None, for an unknown rate, or if the policy's cuts
+    do not depend on the rate.
+
+    Returns:
+        The states; the learning-rate limit, or None if it is unknown or not set; and the smallest
+        multiplier of all engines.
+    """
+    at = _rate_at(engine, rate)
+    states = {name: engine.from_dict(each) for name, each in engines.items()}
+    limits: list[float] = []
+    if at is not None:
+        states = {name: engine.apply_rate(each, at, xp=np) for name, each in states.items()}
+        rates = [each.lr for each in states.values()]
+        ceiling = engine.config.lr.ceiling
+        limits = [float(each.low if each.hold else ceiling * each.broken) for each in rates]
+    limit = min((each for each in limits if each > 0), default=None)
+    scale = min((float(each.lr.scale) for each in states.values()), default=1.0)
+    return {name: engine.to_dict(each) for name, each in states.items()}, limit, scale
+
+
+def _rate_at(engine: Engine, rate: float | None) -> np.float32 | None:
+    """The schedule's rate if the policy's cuts depend on the rate, or None."""
+    return np.float32(rate) if engine.limits_lr and rate is not None else None
+
+
+def compatible(engine: Engine, saved: Engines) -> tuple[dict[str, Any], str]:
+    """The saved states that fit this policy, and the problem of the others or an empty string.
+
+    A checkpoint stays usable after a change of the policy: the detectors restart their warm-up.
+    """
+    fit: dict[str, Any] = {}
+    problem = ""
+    for name, state in saved.items():
+        try:
+            engine.from_dict(state)
+            fit[name] = state
+        except StateError as error:
+            problem = f"the detectors of {name} restart their warm-up: {error}"
+    return fit, problem
