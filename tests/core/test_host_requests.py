@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 
 from healcore.core.engine import BudgetConfig, Engine, LrConfig, RuleConfig
-from healcore.core.tree import leaves
 from healcore.core.verdict import Action, Cause
 from tests.core import fuzz, oracle, policies
-from tests.core.engine_runner import Runner, ordered
+from tests.core.engine_runner import Runner, ordered, same
 from tests.core.test_escalation import CONFIG as ESCALATION
 from tests.core.test_escalation import bad, depths
-
-
-def same(a, b) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
 def test_an_order_that_is_not_carried_out_never_uses_up_the_budget():
