@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from healcore.core.engine import (
-    BudgetConfig,
-    IncidentConfig,
-    RollbackConfig,
-    RuleConfig,
-)
+from healcore.core.engine import BudgetConfig, IncidentConfig, RollbackConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 from tests.core.engine_runner import Runner, ordered, watching
 
@@ -120,10 +115,7 @@ def test_cuts_have_a_budget_of_their_own():
 
 def test_a_cause_that_only_alerts_opens_no_incident():
     config = watching(
-        "plateau",
-        RuleConfig(int(Cause.PLATEAU), action=int(Action.ALERT)),
-        window=10,
-        patience=1,
+        "plateau", RuleConfig(int(Cause.PLATEAU), action=int(Action.ALERT)), window=10, patience=1
     )
     runner = Runner(config)
     runner.feed(loss=np.ones(100))

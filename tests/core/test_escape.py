@@ -21,11 +21,7 @@ from healcore.core.engine import Engine, EngineConfig
 from healcore.core.signals import Signals
 
 BEFORE, AFTER = 400, 800
-ZClip, AutoClip, AdaGC = (
-    RULES["zclip"],
-    RULES["autoclip"],
-    RULES["adagc"],
-)
+ZClip, AutoClip, AdaGC = (RULES["zclip"], RULES["autoclip"], RULES["adagc"])
 CLIPS = {
     "zclip": ("zclip", ZClip(max_norm=None)),
     "zclip-mean": ("zclip", ZClip(max_norm=None, target="mean")),

@@ -20,14 +20,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, PartitionSpec
 
-from healcore.jax import (
-    heal,
-    heal_zclip,
-    last_decision,
-    metrics,
-    protect,
-    scale_by_heal_lr,
-)
+from healcore.jax import heal, heal_zclip, last_decision, metrics, protect, scale_by_heal_lr
 from healcore.jax.heal_state import find
 from tests.jax import policies
 

@@ -32,10 +32,7 @@ def create(tx):
     net = Net()
     variables = net.init(jax.random.key(0), X, train=True)
     return State.create(
-        apply_fn=net.apply,
-        params=variables["params"],
-        batch_stats=variables["batch_stats"],
-        tx=tx,
+        apply_fn=net.apply, params=variables["params"], batch_stats=variables["batch_stats"], tx=tx
     )
 
 

@@ -7,12 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from healcore.jax import (
-    heal,
-    heal_zclip,
-    protect,
-    scale_by_heal_lr,
-)
+from healcore.jax import heal, heal_zclip, protect, scale_by_heal_lr
 from tests.jax import policies
 
 PARAMS = {"w": jnp.ones(3)}
