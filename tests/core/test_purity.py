@@ -12,6 +12,7 @@ import pytest
 
 import healcore.core
 from healcore.core.engine import Engine
+from healcore.core.recorded import NotRecordable, record
 from healcore.core.tree import leaves, map_leaves
 from tests.core import fuzz, policies
 
@@ -36,6 +37,11 @@ def imported(tree: ast.AST) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_no_framework_is_imported(path):
     assert imported(ast.parse(path.read_text())) <= ALLOWED
+
+
+def test_a_branch_on_a_value_is_refused_where_a_step_is_recorded():
+    with pytest.raises(NotRecordable, match=r"xp\.where"):
+        record(lambda x, *, xp: 1 if x > 0 else x, np.float32(1))
 
 
 @pytest.mark.parametrize("clip", policies.CLIPS)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
+from examples import trackers
 from healcore.policy import load
+from healcore.tools.traces import open_traces
 from tests import forked_programs
 from tests.forked_programs import ROOT
 
@@ -49,6 +52,18 @@ def test_a_call_that_fails_twice_is_repeated():
     assert re.fullmatch(r"loss \S+, uploads 3\n", done.stdout)
     assert "HTTP 503, attempt 2" in done.stderr
     assert "upload has succeeded at attempt 3" in done.stderr
+
+
+def test_trackers_get_every_step_and_the_files_of_tensorboard_are_replayed(tmp_path, capsys):
+    trackers.main(str(tmp_path))
+    out = capsys.readouterr().out
+    assert out.startswith("steps 120, skipped 1, clipped 1: alarm alert end ")
+    (trace,), unreadable = open_traces([str(tmp_path)])
+    assert not unreadable
+    table = trace.rows
+    assert table.step.tolist() == list(range(120))
+    assert np.flatnonzero(np.isnan(table.values["loss"])).tolist() == [trackers.RUINED]
+    assert np.argmax(np.nan_to_num(table.values["grad_norm"])) == trackers.LARGE
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ def test_sam_gets_only_the_keywords_that_it_names():
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
     tx = protect(sam, "zclip", clip={"kind": "none"})
     state, own = tx.init(PARAMS), sam.init(PARAMS)
-    params, expected = PARAMS, PARAMS
+    params: Any = PARAMS
+    expected: Any = PARAMS
     for _ in range(4):
         updates, state = tx.update(params, state, params, value=jnp.float32(1.0))
         params = optax.apply_updates(params, updates)

@@ -1,9 +1,13 @@
-"""The public names, and the modules and output of the import."""
+"""The public names, the modules that the import loads, and the loop of the page."""
 
 import doctest
 import inspect
+import re
 import sys
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import healcore.jax as hj
@@ -28,3 +32,19 @@ def test_importing_needs_neither_flax_nor_pydantic():
         "import sys, healcore.jax; print(sys.modules.keys() & {'flax','pydantic','torch','orbax'})"
     )
     assert done == "set()"
+
+
+def test_the_loop_of_the_page_runs_with_equinox(tmp_path, monkeypatch):
+    """A module of Equinox keeps functions among its leaves."""
+    pytest.importorskip("equinox")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/jax.md").read_text()
+    optimizer, loop, *others = re.findall(r"```python\n(.*?)```", page, re.S)
+    (module,) = (each for each in others if "eqx." in each)
+    scope: dict = {}
+    for code in (optimizer, module, loop):
+        exec(code, scope)
+    assert scope["healer"].step == 50
+    model = scope["eqx"].combine(scope["healer"].state[0], scope["static"])
+    assert isinstance(model.layers[0].weight, jax.Array)
+    assert not jnp.array_equal(model.layers[0].weight, scope["model"].layers[0].weight)
