@@ -13,7 +13,7 @@ from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig, EngineState, RuleConfig
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
-from healcore.core.tree import map_leaves
+from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Cause, Decision
 
 
@@ -65,6 +65,11 @@ def watching(name: str, *rules: RuleConfig, **settings: Any) -> EngineConfig:
 def sustained(cause: Cause) -> RuleConfig:
     """A rule that rolls back on a sustained alarm, which one step cannot cause."""
     return RuleConfig(int(cause), action=int(Action.ROLLBACK), sustained=True)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees have the same values."""
+    return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
 def alarms(decisions: list[Decision], cause: Cause) -> np.ndarray:

@@ -60,11 +60,7 @@ RATE = Signals._fields.index("learning_rate")
 
 
 def rolls_back_odd_lanes(
-    machine: reference.Engine,
-    verdict: reference.Verdict,
-    step: int,
-    lane: int,
-    rate: float | None,
+    machine: reference.Engine, verdict: reference.Verdict, step: int, lane: int, rate: float | None
 ) -> None:
     """Carries out the rollbacks that `growing_run` carries out."""
     if verdict.action & Action.ROLLBACK and lane % 2:
@@ -74,11 +70,7 @@ def rolls_back_odd_lanes(
 
 
 def reference_run(
-    config: EngineConfig,
-    trace: Signals,
-    *,
-    groups: int = 0,
-    host: Host = rolls_back_odd_lanes,
+    config: EngineConfig, trace: Signals, *, groups: int = 0, host: Host = rolls_back_odd_lanes
 ) -> Expected:
     """Runs the reference on each lane."""
     steps, lanes = lanes_of(trace)

@@ -131,10 +131,7 @@ def published(*which: str, **changes: Any) -> EngineConfig:
 def growing(*names: str, **changes: Any) -> EngineConfig:
     """Only detectors of growth: the other loss detectors would hide them from the oracle."""
     return full(
-        None,
-        detectors=_watching(("nonfinite", *names)),
-        rules=RULES_OF_ALL_KINDS,
-        **changes,
+        None, detectors=_watching(("nonfinite", *names)), rules=RULES_OF_ALL_KINDS, **changes
     )
 
 

@@ -38,10 +38,7 @@ decays = st.sampled_from([0.5, 0.9, 0.97, 0.99])
 counts = st.integers(1, 40)
 limits = st.none() | number(0.125, 128.0)
 shifts = st.builds(
-    ShiftConfig,
-    patience=st.integers(2, 40),
-    gain=st.integers(1, 6),
-    forgive=st.integers(0, 8),
+    ShiftConfig, patience=st.integers(2, 40), gain=st.integers(1, 6), forgive=st.integers(0, 8)
 )
 
 CLIPS: dict[str, st.SearchStrategy] = {
@@ -57,10 +54,7 @@ CLIPS: dict[str, st.SearchStrategy] = {
     ),
     "fixed": st.builds(RULES["fixed"], max_norm=number(0.03125, 64.0)),
     "autoclip": st.builds(
-        RULES["autoclip"],
-        percentile=number(1.0, 99.0),
-        window=st.integers(2, 60),
-        max_norm=limits,
+        RULES["autoclip"], percentile=number(1.0, 99.0), window=st.integers(2, 60), max_norm=limits
     ),
     "adagc": st.builds(
         RULES["adagc"],
@@ -85,11 +79,7 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
         "window": counts,
         "min_noise": number(0.0009765625, 0.25),
     },
-    "divergence": {
-        "rise": number(2.0, 10.0),
-        "patience": st.integers(1, 60),
-        "window": counts,
-    },
+    "divergence": {"rise": number(2.0, 10.0), "patience": st.integers(1, 60), "window": counts},
     "instability": {
         "growth": number(0.0, 1.0),
         "records": st.integers(2, 6),

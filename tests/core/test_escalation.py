@@ -24,6 +24,10 @@ def bad(steps: int, *at: int) -> np.ndarray:
     return losses
 
 
+def where(decisions, action: Action) -> list[int]:
+    return np.flatnonzero(ordered(decisions, action)).tolist()
+
+
 def depths(decisions) -> dict[int, int]:
     return {i: int(d.rollback_depth) for i, d in enumerate(decisions) if d.rollback_depth}
 
@@ -48,21 +52,15 @@ def carrying_out(runner: Runner, **signals: np.ndarray) -> list:
 
 
 def test_quiet_steps_end_it():
-    runner = Runner(CONFIG)
-    runner.feed(loss=bad(100, 10, 14))
-    assert runner.state.incident.number == 1
-    runner = Runner(CONFIG)
-    runner.feed(loss=bad(100, 10, 16, 22))
-    assert runner.state.incident.number == 3
+    for steps, incidents in (((10, 14), 1), ((10, 16, 22), 3)):
+        runner = Runner(CONFIG)
+        runner.feed(loss=bad(100, *steps))
+        assert runner.state.incident.number == incidents
 
 
 def test_the_second_in_the_region_goes_deeper_and_a_far_one_does_not():
-    assert depths(Runner(CONFIG).feed(loss=bad(200, 10, 40, 80, 150))) == {
-        10: 1,
-        40: 3,
-        80: 5,
-        150: 1,
-    }
+    decisions = Runner(CONFIG).feed(loss=bad(200, 10, 40, 80, 150))
+    assert depths(decisions) == {10: 1, 40: 3, 80: 5, 150: 1}
 
 
 def test_alarms_that_go_on_after_patience_escalate():
@@ -74,7 +72,7 @@ def test_an_exhausted_budget_stops_the_run_and_rolls_nothing_back():
     runner = Runner(CONFIG._replace(budget=BudgetConfig(recoveries=2, refund_after=1 << 20)))
     decisions = carrying_out(runner, loss=bad(200, 10, 70, 130, 190))
     assert list(depths(decisions)) == [10, 70]
-    assert np.flatnonzero(ordered(decisions, Action.STOP)).tolist() == [130, 190]
+    assert where(decisions, Action.STOP) == [130, 190]
     assert runner.state.budget.recoveries == 0
 
 
@@ -91,10 +89,6 @@ FINITE = watching(
 )
 
 
-def where(decisions, action: Action) -> list[int]:
-    return np.flatnonzero(ordered(decisions, action)).tolist()
-
-
 def test_a_run_whose_numbers_are_finite_goes_on_with_an_alert():
     losses = np.ones(100)
     losses[[10, 30, 50]] = 9.0
@@ -109,16 +103,13 @@ def test_a_run_whose_numbers_are_finite_goes_on_with_an_alert():
 
 def test_cuts_have_a_budget_of_their_own():
     decisions = Runner(CONFIG).feed(loss=bad(50, 5, 15, 25))
-    assert np.flatnonzero(ordered(decisions, Action.CUT_LR)).tolist() == [5, 15]
+    assert where(decisions, Action.CUT_LR) == [5, 15]
     assert len(depths(decisions)) == 3
 
 
 def test_a_cause_that_only_alerts_opens_no_incident():
     config = watching(
-        "plateau",
-        RuleConfig(int(Cause.PLATEAU), action=int(Action.ALERT)),
-        window=10,
-        patience=1,
+        "plateau", RuleConfig(int(Cause.PLATEAU), action=int(Action.ALERT)), window=10, patience=1
     )
     runner = Runner(config)
     runner.feed(loss=np.ones(100))
@@ -130,4 +121,4 @@ def test_a_cause_that_only_alerts_opens_no_incident():
 def test_a_stop_rule_stops():
     config = watching("nonfinite", RuleConfig(BAD, action=int(Action.STOP), consecutive=4))
     decisions = Runner(config).feed(loss=bad(20, 5, 6, 7, 8))
-    assert np.flatnonzero(ordered(decisions, Action.STOP)).tolist() == [8]
+    assert where(decisions, Action.STOP) == [8]

@@ -21,11 +21,7 @@ from healcore.core.engine import Engine, EngineConfig
 from healcore.core.signals import Signals
 
 BEFORE, AFTER = 400, 800
-ZClip, AutoClip, AdaGC = (
-    RULES["zclip"],
-    RULES["autoclip"],
-    RULES["adagc"],
-)
+ZClip, AutoClip, AdaGC = (RULES["zclip"], RULES["autoclip"], RULES["adagc"])
 CLIPS = {
     "zclip": ("zclip", ZClip(max_norm=None)),
     "zclip-mean": ("zclip", ZClip(max_norm=None, target="mean")),
@@ -74,11 +70,6 @@ def every_run(rule: str, config: NamedTuple) -> dict[tuple[float, str], np.ndarr
     return dict(zip(kinds, np.split(1 - np.array(rows), ends[:-1], axis=1), strict=True))
 
 
-def taken_away(clip: str, noise: float, shift: str) -> np.ndarray:
-    """1 - scale at each step, (steps, lanes)."""
-    return every_run(*CLIPS[clip])[noise, shift]
-
-
 def steps_until_back(taken: np.ndarray, usual: np.ndarray) -> int:
     """First step from which on 25-step means stay within a tenth of the usual ones."""
 
@@ -98,8 +89,8 @@ def test_the_page_has_these_bounds():
 @pytest.mark.parametrize("shift", [shift for shift in SHIFTS if shift != "none"])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_clipping_is_back_at_its_usual_amount(clip, shift):
+    runs = every_run(*CLIPS[clip])
     for noise, bound in zip(NOISES, BOUNDS[clip], strict=True):
-        usual = taken_away(clip, noise, "none")
-        steps = steps_until_back(taken_away(clip, noise, shift), usual)
+        steps = steps_until_back(runs[noise, shift], runs[noise, "none"])
         print(f"{clip} {shift} noise {noise}: {steps}")
         assert steps <= bound, f"noise {noise}: {steps} steps"

@@ -6,17 +6,12 @@ import numpy as np
 import pytest
 
 from healcore.core.engine import Engine
-from healcore.core.tree import leaves, map_leaves
+from healcore.core.tree import map_leaves
 from healcore.core.verdict import Action, Cause
 from tests.core import fuzz, policies
-from tests.core.engine_runner import Runner
+from tests.core.engine_runner import Runner, same
 
-NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 CONFIG = policies.full("zclip")
-
-
-def same(a, b) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
 @pytest.mark.parametrize("way", ["signal", "method"])
@@ -47,9 +42,7 @@ def test_an_externally_skipped_step_changes_nothing_at_all():
         garbage = fuzz.at(trace, (i * 7) % 120)._replace(externally_skipped=np.ones(20, bool))
         after, decision = engine.step(state, garbage, xp=np)
         assert same(after, state)
-        assert not decision.skip.any()
-        assert not decision.action.any()
-        assert not decision.cause.any()
+        assert not any(each.any() for each in (decision.skip, decision.action, decision.cause))
         assert (decision.grad_scale == 1).all()
         assert np.array_equal(decision.lr_scale, state.lr.scale)
         state, _ = engine.step(state, fuzz.at(trace, i), xp=np)
@@ -70,8 +63,8 @@ def test_observe_judges_as_heal_does_and_enforces_nothing():
         assert np.array_equal(ordered.cause, enforced.cause)
         assert (enforced.grad_scale == 1).all()
         assert (enforced.lr_scale == 1).all()
-        for flag in (enforced.skip, enforced.action, enforced.rollback_depth):
-            assert not flag.any()
+        flags = (enforced.skip, enforced.action, enforced.rollback_depth)
+        assert not any(flag.any() for flag in flags)
 
 
 def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():

@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 
 from healcore.core.engine import BudgetConfig, Engine, LrConfig, RuleConfig
-from healcore.core.tree import leaves
 from healcore.core.verdict import Action, Cause
 from tests.core import fuzz, oracle, policies
-from tests.core.engine_runner import Runner, ordered
+from tests.core.engine_runner import Runner, ordered, same
 from tests.core.test_escalation import CONFIG as ESCALATION
 from tests.core.test_escalation import bad, depths
-
-
-def same(a, b) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
 def test_an_order_that_is_not_carried_out_never_uses_up_the_budget():
@@ -34,17 +29,7 @@ ROLLS_BACK = (RuleConfig(int(Cause.OVERFIT), action=int(Action.ROLLBACK)),)
 LR = LrConfig(factor=0.25, floor=0.01, hold_steps=3, ramp_steps=8, ceiling=0.5)
 
 
-def limiting(rate: float | None) -> tuple[Runner, Any]:
-    """A runner whose rules cut nothing, fed ten steps; and how to feed it more."""
-    budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=1 << 20)
-    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=ROLLS_BACK))
-
-    def feed(steps: int, at: float | None = rate) -> list[float]:
-        known = {} if at is None else {"learning_rate": [at] * steps}
-        return [float(d.lr_scale) for d in runner.feed(loss=np.ones(steps), **known)]
-
-    feed(10)
-    return runner, feed
+BUDGET = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=1 << 20)
 
 
 def limited(runner: Runner, limit: float, rate: float | None) -> Any:
@@ -54,9 +39,12 @@ def limited(runner: Runner, limit: float, rate: float | None) -> Any:
 
 @pytest.mark.parametrize(("rate", "limit"), [(None, 0.25), (0.5, 0.125), (8.0, 0.5)])
 def test_a_limit_holds_from_the_next_step_on_and_the_ramp_does_not_raise_it(rate, limit):
-    runner, feed = limiting(rate)
+    runner = Runner(ESCALATION._replace(lr=LR, budget=BUDGET, rules=ROLLS_BACK))
+    known = {} if rate is None else {"learning_rate": [rate] * 60}
+    runner.feed(loss=np.ones(60), **known)
     runner.state = limited(runner, limit, rate)
-    assert feed(60) == [limit / (rate or 1.0)] * 60
+    decisions = runner.feed(loss=np.ones(60), **known)
+    assert [float(d.lr_scale) for d in decisions] == [limit / (rate or 1.0)] * 60
     assert runner.state.budget.lr_cuts == 0
     assert runner.state.tally.lr_cuts == 1
 
@@ -65,8 +53,7 @@ def test_a_limit_holds_from_the_next_step_on_and_the_ramp_does_not_raise_it(rate
 def test_a_limit_at_the_share_of_the_policy_is_a_cut_of_a_rule(rate):
     """The same multiplier, budget and tally as when a rule cuts at that step."""
     same_share = LR._replace(ceiling=LR.factor)
-    budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=1 << 20)
-    plain = ESCALATION._replace(lr=same_share, budget=budget, rules=ROLLS_BACK)
+    plain = ESCALATION._replace(lr=same_share, budget=BUDGET, rules=ROLLS_BACK)
     cutting = plain._replace(
         rules=(RuleConfig(int(Cause.NONFINITE_LOSS), action=int(Action.CUT_LR)),)
     )

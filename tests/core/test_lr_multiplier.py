@@ -24,10 +24,10 @@ CONFIG = watching(
 )
 
 
-def scales(steps: int, *at: int, config=CONFIG) -> np.ndarray:
-    losses = np.ones(steps)
-    losses[list(at)] = np.nan
-    return np.array([d.lr_scale for d in Runner(config).feed(loss=losses)])
+def scales(steps: int, cut: int, *, config=CONFIG, **signals: np.ndarray) -> np.ndarray:
+    """Multipliers of a run whose rate is cut at one step."""
+    losses = np.where(np.arange(steps) == cut, np.nan, 1.0)
+    return np.array([d.lr_scale for d in Runner(config).feed(loss=losses, **signals)])
 
 
 def test_the_whole_way():
@@ -54,21 +54,14 @@ def test_the_ramp_rises_and_ends_at_exactly_one(ramp_steps):
 LIMITED = CONFIG._replace(lr=LrConfig(0.25, 0.05, hold_steps=4, ramp_steps=5, ceiling=0.5))
 
 
-def under(schedule: np.ndarray, *at: int, config=LIMITED) -> np.ndarray:
-    """Multipliers along a schedule, with cuts at some steps."""
-    losses = np.ones(len(schedule))
-    losses[list(at)] = np.nan
-    decisions = Runner(config).feed(loss=losses, learning_rate=schedule)
-    return np.array([d.lr_scale for d in decisions])
-
-
 def test_the_way_back_ends_at_the_ceiling():
     expected = [1, 1, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.5]
     got = scales(15, 2, config=LIMITED)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert got[13] == np.float32(0.5)
     # Without a rate the schedule is taken to be constant: any constant is the same.
-    np.testing.assert_allclose(under(np.full(15, 3e-4), 2), expected, rtol=1e-6)
+    constant = scales(15, 2, config=LIMITED, learning_rate=np.full(15, 3e-4))
+    np.testing.assert_allclose(constant, expected, rtol=1e-6)
 
 
 @settings(max_examples=60, **BOUNDED)

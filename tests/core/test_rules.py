@@ -5,12 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from healcore.core.clipping import RULES
 from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Action, Cause
 from tests.core.engine_runner import Runner, ordered, watching
 
 BAD = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 ROLLBACK = int(Action.ROLLBACK)
+
+
+def fired(rule: RuleConfig, losses, action: Action = Action.ROLLBACK) -> list[int]:
+    """The steps at which a rule on losses that are not finite orders `action`."""
+    found = ordered(Runner(watching("nonfinite", rule)).feed(loss=losses), action)
+    return np.flatnonzero(found).tolist()
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, -1.0])
@@ -41,16 +48,14 @@ def test_every_other_step_nan_is_caught_by_the_rate_only():
     losses = np.where(np.arange(200) % 2, np.nan, 1.0)
     row = RuleConfig(BAD, action=ROLLBACK, consecutive=3)
     rate = RuleConfig(BAD, action=ROLLBACK, count=5, within=20)
-    assert not ordered(Runner(watching("nonfinite", row)).feed(loss=losses), Action.ROLLBACK).any()
-    found = ordered(Runner(watching("nonfinite", rate)).feed(loss=losses), Action.ROLLBACK)
-    assert np.flatnonzero(found)[0] == 9, "at the fifth NaN"
+    assert not fired(row, losses)
+    assert fired(rate, losses)[0] == 9, "at the fifth NaN"
 
 
 def test_in_a_row():
     rule = RuleConfig(BAD, action=ROLLBACK, consecutive=3)
     losses = [1, np.nan, np.nan, 1, np.nan, np.nan, np.nan, np.nan, 1]
-    found = ordered(Runner(watching("nonfinite", rule)).feed(loss=losses), Action.ROLLBACK)
-    assert np.flatnonzero(found).tolist() == [6]
+    assert fired(rule, losses) == [6]
 
 
 def test_a_window_holds_exactly_within_steps():
@@ -58,33 +63,26 @@ def test_a_window_holds_exactly_within_steps():
     for gap, hit in ((9, True), (10, False)):
         losses = np.ones(40)
         losses[[5, 5 + gap]] = np.nan
-        found = ordered(Runner(watching("nonfinite", rule)).feed(loss=losses), Action.ROLLBACK)
-        assert found.any() == hit
+        assert bool(fired(rule, losses)) == hit
 
 
 def test_an_alert_comes_once_until_quiet_steps_have_passed():
     rule = RuleConfig(BAD, action=int(Action.ALERT))
     losses = np.ones(100)
     losses[[10, 11, 12, 20, 60]] = np.nan  # 20 quiet steps lie between the last two only
-    found = ordered(Runner(watching("nonfinite", rule)).feed(loss=losses), Action.ALERT)
-    assert np.flatnonzero(found).tolist() == [10, 60]
+    assert fired(rule, losses, Action.ALERT) == [10, 60]
 
 
 SKIP_SPIKES = RuleConfig(int(Cause.GRAD_SPIKE | Cause.NONFINITE_GRAD), skip=True)
 SKIPPING = watching("grad_spike", SKIP_SPIKES)._replace(max_skips=4)
 
 
-def skips(norms) -> list[int]:
-    return [i for i, d in enumerate(Runner(SKIPPING).feed(grad_norm=norms)) if d.skip]
-
-
 def test_a_row_of_outliers_ends_after_max_skips():
-    assert skips([1.0] * 50 + [100.0] * 10) == [50, 51, 52, 53]
+    decisions = Runner(SKIPPING).feed(grad_norm=[1.0] * 50 + [100.0] * 10)
+    assert [i for i, d in enumerate(decisions) if d.skip] == [50, 51, 52, 53]
 
 
 def test_a_skipped_step_is_not_clipped_too_and_teaches_the_clip_nothing():
-    from healcore.core.clipping import RULES
-
     config = SKIPPING._replace(clip=("zclip", RULES["zclip"]()))
     runner = Runner(config)
     runner.feed(grad_norm=[0.5] * 50)

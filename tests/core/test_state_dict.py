@@ -40,17 +40,6 @@ def test_through_json_and_back_to_the_bit(clip):
         assert np.asarray(a).tobytes() == b.tobytes()
 
 
-def test_saved_and_restored_goes_on_as_if_it_had_never_stopped():
-    engine, state = after_steps("zclip")
-    other = engine.from_dict(json.loads(json.dumps(engine.to_dict(state))))
-    trace = fuzz.signals(np.random.default_rng(9), 200, 1)
-    for i in range(200):
-        state, a = engine.step(state, fuzz.at(trace, i, 0), xp=np)
-        other, b = engine.step(other, fuzz.at(trace, i, 0), xp=np)
-        for x, y in zip(leaves((state, a)), leaves((other, b)), strict=True):
-            assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
 def broken(data: dict[str, Any], *path: Any, value: Any = ...) -> dict[str, Any]:
     """A copy with one entry replaced, or taken out."""
     data = copy.deepcopy(data)

@@ -19,10 +19,7 @@ ZCLIP = EngineConfig(
 
 # Nothing clips, so that a step without a skip is the inner optimizer's own.
 SKIP = EngineConfig(
-    detectors=(
-        ("nonfinite", NonFiniteConfig()),
-        ("grad_spike", GradSpikeConfig(window=WARMUP)),
-    ),
+    detectors=(("nonfinite", NonFiniteConfig()), ("grad_spike", GradSpikeConfig(window=WARMUP))),
     rules=(RuleConfig(NONFINITE | int(Cause.GRAD_SPIKE), skip=True),),
 )
 

@@ -46,9 +46,7 @@ def test_the_engine_is_one_compiled_call(name, monkeypatch):
     assert len(calls) <= 1  # to trace it, where no other test has
     compiled = steps(tx, jax.jit(tx.update))
     for one, other in zip(jax.tree.leaves(eager), jax.tree.leaves(compiled), strict=True):
-        np.testing.assert_allclose(
-            np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=1e-5
-        )
+        np.testing.assert_allclose(np.float64(one), np.float64(other), rtol=1e-5)
 
 
 @pytest.mark.parametrize("how", ["compiled", "serialized"])

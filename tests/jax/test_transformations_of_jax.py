@@ -25,13 +25,9 @@ GRADS[20] *= 1e4
 GRADS[30, 2] = np.inf
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [protect(optax.adamw(0.1), policies.SKIP), optax.chain(heal_zclip(), optax.adamw(0.1))],
-    ids=["protect", "heal_zclip"],
-)
-def test_scan_decides_as_a_loop_of_compiled_steps(tx):
-    params = jnp.ones(4)
+def test_scan_decides_as_a_loop_of_compiled_steps():
+    """More flows, with each transformation: `control_flow`."""
+    tx, params = protect(optax.adamw(0.1), policies.SKIP), jnp.ones(4)
 
     def step(carry, grads):
         params, state = carry
@@ -72,14 +68,11 @@ def test_a_sweep_over_thresholds_runs_in_one_vmap():
     def clips(threshold):
         tx = heal_zclip(z_threshold=threshold, max_norm=None)
 
-        def step(state, grads):
-            return tx.update(grads, state)[1], None
-
+        step = lambda state, grads: (tx.update(grads, state)[1], None)  # noqa: E731
         state, _ = jax.lax.scan(step, tx.init(jnp.ones(4)), grads)
         return metrics(state)["heal/clips"]
 
     grads = jnp.asarray(np.random.default_rng(1).standard_normal((80, 4)), jnp.float32)
-
     counts = jax.jit(jax.vmap(clips))(jnp.asarray([0.5, 2.0, 1e9]))
     assert counts[0] > counts[1] > counts[2] == 0
 

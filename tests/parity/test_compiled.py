@@ -13,8 +13,6 @@ from tests.parity import backends, lockstep, recorded_runs
 reason = backends.missing("torch-compiled")
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 
-LANES = 256
-
 
 @pytest.mark.parametrize(
     ("config", "backend"),
@@ -31,8 +29,7 @@ def test_with_scalars(config: EngineConfig, backend: str):
     trace = fuzz.signals(np.random.default_rng(52), 100, 1)
     traces = [lockstep.scalar(trace, 0)]
     if not recorded_runs.needed.args[0]:
-        runs = widened(recorded_runs.lanes(100, norms=True))
-        traces += [lockstep.scalar(runs, 0)]
+        traces += [lockstep.scalar(whole(recorded_runs.lanes(100, norms=True)), 0)]
     lockstep.steps_equal(config, traces, (backend,), reference="host")
 
 
@@ -46,16 +43,11 @@ def test_every_policy_compiled_whole(clip):
     lockstep.steps_equal(config, [trace], ("torch-compiled",), groups=groups, lanes=lanes)
 
 
-def widened(trace: Signals) -> Signals:
-    """Recorded runs in the shape of a fuzzed trace: more (skipped) lanes, every signal present."""
+def whole(trace: Signals) -> Signals:
+    """Recorded runs with every signal present, as in a fuzzed trace."""
     assert trace.loss is not None
-    steps, lanes = trace.loss.shape
-    pad = ((0, 0), (0, LANES - lanes))
-    loss, norm, skipped = (
-        np.pad(part, pad, constant_values=1)
-        for part in (trace.loss, trace.grad_norm, trace.externally_skipped)
+    one = np.ones_like(trace.loss)
+    none = np.zeros(one.shape, bool)
+    return trace._replace(
+        update_norm=one, eval_loss=np.nan * one, change_expected=none, learning_rate=one
     )
-    none = np.zeros((steps, LANES), bool)
-    nan = np.full((steps, LANES), np.nan, np.float32)
-    one = np.ones_like(loss)
-    return Signals(loss, norm, one, nan, None, none, skipped, learning_rate=one)

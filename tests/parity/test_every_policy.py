@@ -12,15 +12,12 @@ import healcore.policies
 from healcore.core import host
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
-from healcore.core.tree import leaves, map_leaves
+from healcore.core.tree import leaves
 from healcore.policy import load
+from tests.parity import backends
 
 POLICIES = sorted(path.stem for path in Path(healcore.policies.__path__[0]).glob("*.toml"))
 STEPS, GROUPS = 60, 3
-
-
-def scalar(leaf: Any) -> Any:
-    return leaf[()] if leaf.ndim == 0 else leaf
 
 
 def signals(engine: Any, random: np.random.Generator, externally_skipped: bool) -> Signals:
@@ -42,7 +39,7 @@ def signals(engine: Any, random: np.random.Generator, externally_skipped: bool) 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_recorded_step_is_the_step(name: str, externally_skipped: bool):
     engine, random = load(name).engine(), np.random.default_rng(1)
-    state = mine = map_leaves(scalar, engine.init(groups=GROUPS))
+    state = mine = backends.start("recorded", engine.init(groups=GROUPS))
     program = record(engine.step, state, signals(engine, random, externally_skipped))
     for i in range(STEPS):
         seen = signals(engine, random, externally_skipped)

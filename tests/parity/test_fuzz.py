@@ -61,42 +61,36 @@ def test_more_of_the_catalogue(which):
 any_policy = given(config=engine_configs(), seed=st.integers(0, 1 << 20))
 
 
-def groups_of(config) -> int:
-    return policies.GROUPS if config.clip and config.clip[0] == "adagc" else 0
+def compared(config, seed, steps, lanes, against):
+    """Compares backends on a fuzzed trace of a random policy; one lane is one of scalars."""
+    groups = policies.GROUPS if config.clip and config.clip[0] == "adagc" else 0
+    trace = fuzz.signals(np.random.default_rng(seed), steps, lanes, groups=groups)
+    trace, lanes = (trace, lanes) if lanes > 1 else (lockstep.scalar(trace, 0), 0)
+    lockstep.steps_equal(config, [trace], against, groups=groups, lanes=lanes)
 
 
 @settings(max_examples=12, **BOUNDED)
 @any_policy
 def test_torch_with_lanes(config, seed):
-    groups = groups_of(config)
-    trace = fuzz.signals(np.random.default_rng(seed), 50, 30, groups=groups)
-    lockstep.steps_equal(config, [trace], ("torch",), groups=groups, lanes=30)
+    compared(config, seed, 50, 30, ("torch",))
 
 
 @settings(max_examples=12, **BOUNDED)
 @any_policy
 def test_the_host_with_scalars(config, seed):
-    groups = groups_of(config)
-    trace = fuzz.signals(np.random.default_rng(seed), 100, 1, groups=groups)
-    lockstep.steps_equal(config, [lockstep.scalar(trace, 0)], ("host", "recorded"), groups=groups)
+    compared(config, seed, 100, 1, ("host", "recorded"))
 
 
 @settings(max_examples=2, **BOUNDED)
 @any_policy
 def test_jax_with_scalars(config, seed):
-    """Few: each policy is a program of its own to compile. Those in test_fuzz have all parts."""
-    groups = groups_of(config)
-    trace = fuzz.signals(np.random.default_rng(seed), 100, 30, groups=groups)
-    lockstep.steps_equal(config, [trace], ("jax-scalars",), groups=groups, lanes=30)
+    """Few: each policy is a program of its own to compile. Those above have all parts."""
+    compared(config, seed, 100, 30, ("jax-scalars",))
 
 
 @pytest.mark.stress
 @settings(max_examples=60, **BOUNDED)
 @any_policy
 def test_more_random_policies(config, seed):
-    groups = groups_of(config)
-    trace = fuzz.signals(np.random.default_rng(seed), 200, 100, groups=groups)
-    others = ("jax-scalars", "jax", "torch")
-    lockstep.steps_equal(config, [trace], others, groups=groups, lanes=100)
-    one = lockstep.scalar(trace, 0)
-    lockstep.steps_equal(config, [one], ("host", "recorded"), groups=groups)
+    compared(config, seed, 200, 100, ("jax-scalars", "jax", "torch"))
+    compared(config, seed, 200, 1, ("host", "recorded"))

@@ -8,6 +8,7 @@ from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import EngineConfig
 from tests.core import policies
+from tests.core.oracle import core_run
 from tests.parity import lockstep, recorded_runs
 
 # Every threshold as it comes; the rules of the tests.
@@ -22,14 +23,10 @@ CONFIG = EngineConfig(
 @pytest.mark.parametrize(
     ("norms", "rows", "against"),
     [
-        pytest.param(True, 200, ("jax-scalars", "torch"), id="with norms"),
-        pytest.param(False, 200, ("torch",), id="loss only"),
-        *(
-            pytest.param(
-                norms, 700, ("jax-scalars", "torch"), marks=pytest.mark.stress, id=f"more {norms}"
-            )
-            for norms in (True, False)
-        ),
+        (True, 200, ("jax-scalars", "torch")),
+        (False, 200, ("torch",)),
+        pytest.param(True, 700, ("jax-scalars", "torch"), marks=pytest.mark.stress),
+        pytest.param(False, 700, ("jax-scalars", "torch"), marks=pytest.mark.stress),
     ],
 )
 def test_the_same_bits_on_every_recorded_run(norms, rows, against):
@@ -41,8 +38,6 @@ def test_the_same_bits_on_every_recorded_run(norms, rows, against):
 
 @recorded_runs.needed
 def test_something_happens_on_them():
-    from tests.core.oracle import core_run
-
     got = core_run(CONFIG, recorded_runs.lanes(200, norms=True))
     assert got["cause"].any()
     assert got["skip"].any()
