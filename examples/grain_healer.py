@@ -69,7 +69,7 @@ def main() -> None:
             healer.update(train_step(healer.state, batch["inputs"], batch["targets"]))
     for start, ids in zip(starts, passes, strict=True):
         print(f"from step {start}:", *ids)
-    print("left out:", *sorted(index for _, index in healer.skipped_batch_ids))
+    print("left out:", *sorted(batch.index for batch in healer.report().skipped_batches))
     loss = batch_loss(healer.state, examples(0, STEPS)).item()
     print(f"loss {loss:.3f}, steps {healer.step}, rollbacks {healer.rollbacks}")
 

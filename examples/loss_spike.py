@@ -53,7 +53,8 @@ def train(policy: str | None, bad: Collection[int] = BAD, *, compare: bool = Fal
                 loss = loss_of(step)
                 healer.observe(loss)
                 train_step(step, loss)
-            did = f"rollbacks {healer.rollbacks}, batches left out {len(healer.skipped_batch_ids)}"
+            left_out = len(healer.report().skipped_batches)
+            did = f"rollbacks {healer.rollbacks}, batches left out {left_out}"
     highest = max(loss for step, loss in losses.items() if step >= BAD.stop)
     with torch.no_grad():
         final = sum(loss_of(step).item() for step in range(STEPS, STEPS + 20)) / 20

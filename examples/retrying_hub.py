@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import requests
 import torch
 
+import healcore
 from healcore import Healer
 
 
@@ -38,7 +39,7 @@ class FlakyHub(BaseHTTPRequestHandler):
 
 
 def upload(url, weights):
-    """One request; `healer.retrying` repeats it."""
+    """One request; `healcore.retrying` repeats it."""
     requests.put(url, data=weights, timeout=10).raise_for_status()
 
 
@@ -57,7 +58,7 @@ def main():
         tempfile.TemporaryDirectory() as folder,
         Healer("default", state=state, store=folder) as healer,
     ):
-        send = healer.retrying(upload)
+        send = healcore.retrying(upload, healer)
         for x in healer.batches(batches):
             loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
             healer.observe(loss)

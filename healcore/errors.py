@@ -9,6 +9,7 @@ from __future__ import annotations
 from healcore.core.engine import StateError
 from healcore.core.errors import (
     AttachError,
+    CommitError,
     HealcoreError,
     ParametersChangedError,
     RanksDisagreeError,
@@ -47,6 +48,7 @@ __all__ = [
     "AttachError",
     "CheckpointDamaged",
     "CheckpointNotFound",
+    "CommitError",
     "DataError",
     "EmptyLoader",
     "EndRequested",

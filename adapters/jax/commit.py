@@ -29,16 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from healcore.core.errors import HealcoreError
+from healcore.core.errors import CommitError
 from healcore.jax.gradients import is_traced
 
 State = TypeVar("State")
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 _SMALL_FLOATS = {8: jnp.uint8, 16: jnp.uint16}
-
-
-class CommitError(HealcoreError, TypeError):
-    """Raised for two train states whose structure, shapes or dtypes differ."""
 
 
 def commit(skip: jax.Array, old: State, new: State) -> State:

@@ -4,8 +4,7 @@ Fetches the files of programs.toml at their pinned commits into a folder that gi
 healcore by the edits there, and compares short runs: healthy, with a NaN in the gradients, with a
 learning rate that is 30 times too high, and killed. Prints the table of docs/programs.md.
 
-    --mirror FOLDER   bare repositories FOLDER/OWNER+NAME/repo instead of GitHub
-    --packages PATH   a folder with the packages that the programs import
+    --mirror FOLDER    bare repositories FOLDER/OWNER+NAME/repo instead of GitHub
 """
 
 from __future__ import annotations
@@ -175,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Public programs without and with healcore.")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--mirror")
-    parser.add_argument("--packages", default="")
+    parser.add_argument("--packages", default="", help="a folder with what they import")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     programs = tomllib.loads((Path(__file__).parent / "programs.toml").read_text())

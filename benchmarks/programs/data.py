@@ -6,6 +6,7 @@ import json
 import pickle
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -88,7 +89,7 @@ def language_model(folder: Path) -> None:
     names = {f"w{number}": number for number in range(60)} | {"<pad>": 60, "<eos>": 61}
     tokens = Tokenizer(models.WordLevel(names, unk_token="w0"))
     tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(
         vocab_size=62, num_attention_heads=2, num_key_value_heads=2, pad_token_id=60, **sizes
     )

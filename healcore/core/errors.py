@@ -1,4 +1,4 @@
-"""Base class of all exceptions that healcore raises, and the errors of `healcore.torch`."""
+"""Base class of all exceptions that healcore raises, and the errors of its adapters."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ class HealcoreError(BaseException):
 
 class AttachError(HealcoreError, TypeError):
     """`healcore.torch` cannot heal the optimizer it was given. Nothing was changed."""
+
+
+class CommitError(HealcoreError, TypeError):
+    """Two train states in JAX differ in structure, shapes or dtypes."""
 
 
 class ParametersChangedError(HealcoreError, RuntimeError):

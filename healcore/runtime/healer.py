@@ -11,7 +11,6 @@ from typing import (
     Any,
     Generic,
     Literal,
-    NoReturn,
     ParamSpec,
     Self,
     SupportsFloat,
@@ -25,8 +24,8 @@ from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import check_keywords
 from healcore.runtime.data.loader_adapters import Loader
-from healcore.runtime.data.position import BatchId
-from healcore.runtime.driver import Driver, trainer_limit
+from healcore.runtime.driver import trainer_limit
+from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.loop.end import close, ending_of
@@ -347,7 +346,12 @@ class Healer(Generic[State]):
         return value
 
     def observe(
-        self, loss: SupportsFloat, optimizer: str | None = None, *, batch: object = None
+        self,
+        loss: SupportsFloat | None = None,
+        optimizer: str | None = None,
+        *,
+        batch: object = None,
+        eval_loss: SupportsFloat | None = None,
     ) -> None:
         """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.
 
@@ -357,19 +361,24 @@ class Healer(Generic[State]):
             loss: one number, or a tensor with one element.
             optimizer: the optimizer's name in the state, or None for all optimizers.
             batch: the batch, if `loss` is the result of `loss_fn` for it. Saves another call.
+            eval_loss: an evaluation's loss, with or without `loss`.
         """
-        method = self._driver_method("observe", "in JAX pass value=loss to tx.update")
         run = self._live
+        if not hasattr(run.driver, "observe"):
+            raise HealerError(
+                "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
+                "tx.update"
+            )
+        driver: Any = run.driver
+        if eval_loss is not None:
+            driver.observe_eval(eval_loss, optimizer)
+        if loss is None:
+            return
         weight = 1.0 if run.memory.part is None else run.memory.part.weight
         if batch is not None and run.data.observed(batch, weight):
             run.recovery.dominance.loss_function.gives_loss = True
         run.guard.resume()  # a hang between the loss and the optimizer's step counts
-        method(loss, optimizer, weight=weight)
-
-    def observe_eval(self, eval_loss: SupportsFloat, optimizer: str | None = None) -> None:
-        """torch: reports an evaluation's loss."""
-        method = self._driver_method("observe_eval", "in JAX pass eval_loss=... to tx.update")
-        method(eval_loss, optimizer)
+        driver.observe(loss, optimizer, weight=weight)
 
     def update(self, state: State | None = None) -> State:
         """JAX: takes the state after a step and does the work between two steps.
@@ -389,8 +398,10 @@ class Healer(Generic[State]):
                 state before the last rollback or `expect_change`.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        method = self._driver_method("update", "in torch the state changes in place")
-        self._live.update(partial(method, state))
+        driver: Any = self._live.driver
+        if not hasattr(driver, "update"):
+            raise HealerError("update is for the other framework: in torch the state is in place")
+        self._live.update(partial(driver.update, state))
         return self.state
 
     @property
@@ -405,24 +416,6 @@ class Healer(Generic[State]):
         """
         self._live.driver.expect_change()
         self._live.recovery.dominance.accept(self._live.data.step + 1)
-
-    def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
-        """Wraps a function so that a call is repeated after a transient failure.
-
-            upload = healer.retrying(api.upload_file)
-
-        Like `healcore.retrying`, under this run's policy. The function must be idempotent. Each
-        failed attempt is an event and a log line. A signal that asks the run to end also ends the
-        wait before the next attempt.
-
-        Raises:
-            TypeError: `call` is a coroutine function or a generator.
-        """
-        return self._live.data.retrying(call)
-
-    def stop(self, why: str) -> NoReturn:
-        """Raises RunStopped with a diagnosis, like a rule of the policy that stops."""
-        self._live.recovery.stop(why)
 
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""
@@ -441,12 +434,6 @@ class Healer(Generic[State]):
         """Number of rollbacks so far, including earlier processes."""
         return len(self._loop.recovery.ledger.rollbacks)
 
-    @property
-    def skipped_batch_ids(self) -> frozenset[BatchId]:
-        """Ids of the batches that rollbacks have skipped so far, of all loaders."""
-        by_loader = self._loop.data.loaders.left_out()
-        return frozenset(BatchId(*pair) for pairs in by_loader.values() for pair in pairs)
-
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest step that was read, and counts so far. Does not sync the device.
 
@@ -463,20 +450,9 @@ class Healer(Generic[State]):
         """Summary of the run so far, or of the whole run after the block. Waits for the device."""
         return HealingReport.of(self._loop, self._ending, self._error)
 
-    @property
-    def store(self) -> CheckpointStore:
-        """The store of the checkpoints."""
-        return self._loop.saver.store
-
-    @property
-    def driver(self) -> Driver:
-        """The framework's driver. In torch `driver.healings` maps optimizer names to handles."""
-        return self._loop.driver
-
-    @property
-    def run(self) -> Loop:
-        """Internals of the run, for trainers and tests. They may change in any release."""
-        return self._loop
+    def _retries(self, name: str) -> Retries:
+        """The attempts at one call, for `healcore.retrying`."""
+        return self._live.data.retries(name)
 
     @property
     def _loop(self) -> Loop:
@@ -490,8 +466,7 @@ class Healer(Generic[State]):
             raise HealerError("the `with` block of this Healer has ended: create another Healer")
         return self._loop
 
-    def _driver_method(self, name: str, advice: str) -> Callable[..., None]:
-        method = getattr(self._live.driver, name, None)
-        if method is None:
-            raise HealerError(f"{name} is for the other framework: {advice}")
-        return method
+
+def loop_of(healer: Healer[Any]) -> Loop:
+    """The run of an open Healer, for trainers. Its attributes may change in any release."""
+    return healer._loop

@@ -11,6 +11,7 @@ from typing import Any
 from healcore.core.verdict import Cause, names
 from healcore.events.log import to_json
 from healcore.events.models import Ending
+from healcore.runtime.data import BatchId
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.termination import RunStopped
@@ -44,6 +45,8 @@ class HealingReport:
     counts: dict[str, int]
     """Name of a cause -> number of incidents. Other keys: `skips` and `clips` (steps),
     `undone_skips` (skips that a rollback has undone), `lr_cuts`, and `shrinks` (micro-batch)."""
+    skipped_batches: tuple[BatchId, ...]
+    """Batches that rollbacks have left out, as (epoch, index) of any loader."""
     lr_scale: float
     """Current multiplier of the schedule's learning rate."""
     last_good: int | None
@@ -82,6 +85,7 @@ class HealingReport:
                 "lr_cuts": sum(int(tally["lr_cuts"]) for tally in tallies),
                 "shrinks": loop.record.shrinks,
             },
+            skipped_batches=tuple(sorted(loop.data.loaders.skipped_ids())),
             lr_scale=end.lr_scale,
             last_good=end.last_good,
             probation=end.probation,

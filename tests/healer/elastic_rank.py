@@ -197,7 +197,7 @@ def run(
             if any_world:
                 tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
             weights = digest(*tensors, scheduler.state_dict())
-            engines = digest(healer.driver.engines())
+            engines = digest(healer._loop.driver.engines())
             trace.write(json.dumps([healer.rollbacks, healer.step, number, weights, engines]))
             trace.write("\n")
             watched.begin(STEP)

@@ -110,7 +110,7 @@ def train(case: str, root: Path, kind: str) -> None:
         for number in healer.batches(Loader(case)):
             here = case if number == AT and rank == 1 else ""
             if number == AT - 1:
-                healer.store.wait()  # the newest checkpoint is on disk
+                healer._loop.saver.store.wait()  # the newest checkpoint is on disk
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
             if here in ("forward", "FSDP2"):
                 raise Spoilt("forward")
@@ -120,7 +120,7 @@ def train(case: str, root: Path, kind: str) -> None:
             if here == "hangs":
                 time.sleep(BOUND)
             if here == "stop":
-                healer.stop("the user has seen enough")
+                healer._loop.recovery.stop("the user has seen enough")
             loss = model(x).square().mean()
             healer.observe(loss)
             loss.backward()

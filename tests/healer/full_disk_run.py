@@ -38,7 +38,7 @@ def main(framework: str, folder: Path, full_at: int) -> None:
     ) as healer:
         for number in healer.batches(list(range(30))):
             if full_at and number == full_at:
-                healer.store.wait()  # a save that fails would free its part of the disk
+                healer._loop.saver.store.wait()  # a save that fails would free its part of the disk
                 fill(folder)
             loop.step(healer, number)
     print(f"trained to {healer.step}")

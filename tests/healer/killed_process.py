@@ -183,7 +183,7 @@ def _run(
         else:
             watched.step_finished()
         loop.state = healer.state
-        engines = healer.driver.engines()
+        engines = healer._loop.driver.engines()
         logged = [healer.rollbacks, healer.step, number, _digest(loop.weights()), _digest(engines)]
         file.write(json.dumps(logged) + "\n")
 

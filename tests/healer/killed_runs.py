@@ -29,7 +29,7 @@ def at_step(folder: str, step: str) -> None:
 
     def before(healer: Any, number: int) -> None:
         if healer.step == int(step):
-            healer.store.wait()
+            healer._loop.saver.store.wait()
             die()
 
     train(loop_of("torch"), rules(), range(40), store=Path(folder), before=before)
@@ -58,7 +58,7 @@ def poisoned(framework: str, folder: str) -> None:
             poison(loop)
             healer.update(loop.state) if framework == "jax" else None
         if number == 11:
-            healer.store.wait()
+            healer._loop.saver.store.wait()
             die()
 
     train(loop, policy, range(30), store=Path(folder), before=before)

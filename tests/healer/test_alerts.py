@@ -60,7 +60,7 @@ def run(folder: Path, losses: list[float], *, evaluates: bool, **options: Any) -
             optimizer.step()
             optimizer.zero_grad()
             if evaluates and healer.step == 35:
-                healer.observe_eval(9.0)
+                healer.observe(eval_loss=9.0)
 
 
 @pytest.mark.parametrize("cause", ["PLATEAU", "OVERFIT", "NONFINITE_LOSS"])

@@ -94,7 +94,7 @@ def test_a_rollback_names_what_it_passes_over(tmp_path):
 
     def damage(healer: Any, number: int) -> None:
         if number == 23:
-            healer.store.wait()
+            healer._loop.saver.store.wait()
             (folder,) = tmp_path.glob("step-0000000015.*")
             remove_state(folder)
 

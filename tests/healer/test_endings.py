@@ -71,7 +71,7 @@ def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_th
     def ask(healer, number):
         if number == 7:
             path.touch()
-            while not healer.run.ranks.stop_file.found:
+            while not healer._loop.ranks.stop_file.found:
                 time.sleep(0.01)
 
     loop = loop_of(framework, policy=rules())

@@ -16,6 +16,7 @@ import requests
 import torch
 from torch import Tensor
 
+from healcore import retrying
 from healcore.core.verdict import Cause
 from healcore.policy import load
 from healcore.runtime.faults import FAILURES
@@ -157,7 +158,7 @@ def get(url: str) -> None:
 def network(folder: Path) -> None:
     run = Run(folder)
     with serving(503, 200, 404) as server:
-        run.before = lambda healer, number: number in (7, 9) and healer.retrying(get)(server.url)
+        run.before = lambda healer, number: number in (7, 9) and retrying(get, healer)(server.url)
         with pytest.raises(requests.HTTPError, match="404"):
             run(list(healthy(20)))
 

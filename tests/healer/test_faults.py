@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from healcore import Healer
+from healcore import Healer, retrying
 from healcore.errors import Terminated
 from healcore.policy import load, to_dict
 from tests.healer.run_directory import events, postmortems
@@ -254,7 +254,7 @@ def test_the_call_is_repeated_and_not_the_run(framework, tmp_path):
 
         def upload(healer, number):
             if number == 7:
-                assert healer.retrying(by_requests)(server.url) == "done"
+                assert retrying(by_requests, healer)(server.url) == "done"
 
         train(loop, policy, range(12), store=tmp_path, before=upload)
     assert loop.faults.order == list(range(12))
@@ -278,7 +278,7 @@ def test_a_signal_ends_a_wait_and_saves_the_step_that_was_done(tmp_path):
                 loop.step(healer, number)
                 if number == 7:
                     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-                    healer.retrying(by_requests)(url)
+                    retrying(by_requests, healer)(url)
 
     with serving(503) as server, pytest.raises(Terminated) as ended:
         run(server.url)

@@ -89,8 +89,8 @@ def test_batch_statistics_of_a_skipped_batch_are_taken_back(kind, tmp_path):
     assert healer.rollbacks == 0
     (alarm,) = events(tmp_path, "alarm")
     assert (alarm["step"], alarm["skip"]) == (60, True)
-    leaves = jax.tree.leaves(healer.driver.state()["state" if kind is linen else "model"])
+    leaves = jax.tree.leaves(healer._loop.driver.state()["state" if kind is linen else "model"])
     assert all(np.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, float))
-    assert all(each.finite for each in healer.store.steps())
+    assert all(each.finite for each in healer._loop.saver.store.steps())
     losses.append(loss_of(healer.state))
     assert losses[1] < 0.5 * losses[0]

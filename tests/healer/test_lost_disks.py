@@ -49,7 +49,7 @@ def test_a_directory_that_was_deleted(framework, tmp_path, caplog):
 
     def delete(healer: Any, number: int) -> None:
         if number == 22 and not healer.rollbacks:
-            healer.store.wait()
+            healer._loop.saver.store.wait()
             folder.rename(tmp_path / "away")
             shutil.rmtree(tmp_path / "away")
 
@@ -71,12 +71,12 @@ def test_a_disk_that_comes_back_has_nothing_of_the_branch_that_was_left(framewor
 
     def unmount(healer: Any, number: int) -> None:
         if number == 22 and not healer.rollbacks:
-            healer.store.wait()
+            healer._loop.saver.store.wait()
             folder.rename(away)
         if healer.rollbacks and healer.step == 22 and away.exists():
-            seen["before"] = statuses(healer.store)
+            seen["before"] = statuses(healer._loop.saver.store)
             away.rename(folder)
-            seen["back"] = statuses(healer.store)
+            seen["back"] = statuses(healer._loop.saver.store)
 
     def statuses(disk: Any) -> Any:
         try:
@@ -104,7 +104,7 @@ def test_a_directory_that_became_read_only(framework, tmp_path):
 
     def fix(healer: Any, number: int) -> None:
         if number == 22 and not holding:
-            healer.store.wait()
+            healer._loop.saver.store.wait()
             holding.append(read_only(folder))
             holding[0].__enter__()
         if healer.rollbacks and healer.step == 27 and len(holding) == 1:
@@ -127,7 +127,7 @@ def test_a_disk_that_is_full_at_the_rollback(framework, tmp_path):
 
         def fill(healer: Any, number: int) -> None:
             if number == 22 and not healer.rollbacks:
-                healer.store.wait()
+                healer._loop.saver.store.wait()
                 with (disk / "other").open("wb", buffering=0) as file, suppress(OSError):
                     while True:
                         file.write(bytes(1 << 16))

@@ -191,7 +191,7 @@ def test_gradients_from_elsewhere_are_not_lost(out_of_memory):
         healer.after_step()
     assert memory.sizes == [4, 4]
     with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
-        healer.run.record.part_limit = 4
+        healer._loop.record.part_limit = 4
         model.weight.square().sum().backward()
         for part in healer.microbatches(torch.ones(8, 2)):  # a known size needs no second attempt
             with part:

@@ -83,7 +83,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     )
     rates = {}
     with healer:
-        driver: Any = healer.driver
+        driver: Any = healer._loop.driver
         for batch in healer.batches([torch.randn(8, 4) for _ in range(70)]):
             step = healer.step
             optimizer.zero_grad()

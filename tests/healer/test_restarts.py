@@ -34,7 +34,7 @@ def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
             for epoch in range(3):
                 for number in healer.batches(data):
                     if die and (epoch, number) == (0, 7):
-                        healer.store.wait()
+                        healer._loop.saver.store.wait()
                         raise RuntimeError("power")
                     drawn.append(torch.rand(()).item())
                     loss = state["model"](torch.ones(1, 4)).sum()
@@ -131,7 +131,7 @@ def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path, m
     seen = {}
 
     def look(healer: Any, number: int) -> None:
-        engine = healer.driver.engines()["optimizer"]["state"]
+        engine = healer._loop.driver.engines()["optimizer"]["state"]
         seen.setdefault("at", healer.step)
         seen.setdefault("left", engine["budget"]["recoveries"])
         seen.setdefault("done", engine["tally"]["rollbacks"])

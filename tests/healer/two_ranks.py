@@ -55,7 +55,7 @@ class Rows(Corrupt, Sequence):
 def does_not_list(healer: Healer, number: int) -> None:
     """This rank's view of the checkpoints lacks one."""
     if number == BAD:
-        store: Any = healer.store
+        store: Any = healer._loop.saver.store
         steps = store.steps
         store.steps = lambda: [saved for saved in steps() if saved.step != 15]
 
@@ -63,14 +63,14 @@ def does_not_list(healer: Healer, number: int) -> None:
 def forgets(healer: Healer, number: int) -> None:
     """This rank's memory has lost the snapshots that the other one's has."""
     if number == BAD:
-        healer.store.join()
-        healer.store.ring.copies = {}
+        healer._loop.saver.store.join()
+        healer._loop.saver.store.ring.copies = {}
 
 
 def rots(healer: Healer, number: int) -> None:
     """A bit of the newest snapshots in this rank's memory flips."""
     if number == BAD:
-        store = healer.store
+        store = healer._loop.saver.store
         store.join()
         for step, copy in store.ring.copies.items():
             if step >= 15:
@@ -80,7 +80,7 @@ def rots(healer: Healer, number: int) -> None:
 def loses_a_shard(healer: Healer, number: int) -> None:
     """Both memories are empty, and this rank's part of the newest checkpoint is damaged on disk."""
     if number == BAD:
-        store: Any = healer.store
+        store: Any = healer._loop.saver.store
         store.wait()
         forgets(healer, number)
         if dist.get_rank() == 1:
@@ -122,14 +122,14 @@ def interrupt(healer: Healer, number: int) -> None:
 def propose(healer: Healer, number: int) -> None:
     """A report, and a proposal to end, on this rank."""
     if number == TOLD:
-        healer.run.ranks.propose(Proposal("a slow disk"))
-        healer.run.ranks.propose(Proposal("the device is needed", ends=True))
+        healer._loop.ranks.propose(Proposal("a slow disk"))
+        healer._loop.ranks.propose(Proposal("the device is needed", ends=True))
 
 
 def stop_file(healer: Healer, number: int) -> None:
     """The stop file of this rank appears."""
     if number == TOLD:
-        found = healer.run.ranks.stop_file
+        found = healer._loop.ranks.stop_file
         assert found.path is not None
         found.path.touch()
         while not found.found:

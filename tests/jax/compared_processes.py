@@ -98,7 +98,7 @@ def run(fault: str) -> dict[str, Any]:
         logging=healcore.Logging(console=False),
     )
     with healer:
-        watched(healer.run.recovery.dominance, seen)
+        watched(healer._loop.recovery.dominance, seen)
         for number in healer.batches(list(range(STEPS))):
             damages = fault == "damage" and number == FAULT and not damaged
             factor = 50.0 if damages else 1.0

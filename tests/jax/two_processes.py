@@ -172,10 +172,10 @@ def healed(root: Path, *, until: int, **options: Any) -> dict[str, Any]:
                 order.append(number)
                 healer.update(step(healer.state, rows_of(number, bad=BAD)))
                 if healer.step == until:
-                    healer.stop("far enough")
+                    healer._loop.recovery.stop("far enough")
     except RunStopped as stop:
         stopped = stop.why
-    healer.driver.expect_change()
+    healer._loop.driver.expect_change()
     whole = trained_together.whole(mesh(), without_heal_state(healer.state))
     return {
         "first": first,
@@ -184,7 +184,7 @@ def healed(root: Path, *, until: int, **options: Any) -> dict[str, Any]:
         "rollbacks": healer.rollbacks,
         "order": order,
         "state": trained_together.digest(whole),
-        "listed": [save.step for save in healer.store.steps()],
+        "listed": [save.step for save in healer._loop.saver.store.steps()],
         "traced": len(traces),
     }
 
@@ -215,7 +215,7 @@ def terminated(root: Path) -> dict[str, Any]:
         "status": status,
         "told": said,
         "step": healer.step,
-        "saved": healer.store.steps()[-1].step,
+        "saved": healer._loop.saver.store.steps()[-1].step,
         "state": trained_together.digest(
             trained_together.whole(mesh(), without_heal_state(healer.state))
         ),

@@ -48,7 +48,7 @@ def test_the_torch_snippets(tmp_path, monkeypatch):
         exec(block, scope)  # each snippet has all that it needs
         if "healer" in scope:
             healer = scope["healer"]
-            healers[healer.step] = sorted(healer.driver.healings)
+            healers[healer.step] = sorted(healer._loop.driver.healings)
             assert healer.report().ending == "completed"
         else:
             assert scope["heal"].metrics()["heal/loss"].isfinite()
@@ -117,7 +117,7 @@ def test_the_lines_after_a_kill(tmp_path):
     """The page quotes the lines of the second start."""
     program = blocks("data-and-resume.md")[0]
     killed = f"import os\n{program}        if healer.step == 151:\n"
-    killed += "            healer.store.wait()\n            os.kill(os.getpid(), 9)\n"
+    killed += "            healer._loop.saver.store.wait()\n            os.kill(os.getpid(), 9)\n"
     for code, status in ((killed, -signal.SIGKILL), (program, 0)):
         run = forked_programs.run("-c", code, cwd=tmp_path, timeout=120)
         assert run.returncode == status, run.stderr

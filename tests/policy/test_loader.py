@@ -118,7 +118,7 @@ def by_healer(policy, **overrides):
         contextlib.suppress(healcore.errors.IncompleteRun),  # it takes no step
         healcore.Healer(policy, state=state, **overrides) as healer,
     ):
-        (found,) = healer.driver.engines().values()
+        (found,) = healer._loop.driver.engines().values()
     return found["policy"]
 
 

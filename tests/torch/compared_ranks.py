@@ -107,7 +107,7 @@ def run(kind: str, fault: str) -> dict[str, Any]:
         hooks=Hooks(on_rollback=[lambda event: rollbacks.append(dict(event))]),
         logging=Logging(console=False),
     ) as healer:
-        watched(healer.run.recovery.dominance, seen)  # type: ignore[union-attr]
+        watched(healer._loop.recovery.dominance, seen)  # type: ignore[union-attr]
         for part in healer.batches(list(range(STEPS * parts))):
             step, which = divmod(part, parts)
             if fault == "damage" and step == FAULT and not damaged:
@@ -163,7 +163,7 @@ def failing() -> dict[str, Any]:
         checkpoints=Checkpoints(every=20),
         logging=Logging(console=False),
     ) as healer:
-        loop: Any = healer.run
+        loop: Any = healer._loop
         loop.recovery.dominance.loss_function._warn = problems.append
         for step in healer.batches(list(range(FAILING_STEPS))):
             if done == FAILING_FAULT:

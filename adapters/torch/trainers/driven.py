@@ -10,7 +10,7 @@ from healcore import console
 from healcore.core.engine import Engine, StateError
 from healcore.policy import Overrides, Policy, PolicyLike
 from healcore.policy.loader import resolve
-from healcore.runtime.healer import Healer
+from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run_options import Checkpoints, Hooks, Logging
 from healcore.torch.store import MemoryStore
 
@@ -72,7 +72,7 @@ def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
 
     Without usable states, warns and keeps the initial baselines.
     """
-    driver: Any = healer.driver
+    driver: Any = loop_of(healer).driver
     known = {name: state for name, state in engines.items() if name in driver.healings}
     problem = "" if known else "it has none"
     try:
@@ -84,4 +84,4 @@ def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
             "the policy's state in the trainer's checkpoint was not loaded, so baselines, budgets "
             f"and the learning-rate multiplier are reset: {problem}"
         )
-    healer.run.recovery.read_engines()
+    loop_of(healer).recovery.read_engines()

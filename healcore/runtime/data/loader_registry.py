@@ -200,6 +200,10 @@ class LoaderRegistry:
             for number, batches in self._ids_to_skip.items()
         }
 
+    def skipped_ids(self) -> frozenset[BatchId]:
+        """Ids of all skipped batches, of any loader."""
+        return frozenset().union(*self._ids_to_skip.values())
+
     def check(self, position: Mapping[str, Any]) -> None:
         """Checks positions of an earlier process before `resume`. Raises DataError."""
         for key, value in {_COUNT: 0, _EPOCH: 0, **position}.items():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from random import SystemRandom
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from healcore import console
 from healcore.core.verdict import Cause
@@ -45,7 +45,13 @@ class Attempt(NamedTuple):
         )
 
 
-def retrying(call: Callable[P, T], policy: PolicyLike = "default") -> Callable[P, T]:
+class _Run(Protocol):
+    """An open Healer."""
+
+    def _retries(self, name: str) -> Retries: ...
+
+
+def retrying(call: Callable[P, T], policy: PolicyLike | _Run = "default") -> Callable[P, T]:
     """Wraps a function so that a call is repeated after a transient failure in the network.
 
         upload = healcore.retrying(api.upload_file)
@@ -59,14 +65,18 @@ def retrying(call: Callable[P, T], policy: PolicyLike = "default") -> Callable[P
     Args:
         call: function to call; no coroutine function and no generator function.
         policy: its rule for `network` and its `[retry]` apply. Without such a rule, or if the
-            policy only observes, no call is repeated.
+            policy only observes, no call is repeated. An open Healer stands for its policy: each
+            failed attempt is then an event, and a signal that asks the run to end ends the wait.
 
     Raises:
         TypeError: `call` is a coroutine or generator function, whose call cannot fail.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
     """
-    host = HostPolicy.of(policy)
-    return repeated(call, partial(Retries, policy=host, report=_log, sleep=time.sleep))
+    retries = getattr(policy, "_retries", None)
+    if retries is None:
+        host = HostPolicy.of(cast("PolicyLike", policy))
+        retries = partial(Retries, policy=host, report=_log, sleep=time.sleep)
+    return repeated(call, retries)
 
 
 def _log(attempt: Attempt) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, MutableMapping, MutableSequence
+from collections.abc import MutableMapping, MutableSequence
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,7 +15,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.dominance.anchor import ObservedBatch
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults import Fault, classify
-from healcore.runtime.faults.retry import Attempt, Retries, repeated
+from healcore.runtime.faults.retry import Attempt, Retries
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.loop.run_settings import change_of_batch_size
@@ -243,10 +243,6 @@ class Data:
             self._log.event("skipped_batches", step=self.step, batches=batches)
             text = counted(len(batches), "batch", "batches")
             self._log.info(f"step {self.step}: {text} skipped")
-
-    def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
-        """See `Healer.retrying`."""
-        return repeated(call, self.retries)
 
     def retries(self, name: str) -> Retries:
         """The retries of a call under the run's policy."""

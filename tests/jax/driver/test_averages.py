@@ -64,7 +64,7 @@ def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
     healer, compared = train(tmp_path / "compared", compares=True)
     assert healer.rollbacks == 0
     jax.tree.map(np.testing.assert_array_equal, plain, compared)
-    comparison: Any = healer.run.recovery.dominance
+    comparison: Any = healer._loop.recovery.dominance
     assert comparison._budget._prices, "weights were compared"
     assert set(comparison.anchors[-1].weights) == {"[1]['a']", "[1]['b']"}
 

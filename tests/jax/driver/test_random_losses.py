@@ -49,7 +49,7 @@ def test_both_sides_have_the_same_key(monkeypatch, make_key, uses_key):
     with Healer("default", state=state, loss_fn=loss_fn) as healer:
         for batch in healer.batches([data(number) for number in range(310)]):
             healer.update(step(healer.state, batch))
-    comparison: Any = healer.run.recovery.dominance
+    comparison: Any = healer._loop.recovery.dominance
     assert healer.rollbacks == 0
     assert comparison.loss_function.draws is uses_key
     assert comparison.loss_function.gives_loss is not uses_key

@@ -17,7 +17,7 @@ def main(folder: str, how: str) -> None:
 
     def before(healer: Any, number: int) -> None:
         if number == 7 and not how:
-            healer.store.wait()
+            healer._loop.saver.store.wait()
         print(number, flush=True)
         if number >= 7:
             wait_for_line()

@@ -89,7 +89,7 @@ def loop(
     for number, batch in enumerate(healer.batches(batches)):
         done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
         if (limit := most(healer.step)) is not None:
-            healer.run.record.part_limit = limit
+            healer._loop.record.part_limit = limit
         for part in healer.microbatches(batch):
             with part, fail, around(last and part.last):
                 x, y = part.batch

@@ -55,7 +55,7 @@ def test_an_attacked_run_is_compared_and_ends_as_without(tmp_path, attack):
         healer = run.train(folder, asks=asks, steps=250)
         left_alone(folder, healer)
         ended.append(run.model.state_dict())
-    comparison: Any = healer.run.recovery.dominance
+    comparison: Any = healer._loop.recovery.dominance
     assert comparison.is_enabled
     assert comparison._budget._prices, "weights were compared"
     plain, compared = ended

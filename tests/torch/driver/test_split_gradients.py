@@ -92,14 +92,14 @@ def test_mean_losses(run, loss_fn, options, batch, most):
     loss = loss_fn(model, batch)
     loss.backward()
     expected = gradients(model)
-    healer.run.record.part_limit = most
+    healer._loop.record.part_limit = most
     for part in healer.microbatches(batch, **options):
         with part:
             loss_of_part = loss_fn(model, part.batch)
             healer.observe(loss_of_part)
             (loss_of_part * part.weight).backward()
     assert relative(gradients(model), expected) < 1e-6
-    observed = healer.driver.healings["optimizer"].hooks.measurer.losses
+    observed = healer._loop.driver.healings["optimizer"].hooks.measurer.losses
     assert float(observed.mean()) == pytest.approx(loss.item(), rel=1e-6)
     observed.clear()
 
@@ -110,7 +110,7 @@ def test_a_part_without_a_token_that_counts_is_left_out(run):
     batch = tokens(0, 4, 3, 0.0)
     batch["labels"][2:] = IGNORED
     parts: list[Any] = []
-    healer.run.record.part_limit = 2
+    healer._loop.record.part_limit = 2
     for part in healer.microbatches(batch, count="labels"):
         with part:
             parts.append((part.weight, part.first, part.last))

@@ -45,13 +45,13 @@ def test_an_expected_change_drops_the_copies(tmp_path):
     def at(healer: Healer) -> None:
         if healer.step == CHANGE:
             healer.expect_change()
-            assert not healer.run.recovery.dominance.anchors
+            assert not healer._loop.recovery.dominance.anchors
             with torch.no_grad():
                 for p in run.model.parameters():
                     p.copy_(torch.randn(p.shape) / 3)
 
     healer: Any = run.train(tmp_path, at=at)
     assert healer.rollbacks == 0
-    comparison = healer.run.recovery.dominance
+    comparison = healer._loop.recovery.dominance
     assert comparison.anchors
     assert all(each.step > CHANGE for each in comparison.anchors)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from healcore.core.errors import AttachError
-from healcore.runtime.healer import Healer
+from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.loop.termination import EndRequested
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.trainers import driven
@@ -139,7 +139,7 @@ class HealedEpochs:
             if not self._pending:
                 self._pending = [next(self._batches, _END)]
             batch = self._pending[0]
-            if batch is _END or (epoch := self._healer.run.data.unused[-1].epoch) > last:
+            if batch is _END or (epoch := loop_of(self._healer).data.unused[-1].epoch) > last:
                 break
             self.set_counts()
             trainer.epoch_idx = epoch

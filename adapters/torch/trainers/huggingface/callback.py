@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
 from healcore.policy.loader import can_apply_limit, with_limit
-from healcore.runtime.healer import Healer
+from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING
 from healcore.runtime.store import CheckpointStore
@@ -106,7 +106,7 @@ class HealingCallback(TrainerCallback, ExportableState):
     @property
     def healing(self) -> Healing | None:
         """The optimizer's handle in the current or last `train()`, or None before the first."""
-        driver: Any = None if self.healer is None else self.healer.driver
+        driver: Any = None if self.healer is None else loop_of(self.healer).driver
         return None if driver is None else driver.healings["optimizer"]
 
     def report(self) -> HealingReport:
@@ -152,7 +152,7 @@ class HealingCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Returns the arguments and the state of this object, which the Trainer saves."""
         policy, store = self.policy, self._store
-        engines = {} if self.healer is None else self.healer.driver.engines()
+        engines = {} if self.healer is None else loop_of(self.healer).driver.engines()
         return {
             "args": {
                 **({"policy": to_dict(policy)} if isinstance(policy, Policy) else {}),
@@ -173,7 +173,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         entry = exported.setdefault(name, {})
         entry = entry[0] if isinstance(entry, list) else entry
         driven.load_engines(healer, entry.get("attributes", {}).get("engines", {}))
-        healer.run.data.step = state.global_step
+        loop_of(healer).data.step = state.global_step
 
     # -- the Trainer's events -------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         """Reports the evaluation's loss to policies that read it."""
         metrics = kwargs.get("metrics") or {}
         if self._running is not None and "eval_loss" in metrics:
-            self._running.observe_eval(metrics["eval_loss"])
+            self._running.observe(eval_loss=metrics["eval_loss"])
 
     def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Ends the Healer, and restores the Trainer."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_callback import ExportableState
 
 from healcore.runtime.driver import json_setting
-from healcore.runtime.healer import Healer
+from healcore.runtime.healer import Healer, loop_of
 
 if TYPE_CHECKING:
     from healcore.torch.trainers.huggingface.epochs import EpochFeed
@@ -117,7 +117,7 @@ class Counters:
     def had_completed(self, healer: Healer[Any]) -> bool:
         """Whether an earlier start with the same `max_steps` completed the run."""
         same = self._max_steps == self.trainer.state.max_steps
-        return healer.run.data.had_completed and same
+        return loop_of(healer).data.had_completed and same
 
     def state_dict(self) -> dict[str, str]:
         """Returns the counters. Reads one scalar from the device."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from healcore import console
 from healcore.runtime.data import BatchId, EmptyLoader
+from healcore.runtime.healer import loop_of
 
 
 class EpochChanged(BaseException):
@@ -60,7 +61,9 @@ class EpochFeed:
     @property
     def received(self) -> int:
         """Number of batches that Trainer has received since the last step."""
-        return 0 if self.healer is None else len(self.healer.run.data.unused) - len(self._pending)
+        if self.healer is None:
+            return 0
+        return len(loop_of(self.healer).data.unused) - len(self._pending)
 
     def go_to(self, epoch: int, count: int) -> None:
         """Sets the position of a checkpoint. The Healer itself rewinds the data."""
@@ -134,7 +137,7 @@ class EpochFeed:
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments of `_run_epoch` for the rest of the epoch, whose first batch is pending."""
-        skipped_ids = self.healer.skipped_batch_ids
+        skipped_ids = loop_of(self.healer).data.loaders.skipped_ids()
         self._skipped_at_begin, self._length = len(skipped_ids), None
         arguments: dict[str, Any] = {"epoch": self.epoch, "train_dataloader": self}
         try:
@@ -152,9 +155,8 @@ class EpochFeed:
 
     def _is_shorter(self) -> bool:
         """Whether batches were skipped since `_arguments` counted the rest of the epoch."""
-        return (
-            self._length is not None and len(self.healer.skipped_batch_ids) > self._skipped_at_begin
-        )
+        skipped = len(loop_of(self.healer).data.loaders.skipped_ids())
+        return self._length is not None and skipped > self._skipped_at_begin
 
     def _has_batch(self) -> bool:
         """Whether this epoch has another batch. Reads that batch; may raise EpochChanged."""
@@ -178,7 +180,7 @@ class EpochFeed:
         rollbacks = healer.rollbacks
         try:
             self._pending = [next(batches)]
-            self._data_epoch = healer.run.data.unused[-1].epoch
+            self._data_epoch = loop_of(healer).data.unused[-1].epoch
         except StopIteration:
             self._batches = None
         except EmptyLoader as error:
@@ -190,6 +192,6 @@ class EpochFeed:
 
     def _next_id(self) -> BatchId:
         """The id of the next batch that the Healer reads."""
-        loaders = self.healer.run.data.loaders
+        loaders = loop_of(self.healer).data.loaders
         number = loaders.number(self._loader)
         return BatchId(0, 0) if number is None else loaders[number].next_id

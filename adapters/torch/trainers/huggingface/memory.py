@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from healcore.runtime.healer import Healer
+from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.microbatches.parts import count_samples
 from healcore.torch.trainers.huggingface.counters import Counters, WindowCounts
 
@@ -69,7 +69,7 @@ class SplitSteps:
             self._accumulated, self._tokens = False, 0
         losses: list[Tensor] = []
         batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
-        for part in self._healer.run.memory.parts(
+        for part in loop_of(self._healer).memory.parts(
             batch,
             count=None if self._is_sum(items) else self._loss_items,
             whole=self._obstacle(),

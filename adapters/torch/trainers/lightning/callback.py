@@ -17,7 +17,7 @@ from healcore.extras import require
 from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import with_limit
 from healcore.runtime.data.torch_loader import is_replayable, recorded
-from healcore.runtime.healer import Healer
+from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import Healing
@@ -97,7 +97,7 @@ class LightningHealingCallback(Callback):
     @property
     def healings(self) -> Mapping[str, Healing]:
         """Handles of the optimizers of the last fit, by name ("optimizer", "optimizer0")."""
-        driver: Any = None if self.healer is None else self.healer.driver
+        driver: Any = None if self.healer is None else loop_of(self.healer).driver
         return {} if driver is None else driver.healings
 
     # -- begin and end --------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class LightningHealingCallback(Callback):
             healer = Healer(self._fit_policy, state=_state(trainer, self._progress), **options)
             self.healer = healer.__enter__()
             self._metrics = ChangedMetrics(healer.metrics)
-            self._progress.within_step = lambda: bool(healer.run.data.unused)
+            self._progress.within_step = lambda: bool(loop_of(healer).data.unused)
             if trainer.ckpt_path is not None:
                 driven.load_engines(healer, self._engines)
         self._progress.rewinds_data = rewinds_data

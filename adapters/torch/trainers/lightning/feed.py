@@ -13,7 +13,7 @@ from healcore.runtime.data.loader_adapters import (
 )
 from healcore.runtime.data.torch_loader import TorchLoader, is_replayable, recorded
 from healcore.runtime.driver import json_setting
-from healcore.runtime.healer import Healer
+from healcore.runtime.healer import Healer, loop_of
 
 _END = object()
 
@@ -85,7 +85,7 @@ class Feed:
             length = None if limit == float("inf") else int(limit)
             self._loader = TrainLoader(self._fetcher, length, self._done_before)
             self._healer = self._open(self._trainer, self._loader.why_not is None)
-            had_completed = self._healer.run.data.had_completed
+            had_completed = loop_of(self._healer).data.had_completed
             self.nothing_to_do = self._progress.is_complete(had_completed=had_completed)
         healer, loader = self._healer, self._loader
         if self.nothing_to_do or healer is None:
@@ -94,7 +94,7 @@ class Feed:
             # One iterator for all epochs, because a rollback may return to an earlier epoch.
             self._batches = healer.batches(loader, epochs=None)
         fetched = next(self._batches)
-        data = healer.run.data
+        data = loop_of(healer).data
         if len(data.unused) == 1:
             self._progress.begin_step()
         self.fetched += 1

@@ -38,7 +38,7 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     steps, scales = tiny.Steps(), list[float]()
 
     def applied(*_: Any, **__: Any) -> None:
-        (healing,) = healed.healer.driver.healings.values()
+        (healing,) = healed.healer._loop.driver.healings.values()
         scales.append(float(healing.last_decision().lr_scale))
 
     for each in (steps, calling("on_step_end", applied)):
@@ -107,7 +107,7 @@ def test_epochs_workers_and_evaluation(tmp_path: Path):
     assert trainer.state.global_step == trainer.state.max_steps == 24
     evaluated = [row["step"] for row in trainer.state.log_history if "eval_loss" in row]
     # An epoch is shorter by the batches of the trouble; others come instead, in a fourth epoch.
-    skipped = Counter(epoch for epoch, *_ in healed.healer.skipped_batch_ids)
+    skipped = Counter(epoch for epoch, *_ in healed.healer.report().skipped_batches)
     assert skipped
     ends = accumulate(math.ceil((16 - skipped[epoch]) / 2) for epoch in range(3))
     assert evaluated == [*ends, 24]
