@@ -59,7 +59,7 @@ class IncidentLog:
         self._last_step = -1
         """Number of the last record's step."""
         self._logged: set[str] = set()
-        self._ceiling = NormCeiling()
+        self._ceiling = NormCeiling(engine)
 
     def add(self, records: Iterable[StepRecord], *, has_seen_loss: bool) -> None:
         """Logs the records of steps, oldest first, and whether no step has had a loss."""
@@ -138,17 +138,17 @@ class IncidentLog:
 
 
 class NormCeiling:
-    """Detects that other code clips the gradients before the policy sees them.
+    """Detects that other code clips the gradients before the policy compares their norms.
 
     `clip_grad_norm_(..., 1.0)`, or a trainer's own clipping, turns every larger norm into 1.0. The
     policy would then see neither a spike nor the growth before a spike.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._highest = 0.0
         self._hits = 0
         self._values: set[float] = set()
-        self._has_warned = False
+        self._has_warned = not engine.compares_norms
 
     def add(self, norm: float) -> str | None:
         """Adds one step's norm. Returns a warning at the step that proves the limit, else None."""

@@ -86,7 +86,7 @@ def snapshots() -> dict[str, Any]:
         model.load_state_dict(store.restore(step[0], {"model": model}).state["model"])
 
     def put_back() -> None:
-        driver._weights._write_weights(weights)  # pyright: ignore[reportPrivateUsage]
+        driver._weights._write(weights)  # pyright: ignore[reportPrivateUsage]
 
     def check(what: str) -> None:
         same = all(torch.equal(a.cpu(), b) for a, b in zip(params, wanted, strict=True))

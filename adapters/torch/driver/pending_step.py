@@ -44,7 +44,7 @@ class Recorder:
     ) -> None:
         self.name = name
         self._healing, self._names, self._add, self._warn = healing, names, add, warn
-        self._ceiling = NormCeiling()
+        self._ceiling = NormCeiling(healing.live_engine.engine)
         self._baseline: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
         self.restart()

@@ -75,6 +75,12 @@ class Engine:
                 names |= {"loss", "grad_norm"}
         return frozenset(names)
 
+    @property
+    def compares_norms(self) -> bool:
+        """Whether a clip or a detector compares finite gradient norms."""
+        others = (each for name, each in self.config.detectors if name != "nonfinite")
+        return self.config.clip is not None or any("grad_norm" in each.NEEDS for each in others)
+
     @cached_property
     def cuts_lr(self) -> bool:
         """Whether a rule can cut the learning rate."""

@@ -129,12 +129,13 @@ def test_a_wrapper_with_a_scaler_is_healed_and_released(caplog: pytest.LogCaptur
 
 
 def test_clipping_in_the_loop_is_noticed(caplog: pytest.LogCaptureFixture):
-    """It hides the norm from the policy; one line, and only where the loop clips."""
+    """It hides the norm from the policy; one line, where the loop clips and the policy compares."""
     caplog.set_level(logging.WARNING, "healcore")
-    for clip, lines in ((None, 0), (0.01, 1)):
+    cases = ((None, policies.SKIPS, 0), (0.01, policies.SKIPS, 1), (0.01, "default", 0))
+    for clip, policy, lines in cases:
         caplog.clear()
         loop = Loop()
-        heal = attach(loop.optimizer, policies.SKIPS)
+        heal = attach(loop.optimizer, policy)
         for _ in range(2):
             for batch in loop.loader:
                 loop.step(batch, heal.observe, clip=clip)
