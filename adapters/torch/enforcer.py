@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from healcore.runtime.healthy_range import HealthyRange
 from healcore.torch import gradients
-from healcore.torch.engines import Order
+from healcore.torch.engines import StepOrder
 
 _ABSENT = object()
 NO_HYPERPARAMETERS = {
@@ -71,7 +71,9 @@ class Enforcer:
             state.get(p, {}).get("momentum_buffer") is None for p in params
         )
 
-    def enforce(self, parameters: Sequence[Tensor], order: Order, divisor: Tensor | None) -> None:
+    def enforce(
+        self, parameters: Sequence[Tensor], order: StepOrder, divisor: Tensor | None
+    ) -> None:
         """Enforces an order, unless it skips on the host. A neutral order changes no bit.
 
         An order on the device is enforced by the fused kernel, which divides by exactly 1, and
@@ -95,7 +97,7 @@ class Enforcer:
                 self._scale_lr(order.lr_scale)
 
     def clip(
-        self, parameters: Sequence[Tensor], order: Order, divisor: Tensor | None = None
+        self, parameters: Sequence[Tensor], order: StepOrder, divisor: Tensor | None = None
     ) -> None:
         """Clips by an order on the host: in the fused kernel, or else in place."""
         if order.group_scale is not None:

@@ -38,7 +38,7 @@ PendingRecord = Callable[[], StepRecord]
 """Reads the record of a judged step. Waits until the record is on the host."""
 
 
-class Order(NamedTuple):
+class StepOrder(NamedTuple):
     """The decision to enforce at one step: Python numbers, or 0-d tensors on the device."""
 
     skip: Any
@@ -52,10 +52,10 @@ class Order(NamedTuple):
     grad_divisor: Tensor | None = None
     """float32: what the fused kernel divides the gradients by. None if the order is on the host."""
 
-    def to_host(self) -> Order:
+    def to_host(self) -> StepOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
         skip, scale, lr_scale, action, groups = read(self[:5])
-        return Order(bool(skip > 0), float(scale), float(lr_scale), int(action), groups)
+        return StepOrder(bool(skip > 0), float(scale), float(lr_scale), int(action), groups)
 
 
 def is_cut(action: int, skip: bool) -> bool:
@@ -148,7 +148,7 @@ class HostEngine(_StatefulEngine):
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
-    ) -> Order:
+    ) -> StepOrder:
         """Judges one step. Reads the signals, in one sync on an accelerator.
 
         Args:
@@ -167,7 +167,7 @@ class HostEngine(_StatefulEngine):
             self.state, decision = self._programs[absent](self.state, signals)
         self.decision = decision
         groups = decision.group_scale
-        return Order(
+        return StepOrder(
             skip=bool(decision.skip or (overflow or 0) > 0),
             grad_scale=float(decision.grad_scale),
             lr_scale=float(decision.lr_scale),
@@ -222,7 +222,7 @@ class DeviceEngine(_StatefulEngine):
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
-    ) -> Order:
+    ) -> StepOrder:
         """As in `HostEngine`, without reading anything on the host."""
         order = None
         # Dynamo runs nothing compiled in such a mode (a FLOP counter), and torch.compile raises
@@ -245,7 +245,7 @@ class DeviceEngine(_StatefulEngine):
 
     def _step(
         self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None
-    ) -> tuple[Order, Decision]:
+    ) -> tuple[StepOrder, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""
         new, decision = self.engine.step(self.state, signals, xp=self._xp)
         self._set_state(new)
@@ -255,7 +255,7 @@ class DeviceEngine(_StatefulEngine):
             divisor = (torch.ones_like(scale) if divisor is None else divisor) / scale
         elif divisor is None:
             divisor = scale  # a policy that does not clip has a scale of 1
-        return Order(
+        return StepOrder(
             skip=skip.to(torch.float32),
             grad_scale=scale,
             lr_scale=decision.lr_scale,

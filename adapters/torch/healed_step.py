@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from healcore.core.errors import ParametersChangedError
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, moments_obstacle, reset_moments
-from healcore.torch.engines import LiveEngine, Order, PendingRecord, is_cut
+from healcore.torch.engines import LiveEngine, PendingRecord, StepOrder, is_cut
 from healcore.torch.incident_log import IncidentLog
 from healcore.torch.measurement import Measurer, StepNorms, checked
 from healcore.torch.signal_allreduce import SignalAllReduce
@@ -59,7 +59,7 @@ class HealedStep:
         self.all_reduce = all_reduce
         self._engine = live_engine.engine
         self.in_update = self._running = False
-        self._order: Order | None = None
+        self._order: StepOrder | None = None
         """The order of this step, if its numbers are on the host."""
         self._skipped: bool | Tensor | None = None
         self._resets_moments = self._engine.resets_moments and not moments_obstacle(optimizer)

@@ -59,7 +59,7 @@ def record_loop(function: Callable[..., Any], state: Any, inputs: Any) -> Callab
     return tape.loop(first, pattern, names, new, outputs)
 
 
-class Value:
+class RecordedValue:
     """Placeholder for a number or an array in the recorded function."""
 
     __slots__ = ("place", "sample", "tape")
@@ -78,23 +78,23 @@ class Value:
     def __hash__(self) -> int:
         return self.place
 
-    def __getitem__(self, key: Any) -> Value:
+    def __getitem__(self, key: Any) -> RecordedValue:
         return self.tape.call(operator.getitem, self, key)
 
-    def __neg__(self) -> Value:
+    def __neg__(self) -> RecordedValue:
         return self.tape.add("-{}", operator.neg, self)
 
-    def __invert__(self) -> Value:
+    def __invert__(self) -> RecordedValue:
         if isinstance(self.sample, np.bool_):
             return self.tape.where(self, np.False_, np.True_)
         return self.tape.add("~{}", operator.invert, self)
 
 
 def _binary(sign: str, function: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
-    def forward(self: Value, other: Any) -> Value:
+    def forward(self: RecordedValue, other: Any) -> RecordedValue:
         return self.tape.binary(sign, function, self, other)
 
-    def backward(self: Value, other: Any) -> Value:
+    def backward(self: RecordedValue, other: Any) -> RecordedValue:
         return self.tape.binary(sign, function, other, self)
 
     return forward, backward
@@ -105,10 +105,10 @@ _OTHERS = {"floordiv": "//", "mod": "%", "and_": "&", "or_": "|", "xor": "^"}
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 for _name, _sign in (_ARITHMETIC | _OTHERS).items():
     _forward, _backward = _binary(_sign, getattr(operator, _name))
-    setattr(Value, f"__{_name.rstrip('_')}__", _forward)
-    setattr(Value, f"__r{_name.rstrip('_')}__", _backward)
+    setattr(RecordedValue, f"__{_name.rstrip('_')}__", _forward)
+    setattr(RecordedValue, f"__r{_name.rstrip('_')}__", _backward)
 for _name, _sign in _COMPARISONS.items():
-    setattr(Value, f"__{_name}__", _binary(_sign, getattr(operator, _name))[0])
+    setattr(RecordedValue, f"__{_name}__", _binary(_sign, getattr(operator, _name))[0])
 
 
 def _called(function: Callable[..., Any]) -> Any:
@@ -134,7 +134,7 @@ class Tape:
     def __init__(self) -> None:
         self._lines: list[tuple[str, tuple[str, ...]]] = []
         """Text of each value, with {} for its operands, and the operands' names."""
-        self._known: dict[Any, Value] = {}
+        self._known: dict[Any, RecordedValue] = {}
         self._constants: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
 
@@ -142,7 +142,7 @@ class Tape:
 
     def where(self, condition: Any, a: Any, b: Any) -> Any:
         """As `host.where`."""
-        if not any(isinstance(each, Value) for each in (condition, a, b)):
+        if not any(isinstance(each, RecordedValue) for each in (condition, a, b)):
             return host.where(condition, a, b)
         samples = [_sample(each) for each in (condition, a, b)]
         a, b = _like(a, samples[2]), _like(b, samples[1])
@@ -182,7 +182,7 @@ class Tape:
 
     def astype(self, x: Any, dtype: Any) -> Any:
         """As `host.astype`; for a bool it records a conditional, which is faster."""
-        kind = type(x.sample) if isinstance(x, Value) else None
+        kind = type(x.sample) if isinstance(x, RecordedValue) else None
         if kind is np.bool_:
             return self.where(x, dtype(1), dtype(0))
         if kind is host.int32 and dtype is host.float32:
@@ -191,13 +191,13 @@ class Tape:
 
     def isfinite(self, x: Any) -> Any:
         """As `host.isfinite`."""
-        if not isinstance(x, Value) or isinstance(x.sample, np.ndarray):
+        if not isinstance(x, RecordedValue) or isinstance(x.sample, np.ndarray):
             return self.call(host.isfinite, x)
         return self.add("abs({}) <= {}", lambda x, most: x.__abs__() <= most, x, host.MAX)
 
     def asarray(self, x: Any) -> Any:
         """As `host.asarray`, for constants."""
-        return x if isinstance(x, Value) else host.asarray(x)
+        return x if isinstance(x, RecordedValue) else host.asarray(x)
 
     # -- recording -----------------------------------------------------------------------------
 
@@ -213,7 +213,9 @@ class Tape:
         value = self._new("", (), tree)
         return value, f"v{value.place}"
 
-    def binary(self, sign: str, function: Callable[[Any, Any], Any], a: Any, b: Any) -> Value:
+    def binary(
+        self, sign: str, function: Callable[[Any, Any], Any], a: Any, b: Any
+    ) -> RecordedValue:
         """Records an operation on two operands, of which one may be a constant."""
         a, b = _like(a, _sample(b)), _like(b, _sample(a))
         if sign in _LOGICAL and all(isinstance(_sample(each), np.bool_) for each in (a, b)):
@@ -222,12 +224,12 @@ class Tape:
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Records a function call."""
-        if not any(isinstance(each, Value) for each in arguments):
+        if not any(isinstance(each, RecordedValue) for each in arguments):
             return function(*arguments)
         called = f"{self._constant(function)}({', '.join(['{}'] * len(arguments))})"
         return self.add(called, function, *arguments)
 
-    def add(self, text: str, function: Callable[..., Any], *arguments: Any) -> Value:
+    def add(self, text: str, function: Callable[..., Any], *arguments: Any) -> RecordedValue:
         """Records an operation; an equal operation returns the value that exists."""
         names = tuple(self._name(each) for each in arguments)
         recorded = self._known.get((text, names))
@@ -293,7 +295,7 @@ class Tape:
         """Writes a tree as an expression with {} for its values; returns their places too."""
         if tree is None:
             return "None", []
-        if isinstance(tree, Value):
+        if isinstance(tree, RecordedValue):
             return "{}", [tree.place]
         if not isinstance(tree, tuple):
             return self._constant(tree), []
@@ -303,12 +305,12 @@ class Tape:
             inner = f"new({self._constant(type(tree))}, {inner})"
         return inner, [place for _, places in parts for place in places]
 
-    def _new(self, text: str, names: tuple[str, ...], sample: Any) -> Value:
+    def _new(self, text: str, names: tuple[str, ...], sample: Any) -> RecordedValue:
         self._lines.append((text, names))
-        return Value(self, len(self._lines) - 1, sample)
+        return RecordedValue(self, len(self._lines) - 1, sample)
 
     def _name(self, value: Any) -> str:
-        return f"v{value.place}" if isinstance(value, Value) else self._constant(value)
+        return f"v{value.place}" if isinstance(value, RecordedValue) else self._constant(value)
 
     def _constant(self, value: Any) -> str:
         plain = isinstance(value, (int, float, np.generic))
@@ -320,7 +322,7 @@ class Tape:
 
 
 def _sample(value: Any) -> Any:
-    return value.sample if isinstance(value, Value) else value
+    return value.sample if isinstance(value, RecordedValue) else value
 
 
 def _like(value: Any, other: Any) -> Any:

@@ -17,7 +17,7 @@ from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import why_no_good_checkpoint, with_undone
 from healcore.runtime.postmortem.postmortem import path_for
-from healcore.runtime.recovery.orders import Rollback
+from healcore.runtime.recovery.orders import RollbackRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class HealingReport:
     """Number of incidents that have ended."""
     history: tuple[IncidentRecord, ...]
     """The incidents, oldest first."""
-    rollbacks: tuple[Rollback, ...]
+    rollbacks: tuple[RollbackRecord, ...]
     """The rollbacks, oldest first."""
     counts: dict[str, int]
     """Name of a cause -> number of incidents. Other keys: `skips` and `clips` (steps),

@@ -31,7 +31,7 @@ _COUNTED = 1 << 22  # limit of the counts, exact as float32; `alpha` holds for 1
 _NORM = 0.03125  # smallest weight of a norm in the usual norm, which covers about 32 steps
 
 
-class History(NamedTuple):
+class RecordHistory(NamedTuple):
     """Extremes of the loss since the start of the history."""
 
     highest: Float  # the largest loss
@@ -40,8 +40,8 @@ class History(NamedTuple):
 
 
 def add_loss(
-    history: History, loss: Any, growth: Any, first: Any, learn: Any, *, xp: Any
-) -> tuple[History, Any]:
+    history: RecordHistory, loss: Any, growth: Any, first: Any, learn: Any, *, xp: Any
+) -> tuple[RecordHistory, Any]:
     """Learns a finite loss where `learn` holds, and decides whether the loss is a record.
 
     A record exceeds all earlier losses. It also exceeds the last record by the share `growth` of
@@ -50,7 +50,7 @@ def add_loss(
     highest, lowest, last = (xp.where(first, loss, each) for each in history)
     margin = numerics.product(growth, last - lowest, xp=xp)
     record = learn & (loss > highest) & (loss > last + margin)
-    return History(
+    return RecordHistory(
         xp.where(learn, xp.maximum(loss, highest), highest),
         xp.where(learn, xp.minimum(loss, lowest), lowest),
         xp.where(record, loss, last),
@@ -61,7 +61,7 @@ class RecordsState(NamedTuple):
     """History of the loss since the start or the last alarm, and the score."""
 
     count: Int  # steps learnt
-    history: History
+    history: RecordHistory
     score: Float  # evidence for damage; the alarm is at 1 / alpha
     record: Flag  # the last step counted as a record
 
@@ -123,7 +123,7 @@ class InstabilityState(NamedTuple):
     """Extremes of the loss, the usual norm, and the current series of records."""
 
     count: Int  # steps learnt since the start of the history
-    history: History
+    history: RecordHistory
     usual: Float  # usual size of the gradient norm
     records: Int  # records with a large norm at intervals of at most `patience` steps
     since: Int  # steps since the last such record

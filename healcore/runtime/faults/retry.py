@@ -26,7 +26,7 @@ _MAX_SERVER_WAIT_S = 3600.0  # a call is not repeated if a server asks for a lon
 _random = SystemRandom().random  # from 0 to 1, without changing the run's random state
 
 
-class Attempt(NamedTuple):
+class CallAttempt(NamedTuple):
     """One attempt at a call, for the log."""
 
     call: str  # name of the function
@@ -79,7 +79,7 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _Run = "default") -> Cal
     return repeated(call, retries)
 
 
-def _log(attempt: Attempt) -> None:
+def _log(attempt: CallAttempt) -> None:
     write = console.info if attempt.error is None else console.warning
     write(str(attempt))
 
@@ -90,7 +90,7 @@ class Retries:
 
     name: str  # of the call, for the log
     policy: HostPolicy
-    report: Callable[[Attempt], object]  # of each failure, and of the success after failures
+    report: Callable[[CallAttempt], object]  # of each failure, and of the success after failures
     sleep: Callable[[float], None]  # its exceptions end the call
     failed: int = field(default=0, init=False)  # failures since the last success
 
@@ -106,7 +106,7 @@ class Retries:
         # A longer wait that the server asks for has priority, even beyond `max_delay_s`.
         delay = _delay(rules, self.failed) * (1 - rules.jitter * _random())
         wait_s = max(delay, asked) if again else None
-        self.report(Attempt(self.name, self.failed, error, fault, wait_s))
+        self.report(CallAttempt(self.name, self.failed, error, fault, wait_s))
         if wait_s is not None:
             self.sleep(wait_s)
         return again
@@ -114,7 +114,7 @@ class Retries:
     def succeeded(self) -> None:
         """Reports a success after failures."""
         if self.failed:
-            self.report(Attempt(self.name, self.failed + 1))
+            self.report(CallAttempt(self.name, self.failed + 1))
         self.failed = 0
 
 

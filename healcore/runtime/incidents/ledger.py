@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Cause, names
 from healcore.runtime.healthy_range import HealthyRange
-from healcore.runtime.recovery.orders import Rollback
+from healcore.runtime.recovery.orders import RollbackRecord
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""
@@ -66,8 +66,8 @@ class Ledger:
     """Steps that were skipped or not taken or had an alarm within an incident, and the micro-steps
     right after such a step; ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
-    rollbacks: list[Rollback] = field(default_factory=list)
-    """Applied rollbacks, see `Rollback.outline`."""
+    rollbacks: list[RollbackRecord] = field(default_factory=list)
+    """Applied rollbacks, see `RollbackRecord.outline`."""
     incident_count: int = 0
     """Number of incidents so far, including undone and dropped incidents."""
     undone_incidents: int = 0
@@ -143,7 +143,7 @@ class Ledger:
         last.over = False
         return last
 
-    def same_trouble(self, onset: int, within: int = 0) -> list[Rollback]:
+    def same_trouble(self, onset: int, within: int = 0) -> list[RollbackRecord]:
         """Earlier rollbacks for the trouble that begins at step `onset`, oldest first.
 
         The trouble is the same if its onset is at most `within` steps after the step at which the
@@ -171,7 +171,7 @@ class Ledger:
             at, index = at - 1, index - 1
         return index + 1
 
-    def on_rollback(self, rollback: Rollback, saved: Ledger | None) -> None:
+    def on_rollback(self, rollback: RollbackRecord, saved: Ledger | None) -> None:
         """Records an applied rollback; `saved` is the ledger in the restored checkpoint."""
         self.rollbacks.append(rollback.outline())
         held: dict[str, HealthyRange | None] = {**self.numbers}

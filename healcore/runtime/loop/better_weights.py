@@ -19,7 +19,7 @@ from healcore.runtime.recovery.orders import (
     MAX_ACCEPTED,
     Facts,
     Order,
-    Rollback,
+    RollbackRecord,
     Trial,
     decide,
     lr_states,
@@ -40,7 +40,7 @@ class BetterWeights:
         data: Data,
         restorer: Restorer,
         monitor: IncidentMonitor,
-        roll_back: Callable[[Order], Rollback | None],
+        roll_back: Callable[[Order], RollbackRecord | None],
         loss_fn: Callable[..., Any] | None,
     ) -> None:
         self._data, self._restorer, self._monitor = data, restorer, monitor
@@ -90,7 +90,7 @@ class BetterWeights:
         rate = self._driver.learning_rate()
         return None if rate is None else rate * self._monitor.lr_scale
 
-    def roll_back(self, verdict: Verdict, *, finite: bool = True) -> Rollback | None:
+    def roll_back(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
         """Carries out a verdict of `dominance`. Returns the rollback, or None without one.
 
         After several places that were accepted one after another, only alerts. Weights that are not
@@ -115,7 +115,7 @@ class BetterWeights:
             self.dominance.accept(verdict.index + 1)
         return done
 
-    def _order_of(self, verdict: Verdict, past: Sequence[Rollback]) -> Order:
+    def _order_of(self, verdict: Verdict, past: Sequence[RollbackRecord]) -> Order:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
         order = Order(
             # At the end of the data, the verdict has the number of steps done.
@@ -159,7 +159,9 @@ class BetterWeights:
         """The step at which the last trial began, or 0."""
         return max((each.step for each in self._ledger.rollbacks if each.trial), default=0)
 
-    def _accept(self, order: Order, verdict: Verdict, past: Sequence[Rollback]) -> Rollback | None:
+    def _accept(
+        self, order: Order, verdict: Verdict, past: Sequence[RollbackRecord]
+    ) -> RollbackRecord | None:
         """Undoes what was tried, and never rolls back for this trouble again."""
         until = self._data.step + 1
         self._ledger.accepted, self._ledger.accepted_until = self._ledger.accepted + 1, until
@@ -193,6 +195,6 @@ class BetterWeights:
         return done
 
 
-def _batches_of(past: Sequence[Rollback]) -> tuple[BatchId, ...]:
+def _batches_of(past: Sequence[RollbackRecord]) -> tuple[BatchId, ...]:
     """The batches that trials have left out."""
     return tuple(batch for each in past for batch in each.batches)

@@ -15,7 +15,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.dominance.anchor import ObservedBatch
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults import Fault, classify
-from healcore.runtime.faults.retry import Attempt, Retries
+from healcore.runtime.faults.retry import CallAttempt, Retries
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.loop.run_settings import change_of_batch_size
@@ -248,7 +248,7 @@ class Data:
         """The retries of a call under the run's policy."""
         return Retries(name, self._policy, self._report_attempt, self._termination.sleep)
 
-    def _report_attempt(self, attempt: Attempt) -> None:
+    def _report_attempt(self, attempt: CallAttempt) -> None:
         step, number, text, wait = self.step, attempt.number, str(attempt), attempt.wait_s
         if attempt.fault is None:
             self._log.event("retried", step=step, attempt=number, why=text)

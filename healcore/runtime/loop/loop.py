@@ -13,7 +13,7 @@ from healcore.runtime.loop.rank_group import RankGroup
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.termination import IncompleteRun
 from healcore.runtime.postmortem.postmortem import RankNotes
-from healcore.runtime.recovery.orders import Order, Rollback
+from healcore.runtime.recovery.orders import Order, RollbackRecord
 from healcore.runtime.store.claim import Claim
 
 _MAX_WITHOUT_STEP = 100
@@ -198,7 +198,7 @@ class Loop:
             self.guard.watch()
         self.guard.pause()
 
-    def _rewound(self, done: Rollback | None) -> bool:
+    def _rewound(self, done: RollbackRecord | None) -> bool:
         """Whether there was a rollback; the marks of undone steps are forgotten."""
         if done is not None:
             self.ranks.on_rollback()

@@ -26,7 +26,7 @@ from healcore.runtime.loop.better_weights import BetterWeights
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.recovery.monitor import IncidentMonitor
-from healcore.runtime.recovery.orders import Order, Rollback
+from healcore.runtime.recovery.orders import Order, RollbackRecord
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_options import Hooks
 from healcore.runtime.store import NoGoodCheckpoint, Saved, StateMismatch, StoreError
@@ -69,7 +69,7 @@ class Recovery:
         self.log.records(step.index, step.records)
         return self.monitor.process(step)
 
-    def act(self, step: StepResult, order: Order | None) -> Rollback | None:
+    def act(self, step: StepResult, order: Order | None) -> RollbackRecord | None:
         """Carries out the order of a step, or else an order for better earlier weights.
 
         Returns the rollback, or None. Raises RunStopped if the order stops the run.
@@ -100,7 +100,7 @@ class Recovery:
 
     # -- orders ---------------------------------------------------------------------------------
 
-    def carry_out(self, order: Order) -> Rollback | None:
+    def carry_out(self, order: Order) -> RollbackRecord | None:
         """Carries out an order. Returns the rollback, or None without one.
 
         Under `[rollback] confirm` an order of the policy needs evidence that the model is worse:
@@ -203,7 +203,7 @@ class Recovery:
             return "the budget of recoveries is exhausted, and the trouble continues"
         return "a rule of the policy stops it"
 
-    def roll_back_if_nonfinite(self, *, at_end: bool = False) -> Rollback | None:
+    def roll_back_if_nonfinite(self, *, at_end: bool = False) -> RollbackRecord | None:
         """Rolls back if the saves so far have new NaN or Inf. Collective.
 
         Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
@@ -254,7 +254,7 @@ class Recovery:
         )
         return self.carry_out(order) if action & _SERIOUS and not policy.observes else None
 
-    def roll_back(self, order: Order) -> Rollback | None:
+    def roll_back(self, order: Order) -> RollbackRecord | None:
         """Restores a checkpoint for an order, reports the rollback, and forgets the undone steps.
 
         Returns None if no checkpoint is usable for better earlier weights; then the run continues.
@@ -285,7 +285,7 @@ class Recovery:
 
     # -- reports --------------------------------------------------------------------------------
 
-    def report(self, done: Rollback, moved: RewindResult) -> None:
+    def report(self, done: RollbackRecord, moved: RewindResult) -> None:
         """Writes the events and the console line of a rollback."""
         rollback = self.log.event(
             "rollback",

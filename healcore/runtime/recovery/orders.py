@@ -85,7 +85,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollback(Order):
+class RollbackRecord(Order):
     """A rollback that was carried out."""
 
     number: int = 0
@@ -107,7 +107,7 @@ class Rollback(Order):
     lr_scale: float = 1.0
     """The multiplier at `target`: 1 where the schedule is below the limit."""
 
-    def outline(self) -> Rollback:
+    def outline(self) -> RollbackRecord:
         """A copy for the ledger: only the batches of a trial are needed, to undo the trial."""
         return self if self.trial else replace(self, batches=())
 

@@ -22,7 +22,7 @@ from healcore.runtime.recovery import record as records
 from healcore.runtime.recovery.orders import (
     CheckpointChoice,
     Order,
-    Rollback,
+    RollbackRecord,
     Trial,
     after_rollback,
     apply_rate,
@@ -71,7 +71,7 @@ class Restorer:
 
     # -- rollback -------------------------------------------------------------------------------
 
-    def roll_back(self, order: Order) -> tuple[Rollback, RewindResult]:
+    def roll_back(self, order: Order) -> tuple[RollbackRecord, RewindResult]:
         """Carries out an order.
 
         Raises NoGoodCheckpoint without a usable checkpoint, StateMismatch if the checkpoints are of
@@ -88,7 +88,7 @@ class Restorer:
             scales = [engine.from_dict(each).lr.scale for each in live.values()]
             broken = (1.0 if lr is None else lr) * float(min(scales, default=1.0))
 
-        def load(saved: _Checkpoint) -> Rollback:
+        def load(saved: _Checkpoint) -> RollbackRecord:
             engines = after_rollback(engine, live, saved.engines)
             if order.trial == Trial.ACCEPT:
                 engines = with_lr_states(engines, order.lr_states)
@@ -100,7 +100,7 @@ class Restorer:
                 engines = limited(engine, engines, broken, rate, healthy=trained)
             engines, limit, scale = apply_rate(engine, engines, rate)
             self.driver.load(None, engines)
-            return Rollback(
+            return RollbackRecord(
                 **vars(replace(order, lr_at_fault=broken)),
                 number=len(self.ledger.rollbacks) + 1,
                 step=step,
@@ -137,7 +137,7 @@ class Restorer:
             exact=order.exact,
         )
 
-    def _commit_rollback(self, done: Rollback) -> None:
+    def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
         saver, step = self.saver, done.target
         try:

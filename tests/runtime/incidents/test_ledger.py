@@ -10,7 +10,7 @@ from healcore.core.engine import incident
 from healcore.core.verdict import Cause
 from healcore.policy import load
 from healcore.runtime.incidents.ledger import Ledger
-from healcore.runtime.recovery.orders import Rollback
+from healcore.runtime.recovery.orders import RollbackRecord
 from tests.healer.step_records import record
 
 SKIPPED = record(cause=Cause.NONFINITE_GRAD, skip=True)
@@ -36,8 +36,8 @@ def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(a
     assert (only.onset, only.only_skips, ledger.first_consecutive(12)) == (3, True, 3)
 
 
-def applied(**fields: Any) -> Rollback:
-    return Rollback(index=0, **fields)
+def applied(**fields: Any) -> RollbackRecord:
+    return RollbackRecord(index=0, **fields)
 
 
 def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():

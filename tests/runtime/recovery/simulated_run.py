@@ -16,7 +16,7 @@ from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.loop.saver import Saver
-from healcore.runtime.recovery.orders import Order, Rollback
+from healcore.runtime.recovery.orders import Order, RollbackRecord
 from healcore.runtime.recovery.record import ITEM, HostState, Record
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
@@ -214,7 +214,7 @@ class Process:
     def save(self, why: str) -> None:
         self.saver.write(self.step, why)
 
-    def go_back(self, depth: int) -> Rollback:
+    def go_back(self, depth: int) -> RollbackRecord:
         """A rollback in answer to the incident under way."""
         order = Order(index=self.step - 1, onset=self.onset, depth=depth)
         done, _ = self.restorer.roll_back(order)

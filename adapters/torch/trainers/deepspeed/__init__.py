@@ -23,7 +23,7 @@ from healcore.core.errors import AttachError
 from healcore.core.signals import Signals
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, heal_optimizer, healing_of
-from healcore.torch.engines import Order
+from healcore.torch.engines import StepOrder
 from healcore.torch.healed_step import HealedStep
 from healcore.torch.measurement import SEARCH, DroppedSteps, Measurer, Overflows, StepNorms
 from healcore.torch.trainers import replaced
@@ -299,7 +299,7 @@ class EngineStep(HealedStep):
         super().__init__(*args)
         self.adopted_limit = adopted_limit
         self._first = gradients.parameters(self.optimizer)[0]
-        self._group_order: Order | None = None
+        self._group_order: StepOrder | None = None
         self._sharded = _is_sharded(engine)
         # DeepSpeed refers to the moment tensors, so they must not be replaced.
         self._resets_moments = self.incident_log.resets_moments = False
