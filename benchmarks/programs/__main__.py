@@ -9,7 +9,6 @@ learning rate that is 30 times too high, and killed. Prints the table of docs/pr
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import os
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 from benchmarks.programs import data
-from benchmarks.side_by_side import write_json
+from benchmarks.side_by_side import arguments, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = ROOT / ".programs"
@@ -171,11 +170,10 @@ def _same(run: Run | None, off: Run) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Public programs without and with healcore.")
+    parser = arguments("Public programs without and with healcore.")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--mirror")
     parser.add_argument("--packages", default="", help="a folder with what they import")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     programs = tomllib.loads((Path(__file__).parent / "programs.toml").read_text())
     results = {

@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 41499),
-    "tests": (("tests",), 47722),
-    "benchmarks": (("benchmarks",), 8993),
+    "product": (("healcore", "adapters"), 38900),
+    "tests": (("tests",), 44979),
+    "benchmarks": (("benchmarks",), 8992),
 }
 """Part -> its folders, and the most lines."""
 
