@@ -38,7 +38,7 @@ RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
 _UNSAVED_INTERVALS = 3
 """Checkpoint intervals without a save after which a run warns."""
-_MAX_CANDIDATES = 8
+MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
 
 
@@ -80,7 +80,7 @@ class Saver:
         self.ranks, self.log = ranks, log
         probation = policy.rollback.probation
         self.every = every or probation
-        candidates = min(-(-probation // self.every) + 1, _MAX_CANDIDATES)
+        candidates = min(-(-probation // self.every) + 1, MAX_CANDIDATES)
         self._keep = keep or Keep(candidates=candidates, older=True)
         self.started_from = -1
         self.damage: list[CheckpointDamaged] = []
