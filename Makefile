@@ -123,9 +123,9 @@ test-slow: $(VENV)/.test
 # Tests that need no package of `dev`, then the smoke test of each extra.
 AT_LOWEST := tests/policy tests/jax/test_surface.py tests/jax/test_flax_nnx.py \
   tests/jax/test_flax_linen.py tests/jax/driver/test_live_state.py \
-  tests/torch/test_losses.py tests/torch/test_grad_scaler.py tests/torch/test_clip.py \
+  tests/torch/test_losses.py tests/torch/test_grad_scaler.py tests/torch/test_battery.py \
   tests/torch/store/test_state.py tests/torch/driver/test_rollback.py \
-  tests/runtime/store/test_memory_and_disk.py tests/healer/test_loss_fn.py tests/tools/traces \
+  tests/runtime/store/test_memory.py tests/healer/test_loss_fn.py tests/tools/traces \
   tests/tools/report tests/parity/test_fuzz.py
 test-lowest: $(LOWEST)/.made
 	@OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -q $(AT_LOWEST) $(ARGS)
