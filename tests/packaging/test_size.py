@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
     "product": (("healcore", "adapters"), 38900),
-    "tests": (("tests",), 44979),
+    "tests": (("tests",), 44977),
     "benchmarks": (("benchmarks",), 8992),
 }
 """Part -> its folders, and the most lines."""

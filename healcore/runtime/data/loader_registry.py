@@ -232,7 +232,7 @@ class LoaderRegistry:
         """Rewinds the current loader and skips the `bad` batches and `more` after them.
 
         Batches to read `again` are no longer skipped. A loader that cannot be rewound continues
-        forward, which also passes the bad batches. `position` is that of the checkpoint, if any.
+        forward, past the bad batches. `position` is None if the checkpoint has no position.
         """
         if self.current is None:
             return RewindResult(False, "the loop does not read its batches through healcore")

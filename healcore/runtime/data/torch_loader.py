@@ -171,7 +171,7 @@ class TorchLoader(LoaderAdapter):
             after = order.draw(state["random"], index + skip, digest)
             self._reading = None
             if order.reads_ahead:  # begins when the random states of the step are restored
-                order.planned = [] if skip else list(state["ahead"])
+                order.planned = [] if skip else list(state.get("ahead", ()))
             else:
                 self._reading = self._begin_batches()
             current[_GLOBAL:] = after[_GLOBAL:]
@@ -226,6 +226,8 @@ class _Order:
         sampler: the sampler or batch sampler.
         generators: generators of the loader and its samplers, besides the global generators.
         ahead: largest number of items that the loader reads ahead.
+        reads_ahead: whether this process reads them, so that their examples may draw random
+            numbers between those of the steps.
     """
 
     def __init__(

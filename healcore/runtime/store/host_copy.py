@@ -107,7 +107,7 @@ class HostCopy:
         return None if self.healing is None else files.unseal(self.healing)
 
     def verify(self, leaf: Leaf, place: Any, digest: str) -> None:
-        """Raises CheckpointDamaged if the digest of a part is not that of the inspection."""
+        """Raises CheckpointDamaged if the digest of a part differs from the inspected digest."""
         if digest != leaf.digests[place]:
             why = "is not what was saved: its digest differs"
             raise CheckpointDamaged(self.step, WHERE, f"{leaf.name}{place}", why)

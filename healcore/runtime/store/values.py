@@ -64,7 +64,7 @@ _FRAMEWORK_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 def attribute(item: object, name: str) -> Any:
     """An attribute of an item of the state, or None.
 
-    A `__getattr__` is not called: that of `flax.nnx.Rngs` has a value for every name.
+    A `__getattr__` is not called, because `flax.nnx.Rngs` returns a value for every name.
     """
     found = inspect.getattr_static(item, name, None) is not None
     return getattr(item, name) if found else None

@@ -1,4 +1,4 @@
-"""Real loaders of every kind. A second loader of a factory stands for that of the next process."""
+"""Real loaders of every kind. A second loader of a factory is the loader of the next process."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Special(dict):
 
 
 class Counter2(Counter):
-    """Its name is not that of the standard library's."""
+    """Its name differs from the standard library's."""
 
 
 Counter2.__name__ = "Counter"
