@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from healcore.runtime.store import SaveFailed, StoreError
+from healcore.runtime.store import SaveFailed, StoreError, files
 from healcore.runtime.store.manifest import sweep
 from tests.runtime.store.disk_faults import read_only, small_disk
 from tests.runtime.store.disk_faults_program import large
@@ -121,6 +124,26 @@ def test_stale_files_are_removed_and_nothing_else(tmp_path):
     assert all((path / "part").exists() for path in others)
     assert store.damaged() == []
     store.verify(1)
+
+
+def test_a_directory_that_a_thread_still_writes_is_removed(tmp_path):
+    """Orbax writes its arrays at the same time, and reports the first that fails."""
+    folder, ends = tmp_path / "save", time.monotonic() + 0.05
+
+    def write() -> None:
+        number = 0
+        while time.monotonic() < ends:
+            folder.mkdir(exist_ok=True)
+            part = folder / f"{(number := number + 1)}.lock"
+            with suppress(FileNotFoundError):
+                part.touch()
+                part.rename(folder / f"{number}")
+
+    folder.mkdir()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(write)
+        time.sleep(0.02)
+        assert files.discard(folder)
 
 
 @over(DCP, JAX_TIERS)
