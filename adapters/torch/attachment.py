@@ -133,6 +133,8 @@ def heal_optimizer(
             f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}: "
             "leave it out if you use no scaler"
         )
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None  # GradScaler(enabled=False) hands everything through and keeps no records
     name, params = type(optimizer).__name__, gradients.parameters(optimizer)
     if healing_of(optimizer) is not None:
         raise AttachError(

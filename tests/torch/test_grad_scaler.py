@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -170,3 +171,21 @@ def test_a_healer_stops_a_run_whose_every_step_overflows(fused: bool):
     assert healer.step >= 20 + 1000, "a thousand steps in a row train nothing"
     assert healer.rollbacks == 0
     assert loop.p.isfinite().all()
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_scaler_that_is_not_enabled_counts_as_none(attached: bool):
+    """`GradScaler(enabled=dtype == "float16")` stands in loops that also train in bfloat16."""
+    loop = Loop()
+    loop.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    state = {"p": [loop.p], "optimizer": loop.optimizer, "scaler": loop.scaler}
+    with contextlib.ExitStack() as stack:
+        steps: Any = range(3)
+        if attached:
+            attach(loop.optimizer, scaler=loop.scaler)
+        else:
+            steps = stack.enter_context(Healer(state=state)).steps(3)
+        for i in steps:
+            before = loop.p.detach().clone()
+            loop.step(factor=math.nan if i == 1 else 1.0, unscale=True)
+            assert torch.equal(loop.p, before) is (i == 1)
