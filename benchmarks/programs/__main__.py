@@ -27,7 +27,7 @@ from benchmarks.side_by_side import arguments, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = ROOT / ".programs"
-NAN, RATE = "nan:60", "rate:120:20"
+FAULTS = ("none", "nan:60", "rate:120:20", "kill")
 
 
 class Run(NamedTuple):
@@ -125,7 +125,9 @@ def compared(
     runs: dict[str, Any] = {}
     lines = 0
     for arm in ("off", "on"):
-        for fault in ("none", NAN, RATE, *["kill"] * ("kill" in program and arm == "on")):
+        for fault in program.get("faults", FAULTS):
+            if fault == "kill" and (arm == "off" or "kill" not in program):
+                continue
             folder = FETCHED / name / f"{arm} {fault.partition(':')[0]}" / "program"
             shutil.rmtree(folder.parent, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -149,10 +151,14 @@ def table(results: dict[str, Any]) -> str:
     for each in results.values():
         runs = {name: Run(**run) for name, run in each["runs"].items()}
         off, on, killed = runs["off none"], runs["on none"], runs.get("on kill")
-        nan = f"{_end(runs['off nan'])} → {_end(runs['on nan'])} ({_end(off)})"
-        rate = f"{_end(runs['off rate'])} → {_end(runs['on rate'])} ({_end(off)})"
+        faults = [
+            f"{_end(runs[f'off {kind}'])} → {_end(runs[f'on {kind}'])} ({_end(off)})"
+            if f"off {kind}" in runs
+            else "not tried"
+            for kind in ("nan", "rate")
+        ]
         rows.append(
-            (each["title"], str(each["lines"]), _same(on, off), nan, rate, _same(killed, off))
+            (each["title"], str(each["lines"]), _same(on, off), *faults, _same(killed, off))
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -32,6 +32,15 @@ def nanogpt(folder: Path) -> None:
     (place / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))
 
 
+def sentences(folder: Path) -> None:
+    """Sentences of 12 tokens, of which few are frequent, as `train.bin` and `val.bin`."""
+    random, place = np.random.default_rng(0), folder / "data" / "tiny"
+    place.mkdir(parents=True)
+    drawn = random.integers(50_257, size=(3_000, 12), dtype=np.uint16)
+    for name, count in (("train", 400_000), ("val", 20_000)):
+        drawn[np.minimum(random.zipf(1.3, count), 3_000) - 1].tofile(place / f"{name}.bin")
+
+
 def words(folder: Path) -> None:
     """Three text files."""
     place = folder / "data" / "tiny"
