@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.engine import RuleConfig, rules
+from healcore.core.engine import EngineConfig, RuleConfig, rules
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.events.schema import flag_names
@@ -105,17 +105,10 @@ class DelayedReader:
 class HostRules:
     """Counts the hits of the rules, separately for each optimizer."""
 
-    def __init__(self, configs: tuple[RuleConfig, ...], *, depth: int, quiet_steps: int) -> None:
-        """Starts without hits.
-
-        Args:
-            configs: see `Policy.host_rules`.
-            depth: known-good checkpoint that an order restores; 1 is the newest.
-            quiet_steps: steps in which no rule fires, after which a rule may order again.
-        """
-        self._configs = configs
-        self._depth = depth
-        self._quiet_steps = quiet_steps
+    def __init__(self, rules: tuple[RuleConfig, ...], config: EngineConfig) -> None:
+        """Takes the policy's `host_rules`, and its depth of a rollback and its quiet steps."""
+        self._configs = rules
+        self._depth, self._quiet_steps = config.rollback.depth, config.incident.quiet_steps
         self.restart()
 
     def restart(self) -> None:
@@ -173,9 +166,9 @@ def nonfinite_row_text(
     return f"{text}: the {what} is NaN or Inf{since}{first}"
 
 
-def cause_text(cause: Cause) -> str:
-    """Names of causes, as a clause."""
-    return flag_names(names(cause))
+def cause_text(flags: int) -> str:
+    """Names of `Cause` flags, as a clause."""
+    return flag_names(names(Cause(flags)))
 
 
 def is_logged(number: int) -> bool:
