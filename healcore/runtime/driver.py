@@ -94,7 +94,7 @@ class Driver(Protocol):
     # -- the state ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """References to the state to save: name -> tree, or object with `state_dict`; no engines."""
+        """References to the state to save: name -> tree or object with `state_dict`; no engines."""
         ...
 
     def engines(self) -> dict[str, dict[str, Any]]:

@@ -183,7 +183,7 @@ class Healer(Generic[State]):
         """Waits for pending checkpoints, writes the postmortem, detaches.
 
         Raises:
-            LastStateNotSaved: no checkpoint holds the last state of a loop that has ended; status 1.
+            LastStateNotSaved: the loop has ended, and no checkpoint holds its state; status 1.
             IncompleteRun: the loop has ended, and the Healer has seen no step, or the loop called
                 neither `batches` nor `after_step`; status 1.
             RunStopped: more than half of the steps, or of their batches, were skipped.
@@ -234,9 +234,10 @@ class Healer(Generic[State]):
 
         After a rollback a loader that can be rewound (lists, torch's `DataLoader`, `state_dict` and
         `load_state_dict`, `get_state` and `set_state`) continues from the checkpoint and skips the
-        bad batches. Any other loader continues at its current position. Within `for epoch in ...`
-        call `batches` once per epoch. After a `break` before the last batch, the next start trains
-        the remaining batches. With `epochs=None`, or a loader without a length, the run is complete.
+        bad batches. Any other loader continues at its current position. Call `batches` once per
+        epoch within `for epoch in ...`. After a `break` before the last batch, the next start
+        trains the remaining batches. With `epochs=None`, or a loader without a length, a `break`
+        completes the run.
 
         Args:
             loader: any iterable of batches.

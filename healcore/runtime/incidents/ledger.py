@@ -68,23 +68,15 @@ class Ledger:
     """Steps that were skipped or not taken or had an alarm within an incident, and the micro-steps
     right after such a step; ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
-    rollbacks: list[RollbackRecord] = field(default_factory=list)
-    """Applied rollbacks, see `RollbackRecord.outline`."""
-    incident_count: int = 0
-    """Number of incidents so far, including undone and dropped incidents."""
-    undone_incidents: int = 0
-    """Incidents whose onset a later rollback has undone."""
-    skips: int = 0
-    """Skipped steps so far, including undone steps."""
+    rollbacks: list[RollbackRecord] = field(default_factory=list)  # see `RollbackRecord.outline`
+    incident_count: int = 0  # including undone and dropped incidents
+    undone_incidents: int = 0  # whose onset a later rollback has undone
+    skips: int = 0  # skipped steps so far, including undone steps
     undone_skips: int = 0
-    untrained: int = 0
-    """Steps of the run in which no optimizer took a step, excluding undone steps."""
-    open: bool = False
-    """Whether an incident with more than skipped non-finite steps is open."""
-    accepted: int = 0
-    """Places accepted one after another: the trouble came back after all that was tried."""
-    accepted_until: int = 0
-    """Step before which no comparison rolls back again."""
+    untrained: int = 0  # steps in which no optimizer took a step, excluding undone steps
+    open: bool = False  # whether an incident with more than skipped non-finite steps is open
+    accepted: int = 0  # places accepted in a row: the trouble came back after all that was tried
+    accepted_until: int = 0  # step before which no comparison rolls back again
     numbers: dict[str, HealthyRange] = field(default_factory=dict)
     """Number of an optimizer -> its healthy values. The driver holds it in them."""
 

@@ -175,8 +175,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         store=store,
         ranks=ranks,
         log=log,
-        every=options.checkpoints.every,
-        keep=options.checkpoints.keep,
+        options=options.checkpoints,
     )
     path = events.path
     return Loop(

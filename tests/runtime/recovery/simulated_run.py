@@ -20,6 +20,7 @@ from healcore.runtime.recovery.orders import Order, RollbackRecord
 from healcore.runtime.recovery.record import ITEM, HostState, Record
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
+from healcore.runtime.run_options import Checkpoints
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -168,8 +169,7 @@ class Process:
             store=store,
             ranks=Alone(),
             log=log,
-            every=EVERY,
-            keep=KEEP,
+            options=Checkpoints(every=EVERY, keep=KEEP),
         )
         no_comparisons: Any = SimpleNamespace(is_enabled=False, on_rollback=lambda target: None)
         self.saver.dominance = no_comparisons
