@@ -15,8 +15,7 @@ from pydantic import ConfigDict
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
-from healcore.runtime.healthy_range import HealthyRange
-from healcore.runtime.recovery.orders import RollbackRecord
+from healcore.runtime.recovery.orders import HealthyRange, RollbackRecord
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""

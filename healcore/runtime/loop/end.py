@@ -31,6 +31,7 @@ from healcore.runtime.loop.termination import (
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import AFTER_A_KILL, last_line
 from healcore.runtime.postmortem.postmortem import RankNote, of_ranks, traces
+from healcore.runtime.run_options import described
 from healcore.runtime.store import StoreError
 
 _VISIBLE_S = 2.0
@@ -209,7 +210,7 @@ class _End:
 
     def own_note(self, ending: Ending, error: BaseException | None, why: str = "") -> RankNote:
         """The note about the end of this rank."""
-        what, trace = ("", "") if error is None else described(error)
+        what, trace = ("", "") if error is None else (described(error), _trace(error))
         fault = self.fault
         waited = fault is not None and (Cause.HANG in fault.cause or fault.sign.startswith("nccl"))
         return RankNote(
@@ -251,7 +252,7 @@ class _End:
             except Exception as problem:  # a step in JAX that failed may have donated the state
                 why_not = f"{type(problem).__name__}: {problem}"
             answer = None if why_not else "save"
-        problem = f"the loop raised {described(self.raised)[0]:.600}"
+        problem = f"the loop raised {described(self.raised):.600}"
         loop.log.fault(self.data.step, fault, problem, answer=answer)
         if why_not:
             loop.warn(f"no checkpoint was saved at the exception: {why_not}")
@@ -294,13 +295,14 @@ class _End:
         with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
             loop.recovery.read_engines()
         why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
+        first = f"rank {notes[0].rank}: {notes[0].why}" if notes else ""
         exception = trace = None
         if notes and notes[0].rank != self.ranks.rank and ending != Ending.EXCEPTION:
-            why = f"rank {notes[0].rank}: {notes[0].why}"
+            why = first
         if notes and ending == Ending.EXCEPTION:
-            exception, trace = f"rank {notes[0].rank}: {notes[0].why}", traces(notes) or None
+            exception, trace = first, traces(notes) or None
         elif ending == Ending.EXCEPTION and error is not None:
-            exception, trace = described(error)
+            exception, trace = described(error), _trace(error)
         cause = Cause(0) if self.fault is None else self.fault.cause
         end = loop.recovery.run_end(ending, why, exception=exception, fault=cause)
         events = loop.log.events
@@ -332,7 +334,8 @@ class _End:
 def _incomplete_run_error(loop: Loop) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
     data, untrained = loop.data, loop.recovery.ledger.untrained
-    unread = len(data.unused)
+    unread, skipped = len(data.unused), data.skipped_steps
+    total = data.step + skipped
     loop_text = _RECOMMENDED_LOOPS[loop.driver.framework]
     if data.steps_taken and not loop.polled:
         return IncompleteRun(
@@ -346,7 +349,6 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
             f"healcore: the loop has ended, and the Healer has seen no step ({read} read). Write "
             f"`{loop_text}`. Nothing was trained: the next start begins at step {data.step}"
         )
-    skipped, total = data.skipped_steps, data.step + data.skipped_steps
     try:
         loop.recovery.stop_if_never_finite(at_end=True)
         if not loop.policy.observes and 2 * (untrained + skipped) > total:
@@ -367,10 +369,8 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
     return None
 
 
-def described(error: BaseException) -> tuple[str, str]:
-    """The summary of an exception, and its traceback."""
-    what = "".join(traceback.format_exception_only(error)).strip()
-    return what, "".join(traceback.format_exception(error))
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def _why(error: BaseException | None) -> str:

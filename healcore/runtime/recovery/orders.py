@@ -21,7 +21,6 @@ from pydantic import ConfigDict, Field
 from healcore.core.engine import Engine, StateError
 from healcore.core.verdict import Action
 from healcore.runtime.data import BatchId
-from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.store.errors import NoGoodCheckpoint
 from healcore.runtime.store.saved import Saved
 
@@ -33,6 +32,32 @@ MAX_ACCEPTED = 3
 """Places accepted one after another; then a verdict only alerts."""
 ABOVE = 1.0001
 """A rate is above another from this ratio on: two float32 computations of one rate differ less."""
+
+
+class HealthyRange(NamedTuple):
+    """Values of one number (weight decay, a beta, momentum) at healthy checkpoints."""
+
+    low: float
+    high: float
+    last: float  # the value at the last of these checkpoints
+
+    @classmethod
+    def of(cls, value: float, before: HealthyRange | None = None) -> HealthyRange:
+        """The range `before`, or none, and one more value."""
+        low, high, _ = before or (value, value, value)
+        return cls(min(low, value), max(high, value), value)
+
+    def contains(self, value: float) -> bool:
+        """Whether a value exceeds no healthy one by more than their range, as a schedule does."""
+        margin = self.high - self.low
+        return self.low - margin <= value <= self.high + margin
+
+    def held(self, value: float) -> float:
+        """The value, or the last healthy one instead of an unusual value. An int stays one."""
+        if self.contains(value):
+            return value
+        whole = isinstance(value, int) and float(self.last).is_integer()
+        return int(self.last) if whole else self.last
 
 
 @dataclass(frozen=True, kw_only=True)
