@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Checkpoints, Healer
 from healcore.torch.store import DCPStore
-from tests.healer.killed_process import BACK, SAVE, WRITE, watch_phases
+from tests.healer.repeated_kills import BACK, SAVE, WRITE, watch_phases
 from tests.healer.training_loops import rules
 
 WORLD = 2

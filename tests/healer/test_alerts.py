@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from healcore import Healer, IncidentContext
+from healcore import Healer
 from healcore import policy as policies
 from tests.healer.run_directory import events
 from tests.healer.run_options import grouped
@@ -34,18 +34,14 @@ do = ["alert"]
 )
 
 
-class Alerts:
-    """A tracker that keeps the alerts."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+class Events(list[Any]):
+    """A tracker that keeps the events."""
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         pass
 
     def event(self, event: Any) -> None:
-        if event["kind"] == "alert":
-            self.seen.append(event)
+        self.append(event)
 
 
 def run(folder: Path, losses: list[float], *, evaluates: bool, **options: Any) -> None:
@@ -70,12 +66,9 @@ def test_an_alert_names_severity_diagnosis_action_and_reference(cause: str, tmp_
         losses = [3.0] * 40
     if cause == "NONFINITE_LOSS":
         losses[30] = losses[31] = float("nan")
-    alerts, contexts = Alerts(), []
-
-    def hook(incident: IncidentContext) -> None:
-        contexts.append(incident)
-
-    run(tmp_path, losses, evaluates=cause == "OVERFIT", trackers=alerts, on_incident=hook)
+    tracked, contexts = Events(), []
+    options = {"trackers": [tracked], "on_incident": contexts.append}
+    run(tmp_path, losses, evaluates=cause == "OVERFIT", **options)
     mine = [each for each in events(tmp_path, "alert") if cause in each["cause"]]
     alert = mine[0]
     assert "ALERT" in alert["action"]
@@ -83,6 +76,6 @@ def test_an_alert_names_severity_diagnosis_action_and_reference(cause: str, tmp_
     assert alert["severity"] == ("error" if cause == "NONFINITE_LOSS" else "warning")
     assert alert["diagnosis"]
     assert alert["references"]
-    assert [each["cause"] for each in alerts.seen] == [each["cause"] for each in mine]
+    assert [each for each in tracked if each["kind"] == "alert"] == mine
     assert contexts[0].failures[0].severity == alert["severity"]
     assert set(contexts[0].failures[0].references) <= {*alert["references"]}

@@ -107,7 +107,7 @@ def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_p
             start("torch", tmp_path, program)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH
 def test_an_evaluation_inside_the_loop(framework, tmp_path):
     loop = loop_of(framework, Faults(always=[23]), rules())
     validation, seen = list(range(100, 103)), []
