@@ -40,10 +40,8 @@ DATA = 45
 class Variant(NamedTuple):
     """The kind of run."""
 
-    bad: tuple[int, ...]
-    """Batches that are NaN each time."""
-    forward: bool = False
-    """Data that cannot be put back."""
+    bad: tuple[int, ...]  # batches that are NaN each time
+    forward: bool = False  # data that cannot be put back
 
 
 VARIANTS = {"rewound": Variant((13, 14, 31)), "forward": Variant((13, 33), forward=True)}
@@ -58,16 +56,12 @@ CALLS = ("fsync", "rename", "replace", "write", "unlink", "mkdir", "rmdir")
 
 
 class Aim(NamedTuple):
-    """When this process is to be killed."""
+    """When a process is to be killed."""
 
-    phase: str = ""
-    """The phase in which it is killed; "" for any time."""
-    calls: bool = False
-    """Before or after one of CALLS, by the process itself; else from outside, after some time."""
-    part: float = 0.0
-    """How far into the phase, from 0 to 1; without a phase how far into the run."""
-    stepped: bool = False
-    """Only after this process has finished a step: the start is over then."""
+    phase: str = ""  # the phase in which it is killed; "" for any time
+    calls: bool = False  # at one of CALLS, by the process itself; else from outside, after a time
+    part: float = 0.0  # how far into the phase, from 0 to 1; without a phase how far into the run
+    stepped: bool = False  # only after this process has finished a step: the start is over then
 
 
 def watch_phases(begin: Callable[[str], None], end: Callable[[str], None]) -> None:
@@ -104,14 +98,10 @@ class Watched:
         self, shared: mmap.mmap, pipe: int, die_at: tuple[str, int] | None, *, stepped: bool
     ) -> None:
         self._shared, self._pipe, self._die_at = shared, pipe, die_at
-        self._may_die = not stepped
-        self._write = os.write
-        self._calls: dict[str, int] = dict.fromkeys(PHASES, 0)
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        """The longest of each phase."""
-        self.calls: dict[str, int] = dict.fromkeys(PHASES, 0)
-        """The most calls of each phase."""
-        self._began: dict[str, float] = {}
+        self._may_die, self._write = not stepped, os.write
+        self._calls, self._began = Counter[str](), dict[str, float]()
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)  # the longest of each phase
+        self.calls: dict[str, int] = dict.fromkeys(PHASES, 0)  # the most calls of each phase
         watch_phases(self._begin, self._end)
         for name in CALLS:
             self._count(name)
@@ -160,52 +150,37 @@ def run_process(
     framework: str, variant: Variant, folder: Path, trace: Path, watched: Watched
 ) -> None:
     """Checks what is on disk, then trains to the end, writing each step's state to `trace`."""
-    logging.getLogger("healcore").addHandler(logging.NullHandler())
-    logging.getLogger("healcore").setLevel(logging.INFO)
-    logging.getLogger("healcore").propagate = False
+    logger = logging.getLogger("healcore")
+    logger.addHandler(logging.NullHandler())
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
     watched.send(_there(framework, folder))
     policy = rules(recoveries=6)
-    run: Callable[..., dict[str, Any]] = functools.partial(_run, framework, variant, policy, folder)
+
+    def run(**options: Any) -> dict[str, Any]:
+        loop, ready = loop_of(framework, Faults(always=variant.bad), policy), []
+
+        def note(healer: Any, number: int) -> None:
+            if ready:
+                watched.step_finished()
+            else:
+                ready.append(number)
+                watched.send(READY)
+            loop.state = healer.state
+            state = _digest(loop.weights()), _digest(healer._loop.driver.engines())
+            file.write(json.dumps([healer.rollbacks, healer.step, number, *state]) + "\n")
+
+        data = iter(range(DATA)) if variant.forward else range(DATA)
+        facts = train(loop, policy, data, store=folder, before=note, **options)
+        facts |= {"seconds": watched.seconds, "calls": watched.calls}
+        return {**facts, "weights": _digest(loop.weights())}
+
     with trace.open("a", buffering=1) as file:
         try:
-            facts = run(file, watched)
+            facts = run()
         except AlreadyCompleted:  # it was killed just before it logged its end
-            facts = run(file, watched, resume=True)
+            facts = run(resume=True)
     (trace.parent / "end.json").write_text(json.dumps(facts))
-
-
-def _run(
-    framework: str,
-    variant: Variant,
-    policy: Any,
-    folder: Path,
-    file: Any,
-    watched: Watched,
-    **options: Any,
-) -> dict[str, Any]:
-    loop = loop_of(framework, Faults(always=variant.bad), policy)
-    first = True
-
-    def note(healer: Any, number: int) -> None:
-        nonlocal first
-        if first:
-            first = False
-            watched.send(READY)
-        else:
-            watched.step_finished()
-        loop.state = healer.state
-        engines = healer._loop.driver.engines()
-        logged = [healer.rollbacks, healer.step, number, _digest(loop.weights()), _digest(engines)]
-        file.write(json.dumps(logged) + "\n")
-
-    data = iter(range(DATA)) if variant.forward else range(DATA)
-    facts = train(loop, policy, data, store=folder, before=note, **options)
-    return {
-        **facts,
-        "weights": _digest(loop.weights()),
-        "seconds": watched.seconds,
-        "calls": watched.calls,
-    }
 
 
 def _there(framework: str, folder: Path) -> bytes:
@@ -250,8 +225,7 @@ class Killed(NamedTuple):
     """How a process ended."""
 
     sent: bytes
-    during: tuple[str, ...]
-    """The phases that were under way; of one that completed none."""
+    during: tuple[str, ...]  # the phases that were under way; of one that completed none
     completed: bool
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from healcore import policy as policies
 from healcore.core.verdict import Action
 from healcore.runtime.loop.termination import IncompleteRun
 from tests.healer.run_directory import events
+from tests.healer.run_options import grouped
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -155,3 +158,71 @@ def test_the_onset_is_the_first_step_of_the_row_with_no_checkpoint_on_probation(
     (rollback,) = events(tmp_path, "rollback")
     assert (rollback["onset"], facts["step"]) == (33, 54)
     assert rollback["batches"] == [[0, number] for number in range(33, 39)]
+
+
+ALERTS = policies.loads(
+    """
+schema = 1
+name = "alerts"
+[detect.nonfinite]
+[detect.plateau]
+window = 5
+patience = 2
+[detect.overfit]
+max_gap = 0.5
+patience = 1
+[[respond]]
+to = ["nonfinite"]
+do = ["skip", "alert"]
+[[respond]]
+to = ["plateau", "overfit"]
+do = ["alert"]
+"""
+)
+
+
+class Events(list[Any]):
+    """A tracker that keeps the events."""
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        pass
+
+    def event(self, event: Any) -> None:
+        self.append(event)
+
+
+def alerted(folder: Path, losses: list[float], *, evaluates: bool, **options: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    state = {"model": model, "optimizer": optimizer}
+    with Healer(ALERTS, state=state, store=folder, **grouped(options)) as healer:
+        for _, wanted in zip(healer.batches(list(losses)), losses, strict=False):
+            loss = (model(torch.ones(1)) * 0).sum() + wanted
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates and healer.step == 35:
+                healer.observe(eval_loss=9.0)
+
+
+@pytest.mark.parametrize("cause", ["PLATEAU", "OVERFIT", "NONFINITE_LOSS"])
+def test_an_alert_names_severity_diagnosis_action_and_reference(cause: str, tmp_path: Path):
+    losses = [3.0 - 0.05 * step for step in range(40)]
+    if cause == "PLATEAU":
+        losses = [3.0] * 40
+    if cause == "NONFINITE_LOSS":
+        losses[30] = losses[31] = float("nan")
+    tracked, contexts = Events(), []
+    options = {"trackers": [tracked], "on_incident": contexts.append}
+    alerted(tmp_path, losses, evaluates=cause == "OVERFIT", **options)
+    mine = [each for each in events(tmp_path, "alert") if cause in each["cause"]]
+    alert = mine[0]
+    assert "ALERT" in alert["action"]
+    assert [each["step"] - alert["step"] for each in mine] in ([0], [0, 9])
+    assert alert["severity"] == ("error" if cause == "NONFINITE_LOSS" else "warning")
+    assert alert["diagnosis"]
+    assert alert["references"]
+    assert [each for each in tracked if each["kind"] == "alert"] == mine
+    assert contexts[0].failures[0].severity == alert["severity"]
+    assert set(contexts[0].failures[0].references) <= {*alert["references"]}

@@ -70,7 +70,7 @@ def test_a_directory_that_was_deleted(framework, tmp_path):
 def test_a_disk_that_comes_back_has_nothing_of_the_branch_that_was_left(framework, tmp_path):
     """Unmounted at the rollback. Its checkpoints are of a branch that the run has left."""
     folder, away = tmp_path / "disk", tmp_path / "away"
-    seen: dict[str, Any] = {}
+    seen: dict[int, str] = {}
     unmount = once(lambda: folder.rename(away))
 
     def before(healer: Any, number: int) -> None:

@@ -84,3 +84,29 @@ def test_a_state_that_becomes_unsavable_costs_checkpoints_and_not_the_run(tmp_pa
         train(loop, rules(), range(30), store=tmp_path, before=spoil)
     assert "no plain form" in events(tmp_path, "save_failed")[0]["problem"]
     assert "not saved" in postmortems(tmp_path)[0]["diagnosis"]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_completed_store_is_of_one_run(framework, tmp_path):
+    """The store does not give its weights to another run."""
+
+    def run(seed: int) -> None:
+        loop = loop_of(framework, policy=rules())
+        if framework == "torch":
+            torch.manual_seed(seed)
+            for each in loop.model.parameters():
+                torch.nn.init.normal_(each)
+        else:
+            params = {name: each + seed for name, each in loop.state["params"].items()}
+            loop.state = {**loop.state, "params": params}
+        train(loop, rules(), range(12), store=tmp_path)
+
+    run(0)
+    for seed in (1, 0):  # a fold, and the same run again
+        with pytest.raises(StoreNotEmpty, match=r"this process has completed.*runs/{fold}"):
+            run(seed)
+    new_process()
+    with pytest.raises(StoreNotEmpty, match="began with other weights than this program"):
+        run(1)
+    with pytest.raises(AlreadyCompleted):
+        run(0)

@@ -110,11 +110,14 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
         )
     if "\0" in str(given):
         raise StoreError(f"store is a path without the NUL character, not {str(given)!r}")
-    folder = given.root if isinstance(given, CheckpointStore) else given and Path(given)
+    folder: Path | None = None
+    if given is not None:
+        folder = given.root if isinstance(given, CheckpointStore) else Path(given)
     own_claim: Claim | None = None
 
     def take() -> str | None:
         nonlocal own_claim
+        assert folder is not None
         folder.mkdir(parents=True, exist_ok=True)
         own_claim = claim(folder)
         if isinstance(given, CheckpointStore):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 from healcore.core.engine.incident import causes as incident_causes
 from healcore.core.step_record import StepRecord
@@ -33,6 +33,19 @@ _MIN_STEPS_REMEMBERED = 1000
 _MIN_INTERVALS_REMEMBERED = 5
 """Min number of checkpoint intervals whose batch ids are kept. Trouble begins up to two intervals
 after the restored checkpoint, lasts as long, and is found by comparisons."""
+
+
+class _Judged(NamedTuple):
+    """A record of a step, and the incident of the step or None."""
+
+    step: StepResult
+    record: StepRecord
+    incident: IncidentRecord | None
+
+    @property
+    def number(self) -> int:
+        """Number of the incident, or 0."""
+        return self.incident.number if self.incident else 0
 
 
 class IncidentMonitor:
@@ -91,14 +104,15 @@ class IncidentMonitor:
         self.metrics.add(records)
         self._report_over(step)
         self._newest_causes = reduce(or_, (int(each.cause) for each in records), 0)
-        lead = max(records, key=_weight)
-        has_line = bool(lead.cause) and self._has_line(records, lead, incident, begins=begins)
-        for record in records:
-            if record.cause:
-                self._log_alarm(step, record, incident, has_line=has_line and record is lead)
-            self._log_lr_change(step.index, record)
-            if record.action:
-                order = _merge(order, self._order(step, record, incident))
+        judged = [_Judged(step, record, incident) for record in records]
+        lead = max(judged, key=_weight)
+        has_line = bool(lead.record.cause) and self._has_line(lead, begins=begins)
+        for each in judged:
+            if each.record.cause:
+                self._log_alarm(each, has_line=has_line and each is lead)
+            self._log_lr_change(step.index, each.record)
+            if each.record.action:
+                order = _merge(order, self._order(each))
         return order
 
     def counts(self) -> Counts:
@@ -239,14 +253,7 @@ class IncidentMonitor:
             if is_logged(each.number):
                 self.log.info(f"step {step.index}: {sentence(event)}")
 
-    def _has_line(
-        self,
-        records: list[StepRecord],
-        lead: StepRecord,
-        incident: IncidentRecord | None,
-        *,
-        begins: bool,
-    ) -> bool:
+    def _has_line(self, lead: _Judged, *, begins: bool) -> bool:
         """Whether the step has a console line, which is about one of its records.
 
         - Every cut of the learning rate.
@@ -254,22 +261,17 @@ class IncidentMonitor:
         - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
           then each power of ten.
         """
+        incident, records = lead.incident, lead.step.records
         skips, outside = self.metrics.total("skips"), self._alarms_outside
         return (
-            (bool(lead.action & Action.CUT_LR) and not self.policy.observes)
+            (bool(lead.record.action & Action.CUT_LR) and not self.policy.observes)
             or (incident is not None and begins and is_logged(incident.number))
             or passes_power_of_ten(skips - sum(bool(each.skip) for each in records), skips)
             or passes_power_of_ten(outside, outside + (incident is None))
         )
 
-    def _log_alarm(
-        self,
-        step: StepResult,
-        record: StepRecord,
-        incident: IncidentRecord | None,
-        *,
-        has_line: bool,
-    ) -> None:
+    def _log_alarm(self, judged: _Judged, *, has_line: bool) -> None:
+        step, record, incident = judged
         self._alarms_outside += incident is None
         number = incident.alarms if incident else self._alarms_outside
         if number > MOST_ALARMS and not has_line:
@@ -281,9 +283,7 @@ class IncidentMonitor:
                 rate = self._driver.learning_rate()
         event = self._event(
             "alarm",
-            step,
-            record,
-            incident,
+            judged,
             skip=record.skip,
             skips=self.metrics.total("skips") if record.skip else None,
             grad_scale=None if self.policy.engine.per_tensor else record.grad_scale,
@@ -298,39 +298,31 @@ class IncidentMonitor:
             which = f"incident {incident.number}: " if incident else ""
             self.log.warning(f"step {step.index}: {which}{sentence(event)}")
 
-    def _event(
-        self,
-        kind: str,
-        step: StepResult,
-        record: StepRecord,
-        incident: IncidentRecord | None,
-        **fields: Any,
-    ) -> EventRecord:
-        """Writes an event about the record of one engine."""
-        about = {"incident": incident.number if incident else 0, "cause": record.cause}
-        about |= {"engine": record.engine, "observed": self.policy.observes}
-        return self.log.event(kind, step=step.index, **about, **fields)
+    def _event(self, kind: str, judged: _Judged, **fields: Any) -> EventRecord:
+        record = judged.record
+        about = {"engine": record.engine, "incident": judged.number, "cause": record.cause}
+        observed = self.policy.observes
+        return self.log.event(kind, step=judged.step.index, observed=observed, **about, **fields)
 
     # -- orders ---------------------------------------------------------------------------------
 
-    def _order(
-        self, step: StepResult, record: StepRecord, incident: IncidentRecord | None
-    ) -> Order | None:
+    def _order(self, judged: _Judged) -> Order | None:
+        step, record, incident = judged
         onset, first = (incident.onset, incident.first) if incident else (step.index, {})
         if incident and incident.only_skips:
             # A finite step within the incident shows that the weights were finite at this step.
             onset = self.ledger.first_consecutive(step.index)
         action = record.action
         if len(self.hooks):
-            action = self._ask_hooks(step, record, incident.number if incident else 0, onset)
+            action = self._ask_hooks(judged, onset)
         # Takes the union of the ranks' actions, because hooks may differ between ranks.
         of_ranks = self.ranks.gather((int(action), record.rollback_depth))
         action = Action(reduce(or_, (flags for flags, _ in of_ranks)))
         depth = max(depth for _, depth in of_ranks)
         if action & Action.ALERT:
-            self._alert(step, record, incident, action)
+            self._alert(judged, action)
         if self.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
-            self._event("order", step, record, incident, action=action, depth=depth)
+            self._event("order", judged, action=action, depth=depth)
         if self.policy.observes or not action & _ORDERS:
             return None
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)
@@ -346,12 +338,13 @@ class IncidentMonitor:
             forced=action != record.action,
         )
 
-    def _ask_hooks(self, step: StepResult, record: StepRecord, number: int, onset: int) -> Action:
+    def _ask_hooks(self, judged: _Judged, onset: int) -> Action:
         """Calls the hooks and logs their results. Returns the actions to take."""
+        step, record, _ = judged
         batches = tuple((each.epoch, each.index) for each in step.batches)
-        judged = record.cause, record.decision, record.readings, record.engine, record.evidence
+        about = record.cause, record.decision, record.readings, record.engine, record.evidence
         action, hook, problems = self.hooks.run(
-            IncidentContext(number, step.index, onset, *judged, batches)
+            IncidentContext(judged.number, step.index, onset, *about, batches)
         )
         for problem in problems:
             self.log.event("hook", step=step.index, hook="", problem=problem)
@@ -361,21 +354,17 @@ class IncidentMonitor:
         self.log.event("hook", step=step.index, hook=hook, ordered=ordered, action=action)
         return action
 
-    def _alert(
-        self, step: StepResult, record: StepRecord, incident: IncidentRecord | None, action: Action
-    ) -> None:
+    def _alert(self, judged: _Judged, action: Action) -> None:
         """Writes the event of an alert: once per incident and cause, else at powers of ten."""
-        key = incident.number if incident else 0, record.cause
+        key = judged.number, judged.record.cause
         before = self._alerts[key]
         self._alerts[key] += 1
-        if before if incident else not passes_power_of_ten(before, before + 1):
+        if before if judged.number else not passes_power_of_ten(before, before + 1):
             return
-        rows = failures_of(record.cause)
+        rows = failures_of(judged.record.cause)
         self._event(
             "alert",
-            step,
-            record,
-            incident,
+            judged,
             action=action,
             severity=rows[0].severity,
             diagnosis=" ".join(row.diagnosis for row in rows),
@@ -389,8 +378,9 @@ def _data_of(step: StepResult) -> dict[str, Any]:
     return {"batches": [list(each) for each in step.batches], "rows": rows or None}
 
 
-def _weight(record: StepRecord) -> tuple[bool, bool, bool]:
+def _weight(judged: _Judged) -> tuple[bool, bool, bool]:
     """Sort key: with several optimizers, the line is about the record with the largest key."""
+    record = judged.record
     return bool(record.action & Action.CUT_LR), bool(record.skip), record.cause != 0
 
 
