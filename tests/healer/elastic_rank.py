@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Checkpoints, Healer
 from healcore.torch.store import DCPStore
-from tests.healer.repeated_kills import BACK, SAVE, WRITE, watch_phases
+from tests.healer.test_killed import BACK, SAVE, WRITE, watch_phases
 from tests.healer.training_loops import rules
 
 WORLD = 2

@@ -22,12 +22,7 @@ ROWS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 
 
 def fit(
-    folder: Path,
-    *,
-    lr: float = 0.01,
-    batch: int = 2,
-    stop_at: int | None = None,
-    policy: Any = SKIPS,
+    folder: Path, *, lr: float = 0.01, batch: int = 2, stop_at: int = 0, policy: Any = SKIPS
 ) -> float:
     """Trains on 40 rows, and returns the learning rate at the end."""
     new_process()
@@ -44,7 +39,7 @@ def fit(
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            if healer.step == (stop_at or 0) - 1:
+            if healer.step == stop_at - 1:
                 raise KeyboardInterrupt
     return optimizer.param_groups[0]["lr"]
 

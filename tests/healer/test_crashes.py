@@ -62,9 +62,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         for kind, name in POINTS:
             patch.setattr(kind, name, counted(kind, name))
         # A killed process logs nothing at its end.
-        patch.setattr(
-            "healcore.runtime.healer.close", lambda run, error: end_without_log(run, error)
-        )
+        patch.setattr("healcore.runtime.healer.close", end_without_log)
         yield passed
 
 

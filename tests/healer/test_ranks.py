@@ -113,23 +113,16 @@ HOOKS: dict[str, Any] = {
 """Scenario -> each rank's hook."""
 
 
-def terminate(healer: Healer, number: int) -> None:
-    """SIGTERM to this rank alone."""
-    if number == TOLD:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def interrupt(healer: Healer, number: int) -> None:
-    """Ctrl-C on this rank."""
-    if number == TOLD:
-        os.kill(os.getpid(), signal.SIGINT)
+def signalled(which: signal.Signals) -> Any:
+    """A signal to this rank alone."""
+    return lambda healer, number: number != TOLD or os.kill(os.getpid(), which)
 
 
 def propose(healer: Healer, number: int) -> None:
     """A report, and a proposal to end, on this rank."""
     if number == TOLD:
-        healer._loop.ranks.propose(Proposal("a slow disk"))
-        healer._loop.ranks.propose(Proposal("the device is needed", ends=True))
+        for proposal in (Proposal("a slow disk"), Proposal("the device is needed", ends=True)):
+            healer._loop.ranks.propose(proposal)
 
 
 def stop_file(healer: Healer, number: int) -> None:
@@ -143,9 +136,9 @@ def stop_file(healer: Healer, number: int) -> None:
 
 
 ENDS: dict[str, Any] = {
-    "terminated": terminate,
-    TROUBLE: terminate,
-    "interrupted": interrupt,
+    "terminated": signalled(signal.SIGTERM),
+    TROUBLE: signalled(signal.SIGTERM),
+    "interrupted": signalled(signal.SIGINT),
     "stop file": stop_file,
     "proposed": propose,
 }
@@ -327,22 +320,28 @@ def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(pai
 
 
 @pytest.mark.parametrize(
-    ("scenario", "stopped", "ending"),
+    ("scenario", "status", "steps", "ending"),
     [
-        ("terminated", "exit status 143", "signal"),
-        ("interrupted", "exit status 130", "interrupted"),
+        ("terminated", 143, 2, "signal"),
+        ("interrupted", 130, 2, "interrupted"),
+        ("stop file", 0, 3, "requested"),
     ],
 )
-def test_a_signal_to_one_rank_ends_both_at_one_step_with_its_save(scenario, stopped, ending, pair):
-    """The signal comes within step TOLD, whose mark is read a step later."""
-    logged = pair.result(scenario)
-    assert (logged["stopped"], logged["step"]) == (stopped, TOLD + 2)
+def test_a_signal_or_stop_file_of_one_rank_ends_both_at_one_step_with_its_save(
+    scenario, status, steps, ending, pair
+):
+    """The mark of a signal is read a step later; that of a file travels with the next step."""
+    logged, at = pair.result(scenario), TOLD + steps
+    assert (logged["stopped"], logged["step"]) == (f"exit status {status}", at)
     events = pair.events(scenario)
     vote = next(e for e in events if e["kind"] == "vote")
-    assert (vote["step"], vote["outcome"]) == (TOLD + 2, "end")
+    assert (vote["step"], vote["outcome"]) == (at, "end")
     assert [each["rank"] for each in vote["of_ranks"]] == [1]
-    assert [e["step"] for e in events if e["kind"] == "save" and e["why"] == "last"] == [TOLD + 2]
+    assert [e["step"] for e in events if e["kind"] == "save" and e["why"] == "last"] == [at]
     assert (events[-1]["kind"], events[-1]["ending"]) == ("end", ending)
+    (postmortem,) = (pair.root / scenario).glob("*postmortem*.json")
+    named = f"the stop file {pair.root / scenario / 'stop on rank 1'}" in postmortem.read_text()
+    assert named == (scenario == "stop file")
 
 
 def test_a_rollback_that_the_last_step_orders_is_done_by_both_before_they_end(pair):
@@ -352,18 +351,6 @@ def test_a_rollback_that_the_last_step_orders_is_done_by_both_before_they_end(pa
     (rollback,) = (e for e in events if e["kind"] == "rollback")
     assert (rollback["step"], logged["step"]) == (TOLD + 2, rollback["checkpoint"])
     assert (events[-1]["kind"], events[-1]["ending"]) == ("end", "signal")
-
-
-def test_a_stop_file_on_one_rank_ends_both_at_one_step_with_its_save(pair):
-    """The mark travels with the step after the one in which the file appears."""
-    logged = pair.result("stop file")
-    assert (logged["stopped"], logged["step"]) == ("exit status 0", TOLD + 3)
-    root = pair.root / "stop file"
-    events = pair.events("stop file")
-    assert [e["step"] for e in events if e["kind"] == "save" and e["why"] == "last"] == [TOLD + 3]
-    assert (events[-1]["kind"], events[-1]["ending"]) == ("end", "requested")
-    (postmortem,) = root.glob("*postmortem*.json")
-    assert f"the stop file {root / 'stop on rank 1'}" in postmortem.read_text()
 
 
 def test_a_proposal_to_end_is_carried_out_by_all(pair):

@@ -143,13 +143,10 @@ class Recovery:
 
     def _needs_evidence(self, order: Order) -> bool:
         """Whether an order needs evidence. A `forced` order and a rule that stops need none."""
-        if not self.policy.rollback.confirm or order.forced:
+        if not self.policy.rollback.confirm or order.forced or not order.action & _SERIOUS:
             return False
-        stops = any(
-            rule.action & Action.STOP and rule.causes & order.cause
-            for rule in self.policy.engine.config.rules
-        )
-        return bool(order.action & _SERIOUS) and not stops
+        rules = self.policy.engine.config.rules
+        return not any(rule.action & Action.STOP and rule.causes & order.cause for rule in rules)
 
     def _is_finite(self) -> bool:
         """Whether the weights are finite on every rank. Collective."""
@@ -162,8 +159,11 @@ class Recovery:
         if not self._is_finite():
             return True
         judges_state = self.policy.rollback.nonfinite_state == "rollback"
-        judges_state = judges_state and not self.monitor.has_micro_steps
-        return judges_state and bool(self.saver.nonfinite_in_state())
+        return (
+            judges_state
+            and not self.monitor.has_micro_steps
+            and bool(self.saver.nonfinite_in_state())
+        )
 
     def _assess(self, order: Order, verdict: str, by: str) -> None:
         about = {"onset": order.onset, "cause": Cause(order.cause)}

@@ -254,8 +254,7 @@ def limited(
         rate: the schedule's rate at the restored step, or None if unknown.
         healthy: whether steps before the restored step were trained at `rate`.
     """
-    at = _rate_at(engine, rate)
-    states = {}
+    at, states = _rate_at(engine, rate), {}
     for name, each in engines.items():
         state = engine.from_dict(each)
         before = rate * float(state.lr.scale) if healthy and rate and at is not None else broken
@@ -285,15 +284,11 @@ def apply_rate(
     """Adapts engine states to the schedule's restored rate.
 
     The multipliers stay as they are if `rate` is None, for an unknown rate, or if the policy's cuts
-    do not depend on the rate.
-
-    Returns:
-        The states; the learning-rate limit, or None if it is unknown or not set; and the smallest
-        multiplier of all engines.
+    do not depend on the rate. Returns the states; the learning-rate limit, or None if it is unknown
+    or not set; and the smallest multiplier of all engines.
     """
-    at = _rate_at(engine, rate)
+    at, limits = _rate_at(engine, rate), list[float]()
     states = {name: engine.from_dict(each) for name, each in engines.items()}
-    limits: list[float] = []
     if at is not None:
         states = {name: engine.apply_rate(each, at, xp=np) for name, each in states.items()}
         rates = [each.lr for each in states.values()]
@@ -314,8 +309,7 @@ def compatible(engine: Engine, saved: Engines) -> tuple[dict[str, Any], str]:
 
     A checkpoint stays usable after a change of the policy: the detectors restart their warm-up.
     """
-    fit: dict[str, Any] = {}
-    problem = ""
+    fit, problem = {}, ""
     for name, state in saved.items():
         try:
             engine.from_dict(state)
