@@ -17,7 +17,6 @@ class HostPolicy(NamedTuple):
     """The engine of a policy, and the policy's values for the Healer."""
 
     name: str
-    fingerprint: str | None
     text: str | None  # the policy as TOML with every key, or None if the user passed an engine
     engine: Engine
     rollback: Rollback
@@ -50,7 +49,6 @@ class HostPolicy(NamedTuple):
             text, engine = dumps(resolved), resolved.engine()
         return cls(
             resolved.name,
-            engine.fingerprint,
             text,
             engine,
             resolved.rollback,

@@ -8,8 +8,8 @@ import pytest
 
 from healcore import Checkpoints, Healer
 from healcore.errors import IncompleteRun
-from tests.healer.crashes import Crash, end_without_log
 from tests.healer.run_directory import events
+from tests.healer.test_crashes import Crash, end_without_log
 from tests.healer.training_loops import EVERY_5, Faults, loop_of, rules
 
 LENGTH = 10

@@ -11,7 +11,6 @@ from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.saver import Saver
-from tests.healer.crashes import crash
 from tests.healer.killed_runs import (
     is_poisoned,
     killed,
@@ -21,6 +20,7 @@ from tests.healer.killed_runs import (
     show_poison,
 )
 from tests.healer.run_directory import events
+from tests.healer.test_crashes import crash
 from tests.healer.training_loops import RULES, Faults, broken_at, loop_of, rules, same, train
 
 

@@ -27,7 +27,7 @@ def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> d
     settings = dict(driver.settings())
     for each in _trainer_settings(state):
         settings |= each if isinstance(each, dict) else {}
-    settings[_POLICY] = f"{policy.name} ({(policy.fingerprint or 'unnamed')[:8]})"
+    settings[_POLICY] = f"{policy.name} ({(policy.engine.fingerprint or 'unnamed')[:8]})"
     return {**settings, _WORLD: world}
 
 

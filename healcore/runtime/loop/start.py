@@ -72,7 +72,7 @@ def open_run(options: Options) -> Loop:
             raise PolicyError(policy.name, (problem,))
         ranks = driver.ranks()
         shared = {
-            "policy": policy.text or policy.fingerprint or policy.name,
+            "policy": policy.text or policy.engine.fingerprint or policy.name,
             "save_every": options.checkpoints.every,
             "store": options.store is not None,
         }
@@ -245,7 +245,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         "start",
         step=None,
         policy=policy.name,
-        fingerprint=policy.fingerprint,
+        fingerprint=policy.engine.fingerprint,
         policy_toml=policy.text,
         mode=policy.engine.mode,
         framework=loop.driver.framework,
