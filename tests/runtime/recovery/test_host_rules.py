@@ -17,7 +17,8 @@ FIRST = to_host(numbers(engine_of("default").init()))
 
 
 def rules() -> HostRules:
-    return HostRules(HostPolicy.of("default").rules, depth=1, quiet_steps=QUIET)
+    policy = HostPolicy.of("default", {"incident": {"quiet_steps": QUIET}})
+    return HostRules(policy.rules, policy.engine.config)
 
 
 def orders(found: HostRules, bad: Sequence[int], engine: str = "", start: int = 0) -> list[int]:
