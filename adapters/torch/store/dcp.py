@@ -94,7 +94,6 @@ class TorchFormat(ArrayFormat):
     name = "dcp"
 
     def __init__(self, rank: int = 0, ranks: GlooRanks | None = None) -> None:
-        super().__init__()
         self.rank = rank
         self._ranks = ranks
 
@@ -115,11 +114,10 @@ class TorchFormat(ArrayFormat):
         self, parts: Sequence[Tensor], old: Sequence[np.ndarray]
     ) -> tuple[Sequence[np.ndarray], Callable[[], object]]:
         """Copies the bytes of tensors. From CUDA they go to pinned memory, in stream order."""
-        copies = old
+        copies, on_host = old, []
         if [each.nbytes for each in old] != [part.nbytes for part in parts]:
             new = _pinned_memory if any(part.is_cuda for part in parts) else allocate
             copies = [new(part.nbytes) for part in parts]
-        on_host = []
         for part, raw in zip(parts, copies, strict=True):
             copied = _view(raw, torch.empty_like(part, device="meta"))
             if part.device.type == "cpu" and part.numel() and part.stride() == copied.stride():

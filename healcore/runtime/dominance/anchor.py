@@ -40,6 +40,8 @@ class TrainedStep(NamedTuple):
     index: int
     batches: tuple[ObservedBatch, ...]
     """All batches of an accumulation."""
+    norm: float = math.nan
+    """Gradient norm, or NaN if unknown."""
 
 
 @dataclass
@@ -50,8 +52,7 @@ class Anchor:
 
     Attributes:
         weights: result of `Driver.copy_weights`.
-        sample: steps that the model has trained on since the anchor.
-        trained: number of these steps.
+        sample: some of the `trained` steps that the model has trained on since the anchor.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

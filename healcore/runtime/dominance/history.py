@@ -35,13 +35,6 @@ PRICED = 3
 """Last comparisons, of which the cheapest sets the price: the first ones compile."""
 
 
-class Seen(NamedTuple):
-    """A step and its gradient norm, NaN if unknown."""
-
-    step: TrainedStep
-    norm: float
-
-
 class TroubleWindow(NamedTuple):
     """The steps around the first sign of some trouble."""
 
@@ -49,7 +42,7 @@ class TroubleWindow(NamedTuple):
     """Step of the sign."""
     largest_norm: float
     """The largest healthy gradient norm before, or Inf if none is known."""
-    steps: list[Seen]
+    steps: list[TrainedStep]
 
 
 class StepHistory:
@@ -63,7 +56,7 @@ class StepHistory:
         """Drops losses and windows, whose steps are repeated. Healthy norms stay."""
         self._losses: deque[float] = deque(maxlen=HEARTBEAT)
         self._recent: deque[float] = deque(maxlen=RECENT)
-        self._last: deque[Seen] = deque(maxlen=BEFORE)
+        self._last: deque[TrainedStep] = deque(maxlen=BEFORE)
         self._windows: deque[TroubleWindow] = deque(maxlen=_WINDOWS)
         self._last_sign = -AFTER - 1
 
@@ -71,15 +64,12 @@ class StepHistory:
         """Whether a loss is above the last `HEARTBEAT` losses."""
         return len(self._losses) == HEARTBEAT and loss > max(self._losses)
 
-    def add(
-        self, step: TrainedStep, loss: float, norm: float, *, sign: bool, healthy: bool
-    ) -> bool:
+    def add(self, step: TrainedStep, loss: float, *, sign: bool, healthy: bool) -> bool:
         """Adds a step, and returns whether it is the first sign of some trouble.
 
         Args:
             step: the step.
             loss: its loss, or NaN.
-            norm: its gradient norm, or NaN.
             sign: whether it shows trouble.
             healthy: whether no evidence of damage is pending.
         """
@@ -92,12 +82,11 @@ class StepHistory:
             self._windows.append(TroubleWindow(step.index, largest, [*self._last]))
         if sign:
             self._last_sign = step.index
-        seen = Seen(step, norm)
         if self._windows and step.index < self._windows[-1].start + AFTER:
-            self._windows[-1].steps.append(seen)
-        elif healthy and math.isfinite(norm):
-            self._norms.append(norm)
-        self._last.append(seen)
+            self._windows[-1].steps.append(step)
+        elif healthy and math.isfinite(step.norm):
+            self._norms.append(step.norm)
+        self._last.append(step)
         return is_first
 
     def level(self) -> tuple[float, float] | None:
@@ -126,7 +115,6 @@ class Credit:
         self._step_s = 0.0
         """Seconds of a step without comparison, a moving average over a heartbeat."""
         self._last_time: float | None = None
-        self._began = 0.0
 
     def after_step(self) -> None:
         """Adds the credit of a step, and measures its time."""
@@ -142,17 +130,16 @@ class Credit:
         """Steps between two regular comparisons."""
         return HEARTBEAT * min(self._prices)
 
-    def begin(self) -> None:
-        """Begins to measure the time of evaluations."""
-        self._began = time.monotonic()
-
     def charge(self, evaluations: int) -> None:
-        """Subtracts the evaluations since `begin` from the credit, and measures their price."""
-        seconds = time.monotonic() - self._began
+        """Subtracts the evaluations since `after_step` from the credit, and measures their price.
+
+        Their time is no part of the next step's time.
+        """
         self.credit = max(-MAX_DEBT, self.credit - evaluations)
-        self._last_time = None
-        if not evaluations:
+        began, self._last_time = self._last_time, None
+        if not evaluations or began is None:
             return
+        seconds = time.monotonic() - began
         share = STEP_COST * seconds / evaluations / self._step_s if self._step_s else 1.0
         price = 1 << max(0, round(math.log2(max(share, 1.0))))
         self._prices.append(max(self._ranks.gather(price)))  # times differ between ranks

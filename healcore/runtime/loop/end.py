@@ -277,7 +277,7 @@ class _End:
         """The message about a last state that no checkpoint holds."""
         step, saver = self.data.step, self.saver
         try:  # the checkpoints that survive the process
-            newest = max((save.step for save in saver.store.steps_on_disk()), default=None)
+            newest = max(saver.store.steps_on_disk(), default=None)
             target = "starts from the beginning"
             if newest is not None:
                 target = f"resumes from the checkpoint of step {newest}"

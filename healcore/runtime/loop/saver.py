@@ -26,6 +26,7 @@ from healcore.runtime.store import (
     CheckpointStore,
     Keep,
     Saved,
+    SaveFailed,
     StoreError,
     UnsavableState,
     superfluous,
@@ -296,7 +297,7 @@ class Saver:
 
         Called once per step. Does not wait for the disk.
         """
-        self._report_failed_saves()
+        self.report_failures()
         self._read_deletions()
         if not self.ledger.open:
             self.prove()
@@ -306,7 +307,7 @@ class Saver:
     def wait(self) -> None:
         """Waits until the background is done, and reports failed saves."""
         self.store.join()
-        self._report_failed_saves()
+        self.report_failures()
 
     def prove(self, *, before: int | None = None) -> None:
         """Extends the known-good checkpoints to those whose probation is over.
@@ -328,18 +329,26 @@ class Saver:
             lost = result if isinstance(result, set) else set[int]()
             if isinstance(result, CheckpointDamaged):
                 self.report_damage(result)
-                lost = {result.step} - self.store.steps_in_memory()
+                lost = {result.step} - self.store.ring.copies.keys()
                 self._lost |= lost
             elif isinstance(result, Exception):
                 self.log.event("problem", step=self.ledger.next_step, problem=str(result))
             self._finite = {at: each for at, each in self._finite.items() if at not in lost}
 
-    def _report_failed_saves(self) -> None:
-        for failure in self.store.failures():
-            self._save_failed(failure.step, failure)
+    def report_failures(self) -> None:
+        """Reports failed saves, and errors for which another copy was used."""
+        for error in {str(error): error for error in self.store.failures()}.values():
+            if isinstance(error, SaveFailed):
+                self._save_failed(error.step, error)
+            elif isinstance(error, CheckpointDamaged):
+                self.report_damage(error)
+                self.log.warning(f"{error}; another copy was used")
+            else:
+                line = f"{error}; the run continues with the checkpoints in memory"
+                self.log.problem(self.data.step, line)
 
     def _save_failed(self, step: int, error: Exception) -> None:
-        if step not in self.store.steps_in_memory():
+        if step not in self.store.ring.copies:
             self._finite.pop(step, None)
         self.unsaved[step] = str(error)
         self._failures += 1

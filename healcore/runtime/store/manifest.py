@@ -20,7 +20,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
@@ -32,7 +32,6 @@ from healcore import regular_file
 from healcore.runtime.store import files, values
 from healcore.runtime.store.errors import CheckpointDamaged, StoreError
 from healcore.runtime.store.files import ChecksumError, Digest
-from healcore.runtime.store.saved import Course, Saved
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -225,13 +224,6 @@ def scan(root: Path | None) -> Scan:
                 damaged.append(error)
     found.sort(key=lambda each: (each.manifest.step, each.manifest.attempt))
     return Scan({each.manifest.step: each for each in found}, healings, damaged)
-
-
-def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[Saved]:
-    """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
-    saves = found.complete.values()
-    entries = [Saved.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
-    return Course.newest(found.healings).judged(entries)
 
 
 def find_damage(

@@ -99,8 +99,8 @@ class Run:
         assert self.loss_fn is not None
         if loss is None:
             loss = self.loss_fn(self.driver.weight, batch)
-        step = TrainedStep(self.step, (ObservedBatch(batch),))
-        verdict = self.dominance.observe(step, loss, alarm=alarm, trained=trained, norm=norm)
+        step = TrainedStep(self.step, (ObservedBatch(batch),), norm)
+        verdict = self.dominance.observe(step, loss, alarm=alarm, trained=trained)
         self.step += 1
         if self.step % self.interval == 0:
             self.dominance.keep(self.step, self.restorable)

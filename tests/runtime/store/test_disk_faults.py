@@ -27,7 +27,7 @@ PROGRAM = "tests.runtime.store.disk_faults_program"
 
 
 def on_disk(store) -> list[int]:
-    return [saved.step for saved in store.steps_on_disk()]
+    return store.steps_on_disk()
 
 
 @over(*DISKS, *TIERS)
