@@ -16,8 +16,18 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from healcore.runtime.dominance.anchor import SAMPLE, Anchor, ComparisonState, TrainedStep, Verdict
-from healcore.runtime.dominance.history import BEFORE, HEARTBEAT, MAX_CREDIT, Credit, StepHistory
+from healcore.runtime.dominance.evidence import (
+    BEFORE,
+    HEARTBEAT,
+    MAX_CREDIT,
+    SAMPLE,
+    Anchor,
+    ComparisonState,
+    Credit,
+    StepHistory,
+    TrainedStep,
+    Verdict,
+)
 from healcore.runtime.dominance.loss_function import LossFunction
 from healcore.runtime.driver import Driver
 from healcore.runtime.healthy_range import HealthyRange
@@ -157,9 +167,8 @@ class Dominance:
         is_first = self._history.add(step, loss, sign=sign, healthy=not self.suspects)
         if is_first and alarm:  # an alarm after a quiet time is compared even on debt
             self._budget.credit = max(self._budget.credit, 1.0)
-        heartbeat = index % self._budget.distance == HEARTBEAT - 1
         best = self._best_below(index)
-        self._wanted |= sign or heartbeat or best is not None
+        self._wanted |= sign or self._budget.is_regular(index) or best is not None
         self._dispatch_losses.append(loss)
         if not step.batches:
             return None

@@ -14,7 +14,7 @@ import numpy as np
 
 from healcore.core.signals import SignalError, check_scalar
 from healcore.core.verdict import Cause
-from healcore.runtime.dominance.anchor import TrainedStep
+from healcore.runtime.dominance.evidence import TrainedStep
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
 from healcore.runtime.store.ranks import Ranks

@@ -10,8 +10,8 @@ from typing import Any
 from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.dominance.anchor import TrainedStep, Verdict
 from healcore.runtime.dominance.dominance import Dominance
+from healcore.runtime.dominance.evidence import TrainedStep, Verdict
 from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.loop.data import Data
 from healcore.runtime.recovery.monitor import IncidentMonitor

@@ -92,6 +92,8 @@ class Saver:
         self._failures, self._saved_once = 0, False
         self._finite: dict[int, bool] = {}
         """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
+        self._unreadable: set[str] = set()
+        """Reported errors of the directory: each listing of the checkpoints repeats them."""
         self._lost: set[int] = set()
         """Steps of damaged checkpoints without another copy."""
         self._left_alone: set[int] = set()
@@ -343,7 +345,8 @@ class Saver:
             elif isinstance(error, CheckpointDamaged):
                 self.report_damage(error)
                 self.log.warning(f"{error}; another copy was used")
-            else:
+            elif str(error) not in self._unreadable:
+                self._unreadable.add(str(error))
                 line = f"{error}; the run continues with the checkpoints in memory"
                 self.log.problem(self.data.step, line)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_registry import RewindResult
-from healcore.runtime.dominance.anchor import ComparisonState
+from healcore.runtime.dominance.evidence import ComparisonState
 from healcore.runtime.driver import check_engines
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery import record as records

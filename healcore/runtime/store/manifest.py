@@ -133,18 +133,11 @@ def complete(root: Path, folder: Path, copy: Any, format: str) -> Path:
     digests = files.sync_and_digest(folder)
     if copy.healing is not None:
         files.write_new(folder / HEALING, copy.healing)
-    content = {
-        "schema": SCHEMA,
-        "step": copy.step,
-        "created": copy.created,
-        "attempt": copy.attempt,
-        "writer": f"healcore {healcore.__version__}",
-        "format": format,
-        "files": {name: digest._asdict() for name, digest in digests.items()},
-        "nonfinite": copy.nonfinite,
-        "healing": copy.healing is not None,
-    }
-    files.write_new(folder / MANIFEST, files.seal(content))
+    found: dict[str, Any] = {name: digest._asdict() for name, digest in digests.items()}
+    has_healing = copy.healing is not None
+    read = Manifest(copy.step, copy.created, copy.attempt, found, copy.nonfinite, has_healing)
+    writer = {"schema": SCHEMA, "writer": f"healcore {healcore.__version__}", "format": format}
+    files.write_new(folder / MANIFEST, files.seal({**writer, **read._asdict()}))
     files.sync_directory(folder)
     final = root / _directory_name(copy.step, copy.attempt)
     older = {each for each in files.entries_of(root) if step_of(each) == copy.step} - {final}

@@ -144,8 +144,7 @@ class CheckpointStore(Writer):
         Raises:
             UnsavableState: the state holds something that cannot be saved.
         """
-        if self.processes.world > 1:
-            self.join()  # the save in progress exchanges messages with the other ranks too
+        self.join()  # the save in progress exchanges messages with the other ranks too
         found = ranks.together(self.processes, lambda: self.format.nonfinite_in(state))
         return ranks.union_of_names(found)
 

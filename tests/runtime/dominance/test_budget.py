@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.dominance import history
-from healcore.runtime.dominance.anchor import RECENT
-from healcore.runtime.dominance.history import MAX_CREDIT, MAX_DEBT
+from healcore.runtime.dominance import evidence
+from healcore.runtime.dominance.evidence import MAX_CREDIT, MAX_DEBT, RECENT
 from tests.runtime.dominance.toy_driver import Run, healthy, noisy
 
 PER_STEP = 0.03
@@ -68,7 +67,7 @@ def test_slow_evaluations_make_heartbeats_rarer_and_alarms_no_less_heard(
     monkeypatch, seconds, compared
 ):
     clock = [0.0]
-    monkeypatch.setattr(history.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(evidence.time, "monotonic", lambda: clock[0])
 
     def loss(weight: float, batch: int) -> float:
         clock[0] += seconds(batch)

@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from healcore.errors import SignalError
-from healcore.runtime.dominance.anchor import ComparisonState, ObservedBatch, TrainedStep
+from healcore.runtime.dominance.evidence import ComparisonState, ObservedBatch, TrainedStep
 from tests.runtime.dominance.toy_driver import LASTS, Run, damaged, healthy, noisy
 
 # -- a verdict ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.dominance.anchor import (
+from healcore.runtime.dominance.evidence import (
     RECENT,
     SAMPLE,
     STAKE,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from healcore.events import Log
-from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep, Verdict
 from healcore.runtime.dominance.dominance import Dominance
+from healcore.runtime.dominance.evidence import ObservedBatch, TrainedStep, Verdict
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Alone
 
