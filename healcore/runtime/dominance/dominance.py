@@ -131,13 +131,7 @@ class Dominance:
         self.state.anchors = [*older, *self.anchors[-1:], new]
 
     def observe(
-        self,
-        step: TrainedStep,
-        loss: float,
-        *,
-        alarm: bool,
-        trained: bool,
-        repeated: bool = False,
+        self, step: TrainedStep, loss: float, *, alarm: bool, trained: bool, repeated: bool = False
     ) -> Verdict | None:
         """Compares weights after a step if there is a reason.
 

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
@@ -32,6 +32,7 @@ from healcore import regular_file
 from healcore.runtime.store import files, values
 from healcore.runtime.store.errors import CheckpointDamaged, StoreError
 from healcore.runtime.store.files import ChecksumError, Digest
+from healcore.runtime.store.saved import Course, Saved
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -219,6 +220,13 @@ def scan(root: Path | None) -> Scan:
     return Scan({each.manifest.step: each for each in found}, healings, damaged)
 
 
+def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[Saved]:
+    """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
+    saves = found.complete.values()
+    entries = [Saved.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
+    return Course.newest(found.healings).judged(entries)
+
+
 def find_damage(
     checkpoint: StoredCheckpoint, rank: int = 0, world: int = 1
 ) -> list[CheckpointDamaged]:
@@ -238,16 +246,14 @@ def find_damage(
 
 def _open(folder: Path, healings: dict[int, dict[str, Any]]) -> StoredCheckpoint:
     """Opens a complete checkpoint. Adds its healing state to `healings`, if that is intact."""
-    healing = damage = None
-    try:
+    healing = None
+    if os.path.lexists(folder / HEALING):
         healing = healings[step_of(folder) or 0] = _read_sealed(folder, HEALING)
-    except CheckpointDamaged as error:
-        damage = error
     record = _read_manifest(folder)
     if folder.name != _directory_name(record.step, record.attempt):
         raise _damaged(folder, f"is of step {record.step}, attempt {record.attempt}")
-    if damage is not None and (record.healing or (folder / HEALING).exists()):
-        raise damage
+    if record.healing and healing is None:
+        raise _damaged(folder, "is missing", HEALING)
     for name, digest in record.files.items():
         try:
             status = (folder / name).lstat()

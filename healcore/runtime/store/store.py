@@ -162,10 +162,10 @@ class CheckpointStore(Writer):
         self._wait_for_inspection()
         saves = {saved.step: saved for saved in self.ring.listed(self.nonfinite_ok)}
         found = self._on_disk()
-        for step, stored in found.complete.items():
-            copy, path = self.ring.copies.get(step), str(stored.folder)
-            if copy is None or copy.path == path:
-                saves[step] = Saved.of(stored.manifest, path, self.nonfinite_ok)
+        for saved in manifest.listed(found, self.nonfinite_ok):
+            copy = self.ring.copies.get(saved.step)
+            if copy is None or copy.path == saved.path:
+                saves[saved.step] = saved
         course = Course.newest(found.healings | self.ring.healings())
         return course.judged(saves[step] for step in sorted(saves))
 
