@@ -101,7 +101,6 @@ class JaxFormat(ArrayFormat):
     name = "orbax"
 
     def __init__(self, ranks: CoordinatedRanks | None = None) -> None:
-        super().__init__()
         self._ranks = ranks or Alone()
 
     def add(self, flat: Flat, name: str, value: Any) -> None:

@@ -28,8 +28,7 @@ from healcore.torch.live_state import RngState
 class TorchWeights:
     """The parameters that the optimizers of a state train, by id; for DTensors, the local shards.
 
-    Modules stay in the mode that the loop has set. Buffers and flags of a wrapper outside of the
-    state are not restored.
+    Buffers and flags of a wrapper outside of the state are not restored.
     """
 
     def __init__(
@@ -70,36 +69,23 @@ class TorchWeights:
             if shapes[0] != shapes[1]:
                 raise WeightsChanged
         try:
-            return self._losses_of(loss_fn, batches, weights, redraw)
+            with undone(), self._restoring(), torch.set_grad_enabled(self._differentiates):
+                current = None if weights is None else self.copy()
+                try:
+                    self._write(weights or {})
+                    if redraw:
+                        for device in {part.device for part in self._trained().values()}:
+                            torch.rand((), device=device)
+                        random.random()
+                        np.random.rand()  # noqa: NPY002 -- users do
+                    return [_loss_of_copy(loss_fn, batch) for batch in batches]
+                finally:
+                    self._write(current or {})
         except RuntimeError as error:
             if self._differentiates or "not require grad" not in str(error):
                 raise
-            self._differentiates = True
-            return self._losses_of(loss_fn, batches, weights, redraw)
-
-    def _losses_of(
-        self,
-        loss_fn: Callable[..., Any],
-        batches: Iterable[Any],
-        weights: Mapping[int, Tensor] | None,
-        redraw: bool,
-    ) -> list[Any]:
-        with undone(), self._restoring(), torch.set_grad_enabled(self._differentiates):
-            current = None if weights is None else self.copy()
-            try:
-                if weights is not None:
-                    self._write(weights)
-                if redraw:
-                    for device in {part.device for part in self._trained().values()}:
-                        torch.rand((), device=device)
-                    random.random()
-                    np.random.rand()  # noqa: NPY002 -- users do
-                return [_loss_of_copy(loss_fn, batch) for batch in batches]
-            finally:
-                if current is not None:
-                    self._write(current)
-                else:
-                    self.reshard()
+        self._differentiates = True
+        return self.losses_of(loss_fn, batches, weights, redraw=redraw)
 
     def reshard(self) -> None:
         """Frees parameters that a forward pass of FSDP2 has gathered. They hide the shards."""
@@ -132,8 +118,9 @@ class TorchWeights:
         return {id(p): p.to_local() if hasattr(p, "to_local") else p for p in trained}  # type: ignore[operator]
 
     def _write(self, weights: Mapping[int, Tensor]) -> None:
-        for key, part in self._trained().items():
-            part.data.copy_(weights[key])
+        trained = self._trained()  # reshards, so that later steps see the shards
+        for key, saved in weights.items():
+            trained[key].data.copy_(saved)
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:

@@ -48,7 +48,7 @@ class MemoryStore(CheckpointStore):
     """
 
     def __init__(self, keep: Keep = IN_MEMORY) -> None:
-        super().__init__(TorchFormat(dist.get_rank() if initialized() else 0), keep=keep)
+        super().__init__(TorchFormat(), keep=keep)
 
 
 class DCPStore(CheckpointStore):
@@ -79,24 +79,21 @@ class DCPStore(CheckpointStore):
         ranks: GlooRanks | None = None,
     ) -> None:
         ranks = ranks or (GlooRanks() if initialized() else None)
-        format = TorchFormat(ranks.rank if ranks else 0, ranks)
-        super().__init__(format, root, keep=in_memory, ranks=ranks)
+        super().__init__(TorchFormat(ranks), root, keep=in_memory, ranks=ranks)
 
 
 class TorchFormat(ArrayFormat):
     """Copies torch states, and writes and reads their arrays with DCP.
 
     Args:
-        rank: part of the names of per-rank values.
-        ranks: the ranks that save together, or None for one process.
+        ranks: the ranks that save together, or None if each rank saves by itself.
     """
 
     name = "dcp"
 
-    def __init__(self, rank: int = 0, ranks: GlooRanks | None = None) -> None:
-        super().__init__()
-        self.rank = rank
+    def __init__(self, ranks: GlooRanks | None = None) -> None:
         self._ranks = ranks
+        self._rank = ranks.rank if ranks else dist.get_rank() if initialized() else 0
 
     def flatten(self, state: Mapping[str, Any]) -> Flat:
         """Splits a state into JSON and tensors, with the identities of optimizers."""
@@ -107,7 +104,7 @@ class TorchFormat(ArrayFormat):
 
     def add(self, flat: Flat, name: str, value: Any) -> None:
         """Adds the entry and the tensors of a value. See `ArrayFormat.add`."""
-        add_entry(flat, name, value, self.rank)
+        add_entry(flat, name, value, self._rank)
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -115,11 +112,10 @@ class TorchFormat(ArrayFormat):
         self, parts: Sequence[Tensor], old: Sequence[np.ndarray]
     ) -> tuple[Sequence[np.ndarray], Callable[[], object]]:
         """Copies the bytes of tensors. From CUDA they go to pinned memory, in stream order."""
-        copies = old
+        copies, on_host = old, []
         if [each.nbytes for each in old] != [part.nbytes for part in parts]:
             new = _pinned_memory if any(part.is_cuda for part in parts) else allocate
             copies = [new(part.nbytes) for part in parts]
-        on_host = []
         for part, raw in zip(parts, copies, strict=True):
             copied = _view(raw, torch.empty_like(part, device="meta"))
             if part.device.type == "cpu" and part.numel() and part.stride() == copied.stride():

@@ -16,10 +16,20 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from healcore.runtime.dominance.anchor import SAMPLE, Anchor, ComparisonState, TrainedStep, Verdict
-from healcore.runtime.dominance.history import BEFORE, HEARTBEAT, MAX_CREDIT, Credit, StepHistory
+from healcore.runtime.dominance.evidence import (
+    BEFORE,
+    HEARTBEAT,
+    MAX_CREDIT,
+    SAMPLE,
+    Anchor,
+    ComparisonState,
+    Credit,
+    StepHistory,
+    TrainedStep,
+    Verdict,
+)
 from healcore.runtime.dominance.loss_function import LossFunction
-from healcore.runtime.driver import Driver, WeightsChanged
+from healcore.runtime.driver import Driver
 from healcore.runtime.recovery.orders import HealthyRange
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
@@ -109,7 +119,7 @@ class Dominance:
         rate = self._rate()
         self.state.healthy_rate = max(self.state.healthy_rate, rate or 0.0)
         self.state.anchors = [each for each in self.anchors if each.step in restorable]
-        if step not in restorable or any(each.step == step for each in self.anchors):
+        if step not in restorable or self._anchor_of(step) is not None:
             return
         level, spread = self._history.level() or (None, 0.0)
         numbers = self._with_numbers(self.anchors[-1].numbers if self.anchors else {})
@@ -121,14 +131,7 @@ class Dominance:
         self.state.anchors = [*older, *self.anchors[-1:], new]
 
     def observe(
-        self,
-        step: TrainedStep,
-        loss: float,
-        *,
-        alarm: bool,
-        trained: bool,
-        norm: float = math.nan,
-        repeated: bool = False,
+        self, step: TrainedStep, loss: float, *, alarm: bool, trained: bool, repeated: bool = False
     ) -> Verdict | None:
         """Compares weights after a step if there is a reason.
 
@@ -141,7 +144,6 @@ class Dominance:
             loss: the step's training loss, the mean over its batches and over all ranks; or NaN.
             alarm: whether a detector has raised an alarm.
             trained: whether the step was not skipped.
-            norm: the step's gradient norm, or NaN.
             repeated: whether a trial repeats the step.
 
         Returns:
@@ -156,20 +158,18 @@ class Dominance:
             first, last = state.alarms
             state.alarms = (first if index - last <= SAMPLE else index, index)
         sign = alarm or self._history.is_high(loss)
-        is_first = self._history.add(step, loss, norm, sign=sign, healthy=not self.suspects)
+        is_first = self._history.add(step, loss, sign=sign, healthy=not self.suspects)
         if is_first and alarm:  # an alarm after a quiet time is compared even on debt
             self._budget.credit = max(self._budget.credit, 1.0)
-        heartbeat = index % self._budget.distance == HEARTBEAT - 1
         best = self._best_below(index)
-        self._wanted |= sign or heartbeat or best is not None
+        self._wanted |= sign or self._budget.is_regular(index) or best is not None
         self._dispatch_losses.append(loss)
         if not step.batches:
             return None
         losses, self._dispatch_losses = self._dispatch_losses, []
         if not self.loss_function.is_checked:
-            weights = next((each.weights for each in self.anchors if each.step == index), None)
-            single = loss if len(losses) == 1 else math.nan
-            self.loss_function.learn_first_step(step, single, weights)
+            first, single = self._anchor_of(index), loss if len(losses) == 1 else math.nan
+            self.loss_function.learn_first_step(step, single, first and first.weights)
             self._budget.charge(0)  # the check is no part of a step's time
             if not self.is_enabled:
                 self.anchors.clear()
@@ -226,14 +226,13 @@ class Dominance:
         before the onset, by more than their range. Collective.
         """
         window = self._history.window(verdict.onset, verdict.found)
-        anchor = next((each for each in self.anchors if each.step == verdict.anchor), None)
+        anchor = self._anchor_of(verdict.anchor)
         if window is None or anchor is None:
             return []
         largest = UNUSUAL_NORM * window.largest_norm
-        found = {each.step.index for each in window.steps if each.norm > largest}
+        found = {each.index for each in window.steps if each.norm > largest}
         usual = [each for each in anchor.sample if each.index < window.start - BEFORE]
-        steps = [each.step for each in window.steps if each.step.batches]
-        steps = [each for each in steps if each.index >= anchor.step]
+        steps = [each for each in window.steps if each.batches and each.index >= anchor.step]
         both = [*usual, *steps]
         losses = self._losses_of(both, anchor, [math.nan] * len(both)) if usual and steps else None
         if losses is not None:
@@ -245,7 +244,7 @@ class Dominance:
 
     def unusual_numbers(self, verdict: Verdict) -> dict[str, HealthyRange]:
         """Healthy values of the numbers that had other values in the steps of the trouble."""
-        anchor = next((each for each in self.anchors if each.step == verdict.anchor), None)
+        anchor = self._anchor_of(verdict.anchor)
         healthy = {} if anchor is None else anchor.numbers
         return {
             name: healthy[name]
@@ -265,6 +264,9 @@ class Dominance:
             each.weights = weights[each.step]
 
     # -- within ---------------------------------------------------------------------------------
+
+    def _anchor_of(self, step: int) -> Anchor | None:
+        return next((each for each in self.anchors if each.step == step), None)
 
     def _forget_trouble(self) -> None:
         self.state.verdict = None
@@ -317,7 +319,6 @@ class Dominance:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
         if not self._driver.may_save():
             return None  # within an accumulation: the weights have not changed since the last step
-        self._budget.begin()
         evaluations, verdict, loss_fn = 0, None, self.loss_function
         known = [loss] if loss_fn.gives_loss and not (loss_fn.draws or math.isnan(loss)) else None
         for anchor in self._eligible_anchors(step.index, best):
@@ -396,42 +397,31 @@ class Dominance:
 
     def _verdict(self, index: int, anchor: Anchor, rise: float, remembered: float) -> Verdict:
         rises = [each if math.isfinite(each) else None for each in (rise, remembered)]
-        if self.state.verdict is not None:
-            return self.state.verdict._replace(
-                index=index, evidence=anchor.evidence, rise=rises[0], rise_remembered=rises[1]
-            )
-        onset = index if anchor.onset is None else anchor.onset
-        first, last = self.state.alarms
-        if last >= onset - SAMPLE:
-            onset = min(onset, first)
-        return Verdict(
-            index=index,
-            found=index,
-            anchor=anchor.step,
-            onset=max(onset, anchor.step),
-            evidence=anchor.evidence,
-            rise=rises[0],
-            rise_remembered=rises[1],
-            healthy_rate=max(self.state.healthy_rate, anchor.learning_rate or 0.0),
-            rates=tuple(self.state.rates),
+        verdict = self.state.verdict
+        if verdict is None:
+            onset = index if anchor.onset is None else anchor.onset
+            first, last = self.state.alarms
+            if last >= onset - SAMPLE:
+                onset = min(onset, first)
+            rate = max(self.state.healthy_rate, anchor.learning_rate or 0.0)
+            rates = tuple(self.state.rates)
+            onset = max(onset, anchor.step)
+            verdict = Verdict(index, index, anchor.step, onset, 1.0, None, None, rate, rates)
+        return verdict._replace(
+            index=index, evidence=anchor.evidence, rise=rises[0], rise_remembered=rises[1]
         )
 
     def _losses_of(
         self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
     ) -> tuple[list[float], list[float]] | None:
-        """`LossFunction.losses` of the current weights and an anchor's weights, or None.
-
-        Drops the anchor if the parameters have changed since: the next checkpoint makes a new one.
-        """
-        try:
-            losses = self.loss_function.losses(steps, anchor.weights, known)
-        except WeightsChanged:
+        """`LossFunction.losses` of the current weights and an anchor's weights, or None."""
+        losses = self.loss_function.losses(steps, anchor.weights, known)
+        if not self.is_enabled:
+            self.anchors.clear()
+        elif losses is None:  # the parameters have changed: the next checkpoint makes an anchor
             self.anchors.remove(anchor)
             if self.state.verdict is not None:
                 self._forget_trouble()
-            return None
-        if losses is None:
-            self.anchors.clear()
         return losses
 
 

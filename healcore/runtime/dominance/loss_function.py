@@ -14,7 +14,7 @@ import numpy as np
 
 from healcore.core.signals import SignalError, check_scalar
 from healcore.core.verdict import Cause
-from healcore.runtime.dominance.anchor import TrainedStep
+from healcore.runtime.dominance.evidence import TrainedStep
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
 from healcore.runtime.store.ranks import Ranks
@@ -67,9 +67,7 @@ class LossFunction:
         """
         self.is_checked = True
         known = self._check(step.batches[0].content) and not self.gives_loss
-        if not known or first_weights is None or len(step.batches) > 1:
-            return
-        with suppress(WeightsChanged):
+        if known and first_weights is not None and len(step.batches) == 1:
             losses = self.losses([step], first_weights, [math.nan])
             self.gives_loss = bool(losses) and math.isclose(loss, losses[1][0], rel_tol=SAME_LOSS)
 
@@ -85,10 +83,8 @@ class LossFunction:
 
         Returns:
             Two lists with one loss per step, current and earlier weights, each the mean over all
-            ranks; or None if the `loss_fn` raises on some rank.
-
-        Raises:
-            WeightsChanged: on some rank the parameters have changed since the earlier weights.
+            ranks. None if on some rank the parameters have changed since, or the `loss_fn` raises:
+            then `function` is None.
         """
         mine: tuple[list[float], list[float]] | str | None
         failure = None
@@ -101,7 +97,7 @@ class LossFunction:
             mine, failure = f"{type(error).__name__}: {error}", error
         everyone = self._gather(mine, failure)
         if None in everyone:
-            raise WeightsChanged
+            return None
         failed = [each for each in everyone if isinstance(each, str)]
         if failed:
             self.function = None

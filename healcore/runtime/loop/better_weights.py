@@ -10,8 +10,8 @@ from typing import Any
 from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.dominance.anchor import TrainedStep, Verdict
 from healcore.runtime.dominance.dominance import Dominance
+from healcore.runtime.dominance.evidence import TrainedStep, Verdict
 from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.loop.data import Data
 from healcore.runtime.recovery.monitor import IncidentMonitor
@@ -73,12 +73,12 @@ class BetterWeights:
             }
         bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
+        norm = max((each.grad_norm for each in records if each.judged), default=math.nan)
         return self.dominance.observe(
-            TrainedStep(step.index, step.contents),
+            TrainedStep(step.index, step.contents, norm),
             loss,
             alarm=not taken or any(each.cause & ~_LASTING for each in records),
             trained=taken and not all(each.skip for each in records),
-            norm=max((each.grad_norm for each in records if each.judged), default=math.nan),
             repeated=repeated,
         )
 

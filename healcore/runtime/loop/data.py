@@ -12,7 +12,7 @@ from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.dominance.anchor import ObservedBatch
+from healcore.runtime.dominance.evidence import ObservedBatch
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.retry import CallAttempt, Retries

@@ -273,7 +273,7 @@ class _End:
         """The message about a last state that no checkpoint holds."""
         step, saver, target = self.data.step, self.saver, "resumes from the newest checkpoint"
         with contextlib.suppress(StoreError, OSError):  # the checkpoints that survive the process
-            steps = [save.step for save in saver.store.steps_on_disk()]
+            steps = saver.store.steps_on_disk()
             target = "starts from the beginning"
             if steps:
                 target = f"resumes from the checkpoint of step {max(steps)}"

@@ -28,6 +28,7 @@ from healcore.runtime.store import (
     CheckpointStore,
     Keep,
     Saved,
+    SaveFailed,
     StoreError,
     UnsavableState,
     superfluous,
@@ -90,6 +91,8 @@ class Saver:
         self._failures, self._saved_once = 0, False
         self._finite: dict[int, bool] = {}
         """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
+        self._unreadable: set[str] = set()
+        """Reported errors of the directory: each listing of the checkpoints repeats them."""
         self._lost: set[int] = set()
         """Steps of damaged checkpoints without another copy."""
         self._left_alone: set[int] = set()
@@ -288,7 +291,7 @@ class Saver:
 
         Called once per step. Does not wait for the disk.
         """
-        self._report_failed_saves()
+        self.report_failures()
         self._read_deletions()
         if not self.ledger.open:
             self.prove()
@@ -298,7 +301,7 @@ class Saver:
     def wait(self) -> None:
         """Waits until the background is done, and reports failed saves."""
         self.store.join()
-        self._report_failed_saves()
+        self.report_failures()
 
     def prove(self, *, before: float = math.inf) -> None:
         """Extends the known-good checkpoints to those whose probation was over before a step."""
@@ -317,18 +320,27 @@ class Saver:
             lost = result if isinstance(result, set) else set[int]()
             if isinstance(result, CheckpointDamaged):
                 self.report_damage(result)
-                lost = {result.step} - self.store.steps_in_memory()
+                lost = {result.step} - self.store.ring.copies.keys()
                 self._lost |= lost
             elif isinstance(result, Exception):
                 self.log.event("problem", step=self.ledger.next_step, problem=str(result))
             self._finite = {at: each for at, each in self._finite.items() if at not in lost}
 
-    def _report_failed_saves(self) -> None:
-        for failure in self.store.failures():
-            self._save_failed(failure.step, failure)
+    def report_failures(self) -> None:
+        """Reports failed saves, and errors for which another copy was used."""
+        for error in {str(error): error for error in self.store.failures()}.values():
+            if isinstance(error, SaveFailed):
+                self._save_failed(error.step, error)
+            elif isinstance(error, CheckpointDamaged):
+                self.report_damage(error)
+                self.log.warning(f"{error}; another copy was used")
+            elif str(error) not in self._unreadable:
+                self._unreadable.add(str(error))
+                line = f"{error}; the run continues with the checkpoints in memory"
+                self.log.problem(self.data.step, line)
 
     def _save_failed(self, step: int, error: Exception) -> None:
-        if step not in self.store.steps_in_memory():
+        if step not in self.store.ring.copies:
             self._finite.pop(step, None)
         self.unsaved[step] = str(error)
         self._failures += 1

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from healcore.runtime.dominance.anchor import ComparisonState
+from healcore.runtime.dominance.evidence import ComparisonState
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.store import Course, StoreError, values
 

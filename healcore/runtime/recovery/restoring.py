@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_registry import RewindResult
-from healcore.runtime.dominance.anchor import ComparisonState
+from healcore.runtime.dominance.evidence import ComparisonState
 from healcore.runtime.driver import check_engines
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery import record as records
@@ -144,23 +144,13 @@ class Restorer:
         saver, step = self.saver, done.target
         try:
             saver.commit(step)
-            stored = lambda: any(s.step == step for s in saver.store.steps_on_disk())  # noqa: E731
+            stored = lambda: step in saver.store.steps_on_disk()  # noqa: E731
             if saver.store.durable and not on_first(self.ranks, stored):
                 saver.write(step, "rollback")
         except (StoreError, OSError) as error:
             problem = f"the rollback is not on disk: {error}; a restart before the next save"
             self.log.problem(done.step, f"{problem} repeats it")
-        self._report_store_errors()
-
-    def _report_store_errors(self) -> None:
-        """Reports errors for which another copy was used instead."""
-        for error in {str(error): error for error in self.saver.store.trouble()}.values():
-            if isinstance(error, CheckpointDamaged):
-                self.saver.report_damage(error)
-                self.log.warning(f"{error}; another copy was used")
-            else:
-                line = f"{error}; the run continues with the checkpoints in memory"
-                self.log.problem(self.saver.data.step, line)
+        saver.report_failures()
 
     # -- after a start --------------------------------------------------------------------------
 

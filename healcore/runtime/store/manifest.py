@@ -134,18 +134,11 @@ def complete(root: Path, folder: Path, copy: Any, format: str) -> Path:
     digests = files.sync_and_digest(folder)
     if copy.healing is not None:
         files.write_new(folder / HEALING, copy.healing)
-    content = {
-        "schema": SCHEMA,
-        "step": copy.step,
-        "created": copy.created,
-        "attempt": copy.attempt,
-        "writer": f"healcore {healcore.__version__}",
-        "format": format,
-        "files": {name: digest._asdict() for name, digest in digests.items()},
-        "nonfinite": copy.nonfinite,
-        "healing": copy.healing is not None,
-    }
-    files.write_new(folder / MANIFEST, files.seal(content))
+    found: dict[str, Any] = {name: digest._asdict() for name, digest in digests.items()}
+    has_healing = copy.healing is not None
+    read = Manifest(copy.step, copy.created, copy.attempt, found, copy.nonfinite, has_healing)
+    writer = {"schema": SCHEMA, "writer": f"healcore {healcore.__version__}", "format": format}
+    files.write_new(folder / MANIFEST, files.seal({**writer, **read._asdict()}))
     files.sync_directory(folder)
     final = root / _directory_name(copy.step, copy.attempt)
     older = {each for each in files.entries_of(root) if step_of(each) == copy.step} - {final}
@@ -253,16 +246,14 @@ def find_damage(
 
 def _open(folder: Path, healings: dict[int, dict[str, Any]]) -> StoredCheckpoint:
     """Opens a complete checkpoint. Adds its healing state to `healings`, if that is intact."""
-    healing = damage = None
-    try:
+    healing = None
+    if os.path.lexists(folder / HEALING):
         healing = healings[step_of(folder) or 0] = _read_sealed(folder, HEALING)
-    except CheckpointDamaged as error:
-        damage = error
     record = _read_manifest(folder)
     if folder.name != _directory_name(record.step, record.attempt):
         raise _damaged(folder, f"is of step {record.step}, attempt {record.attempt}")
-    if damage is not None and (record.healing or (folder / HEALING).exists()):
-        raise damage
+    if record.healing and healing is None:
+        raise _damaged(folder, "is missing", HEALING)
     for name, digest in record.files.items():
         try:
             status = (folder / name).lstat()

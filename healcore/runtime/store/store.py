@@ -7,8 +7,8 @@ it to the directory, whose files `manifest` describes.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -76,11 +76,9 @@ class CheckpointStore(Writer):
         """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
         self.processes = ranks or Alone()
         """The ranks that save together. Exchange over them only while nothing is being written."""
-        self._last: HostCopy | None = None
-        self._written: Future[None] | None = None
-        """The save in progress, or the last save."""
+        self._inspected = threading.Event()
+        """Set when the last copy is inspected, and in the ring, or has failed."""
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
-        self._trouble: list[StoreError] = []
         if root is None:
             return
         self.root = Path(root).absolute()  # the program may change its working directory
@@ -124,16 +122,15 @@ class CheckpointStore(Writer):
             UnsavableState: the state holds something that cannot be saved.
             SaveFailed: the state could not be copied. `wait` raises later failures.
         """
-        if self._written is not None and self.busy:
-            self._written.result()  # at most one copy is pending
+        self.join()  # at most one copy is pending
         try:
             copy = self.format.copy(step, state, healing)
         except Exception as error:
             if self.processes.world > 1:  # the other ranks would wait for this rank
-                self._written = self.submit(step, partial(self._fail_on_others, error))
+                self.submit(step, partial(self._fail_on_others, error))
             raise
-        self._last = copy
-        self._written = self.submit(copy.step, lambda: self._complete(copy))
+        self._inspected = threading.Event()
+        self.submit(copy.step, partial(self._complete, copy, self._inspected))
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         """Step and array names of each save since the last call with disallowed NaN or Inf."""
@@ -147,8 +144,7 @@ class CheckpointStore(Writer):
         Raises:
             UnsavableState: the state holds something that cannot be saved.
         """
-        if self.processes.world > 1:
-            self.join()  # the save in progress exchanges messages with the other ranks too
+        self.join()  # the save in progress exchanges messages with the other ranks too
         found = ranks.together(self.processes, lambda: self.format.nonfinite_in(state))
         return ranks.union_of_names(found)
 
@@ -158,7 +154,7 @@ class CheckpointStore(Writer):
         """The complete checkpoints, ascending by step. Reads no arrays.
 
         A save in memory hides an older save of its step. If the directory cannot be read, only
-        memory is listed, and `trouble` returns the error.
+        memory is listed, and `failures` returns the error.
 
         Raises:
             StoreError: the directory cannot be read, and memory is empty.
@@ -173,14 +169,9 @@ class CheckpointStore(Writer):
         course = Course.newest(found.healings | self.ring.healings())
         return course.judged(saves[step] for step in sorted(saves))
 
-    def steps_on_disk(self) -> list[Saved]:
-        """The checkpoints in the directory; StoreError if it cannot be read."""
-        return manifest.listed(manifest.scan(self.root), self.nonfinite_ok)
-
-    def steps_in_memory(self) -> set[int]:
-        """The steps of the checkpoints in memory."""
-        self._wait_for_inspection()
-        return {*self.ring.copies}
+    def steps_on_disk(self) -> list[int]:
+        """The steps of the checkpoints in the directory; StoreError if it cannot be read."""
+        return [*manifest.scan(self.root).complete]
 
     def healings(self) -> dict[int, dict[str, Any]]:
         """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
@@ -223,7 +214,7 @@ class CheckpointStore(Writer):
                 self.ring.forget(step)
                 if stored is None:
                     raise
-                self._trouble.append(error)
+                self._failures.append(error)
         assert stored is not None, "a checkpoint is in memory or on disk"
         self._check_files(stored)
 
@@ -265,50 +256,38 @@ class CheckpointStore(Writer):
         if stored is not None:
             self._change(f"step {step} cannot be deleted", lambda: manifest.remove(stored.folder))
 
-    # -- problems, each reported once -----------------------------------------------------------
-
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints on disk that are too damaged for `steps` to list. Reads no arrays."""
         return manifest.scan(self.root).damaged
 
-    def trouble(self) -> list[StoreError]:
-        """Errors since the last call for which another copy was used instead.
-
-        CheckpointDamaged means a damaged copy in memory; any other StoreError means an unreadable
-        directory.
-        """
-        errors, self._trouble = self._trouble, []
-        return errors
-
     def _wait_for_inspection(self) -> None:
         """Waits until the last copy is inspected, and in the ring."""
-        if self._last is not None and self.busy:  # never busy in a forked child
-            self._last.ready.wait()
+        if self.busy:  # never in a forked child
+            self._inspected.wait()
 
     # -- saving, in the background --------------------------------------------------------------
 
-    def _complete(self, copy: HostCopy) -> None:
+    def _complete(self, copy: HostCopy, inspected: threading.Event) -> None:
         """Inspects a copy, adds it to memory, and writes it to disk. Every rank calls it."""
         unused: HostCopy | None = copy
         try:
-            try:
-                inspected = ranks.together(self.processes, lambda: self._inspected(copy))
-                names, has_room = zip(*inspected, strict=True)
-                copy.nonfinite = ranks.union_of_names(names)
-                if nonfinite := disallowed(copy.nonfinite, self.nonfinite_ok):
-                    self._nonfinite.append((copy.step, nonfinite))
-                if not all(has_room):
-                    self._close_ring(copy)
-                unused = self.ring.add(copy, self.nonfinite_ok)
-            finally:
-                copy.ready.set()
+            found = ranks.together(self.processes, lambda: self._inspect(copy))
+            names, has_room = zip(*found, strict=True)
+            copy.nonfinite = ranks.union_of_names(names)
+            if nonfinite := disallowed(copy.nonfinite, self.nonfinite_ok):
+                self._nonfinite.append((copy.step, nonfinite))
+            if not all(has_room):
+                self._close_ring(copy)
+            unused = self.ring.add(copy, self.nonfinite_ok)
+            inspected.set()
             if self.root is not None:
                 copy.path = str(self._commit(self.root, copy))
         finally:
+            inspected.set()  # also after a failure
             if unused is not None:
                 self.format.release(unused)
 
-    def _inspected(self, copy: HostCopy) -> tuple[tuple[str, ...], bool]:
+    def _inspect(self, copy: HostCopy) -> tuple[tuple[str, ...], bool]:
         """The names of arrays with NaN or Inf, and whether memory has room for more copies."""
         try:
             nonfinite = self.format.inspect(copy)
@@ -368,7 +347,7 @@ class CheckpointStore(Writer):
         except StoreError as error:
             if not self.ring.copies:
                 raise
-            self._trouble.append(error)
+            self._failures.append(error)
             return manifest.scan(None)
 
     def _locate(self, step: int) -> tuple[HostCopy | None, StoredCheckpoint | None]:

@@ -11,15 +11,15 @@ from typing import Any
 
 from healcore import console
 from healcore.events.process import watch_forks
-from healcore.runtime.store.errors import SaveFailed
+from healcore.runtime.store.errors import SaveFailed, StoreError
 
 
 class Writer:
     """One thread, which saves and deletes in the order of submission.
 
-    The error of a job is stored as a SaveFailed and reported once; its future holds no error. A
-    program that ends waits for all jobs and logs failures that were not reported. In a forked child
-    the queue is empty: the jobs belong to the parent.
+    The error of a job becomes a SaveFailed, which is reported once. A program that ends waits for
+    all jobs and logs failures that were not reported. In a forked child the queue is empty: the
+    jobs belong to the parent.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class Writer:
         self._newest: Future[None] | None = None
         """The last job: if it is done, all are."""
         self._worker = 0
-        self._failures: list[SaveFailed] = []
+        self._failures: list[StoreError] = []
         watch_forks(self)
 
-    def submit(self, step: int, job: Callable[[], None]) -> Future[None]:
+    def submit(self, step: int, job: Callable[[], None]) -> None:
         """Runs a job in the background, after the jobs so far. Its errors name `step`."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="healcore-writer")
@@ -46,7 +46,6 @@ class Writer:
                 self._failures.append(SaveFailed(step, "in the background", error))
 
         self._newest = self._pool.submit(run)
-        return self._newest
 
     @property
     def busy(self) -> bool:
@@ -67,12 +66,17 @@ class Writer:
                 listed by `failures`, never both.
         """
         self.join()
-        if self._failures:
-            failure = self._failures.pop(0)
-            raise failure from failure.error
+        for failure in self._failures:
+            if isinstance(failure, SaveFailed):
+                self._failures.remove(failure)
+                raise failure from failure.error
 
-    def failures(self) -> list[SaveFailed]:
-        """The failures since the last call that `wait` has not raised. Does not wait."""
+    def failures(self) -> list[StoreError]:
+        """The errors since the last call that no call has raised. Does not wait.
+
+        SaveFailed: a save failed. For any other error another copy was used: CheckpointDamaged
+        means a damaged copy in memory, another StoreError an unreadable directory.
+        """
         return [self._failures.pop(0) for _ in range(len(self._failures))]
 
     def forked(self) -> None:

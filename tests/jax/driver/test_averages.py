@@ -16,7 +16,7 @@ from healcore import Healer
 from healcore.jax import protect
 from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.weights import averages, rivals
-from healcore.runtime.dominance import history
+from healcore.runtime.dominance import evidence
 from tests.healer.run_options import grouped
 from tests.jax.driver.test_damage_or_data import data, initial, loss_of, reversed_layer
 
@@ -27,7 +27,7 @@ STEPS, CHANGE = 300, 200
 @pytest.fixture(autouse=True)
 def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons take no time, so their distance does not depend on the load of the machine."""
-    monkeypatch.setattr(history, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: 5.0))
 
 
 @jax.jit

@@ -15,7 +15,7 @@ from flax import nnx
 from healcore import Healer
 from healcore.jax import protect
 from healcore.jax.driver.driver import JaxDriver
-from healcore.runtime.dominance import history
+from healcore.runtime.dominance import evidence
 from tests.jax.driver.test_damage_or_data import data, initial, loss_of
 
 TX = protect(optax.adam(1e-2), "default")
@@ -25,7 +25,7 @@ TX = protect(optax.adam(1e-2), "default")
 @pytest.mark.parametrize("uses_key", [False, True])
 def test_both_sides_have_the_same_key(monkeypatch, make_key, uses_key):
     """The loss of the step had another key, so it stands for neither side."""
-    monkeypatch.setattr(history, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: 5.0))
     seen: list[Any] = []
 
     @jax.jit

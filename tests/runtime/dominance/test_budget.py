@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.dominance import history
-from healcore.runtime.dominance.anchor import RECENT
-from healcore.runtime.dominance.history import MAX_CREDIT, MAX_DEBT
+from healcore.runtime.dominance import evidence
+from healcore.runtime.dominance.evidence import MAX_CREDIT, MAX_DEBT, RECENT
 from tests.runtime.dominance.toy_driver import Run, healthy, noisy
 
 PER_STEP = 0.03
@@ -44,21 +43,6 @@ def swing(run: Run, steps: int) -> None:
     assert run.step - before < 3 * steps + RECENT, "small wins end it once they are the usual"
 
 
-def test_a_false_suspicion_is_paid_for():
-    """The comparisons of a suspicion cost what others cost; the run then waits."""
-    run = Run(noisy)
-    run.dominance.loss_function.gives_loss = True
-    spend(run)
-    before = run.driver.evaluations
-    swing(run, 3)
-    cost = run.driver.evaluations - before
-    assert 9 < cost < MAX_CREDIT + MAX_DEBT
-    while run.driver.evaluations == before + cost:
-        healthy(run, 1, alarm=True)
-    forgiven = max(0.0, cost - MAX_DEBT)
-    assert run.driver.evaluations <= MAX_CREDIT + PER_STEP * run.step + 4 + forgiven
-
-
 def test_the_debt_of_a_suspicion_is_bounded():
     """At most 1,333 steps without a comparison, however long the suspicion was."""
     run = Run(noisy)
@@ -70,52 +54,35 @@ def test_the_debt_of_a_suspicion_is_bounded():
     assert MAX_DEBT / PER_STEP - 5 < run.step - began < MAX_DEBT / PER_STEP + 5
 
 
-def test_without_alarms_there_is_one_comparison_in_a_hundred_steps(monkeypatch):
-    monkeypatch.setattr(history.time, "monotonic", lambda: 0.0)
-    run = Run(noisy)
-    run.dominance.loss_function.gives_loss = True
-    healthy(run, 1000)
-    assert run.driver.evaluations == 10
-
-
-def test_a_slow_evaluation_makes_heartbeats_rarer_and_alarms_no_less_heard(monkeypatch):
+@pytest.mark.parametrize(
+    ("seconds", "compared"),
+    [
+        (lambda batch: 0.0, [10]),
+        (lambda batch: 100.0 if batch in (99, 499) else 0.1, [10]),
+        (lambda batch: 4.0, [1, 2, 3, 4]),
+    ],
+    ids=["fast", "some are slow, as the first, which compiles", "as slow as four steps"],
+)
+def test_slow_evaluations_make_heartbeats_rarer_and_alarms_no_less_heard(
+    monkeypatch, seconds, compared
+):
     clock = [0.0]
-    monkeypatch.setattr(history.time, "monotonic", lambda: clock[0])
-
-    def slow(weight: float, batch: int) -> float:
-        clock[0] += 4.0
-        return noisy(weight, batch)
-
-    run = Run(slow)
-    run.dominance.loss_function.gives_loss = True
-    for _ in range(1000):
-        clock[0] += 1.0
-        loss = noisy(10.0 / (1 + run.step / 50), run.step)
-        assert run.take(run.step, weight=10.0 / (1 + run.step / 50), loss=loss) is None
-    assert run.driver.evaluations <= 4, "an evaluation takes as long as four steps"
-    level = run.driver.weight + 5
-    found = None
-    for _ in range(250):
-        clock[0] += 1.0
-        found = found or run.take(run.step, weight=level, alarm=True, loss=noisy(level, run.step))
-    assert found is not None
-    assert found.found == 1000 + 19
-
-
-def test_one_slow_evaluation_does_not_make_heartbeats_rarer(monkeypatch):
-    """For example the first, which compiles."""
-    clock = [0.0]
-    monkeypatch.setattr(history.time, "monotonic", lambda: clock[0])
-    slow = [99, 499]
+    monkeypatch.setattr(evidence.time, "monotonic", lambda: clock[0])
 
     def loss(weight: float, batch: int) -> float:
-        clock[0] += 100.0 if batch in slow else 0.1
+        clock[0] += seconds(batch)
         return noisy(weight, batch)
 
-    run = Run(loss)
+    run, found = Run(loss), None
     run.dominance.loss_function.gives_loss = True
-    for _ in range(1000):
+    for step in range(1250):
         clock[0] += 1.0
-        weight = 10.0 / (1 + run.step / 50)
-        assert run.take(run.step, weight=weight, loss=noisy(weight, run.step)) is None
-    assert run.driver.evaluations == 10
+        level, is_damaged = 10.0 / (1 + min(step, 999) / 50), step >= 1000
+        level += 5 * is_damaged
+        given = noisy(level, step)
+        found = found or run.take(step, weight=level, alarm=is_damaged, loss=given)
+        if step == 999:
+            assert found is None
+            assert run.driver.evaluations in compared
+    assert found is not None
+    assert found.found == 1000 + 19

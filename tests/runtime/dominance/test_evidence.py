@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.dominance.anchor import (
+from healcore.runtime.dominance.evidence import (
     RECENT,
     SAMPLE,
     STAKE,
@@ -26,118 +26,78 @@ def anchor() -> Anchor:
     return Anchor(0, None)
 
 
-def as_maximum(wins: list[bool]) -> float:
-    """The evidence in closed form: the largest product over a run of comparisons that ends now."""
-    factors = [1 + STAKE if won else 1 - STAKE for won in wins]
-    return max(math.prod(factors[start:]) for start in range(len(factors)))
-
-
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_the_evidence_is_the_largest_product_of_any_run_of_comparisons(wins):
     """The bet's product from the best starting point, as a CUSUM is of a log-likelihood."""
     a = anchor()
     for index, won in enumerate(wins):
         a.learn(index, 1.0 if won else -1.0)
-    assert a.evidence == pytest.approx(as_maximum(wins), rel=1e-9)
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=60))
-def test_the_onset_is_where_the_best_run_began(wins):
-    a = anchor()
-    for index, won in enumerate(wins):
-        a.learn(index, 1.0 if won else -1.0)
-    if a.evidence <= 1:
-        assert a.onset is None
-        return
-    assert a.onset is not None
     factors = [1 + STAKE if won else 1 - STAKE for won in wins]
-    assert math.prod(factors[a.onset :]) == pytest.approx(a.evidence)
-    assert wins[a.onset], "it begins with a comparison that was won"
+    products = [math.prod(factors[start:]) for start in range(len(factors))]
+    assert a.evidence == pytest.approx(max(products), rel=1e-9)
+    assert (a.onset is None) == (a.evidence <= 1)
+    if a.onset is not None:
+        assert products[a.onset] == pytest.approx(a.evidence)
+        assert wins[a.onset], "it begins with a comparison that was won"
 
 
-Adversary = Callable[[list[bool], float, random.Random], bool]
-
-
-def coin(past: list[bool], evidence: float, rng: random.Random) -> bool:
-    return rng.random() < 0.5
-
-
-def surely_then_never(past: list[bool], evidence: float, rng: random.Random) -> bool:
-    """Swings: an even chance decides two comparisons at once, the second at one half or none."""
-    return rng.random() < (0.5 if len(past) % 2 == 0 or past[-1] else 0.0)
-
-
-def after_wins(past: list[bool], evidence: float, rng: random.Random) -> bool:
-    """Even chances only after a win, less otherwise."""
-    return rng.random() < (0.5 if past[-1:] == [True] else 0.4)
-
-
-def comparisons_until(c: float, chance: Adversary, rng: random.Random) -> int:
-    a, past = anchor(), []
-    for index in itertools.count():
-        won = chance(past, a.evidence, rng)
-        past.append(won)
-        a.learn(index, 1.0 if won else -1.0)
+def comparisons_until(c: float, rises: Iterator[float], most: int = 10_000) -> int:
+    """Number of comparisons until the evidence reaches c, or `most`."""
+    a = anchor()
+    for index, rise in enumerate(itertools.islice(rises, most)):
+        a.learn(index, rise)
         if a.evidence >= c:
             return index + 1
-        if index > 20 * c:  # later is no smaller mean
-            return index
-    raise AssertionError
+    return most
 
 
-@pytest.mark.parametrize("chance", [coin, surely_then_never, after_wins])
+def bet(rng: random.Random, chance: float) -> float:
+    return 1.0 if rng.random() < chance else -1.0
+
+
+HEALTHY: dict[str, Callable[[list[float], random.Random], float]] = {
+    "coin": lambda past, rng: bet(rng, 0.5),
+    # An even chance decides two comparisons at once, the second at one half or none.
+    "swings": lambda past, rng: bet(rng, 0.5 * (len(past) % 2 == 0 or past[-1] > 0)),
+    "after wins": lambda past, rng: bet(rng, 0.5 if past[-1:] == [1.0] else 0.4),
+    "heavy tails": lambda past, rng: math.tan(math.pi * (rng.random() - 0.5)),
+    "rare losses": lambda past, rng: bet(rng, 0.5) * (50.0 if rng.random() < 0.05 else 1.0),
+    "worse of two": lambda past, rng: min(rng.gauss(0.5, 1), rng.gauss(0.5, 1)),
+    "not finite": lambda past, rng: rng.choice([math.inf, -math.inf, 0.1, -0.1]),
+}
+"""Rises whose bet is fair at most, whatever the past."""
+
+
+@pytest.mark.parametrize("name", HEALTHY)
 @pytest.mark.parametrize("c", [10.0, 50.0])
-def test_a_healthy_run_has_at_least_c_comparisons_to_a_false_order_on_average(chance, c):
-    """Whatever the past, the chance of a win is at most one half."""
+def test_a_healthy_run_has_at_least_c_comparisons_to_a_false_order_on_average(name, c):
     rng = random.Random(1)
-    found = [comparisons_until(c, chance, rng) for _ in range(300)]
+
+    def rises() -> Iterator[float]:
+        past: list[float] = []
+        while True:
+            past.append(HEALTHY[name](past, rng))
+            yield past[-1]
+
+    found = [comparisons_until(c, rises(), int(20 * c)) for _ in range(300)]
     mean = sum(found) / len(found)
     spread = math.sqrt(sum((each - mean) ** 2 for each in found)) / len(found)
     assert mean + 3 * spread >= c
 
 
-HEALTHY: dict[str, Callable[[random.Random], float]] = {
-    "heavy tails": lambda rng: math.tan(math.pi * (rng.random() - 0.5)),
-    "rare losses": lambda rng: rng.choice([1.0, -1.0]) * (50.0 if rng.random() < 0.05 else 1.0),
-    "worse of two": lambda rng: min(rng.gauss(0.5, 1), rng.gauss(0.5, 1)),
-    "not finite": lambda rng: rng.choice([math.inf, -math.inf, 0.1, -0.1]),
-}
-
-
-@pytest.mark.parametrize("name", HEALTHY)
-def test_rises_of_any_size_whose_bet_is_fair_reach_c_after_c_comparisons(name):
-    rng, c, found = random.Random(2), 50.0, []
-    for _ in range(300):
-        a, index = anchor(), 0
-        while a.evidence < c and index < 20 * c:
-            a.learn(index, HEALTHY[name](rng))
-            index += 1
-        found.append(index)
-    assert sum(found) / len(found) >= c
-
-
-def until_found(rises: Iterator[float], most: int = 10_000) -> int | None:
-    a = anchor()
-    for index, rise in enumerate(itertools.islice(rises, most)):
-        a.learn(index, rise)
-        if a.evidence >= 1e4:
-            return index + 1
-    return None
-
-
 def test_damage_that_leaves_most_batches_unharmed_is_found():
     """The mean of the loss is much higher, although the current weights win on most batches."""
     rng = random.Random(3)
-    found = until_found(3.0 if rng.random() < 0.4 else -0.01 for _ in itertools.count())
-    assert found is not None
-    assert found < 100
-    assert until_found(3.0 if rng.random() < 0.4 else -3.0 for _ in itertools.count()) is None
+    for otherwise, most in ((-0.01, 100), (-3.0, 10_000)):
+        rises = (3.0 if rng.random() < 0.4 else otherwise for _ in itertools.count())
+        assert (comparisons_until(1e4, rises, most) < most) is (otherwise == -0.01)
 
 
 def test_one_huge_rise_does_not_hide_the_others():
     """Damage is found after a logarithm of the evidence that is needed."""
     assert math.ceil(math.log(1e4) / math.log(1 + STAKE)) == 20
-    assert until_found(1e9 if index == 5 else 1.0 for index in itertools.count()) == 20
+    rises = (1e9 if index == 5 else 1.0 for index in itertools.count())
+    assert comparisons_until(1e4, rises) == 20
 
 
 def test_small_wins_end_a_suspicion_of_large_rises():
@@ -188,9 +148,5 @@ def test_a_sample_is_the_same_in_every_process():
     assert [filled(7, 100).draw(), filled(7, 100).draw()] == [filled(7, 100).draw()] * 2
     assert len(filled(7, 3).sample) == 3
     assert anchor().draw() is None
-
-
-def test_every_step_of_the_sample_is_drawn():
     a = filled(3, 8)
-    drawn = {step.index for step in (a.draw() for _ in range(200)) if step}
-    assert drawn == set(range(8))
+    assert {step.index for step in (a.draw() for _ in range(200)) if step} == {*range(8)}

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from healcore.events import Log
-from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep, Verdict
 from healcore.runtime.dominance.dominance import Dominance
+from healcore.runtime.dominance.evidence import ObservedBatch, TrainedStep, Verdict
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Alone
 
@@ -99,8 +99,8 @@ class Run:
         assert self.loss_fn is not None
         if loss is None:
             loss = self.loss_fn(self.driver.weight, batch)
-        step = TrainedStep(self.step, (ObservedBatch(batch),))
-        verdict = self.dominance.observe(step, loss, alarm=alarm, trained=trained, norm=norm)
+        step = TrainedStep(self.step, (ObservedBatch(batch),), norm)
+        verdict = self.dominance.observe(step, loss, alarm=alarm, trained=trained)
         self.step += 1
         if self.step % self.interval == 0:
             self.dominance.keep(self.step, self.restorable)

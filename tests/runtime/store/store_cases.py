@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -176,12 +178,18 @@ def forget(store: Any) -> None:
 
 def same(a: Any, b: Any) -> bool:
     """Bit for bit, of the same types, dtypes, shapes and structure."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if type(a) is not type(b):
         return False
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        keys = [{(type(key), key) for key in each} for each in (a, b)]
+        factories = {getattr(each, "default_factory", None) for each in (a, b)}
+        alike = keys[0] == keys[1] and len(factories) == 1
+        return alike and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple, deque)):
+        of_one_length = len(a) == len(b) and getattr(a, "maxlen", 0) == getattr(b, "maxlen", 0)
+        return of_one_length and all(map(same, a, b))
+    if isinstance(a, float):
+        return math.copysign(1, a) == math.copysign(1, b) and (a == b or (a != a and b != b))
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b)
     if isinstance(a, jax.Array):
@@ -190,7 +198,7 @@ def same(a: Any, b: Any) -> bool:
         return same(np.asarray(a), np.asarray(b))
     if isinstance(a, (np.ndarray, np.generic)):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    return a == b if a == a else b != b
+    return a == b
 
 
 def same_states(live: dict[str, Any], restored: dict[str, Any]) -> bool:

@@ -86,13 +86,3 @@ def test_a_file_that_is_not_whole(case, tmp_path, how):
             path.rmdir()
         path.write_bytes(data)
     assert [saved.step for saved in case.make(tmp_path).steps()] == [1, 2]
-
-
-@over(*DISKS)
-def test_unknown_files_stay(case, tmp_path):
-    unknown = (two_saves(case, tmp_path) / "data" / "notes.txt", tmp_path / "README")
-    for path in unknown:
-        path.write_text("mine")
-    store = case.filled(tmp_path, 3)
-    assert same_states(case.state(2), store.restore(2, case.state(1)).state)
-    assert [path.read_text() for path in unknown] == ["mine", "mine"]

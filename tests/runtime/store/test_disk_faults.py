@@ -14,8 +14,7 @@ import pytest
 from healcore.runtime.store import SaveFailed, StoreError, files
 from healcore.runtime.store.manifest import sweep
 from tests.runtime.store.disk_faults import read_only, small_disk
-from tests.runtime.store.disk_faults_program import large
-from tests.runtime.store.programs import run
+from tests.runtime.store.programs import PROGRAMS, large, run
 from tests.runtime.store.store_cases import (
     DCP,
     DISKS,
@@ -26,11 +25,9 @@ from tests.runtime.store.store_cases import (
     same_states,
 )
 
-PROGRAM = "tests.runtime.store.disk_faults_program"
-
 
 def on_disk(store) -> list[int]:
-    return [saved.step for saved in store.steps_on_disk()]
+    return store.steps_on_disk()
 
 
 @over(*DISKS, *TIERS)
@@ -56,7 +53,7 @@ def test_disk_full(case, tmp_path):
 @over(*DISKS)
 def test_file_size_limit(case, tmp_path):
     """The same through a limit of the system, which needs no rights to set."""
-    done = run(PROGRAM, "file_size_limit", case.name, tmp_path)
+    done = run(PROGRAMS, "file_size_limit", case.name, tmp_path)
     assert done.stdout.splitlines() == ["failed 2", "[1, 3] []"], done.stderr
 
 
@@ -148,7 +145,7 @@ def test_a_directory_that_a_thread_still_writes_is_removed(tmp_path):
 
 @over(DCP, JAX_TIERS)
 def test_a_program_that_ends_finishes_its_save(case, tmp_path):
-    done = run(PROGRAM, "ends", case.name, tmp_path)
+    done = run(PROGRAMS, "ends", case.name, tmp_path)
     assert (done.returncode, done.stderr) == (7, "")
     store = case.make(tmp_path)
     store.verify(1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.store.manifest import sweep
-from tests.runtime.store.programs import finish, run, start
+from tests.runtime.store.programs import PROGRAMS, finish, run, start
 from tests.runtime.store.store_cases import DCP
 
 # MemoryStore is not here: it dies with its process.
@@ -42,8 +42,7 @@ def test_killed_while_deleting(in_memory):
     for number in range(CLUTTER):
         (folder / "data" / f"clutter{number}").touch()
     before = files(in_memory)
-    program = "tests.runtime.store.disk_faults_program"
-    done = run(program, "killed_while_deleting", "dcp", in_memory, CLUTTER // 2)
+    done = run(PROGRAMS, "killed_while_deleting", "dcp", in_memory, CLUTTER // 2)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert before - CLUTTER < files(in_memory) < before
     store = DCP.make(in_memory)
@@ -59,4 +58,4 @@ def files(folder: Path) -> int:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_child_does_not_wait_for_its_parents_threads(tmp_path):
-    finish(start("tests.runtime.store.forks_program", tmp_path))
+    finish(start(PROGRAMS, "forks", "dcp", tmp_path))

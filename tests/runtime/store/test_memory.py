@@ -104,12 +104,12 @@ def test_copies_that_do_not_fit_into_memory(case, tmp_path, monkeypatch, caplog)
     store.save(1, case.state(1))
     if store.durable:
         store.wait()
-        assert [saved.step for saved in store.steps_on_disk()] == [1]
+        assert store.steps_on_disk() == [1]
         assert "checkpoints go to disk only" in caplog.text
     else:
         with pytest.raises(SaveFailed, match="pass a directory"):
             store.wait()
-    assert store.steps_in_memory() == set()
+    assert not store.ring.copies
 
 
 @over(*DISKS)
@@ -135,9 +135,9 @@ def test_memory_and_disk_stand_for_each_other(case, tmp_path):
         store.wait()
     name = damage_in_memory(store, 7)
     assert same_states(case.state(7), store.restore(7, case.state(2)).state)
-    assert any("memory" in str(each) and name in str(each) for each in store.trouble())
+    assert any("memory" in str(each) and name in str(each) for each in store.failures())
     assert store.steps()[0].path is not None
-    assert store.steps_in_memory() == {8}
+    assert store.ring.copies.keys() == {8}
     flip(Path(store.steps()[1].path) / "state.json", 17)
     assert same_states(case.state(8), store.restore(8, case.state(2)).state)
     forget(store)

@@ -80,21 +80,6 @@ def test_a_commit_replaces_the_healing_state_alone(case, tmp_path):
 
 
 @over(*ALL)
-def test_statuses_follow_from_the_newest_healing_state(case, tmp_path):
-    store = case.make(tmp_path)
-    for step in (1, 2, 3):
-        store.save(step, case.state(step), healing={"attempts": [0], "proven": step - 2})
-    store.wait()
-    assert [saved.status for saved in store.steps()] == ["good", "candidate", "candidate"]
-    store.commit(2, {"attempts": [0, 2], "proven": 2})
-    assert [s.status for s in store.steps()][:2] == ["good", "good"]
-    for saved in store.steps()[2:]:  # memory has deleted it
-        assert saved.status == "abandoned"
-    store.delete(1)
-    assert store.steps()[0].step == 2
-
-
-@over(*ALL)
 def test_a_fault_while_the_copy_is_taken_loses_nothing(case, tmp_path):
     store = case.filled(tmp_path, 7)
 

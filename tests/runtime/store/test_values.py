@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.store import StoreError, UnsavableState, values
+from tests.runtime.store.store_cases import same
 
 KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.floats(-9, 9))
 PLAIN = st.one_of(
@@ -45,24 +45,10 @@ def back(value: Any) -> Any:
     return values.decode(node, unknown)
 
 
-def same(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float):
-        return math.copysign(1, a) == math.copysign(1, b) and (a == b or (a != a and b != b))
-    if isinstance(a, (list, tuple, deque)):
-        of_one_length = len(a) == len(b) and getattr(a, "maxlen", 0) == getattr(b, "maxlen", 0)
-        return of_one_length and all(map(same, a, b))
-    if isinstance(a, dict):
-        keys = [(type(key), key) for key in a] == [(type(key), key) for key in b]
-        factories = (getattr(each, "default_factory", None) for each in (a, b))
-        return keys and len({*factories}) == 1 and all(same(a[key], b[key]) for key in a)
-    return a == b
-
-
 @given(VALUES)
 def test_any_value_comes_back(value):
     assert same(value, back(value))
+    assert repr(value) == repr(back(value)), "in the same order"
 
 
 FACTORIES = (None, int, list, dict, set, str, float, tuple)

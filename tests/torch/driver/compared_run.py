@@ -20,7 +20,7 @@ CHANGE = 250
 class Run:
     """Classification of points by a fixed rule; a small net, Adam."""
 
-    def __init__(self, *, lr: float = 1e-2, dropout: float = 0.0, parts: int = 1) -> None:
+    def __init__(self, *, dropout: float = 0.0, parts: int = 1, full_batch: bool = False) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(6, 32),
@@ -29,10 +29,10 @@ class Run:
             torch.nn.Dropout(dropout),
             torch.nn.Linear(32, 4),
         )
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
         self.parts = parts
         """Batches of an accumulation."""
-        self.full_batch = False
+        self.full_batch = full_batch
         self.relabelled_from = 10 * STEPS
         self.weight = 0.0
         """Of a second term of the loss."""

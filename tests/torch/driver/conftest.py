@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from healcore.runtime.dominance import history
+from healcore.runtime.dominance import evidence
 
 
 @pytest.fixture(autouse=True)
 def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons take no time, so their distance does not depend on the load of the machine."""
-    monkeypatch.setattr(history, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: 5.0))
