@@ -3,16 +3,15 @@
 `HostEngine` is for CPUs, and for steps whose decision the host needs anyway (one sync per step on
 an accelerator). Its step is recorded once (`healcore.core.recorded`) and takes 0.1 ms.
 
-`DeviceEngine` needs no sync. The addresses of its state never change, so that a captured CUDA graph
-can update it. An eager step of the preset `default` makes about 200 launches of a few microseconds
-each. On an accelerator the step is therefore compiled into a few kernels.
+`DeviceEngine` needs no sync. An eager step of the preset `default` makes about 200 launches of a
+few microseconds each. On an accelerator the step is therefore compiled into a few kernels.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,49 +62,68 @@ def is_cut(action: int, skip: bool) -> bool:
     return bool(action & _CUT_LR) and not skip
 
 
-class _StatefulEngine:
-    """Base of both engines. `groups` is the number of parameters.
+class LiveEngine:
+    """Base of both engines: the policy's engine with the state of one run.
 
     Attributes:
+        name: "host" or "device".
         compiled: whether the step runs through torch.compile.
-        is_capturing: whether a CUDA graph captures the step. Its replays run no hooks.
+        groups: number of parameters.
+        state: the state, in scalars of NumPy or in tensors.
         decision: the last step's decision as enforced, in the engine's arrays, or None.
     """
 
-    compiled = is_capturing = False
-    _xp: Any
+    name = ""
+    compiled = False
 
-    def __init__(self, engine: Engine, groups: int) -> None:
-        self.engine = engine
-        self.groups = groups
+    def __init__(self, engine: Engine, groups: int, xp: Any) -> None:
+        self.engine, self.groups, self._xp = engine, groups, xp
         self.state: EngineState = self._from_numpy(engine.init(groups=groups))
         self.decision: Decision | None = None
+
+    def step(
+        self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
+    ) -> StepOrder:
+        """Judges one step.
+
+        Args:
+            signals: 0-d float32 tensors.
+            found_inf: a GradScaler's flag, above 0 to skip the step, or None.
+            divisor: a GradScaler's scale that the gradients still contain, or None.
+        """
+        raise NotImplementedError
+
+    def pending_record(self, name: str = "") -> PendingRecord:
+        """A function that reads the last step's record. `name` is the optimizer's name."""
+        raise NotImplementedError
 
     def _from_numpy(self, state: EngineState) -> EngineState:
         raise NotImplementedError
 
     def _to_numpy(self) -> EngineState:
-        raise NotImplementedError
+        return map_leaves(lambda x: x.cpu().numpy() if isinstance(x, Tensor) else x, self.state)
 
-    def _set_state(self, new: EngineState) -> None:
-        raise NotImplementedError
+    def metrics(self) -> dict[str, Tensor]:
+        """Named 0-d tensors; copies, because a compiled step writes the state in place."""
+        found = self.engine.metrics(self.state)
+        return {name: torch.as_tensor(value).clone() for name, value in found.items()}
 
     def expect_change(self) -> None:
         """Opens the grace window at the next step."""
-        self._set_state(self.engine.expect_change(self.state, xp=self._xp))
+        self.state = self.engine.expect_change(self.state, xp=self._xp)
 
     def grow(self, groups: int) -> None:
-        """Starts a clipping history for added parameters. Leaves of fixed size stay in place."""
+        """Starts a clipping history for added parameters."""
         self.groups = groups
-        longer = self._from_numpy(self.engine.init(groups=groups))
 
         def extended(old: Any, new: Any) -> Any:
-            if old.shape == new.shape:
-                return old
-            new[: old.shape[0]] = old
-            return new
+            if old.shape != new.shape:
+                new[: old.shape[0]] = old
+                return new
+            return old
 
-        self.state = map_leaves(extended, self.state, longer)
+        new = self._from_numpy(self.engine.init(groups=groups))
+        self.state = map_leaves(extended, self.state, new)
 
     def to_dict(self) -> dict[str, Any]:
         """The framework-neutral state. A sync on an accelerator."""
@@ -131,40 +149,32 @@ class _StatefulEngine:
         saved = self.parse(data)
         if rollback:
             saved = self.engine.on_rollback(self._to_numpy(), saved, xp=np)
-        self._set_state(self._from_numpy(saved))
-        self.decision = None
+        self.state, self.decision = self._from_numpy(saved), None
 
 
-class HostEngine(_StatefulEngine):
-    """An engine in NumPy scalars. Its states are immutable."""
+class HostEngine(LiveEngine):
+    """An engine in NumPy scalars. A step reads the signals, in one sync on an accelerator."""
 
     name = "host"
-    _xp = host
 
     def __init__(self, engine: Engine, groups: int) -> None:
-        super().__init__(engine, groups)
-        self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
-        """Whether each signal is absent -> the recorded step."""
+        super().__init__(engine, groups, host)
+        self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        """Number of parameters, and whether each signal is absent -> the recorded step."""
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
     ) -> StepOrder:
-        """Judges one step. Reads the signals, in one sync on an accelerator.
-
-        Args:
-            signals: 0-d float32 tensors.
-            found_inf: a GradScaler's flag, above 0 to skip the step, or None.
-            divisor: a GradScaler's scale that the gradients still contain, or None.
-        """
+        """See `LiveEngine.step`."""
         *values, overflow = read((*signals, found_inf))
         signals = Signals._make(values)
         ignored = (signals.externally_skipped or 0) > 0
         signals = signals._replace(externally_skipped=np.True_ if ignored else None)
-        absent = tuple([value is None for value in signals])
+        key = self.groups, *(value is None for value in signals)
         with np.errstate(all="ignore"):  # the core discards invalid values afterwards
-            if absent not in self._programs:
-                self._programs[absent] = record(self.engine.step, self.state, signals)
-            self.state, decision = self._programs[absent](self.state, signals)
+            if key not in self._programs:
+                self._programs[key] = record(self.engine.step, self.state, signals)
+            self.state, decision = self._programs[key](self.state, signals)
         self.decision = decision
         groups = decision.group_scale
         return StepOrder(
@@ -176,32 +186,16 @@ class HostEngine(_StatefulEngine):
         )
 
     def pending_record(self, name: str = "") -> PendingRecord:
-        """A function that reads the last step's record. `name` is the optimizer's name."""
+        """See `LiveEngine.pending_record`."""
         state = self.state
         return lambda: step_record.to_host(step_record.numbers(state), name)
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d CPU tensors."""
-        found = self.engine.metrics(self.state)
-        return {name: torch.from_numpy(np.array(value)) for name, value in found.items()}
-
-    def grow(self, groups: int) -> None:
-        """Starts a clipping history for added parameters."""
-        super().grow(groups)
-        self._programs.clear()
 
     def _from_numpy(self, state: EngineState) -> EngineState:
         return map_leaves(lambda leaf: leaf[()], state)  # 0-d arrays become scalars
 
-    def _to_numpy(self) -> EngineState:
-        return self.state
 
-    def _set_state(self, new: EngineState) -> None:
-        self.state = self._from_numpy(new)
-
-
-class DeviceEngine(_StatefulEngine):
-    """An engine in torch tensors on `device`, whose state is written in place.
+class DeviceEngine(LiveEngine):
+    """An engine in torch tensors on `device`. A step reads nothing on the host.
 
     If compilation fails, the step runs eagerly after a warning.
     """
@@ -210,20 +204,14 @@ class DeviceEngine(_StatefulEngine):
 
     def __init__(self, engine: Engine, groups: int, device: torch.device, *, compile: bool) -> None:
         self.device = device
-        self._xp = Namespace(device)
-        super().__init__(engine, groups)
+        super().__init__(engine, groups, Namespace(device))
         self.compiled = compile
         self._compiled_step = _compiled(self._step) if compile else None
-
-    @property
-    def is_capturing(self) -> bool:  # type: ignore[override]
-        """See `_StatefulEngine`."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
     ) -> StepOrder:
-        """As in `HostEngine`, without reading anything on the host."""
+        """See `LiveEngine.step`."""
         order = None
         # Dynamo runs nothing compiled in such a mode (a FLOP counter), and torch.compile raises
         # only after it has called the step eagerly: the call below would be a second step.
@@ -248,7 +236,10 @@ class DeviceEngine(_StatefulEngine):
     ) -> tuple[StepOrder, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""
         new, decision = self.engine.step(self.state, signals, xp=self._xp)
-        self._set_state(new)
+        if torch.compiler.is_compiling():
+            self._write(new)
+        else:
+            self.state = new
         skip = decision.skip if found_inf is None else decision.skip | (found_inf > 0)
         scale = decision.grad_scale
         if self.engine.config.clip is not None:
@@ -264,61 +255,33 @@ class DeviceEngine(_StatefulEngine):
             grad_divisor=divisor,
         ), decision
 
+    def _write(self, new: EngineState) -> None:
+        """Writes a new state in place, so that the graph has the same inputs at every step."""
+        before = leaves(self.state)
+        pairs = zip(before, leaves(new), strict=True)
+        # A leaf that has moved in the tree is cloned first, because it may be overwritten.
+        for old, leaf in [
+            (old, leaf.clone() if any(leaf is each for each in before) else leaf)
+            for old, leaf in pairs
+            if leaf is not old
+        ]:
+            old.copy_(leaf)
+
     def pending_record(self, name: str = "") -> PendingRecord:
-        """As in `HostEngine`. Starts a copy to the host: one tensor, see `step_record.unpack`."""
+        """Starts a copy to the host: one tensor, see `step_record.unpack`."""
         values = step_record.numbers(self.state)
         ints = torch.stack(values[: step_record.INTS])  # bool becomes int32
         floats = torch.stack(values[step_record.INTS :])
         copy = AsyncCopy(torch.cat([ints, floats.view(torch.int32)]))
         return lambda: step_record.unpack(copy.read(), name)
 
-    def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors on the device; copies, because the state is written in place."""
-        found = self.engine.metrics(self.state)
-        return {name: value.detach().clone() for name, value in found.items()}
-
     def _from_numpy(self, state: EngineState) -> EngineState:
         return map_leaves(lambda leaf: torch.tensor(leaf, device=self.device), state)
-
-    def _to_numpy(self) -> EngineState:
-        return map_leaves(lambda leaf: leaf.cpu().numpy(), self.state)
-
-    def _set_state(self, new: EngineState) -> None:
-        """Copies every changed leaf of `new` into the state's leaf, in place.
-
-        A leaf that has moved in the tree is cloned first, because another copy may overwrite it.
-        """
-        before, after = leaves(self.state), leaves(new)
-        compiling = torch.compiler.is_compiling()
-        if compiling:  # runs at trace time only; Dynamo supports `is`, but not id()
-            moved = [any(n is o for o in before) for n in after]
-        else:
-            known = {id(o) for o in before}
-            moved = [id(n) in known for n in after]
-        changed = [
-            (o, n.clone() if m else n)
-            for o, n, m in zip(before, after, moved, strict=True)
-            if n is not o
-        ]
-        if compiling:  # the compiler fuses each copy with the computation
-            for o, n in changed:
-                o.copy_(n)
-            return
-        for dtype in {o.dtype for o, _ in changed}:  # one launch per dtype, not per leaf
-            pairs = [(o, n) for o, n in changed if o.dtype is dtype]
-            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                [o for o, _ in pairs], [n for _, n in pairs]
-            )
 
 
 def _compiled(step: Any) -> Any:
     """`step` compiled as one graph, with exact arithmetic if this torch has the options."""
     from torch._inductor import list_options
 
-    known = set(list_options())
-    options: dict[str, Any] = {name: value for name, value in _EXACT.items() if name in known}
+    options: dict[str, Any] = {n: v for n, v in _EXACT.items() if n in {*list_options()}}
     return torch.compile(step, fullgraph=True, dynamic=False, options=options)
-
-
-LiveEngine: TypeAlias = HostEngine | DeviceEngine
-"""The engine of one optimizer, with its state."""

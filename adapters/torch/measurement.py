@@ -193,8 +193,8 @@ def checked(name: str, value: Any) -> Tensor | float:
 class LossMean:
     """Weighted mean of the losses since the last step, on the parameters' device, without a sync.
 
-    The sum has a fixed address, for CUDA graphs. The sum never shares memory with a loss, because a
-    loop may change the loss in place after `observe` (``loss /= steps``).
+    The sum never shares memory with a loss, because a loop may change the loss in place after
+    `observe` (``loss /= steps``).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -323,9 +323,8 @@ class AsyncCopy:
             return
         if torch.cuda.is_current_stream_capturing():
             raise AttachError(
-                "optimizer.step() is being captured in a CUDA graph, whose replays run no hooks: "
-                "the Healer would not see them; call step() outside of the graph, or use attach() "
-                "alone"
+                "optimizer.step() is being captured in a CUDA graph, whose replays healcore would "
+                "not judge: call step() outside of the graph"
             )
         self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._tensor.copy_(tensor, non_blocking=True)

@@ -37,8 +37,7 @@ _KINDS = {float: (torch.float32,), int: (torch.float32, torch.int32)}
 class Namespace:
     """Array functions that create arrays on one device.
 
-    The core's only table is copied to the device once, because a CUDA graph cannot capture a copy
-    from the host.
+    The core's only table, and each number, is copied to the device once.
     """
 
     float32, int32, bool = torch.float32, torch.int32, torch.bool
@@ -65,7 +64,6 @@ class Namespace:
             not isinstance(like, Tensor)
             or like.dtype not in _KINDS.get(type(number), ())
             or torch.compiler.is_compiling()
-            or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         ):
             return number
         key = number, like.dtype, like.device
