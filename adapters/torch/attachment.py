@@ -126,8 +126,6 @@ def heal_optimizer(
     """
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
-    if compile not in (True, False, "auto"):
-        raise AttachError(f"compile must be True, False or 'auto', got {compile!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise AttachError(
             f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}: "

@@ -182,12 +182,8 @@ class TorchDriver(Driver):
             self.healings[name].live_engine.parse(data)
         optimizers = [healing.optimizer for healing in self.healings.values()]
         if state is not None:
-            restores = [live_state.keep_tensor_hyperparameters(each) for each in optimizers]
-            try:
+            with live_state.tensor_hyperparameters_kept(optimizers):
                 apply(self._state, state)
-            finally:  # after an error an older checkpoint may be loaded
-                for restore in restores:
-                    restore()
             for accumulation in self._accumulations:
                 accumulation.clear()
             for each in self._statistics:
