@@ -16,7 +16,7 @@ from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
 from healcore.torch.driver import RngState, TorchDriver
 from healcore.torch.incident_log import WITHOUT_LOSS
-from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run, single_record
+from tests.torch.driver.small_run import CLIPS, ROLLS_BACK, Run, single_record
 
 adam = partial(AdamW, lr=0.01)
 
@@ -98,21 +98,6 @@ def test_losses_go_to_all_optimizers_or_to_one():
         driver.observe(1.0, "three")
     with pytest.raises(SignalError):
         driver.observe(torch.ones(2))
-
-
-def test_an_interrupted_step_leaves_no_cut_rate_in_a_checkpoint():
-    run = Run(adam)
-    driver = TorchDriver(run.state, ROLLS_BACK)
-    run.step(0, NAN)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = run.optimizer.register_step_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run.step(1)
-    handle.remove()
-    assert driver.state()["optimizer"].param_groups[0]["lr"] == 0.01
 
 
 def test_random_generators_are_saved_and_restored():
