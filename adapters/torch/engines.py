@@ -9,9 +9,11 @@ few microseconds each. On an accelerator the step is therefore compiled into a f
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,14 +21,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from healcore.core import host, step_record
+from healcore.core.clipping.autoclip import EDGES
 from healcore.core.engine import Engine, EngineState, StateError
+from healcore.core.numerics import LARGEST
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.step_record import StepRecord
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Decision
 from healcore.torch.measurement import AsyncCopy, read
-from healcore.torch.namespace import Namespace
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
@@ -62,43 +65,25 @@ def is_cut(action: int, skip: bool) -> bool:
     return bool(action & _CUT_LR) and not skip
 
 
-class LiveEngine:
-    """Base of both engines: the policy's engine with the state of one run.
+class _StatefulEngine:
+    """Base of both engines.
 
     Attributes:
-        name: "host" or "device".
-        compiled: whether the step runs through torch.compile.
         groups: number of parameters.
         state: the state, in scalars of NumPy or in tensors.
         decision: the last step's decision as enforced, in the engine's arrays, or None.
     """
 
-    name = ""
     compiled = False
+    """Whether the step runs through torch.compile."""
 
-    def __init__(self, engine: Engine, groups: int, xp: Any) -> None:
-        self.engine, self.groups, self._xp = engine, groups, xp
-        self.state: EngineState = self._from_numpy(engine.init(groups=groups))
+    def __init__(
+        self, engine: Engine, groups: int, *, xp: Any, place: Callable[[np.ndarray], Any]
+    ) -> None:
+        self.engine, self.groups = engine, groups
+        self._xp, self._place = xp, place
+        self.state: EngineState = map_leaves(place, engine.init(groups=groups))
         self.decision: Decision | None = None
-
-    def step(
-        self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
-    ) -> StepOrder:
-        """Judges one step.
-
-        Args:
-            signals: 0-d float32 tensors.
-            found_inf: a GradScaler's flag, above 0 to skip the step, or None.
-            divisor: a GradScaler's scale that the gradients still contain, or None.
-        """
-        raise NotImplementedError
-
-    def pending_record(self, name: str = "") -> PendingRecord:
-        """A function that reads the last step's record. `name` is the optimizer's name."""
-        raise NotImplementedError
-
-    def _from_numpy(self, state: EngineState) -> EngineState:
-        raise NotImplementedError
 
     def _to_numpy(self) -> EngineState:
         return map_leaves(lambda x: x.cpu().numpy() if isinstance(x, Tensor) else x, self.state)
@@ -122,7 +107,7 @@ class LiveEngine:
                 return new
             return old
 
-        new = self._from_numpy(self.engine.init(groups=groups))
+        new = map_leaves(self._place, self.engine.init(groups=groups))
         self.state = map_leaves(extended, self.state, new)
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,23 +134,29 @@ class LiveEngine:
         saved = self.parse(data)
         if rollback:
             saved = self.engine.on_rollback(self._to_numpy(), saved, xp=np)
-        self.state, self.decision = self._from_numpy(saved), None
+        self.state, self.decision = map_leaves(self._place, saved), None
 
 
-class HostEngine(LiveEngine):
+class HostEngine(_StatefulEngine):
     """An engine in NumPy scalars. A step reads the signals, in one sync on an accelerator."""
 
     name = "host"
 
     def __init__(self, engine: Engine, groups: int) -> None:
-        super().__init__(engine, groups, host)
+        super().__init__(engine, groups, xp=host, place=lambda leaf: leaf[()])  # 0-d: scalars
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         """Number of parameters, and whether each signal is absent -> the recorded step."""
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
     ) -> StepOrder:
-        """See `LiveEngine.step`."""
+        """Judges one step.
+
+        Args:
+            signals: 0-d float32 tensors.
+            found_inf: a GradScaler's flag, above 0 to skip the step, or None.
+            divisor: a GradScaler's scale that the gradients still contain, or None.
+        """
         *values, overflow = read((*signals, found_inf))
         signals = Signals._make(values)
         ignored = (signals.externally_skipped or 0) > 0
@@ -186,15 +177,12 @@ class HostEngine(LiveEngine):
         )
 
     def pending_record(self, name: str = "") -> PendingRecord:
-        """See `LiveEngine.pending_record`."""
+        """A function that reads the last step's record. `name` is the optimizer's name."""
         state = self.state
         return lambda: step_record.to_host(step_record.numbers(state), name)
 
-    def _from_numpy(self, state: EngineState) -> EngineState:
-        return map_leaves(lambda leaf: leaf[()], state)  # 0-d arrays become scalars
 
-
-class DeviceEngine(LiveEngine):
+class DeviceEngine(_StatefulEngine):
     """An engine in torch tensors on `device`. A step reads nothing on the host.
 
     If compilation fails, the step runs eagerly after a warning.
@@ -203,15 +191,15 @@ class DeviceEngine(LiveEngine):
     name = "device"
 
     def __init__(self, engine: Engine, groups: int, device: torch.device, *, compile: bool) -> None:
-        self.device = device
-        super().__init__(engine, groups, Namespace(device))
+        place = partial(torch.tensor, device=device)
+        super().__init__(engine, groups, xp=Namespace(device), place=place)
         self.compiled = compile
         self._compiled_step = _compiled(self._step) if compile else None
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
     ) -> StepOrder:
-        """See `LiveEngine.step`."""
+        """As in `HostEngine`."""
         order = None
         # Dynamo runs nothing compiled in such a mode (a FLOP counter), and torch.compile raises
         # only after it has called the step eagerly: the call below would be a second step.
@@ -268,15 +256,12 @@ class DeviceEngine(LiveEngine):
             old.copy_(leaf)
 
     def pending_record(self, name: str = "") -> PendingRecord:
-        """Starts a copy to the host: one tensor, see `step_record.unpack`."""
+        """As in `HostEngine`. Starts a copy to the host: one tensor, see `step_record.unpack`."""
         values = step_record.numbers(self.state)
         ints = torch.stack(values[: step_record.INTS])  # bool becomes int32
         floats = torch.stack(values[step_record.INTS :])
         copy = AsyncCopy(torch.cat([ints, floats.view(torch.int32)]))
         return lambda: step_record.unpack(copy.read(), name)
-
-    def _from_numpy(self, state: EngineState) -> EngineState:
-        return map_leaves(lambda leaf: torch.tensor(leaf, device=self.device), state)
 
 
 def _compiled(step: Any) -> Any:
@@ -285,3 +270,108 @@ def _compiled(step: Any) -> Any:
 
     options: dict[str, Any] = {n: v for n, v in _EXACT.items() if n in {*list_options()}}
     return torch.compile(step, fullgraph=True, dynamic=False, options=options)
+
+
+LiveEngine: TypeAlias = HostEngine | DeviceEngine
+"""The engine of one optimizer, with its state."""
+
+
+# -- the array namespace of the core in torch -----------------------------------------------------
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Square root, correctly rounded in float32 as in NumPy and XLA.
+
+    Computed in float64: its 53 bits exceed 2 * 24 + 2, so rounding twice equals rounding once. On a
+    CPU `torch.sqrt` in float32 (MKL's VML) differs by one ulp in 17 % of cases.
+    """
+    if x.dtype == torch.float32 and x.device.type != "mps":  # MPS has no float64
+        return torch.sqrt(x.to(torch.float64)).to(torch.float32)
+    return torch.sqrt(x)
+
+
+_KINDS = {float: (torch.float32,), int: (torch.float32, torch.int32)}
+"""Type of a Python number -> dtypes of a tensor with which the number has the same dtype."""
+
+
+class Namespace:
+    """Array functions of the core on one device, each in one or two torch calls.
+
+    All trace under ``torch.compile(fullgraph=True)``. Rejected: array-api-compat, which breaks the
+    graph in Dynamo (measured) and keeps torch's inexact `sqrt`. The core's only table, and each
+    number, is copied to the device once.
+    """
+
+    float32, int32, bool = torch.float32, torch.int32, torch.bool
+    abs, clip, reciprocal = torch.abs, torch.clamp, torch.reciprocal
+    sum, cumsum = torch.sum, torch.cumsum
+    astype, sqrt = staticmethod(Tensor.to), staticmethod(_sqrt)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._edges = torch.as_tensor(EDGES).to(device)
+        self._numbers: dict[tuple[Any, torch.dtype, torch.device], Tensor] = {}
+
+    def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:
+        """`torch.where`; a Python number becomes a tensor once, and not at every call."""
+        if not isinstance(y, Tensor):
+            y = self._number(y, x)
+        elif not isinstance(x, Tensor):
+            x = self._number(x, y)
+        return torch.where(condition, x, y)
+
+    def _number(self, number: Any, like: Any) -> Any:
+        """`number` as a 0-d tensor of the dtype of `like`, or unchanged where that is not safe."""
+        if (
+            not isinstance(like, Tensor)
+            or like.dtype not in _KINDS.get(type(number), ())
+            or torch.compiler.is_compiling()
+        ):
+            return number
+        key = number, like.dtype, like.device
+        if key not in self._numbers:
+            self._numbers[key] = torch.full((), number, dtype=like.dtype, device=like.device)
+        return self._numbers[key]
+
+    @staticmethod
+    def isfinite(x: Tensor) -> Tensor:
+        """`torch.isfinite` for floats, with half of its operations."""
+        return torch.abs(x) < math.inf
+
+    @staticmethod
+    def minimum(x: Any, y: Any) -> Tensor:
+        """Elementwise minimum; one side may be a Python number."""
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            return torch.minimum(x, y)
+        return torch.clamp_max(x, y) if isinstance(x, Tensor) else torch.clamp_max(y, x)
+
+    @staticmethod
+    def maximum(x: Any, y: Any) -> Tensor:
+        """Elementwise maximum; one side may be a Python number."""
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            return torch.maximum(x, y)
+        return torch.clamp_min(x, y) if isinstance(x, Tensor) else torch.clamp_min(y, x)
+
+    @staticmethod
+    def without_small(x: Tensor, limit: float) -> Tensor:
+        """See `numerics`."""
+        return torch.nn.functional.hardshrink(x, limit)
+
+    @staticmethod
+    def rounded_product(x: Any, y: Any) -> Tensor:
+        """See `numerics`. Only a compiler fuses a product with an addition."""
+        return torch.clamp_max(x * y, LARGEST) if torch.compiler.is_compiling() else x * y
+
+    def quotient(self, x: Tensor, y: Any) -> Tensor:
+        """See `numerics`. torch divides exactly by a tensor, but not by a Python number."""
+        divisor = self._number(y, x)
+        return x / (divisor if isinstance(divisor, Tensor) else torch.full_like(x, divisor))
+
+    def arange(self, n: int) -> Tensor:
+        """0, 1, ... n - 1 on the device."""
+        return torch.arange(n, device=self.device)
+
+    def asarray(self, x: Any) -> Tensor:
+        """The core's only table, `EDGES`, on the device."""
+        del x
+        return self._edges
