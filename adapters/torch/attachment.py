@@ -140,11 +140,6 @@ def heal_optimizer(
     if not params:
         raise AttachError(f"this {name} has no parameters: attach after add_param_group")
     home = params[0].device
-    if home.type == "meta":
-        raise AttachError(
-            "the parameters are on the meta device and have no values: "
-            "attach after they are materialised"
-        )
     ranks = StepRanks(params, process_group, pp_mesh)
     if core.per_tensor and ranks.stages > 1:
         raise AttachError(
