@@ -155,19 +155,10 @@ class StepRanks:
 
 
 def _group_of(params: Sequence[Tensor]) -> Any:
-    """The group of the ranks that the parameters are spread over, or the default group."""
-    found = {tuple(sorted(_ranks_of(root))): root for root in _root_meshes(params)}
-    if not found:
-        return dist.group.WORLD
-    largest = max(found, key=len)
-    for ranks in found:
-        if not set(ranks) <= set(largest):
-            raise AttachError(
-                f"parameters are on unrelated meshes, of ranks {[*largest]} and of {[*ranks]}, "
-                "which do not show the ranks that step together: pass process_group=, a group or a "
-                "mesh of these ranks, or build both meshes from one root mesh"
-            )
-    return _group_of_mesh(found[largest])
+    """The group of the ranks of the largest root mesh of the parameters, or the default group."""
+    roots = _root_meshes(params)
+    largest = max(roots, key=lambda root: len(_ranks_of(root)), default=None)
+    return dist.group.WORLD if largest is None else _group_of_mesh(largest)
 
 
 def _group_of_mesh(mesh: Any) -> Any:
