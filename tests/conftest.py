@@ -100,7 +100,8 @@ SLOW = (
     "tests/parity/test_fuzz.py::test_jax_with_scalars",
     "tests/parity/test_recorded_runs.py",
     "tests/parity/test_safety.py::test_a_thousand_steps_of_hundreds_of_runs",
-    "tests/parity/test_scalars.py",
+    "tests/parity/test_fuzz.py::test_numpy_host_and_torch_with_scalars",
+    "tests/parity/test_fuzz.py::test_a_lane_is_a_run_of_its_own",
     "tests/parity/test_vmapped_policies.py",
     "tests/tools/replay/test_recorded.py",
     # Many random cases, of what `make test` has examples of.

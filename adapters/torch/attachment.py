@@ -126,8 +126,6 @@ def heal_optimizer(
     """
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
-    if compile not in (True, False, "auto"):
-        raise AttachError(f"compile must be True, False or 'auto', got {compile!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise AttachError(
             f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}: "
@@ -144,11 +142,6 @@ def heal_optimizer(
     if not params:
         raise AttachError(f"this {name} has no parameters: attach after add_param_group")
     home = params[0].device
-    if home.type == "meta":
-        raise AttachError(
-            "the parameters are on the meta device and have no values: "
-            "attach after they are materialised"
-        )
     ranks = StepRanks(params, process_group, pp_mesh)
     if core.per_tensor and ranks.stages > 1:
         raise AttachError(

@@ -3,15 +3,16 @@
 `HostEngine` is for CPUs, and for steps whose decision the host needs anyway (one sync per step on
 an accelerator). Its step is recorded once (`healcore.core.recorded`) and takes 0.1 ms.
 
-`DeviceEngine` needs no sync. The addresses of its state never change, so that a captured CUDA graph
-can update it. An eager step of the preset `default` makes about 200 launches of a few microseconds
-each. On an accelerator the step is therefore compiled into a few kernels.
+`DeviceEngine` needs no sync. An eager step of the preset `default` makes about 200 launches of a
+few microseconds each. On an accelerator the step is therefore compiled into a few kernels.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,14 +21,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from healcore.core import host, step_record
+from healcore.core.clipping.autoclip import EDGES
 from healcore.core.engine import Engine, EngineState, StateError
+from healcore.core.numerics import LARGEST
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.step_record import StepRecord
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Decision
 from healcore.torch.measurement import AsyncCopy, read
-from healcore.torch.namespace import Namespace
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
@@ -64,48 +66,49 @@ def is_cut(action: int, skip: bool) -> bool:
 
 
 class _StatefulEngine:
-    """Base of both engines. `groups` is the number of parameters.
+    """Base of both engines.
 
     Attributes:
-        compiled: whether the step runs through torch.compile.
-        is_capturing: whether a CUDA graph captures the step. Its replays run no hooks.
+        groups: number of parameters.
+        state: the state, in scalars of NumPy or in tensors.
         decision: the last step's decision as enforced, in the engine's arrays, or None.
     """
 
-    compiled = is_capturing = False
-    _xp: Any
+    compiled = False
+    """Whether the step runs through torch.compile."""
 
-    def __init__(self, engine: Engine, groups: int) -> None:
-        self.engine = engine
-        self.groups = groups
-        self.state: EngineState = self._from_numpy(engine.init(groups=groups))
+    def __init__(
+        self, engine: Engine, groups: int, *, xp: Any, place: Callable[[np.ndarray], Any]
+    ) -> None:
+        self.engine, self.groups = engine, groups
+        self._xp, self._place = xp, place
+        self.state: EngineState = map_leaves(place, engine.init(groups=groups))
         self.decision: Decision | None = None
 
-    def _from_numpy(self, state: EngineState) -> EngineState:
-        raise NotImplementedError
-
     def _to_numpy(self) -> EngineState:
-        raise NotImplementedError
+        return map_leaves(lambda x: x.cpu().numpy() if isinstance(x, Tensor) else x, self.state)
 
-    def _set_state(self, new: EngineState) -> None:
-        raise NotImplementedError
+    def metrics(self) -> dict[str, Tensor]:
+        """Named 0-d tensors; copies, because a compiled step writes the state in place."""
+        found = self.engine.metrics(self.state)
+        return {name: torch.as_tensor(value).clone() for name, value in found.items()}
 
     def expect_change(self) -> None:
         """Opens the grace window at the next step."""
-        self._set_state(self.engine.expect_change(self.state, xp=self._xp))
+        self.state = self.engine.expect_change(self.state, xp=self._xp)
 
     def grow(self, groups: int) -> None:
-        """Starts a clipping history for added parameters. Leaves of fixed size stay in place."""
+        """Starts a clipping history for added parameters."""
         self.groups = groups
-        longer = self._from_numpy(self.engine.init(groups=groups))
 
         def extended(old: Any, new: Any) -> Any:
-            if old.shape == new.shape:
-                return old
-            new[: old.shape[0]] = old
-            return new
+            if old.shape != new.shape:
+                new[: old.shape[0]] = old
+                return new
+            return old
 
-        self.state = map_leaves(extended, self.state, longer)
+        new = map_leaves(self._place, self.engine.init(groups=groups))
+        self.state = map_leaves(extended, self.state, new)
 
     def to_dict(self) -> dict[str, Any]:
         """The framework-neutral state. A sync on an accelerator."""
@@ -131,25 +134,23 @@ class _StatefulEngine:
         saved = self.parse(data)
         if rollback:
             saved = self.engine.on_rollback(self._to_numpy(), saved, xp=np)
-        self._set_state(self._from_numpy(saved))
-        self.decision = None
+        self.state, self.decision = map_leaves(self._place, saved), None
 
 
 class HostEngine(_StatefulEngine):
-    """An engine in NumPy scalars. Its states are immutable."""
+    """An engine in NumPy scalars. A step reads the signals, in one sync on an accelerator."""
 
     name = "host"
-    _xp = host
 
     def __init__(self, engine: Engine, groups: int) -> None:
-        super().__init__(engine, groups)
-        self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
-        """Whether each signal is absent -> the recorded step."""
+        super().__init__(engine, groups, xp=host, place=lambda leaf: leaf[()])  # 0-d: scalars
+        self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        """Number of parameters, and whether each signal is absent -> the recorded step."""
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
     ) -> StepOrder:
-        """Judges one step. Reads the signals, in one sync on an accelerator.
+        """Judges one step.
 
         Args:
             signals: 0-d float32 tensors.
@@ -160,11 +161,11 @@ class HostEngine(_StatefulEngine):
         signals = Signals._make(values)
         ignored = (signals.externally_skipped or 0) > 0
         signals = signals._replace(externally_skipped=np.True_ if ignored else None)
-        absent = tuple([value is None for value in signals])
+        key = self.groups, *(value is None for value in signals)
         with np.errstate(all="ignore"):  # the core discards invalid values afterwards
-            if absent not in self._programs:
-                self._programs[absent] = record(self.engine.step, self.state, signals)
-            self.state, decision = self._programs[absent](self.state, signals)
+            if key not in self._programs:
+                self._programs[key] = record(self.engine.step, self.state, signals)
+            self.state, decision = self._programs[key](self.state, signals)
         self.decision = decision
         groups = decision.group_scale
         return StepOrder(
@@ -180,28 +181,9 @@ class HostEngine(_StatefulEngine):
         state = self.state
         return lambda: step_record.to_host(step_record.numbers(state), name)
 
-    def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d CPU tensors."""
-        found = self.engine.metrics(self.state)
-        return {name: torch.from_numpy(np.array(value)) for name, value in found.items()}
-
-    def grow(self, groups: int) -> None:
-        """Starts a clipping history for added parameters."""
-        super().grow(groups)
-        self._programs.clear()
-
-    def _from_numpy(self, state: EngineState) -> EngineState:
-        return map_leaves(lambda leaf: leaf[()], state)  # 0-d arrays become scalars
-
-    def _to_numpy(self) -> EngineState:
-        return self.state
-
-    def _set_state(self, new: EngineState) -> None:
-        self.state = self._from_numpy(new)
-
 
 class DeviceEngine(_StatefulEngine):
-    """An engine in torch tensors on `device`, whose state is written in place.
+    """An engine in torch tensors on `device`. A step reads nothing on the host.
 
     If compilation fails, the step runs eagerly after a warning.
     """
@@ -209,21 +191,15 @@ class DeviceEngine(_StatefulEngine):
     name = "device"
 
     def __init__(self, engine: Engine, groups: int, device: torch.device, *, compile: bool) -> None:
-        self.device = device
-        self._xp = Namespace(device)
-        super().__init__(engine, groups)
+        place = partial(torch.tensor, device=device)
+        super().__init__(engine, groups, xp=Namespace(device), place=place)
         self.compiled = compile
         self._compiled_step = _compiled(self._step) if compile else None
-
-    @property
-    def is_capturing(self) -> bool:  # type: ignore[override]
-        """See `_StatefulEngine`."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
     ) -> StepOrder:
-        """As in `HostEngine`, without reading anything on the host."""
+        """As in `HostEngine`."""
         order = None
         # Dynamo runs nothing compiled in such a mode (a FLOP counter), and torch.compile raises
         # only after it has called the step eagerly: the call below would be a second step.
@@ -248,7 +224,10 @@ class DeviceEngine(_StatefulEngine):
     ) -> tuple[StepOrder, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""
         new, decision = self.engine.step(self.state, signals, xp=self._xp)
-        self._set_state(new)
+        if torch.compiler.is_compiling():
+            self._write(new)
+        else:
+            self.state = new
         skip = decision.skip if found_inf is None else decision.skip | (found_inf > 0)
         scale = decision.grad_scale
         if self.engine.config.clip is not None:
@@ -264,6 +243,18 @@ class DeviceEngine(_StatefulEngine):
             grad_divisor=divisor,
         ), decision
 
+    def _write(self, new: EngineState) -> None:
+        """Writes a new state in place, so that the graph has the same inputs at every step."""
+        before = leaves(self.state)
+        pairs = zip(before, leaves(new), strict=True)
+        # A leaf that has moved in the tree is cloned first, because it may be overwritten.
+        for old, leaf in [
+            (old, leaf.clone() if any(leaf is each for each in before) else leaf)
+            for old, leaf in pairs
+            if leaf is not old
+        ]:
+            old.copy_(leaf)
+
     def pending_record(self, name: str = "") -> PendingRecord:
         """As in `HostEngine`. Starts a copy to the host: one tensor, see `step_record.unpack`."""
         values = step_record.numbers(self.state)
@@ -272,53 +263,115 @@ class DeviceEngine(_StatefulEngine):
         copy = AsyncCopy(torch.cat([ints, floats.view(torch.int32)]))
         return lambda: step_record.unpack(copy.read(), name)
 
-    def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors on the device; copies, because the state is written in place."""
-        found = self.engine.metrics(self.state)
-        return {name: value.detach().clone() for name, value in found.items()}
-
-    def _from_numpy(self, state: EngineState) -> EngineState:
-        return map_leaves(lambda leaf: torch.tensor(leaf, device=self.device), state)
-
-    def _to_numpy(self) -> EngineState:
-        return map_leaves(lambda leaf: leaf.cpu().numpy(), self.state)
-
-    def _set_state(self, new: EngineState) -> None:
-        """Copies every changed leaf of `new` into the state's leaf, in place.
-
-        A leaf that has moved in the tree is cloned first, because another copy may overwrite it.
-        """
-        before, after = leaves(self.state), leaves(new)
-        compiling = torch.compiler.is_compiling()
-        if compiling:  # runs at trace time only; Dynamo supports `is`, but not id()
-            moved = [any(n is o for o in before) for n in after]
-        else:
-            known = {id(o) for o in before}
-            moved = [id(n) in known for n in after]
-        changed = [
-            (o, n.clone() if m else n)
-            for o, n, m in zip(before, after, moved, strict=True)
-            if n is not o
-        ]
-        if compiling:  # the compiler fuses each copy with the computation
-            for o, n in changed:
-                o.copy_(n)
-            return
-        for dtype in {o.dtype for o, _ in changed}:  # one launch per dtype, not per leaf
-            pairs = [(o, n) for o, n in changed if o.dtype is dtype]
-            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                [o for o, _ in pairs], [n for _, n in pairs]
-            )
-
 
 def _compiled(step: Any) -> Any:
     """`step` compiled as one graph, with exact arithmetic if this torch has the options."""
     from torch._inductor import list_options
 
-    known = set(list_options())
-    options: dict[str, Any] = {name: value for name, value in _EXACT.items() if name in known}
+    options: dict[str, Any] = {n: v for n, v in _EXACT.items() if n in {*list_options()}}
     return torch.compile(step, fullgraph=True, dynamic=False, options=options)
 
 
 LiveEngine: TypeAlias = HostEngine | DeviceEngine
 """The engine of one optimizer, with its state."""
+
+
+# -- the array namespace of the core in torch -----------------------------------------------------
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Square root, correctly rounded in float32 as in NumPy and XLA.
+
+    Computed in float64: its 53 bits exceed 2 * 24 + 2, so rounding twice equals rounding once. On a
+    CPU `torch.sqrt` in float32 (MKL's VML) differs by one ulp in 17 % of cases.
+    """
+    if x.dtype == torch.float32 and x.device.type != "mps":  # MPS has no float64
+        return torch.sqrt(x.to(torch.float64)).to(torch.float32)
+    return torch.sqrt(x)
+
+
+_KINDS = {float: (torch.float32,), int: (torch.float32, torch.int32)}
+"""Type of a Python number -> dtypes of a tensor with which the number has the same dtype."""
+
+
+class Namespace:
+    """Array functions of the core on one device, each in one or two torch calls.
+
+    All trace under ``torch.compile(fullgraph=True)``. Rejected: array-api-compat, which breaks the
+    graph in Dynamo (measured) and keeps torch's inexact `sqrt`. The core's only table, and each
+    number, is copied to the device once.
+    """
+
+    float32, int32, bool = torch.float32, torch.int32, torch.bool
+    abs, clip, reciprocal = torch.abs, torch.clamp, torch.reciprocal
+    sum, cumsum = torch.sum, torch.cumsum
+    astype, sqrt = staticmethod(Tensor.to), staticmethod(_sqrt)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._edges = torch.as_tensor(EDGES).to(device)
+        self._numbers: dict[tuple[Any, torch.dtype, torch.device], Tensor] = {}
+
+    def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:
+        """`torch.where`; a Python number becomes a tensor once, and not at every call."""
+        if not isinstance(y, Tensor):
+            y = self._number(y, x)
+        elif not isinstance(x, Tensor):
+            x = self._number(x, y)
+        return torch.where(condition, x, y)
+
+    def _number(self, number: Any, like: Any) -> Any:
+        """`number` as a 0-d tensor of the dtype of `like`, or unchanged where that is not safe."""
+        if (
+            not isinstance(like, Tensor)
+            or like.dtype not in _KINDS.get(type(number), ())
+            or torch.compiler.is_compiling()
+        ):
+            return number
+        key = number, like.dtype, like.device
+        if key not in self._numbers:
+            self._numbers[key] = torch.full((), number, dtype=like.dtype, device=like.device)
+        return self._numbers[key]
+
+    @staticmethod
+    def isfinite(x: Tensor) -> Tensor:
+        """`torch.isfinite` for floats, with half of its operations."""
+        return torch.abs(x) < math.inf
+
+    @staticmethod
+    def minimum(x: Any, y: Any) -> Tensor:
+        """Elementwise minimum; one side may be a Python number."""
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            return torch.minimum(x, y)
+        return torch.clamp_max(x, y) if isinstance(x, Tensor) else torch.clamp_max(y, x)
+
+    @staticmethod
+    def maximum(x: Any, y: Any) -> Tensor:
+        """Elementwise maximum; one side may be a Python number."""
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            return torch.maximum(x, y)
+        return torch.clamp_min(x, y) if isinstance(x, Tensor) else torch.clamp_min(y, x)
+
+    @staticmethod
+    def without_small(x: Tensor, limit: float) -> Tensor:
+        """See `numerics`."""
+        return torch.nn.functional.hardshrink(x, limit)
+
+    @staticmethod
+    def rounded_product(x: Any, y: Any) -> Tensor:
+        """See `numerics`. Only a compiler fuses a product with an addition."""
+        return torch.clamp_max(x * y, LARGEST) if torch.compiler.is_compiling() else x * y
+
+    def quotient(self, x: Tensor, y: Any) -> Tensor:
+        """See `numerics`. torch divides exactly by a tensor, but not by a Python number."""
+        divisor = self._number(y, x)
+        return x / (divisor if isinstance(divisor, Tensor) else torch.full_like(x, divisor))
+
+    def arange(self, n: int) -> Tensor:
+        """0, 1, ... n - 1 on the device."""
+        return torch.arange(n, device=self.device)
+
+    def asarray(self, x: Any) -> Tensor:
+        """The core's only table, `EDGES`, on the device."""
+        del x
+        return self._edges

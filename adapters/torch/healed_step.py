@@ -198,7 +198,6 @@ class HealedStep:
         self.measurer.clear()
         self.measurer.dropped.stepped = True
         self.incident_log.write_once(
-            "stored step",
             "step() was stored before attach(), so its steps are not judged: attach before the "
             "code that stores it (accelerate with fp16: pass accelerate's optimizer to attach)",
         )
@@ -284,13 +283,11 @@ class HealedStep:
         if self.on_judged is not None:
             self.on_judged(norms)
             needs_record = self._resets_moments and engine.name == "device"
-        if needs_record and not engine.is_capturing:  # a graph's replays do not call this method
+        if needs_record:
             self._records.append(engine.pending_record())
 
     def _read_records(self, lag: int = RECORD_LAG) -> None:
         """Reads the records that have arrived, for the log and for the reset of the moments."""
-        if self.live_engine.is_capturing:
-            return
         late = len(self._records) - (lag if self.live_engine.name == "device" else 0)
         records = [self._records.popleft()() for _ in range(late)]
         if self.on_judged is None:

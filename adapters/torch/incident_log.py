@@ -1,4 +1,4 @@
-"""`IncidentLog`: logs incidents and likely mistakes, for `attach` without a Healer."""
+"""`IncidentLog`: one line for each incident, for `attach` without a Healer. `LoopMistakes`."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ _ANSWERS = {
 
 
 class IncidentLog:
-    """Logs one line per incident, and one line for each call that the loop lacks.
-
-    Each line names the optimizer's class. Only the first of the ranks that decide together logs.
+    """Logs one line per incident, with the optimizer's class; on the first rank only.
 
     Attributes:
         resets_moments: whether a cut of the learning rate resets the moments too.
@@ -50,46 +48,38 @@ class IncidentLog:
     def __init__(
         self, optimizer: Optimizer, engine: Engine, ranks: StepRanks, resets_moments: bool
     ) -> None:
-        self._optimizer = optimizer
-        self._engine = engine
-        self._ranks = ranks
+        self._optimizer, self._engine, self._ranks = optimizer, engine, ranks
         self.resets_moments = resets_moments
         self.console: console.Console = "auto"
-        self._steps = self._nonfinite_row = self._incident = 0
-        self._last_step = -1
-        """Number of the last record's step."""
+        self._nonfinite_row = self._incident = 0
         self._logged: set[str] = set()
-        self._ceiling = NormCeiling(engine)
+        self._mistakes = LoopMistakes(engine)
+        self.restart()
+
+    def restart(self) -> None:
+        """Call it after the engine's state is replaced."""
+        self._last_step = -1
+        """Number of the last record's step, or -1 before the first record of a state."""
 
     def add(self, records: Iterable[StepRecord], *, has_seen_loss: bool) -> None:
-        """Logs the records of steps, oldest first, and whether no step has had a loss."""
+        """Logs the records of steps, oldest first."""
         for record in records:
-            self._steps += 1
-            if self._steps == WITHOUT_LOSS and not has_seen_loss and "loss" in self._engine.needs:
-                self._write(
-                    f"no loss has been observed in {WITHOUT_LOSS} steps: call heal.observe(loss) "
-                    "before each optimizer.step(); detectors that read it are inactive"
-                )
             # A step that a GradScaler skips has the record of the step before.
             if record.step != self._last_step:
                 if self._last_step < 0 and record.onset < record.step - 1:
                     self._incident = record.incident  # it began before the state was loaded
                 self._last_step = record.step
+                for line in self._mistakes.add(record, has_seen_loss=has_seen_loss):
+                    self._write(line)
                 self._log(record)
 
-    def restart(self) -> None:
-        """Call it after the engine's state is replaced."""
-        self._last_step = -1
-
-    def write_once(self, key: str, line: str) -> None:
-        """Logs the first line of a key."""
-        if key not in self._logged:
-            self._logged.add(key)
+    def write_once(self, line: str) -> None:
+        """Logs a line if it is new."""
+        if line not in self._logged:
+            self._logged.add(line)
             self._write(line)
 
     def _log(self, record: StepRecord) -> None:
-        if clipped := self._ceiling.add(record.grad_norm):
-            self._write(clipped)
         # An error after 100, 1,000, 10,000 steps in a row that were not finite.
         row = self._nonfinite_row = self._nonfinite_row + 1 if record.cause & NONFINITE else 0
         if row >= FROM_START and passes_power_of_ten(row - 1, row):
@@ -98,7 +88,7 @@ class IncidentLog:
         new, self._incident = record.incident > self._incident, record.incident
         if new and record.cause and is_logged(record.incident):
             self._write(self._incident_line(record))
-        if not record.action or self._engine.mode == "observe":
+        if self._engine.mode == "observe":
             return
         # Only at a cut, because a rising schedule also changes the multiplier afterwards.
         if record.action & Action.CUT_LR and is_logged(record.incident):
@@ -107,11 +97,9 @@ class IncidentLog:
         for order, answer in _ANSWERS.items():
             if record.action & order:
                 self.write_once(
-                    str(order),
-                    f"step {record.step - 1}: the policy orders {names(order)[0]}, but attach() "
-                    "alone cannot roll back or stop: use healcore.Healer or "
-                    f"healcore.torch.heal_trainer, or {answer} if heal.last_decision().action "
-                    "contains it",
+                    f"the policy orders {names(order)[0]}, but attach() alone cannot roll back or "
+                    "stop: use healcore.Healer or healcore.torch.heal_trainer, or "
+                    f"{answer} if heal.last_decision().action contains it"
                 )
 
     def _incident_line(self, record: StepRecord) -> str:
@@ -137,36 +125,46 @@ class IncidentLog:
             write(f"{type(self._optimizer).__name__}: {line}", self.console)
 
 
-class NormCeiling:
-    """Detects that other code clips the gradients before the policy compares their norms.
+class LoopMistakes:
+    """Notices, once each, mistakes of the loop that would disable detectors without an error.
 
-    `clip_grad_norm_(..., 1.0)`, or a trainer's own clipping, turns every larger norm into 1.0. The
-    policy would then see neither a spike nor the growth before a spike.
+    A loop may observe no loss. Other code may clip the gradients before the policy compares their
+    norms: `clip_grad_norm_(..., 1.0)`, or a trainer's own clipping, turns every larger norm into
+    1.0, and the policy sees neither a spike nor the growth before a spike.
     """
 
     def __init__(self, engine: Engine) -> None:
+        self._reads_loss, self._compares_norms = "loss" in engine.needs, engine.compares_norms
+        self._steps = self._hits = 0
         self._highest = 0.0
-        self._hits = 0
         self._values: set[float] = set()
-        self._has_warned = not engine.compares_norms
 
-    def add(self, norm: float) -> str | None:
-        """Adds one step's norm. Returns a warning at the step that proves the limit, else None."""
-        if self._has_warned or not 0.0 < norm < math.inf:
-            return None
+    def add(self, record: StepRecord, *, has_seen_loss: bool) -> list[str]:
+        """Adds a judged step. Returns a warning at the step that proves a mistake."""
+        self._steps += 1
+        found = []
+        if self._steps == WITHOUT_LOSS and self._reads_loss and not has_seen_loss:
+            found.append(
+                f"no loss has been observed in {WITHOUT_LOSS} steps: call observe(loss) before "
+                "each optimizer.step(); detectors that read it are inactive"
+            )
+        if self._compares_norms and self._is_clipped(record.grad_norm):
+            self._compares_norms = False
+            found.append(
+                f"the gradient norm was {self._highest:.4g} at {HITS} steps and never above: other "
+                "code clips before the policy, which hides spikes; remove clip_grad_norm_ from "
+                "the loop, or the trainer's own clipping (max_grad_norm, gradient_clip_val, "
+                "gradient_clipping), and set the limit in the policy: clip={'max_norm': ...}"
+            )
+        return found
+
+    def _is_clipped(self, norm: float) -> bool:
+        """Whether the norms so far, and this one, have a limit."""
+        if not self._highest * (1 - _SAME) <= norm < math.inf or not norm:
+            return False
         if norm > self._highest * (1 + _SAME):
             self._highest, self._hits, self._values = norm, 0, set()
-        if norm < self._highest * (1 - _SAME):
-            return None
         self._hits += 1
         if len(self._values) < _VALUES:
             self._values.add(norm)
-        if self._hits < HITS or len(self._values) < _VALUES:
-            return None
-        self._has_warned = True
-        return (
-            f"the gradient norm was {self._highest:.4g} at {HITS} steps and never above: other "
-            "code clips before the policy, which hides spikes; remove clip_grad_norm_ from the "
-            "loop, or the trainer's own clipping (max_grad_norm, gradient_clip_val, "
-            "gradient_clipping), and set the limit in the policy: clip={'max_norm': ...}"
-        )
+        return self._hits >= HITS and len(self._values) == _VALUES

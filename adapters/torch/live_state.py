@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -174,21 +175,21 @@ class RngState:
             torch.cuda.set_rng_state(generator.cpu(), device)
 
 
-def keep_tensor_hyperparameters(optimizer: Optimizer) -> Callable[[], None]:
-    """Returns a function that writes loaded hyperparameters (`lr`, `betas`) into current tensors.
+@contextmanager
+def tensor_hyperparameters_kept(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Writes loaded hyperparameters (`lr`, `betas`) into the current tensors.
 
-    `load_state_dict` replaces the tensors by new ones, perhaps on the host. A captured graph does
-    not read the new tensors, and a capturable optimizer rejects them.
+    `load_state_dict` replaces the tensors by new ones, perhaps on the host, which a capturable
+    optimizer rejects.
     """
-    originals = [
-        {n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups
-    ]
-
-    def restore() -> None:
-        for group, before in zip(optimizer.param_groups, originals, strict=True):
-            group.update({n: _copied_into(v, group[n]) for n, v in before.items() if n in group})
-
-    return restore
+    groups = [(o, i, dict(g)) for o in optimizers for i, g in enumerate(o.param_groups)]
+    try:
+        yield
+    finally:  # after an error an older checkpoint may be loaded
+        for optimizer, i, before in groups:
+            group = optimizer.param_groups[i]
+            for name in before.keys() & group.keys() - {"params"}:
+                group[name] = _copied_into(before[name], group[name])
 
 
 def _copied_into(old: Any, new: Any) -> Any:

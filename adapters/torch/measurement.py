@@ -120,12 +120,9 @@ class Measurer:
 
     def _learning_rate(self) -> Tensor | None:
         """The largest rate of any group as the user's schedule sets it, or None without rates."""
-        groups = self._optimizer.param_groups
-        rates = [rate for group in groups if (rate := group.get("lr")) is not None]
-        if not any(isinstance(rate, Tensor) for rate in rates):
-            return self._at_home(max(rates, default=None))
-        each = [torch.as_tensor(r, dtype=torch.float32).detach().to(self.home) for r in rates]
-        return torch.stack([rate.reshape(()) for rate in each]).amax()
+        rates = [self._at_home(group.get("lr")) for group in self._optimizer.param_groups]
+        found = [rate.reshape(()) for rate in rates if rate is not None]
+        return torch.stack(found).amax() if found else None
 
 
 class StepNorms(NamedTuple):
@@ -182,19 +179,14 @@ def checked(name: str, value: Any) -> Tensor | float:
         if type(value) is not Tensor and hasattr(value, "full_tensor"):
             value = value.full_tensor()  # a DTensor
         return value.reshape(()) if value.ndim else value
-    if isinstance(value, (str, bytes, bool)):
-        raise SignalError(
-            f"{name} must be a number, got {value!r} of type {type(value).__name__}: "
-            f"pass the step's {name} as a float or a 0-d tensor"
-        )
     return float(check_scalar(name, value))
 
 
 class LossMean:
     """Weighted mean of the losses since the last step, on the parameters' device, without a sync.
 
-    The sum has a fixed address, for CUDA graphs. The sum never shares memory with a loss, because a
-    loop may change the loss in place after `observe` (``loss /= steps``).
+    The sum never shares memory with a loss, because a loop may change the loss in place after
+    `observe` (``loss /= steps``).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -323,9 +315,8 @@ class AsyncCopy:
             return
         if torch.cuda.is_current_stream_capturing():
             raise AttachError(
-                "optimizer.step() is being captured in a CUDA graph, whose replays run no hooks: "
-                "the Healer would not see them; call step() outside of the graph, or use attach() "
-                "alone"
+                "optimizer.step() is being captured in a CUDA graph, whose replays healcore would "
+                "not judge: call step() outside of the graph"
             )
         self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._tensor.copy_(tensor, non_blocking=True)

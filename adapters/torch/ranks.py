@@ -145,40 +145,20 @@ class StepRanks:
         ranks = _ranks_of(mesh)
         if not members and same == len(ranks):
             return 1
-        if not members:
-            problem = (
-                "but with process_group=None the ranks exchange nothing, and the norm needs all "
-                "parts: leave process_group out"
+        if not set(ranks) <= set(members) or len(members) % (self.stages * len(ranks)):
+            raise AttachError(
+                f"a parameter is spread over ranks {ranks}, which do not fit the ranks that step "
+                f"together, {members or 'this rank alone'}, in {self.stages} stage(s): leave "
+                "process_group out, or pass the group of all ranks that train this parameter"
             )
-        elif not set(ranks) <= set(members):
-            problem = (
-                f"but the ranks that step together are {members}: pass a process_group of all "
-                "these ranks, or leave it out"
-            )
-        elif len(members) % (self.stages * len(ranks)):
-            problem = (
-                f"which do not divide the {len(members)} ranks of a step in {self.stages} "
-                "stage(s) evenly: pass the process_group that trains this parameter"
-            )
-        else:
-            return same * (len(members) // self.stages // len(ranks))
-        raise AttachError(f"a parameter is spread over ranks {ranks}, {problem}")
+        return same * (len(members) // self.stages // len(ranks))
 
 
 def _group_of(params: Sequence[Tensor]) -> Any:
-    """The group of the ranks that the parameters are spread over, or the default group."""
-    found = {tuple(sorted(_ranks_of(root))): root for root in _root_meshes(params)}
-    if not found:
-        return dist.group.WORLD
-    largest = max(found, key=len)
-    for ranks in found:
-        if not set(ranks) <= set(largest):
-            raise AttachError(
-                f"parameters are on unrelated meshes, of ranks {[*largest]} and of {[*ranks]}, "
-                "which do not show the ranks that step together: pass process_group=, a group or a "
-                "mesh of these ranks, or build both meshes from one root mesh"
-            )
-    return _group_of_mesh(found[largest])
+    """The group of the ranks of the largest root mesh of the parameters, or the default group."""
+    roots = _root_meshes(params)
+    largest = max(roots, key=lambda root: len(_ranks_of(root)), default=None)
+    return dist.group.WORLD if largest is None else _group_of_mesh(largest)
 
 
 def _group_of_mesh(mesh: Any) -> Any:

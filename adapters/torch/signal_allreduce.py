@@ -39,8 +39,6 @@ class SignalAllReduce:
         self.ranks = ranks
         self._home = home
         self._zero = torch.zeros((), dtype=torch.float32, device=home)
-        self._known: dict[tuple[bool, ...], Tensor] = {}
-        """Flags -> the flags as float64, so that each is copied to the device once."""
         self._unchecked: AsyncCopy | None = None
         """Marks that have not been compared between the ranks yet."""
         self.requests_vote = False
@@ -87,14 +85,13 @@ class SignalAllReduce:
         loss, norm, update, evals, overflow = (zero if v is None else v for v in given)
         evaluated = ~torch.isnan(evals)  # NaN means that the step has no evaluation
         evals = torch.where(evaluated, evals, zero)
-        terms = torch.stack([loss, update, evals, evaluated, overflow > 0]).to(torch.float64)
         flags = *(getattr(signals, name) is not None for name in _COUNTED), self.requests_vote
-        if flags not in self._known:
-            self._known[flags] = torch.tensor(flags, dtype=torch.float64).to(self._home)
+        counts = (torch.full_like(zero, flag) for flag in flags)
+        terms = torch.stack([loss, update, evals, evaluated, overflow > 0, *counts]).double()
         if squares is None:
             groups = () if signals.group_norms is None else (signals.group_norms,)
             squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
-        sums = self._summed(torch.cat([terms, self._known[flags], self._mark(last), squares]))
+        sums = self._summed(torch.cat([terms, self._mark(last), squares]))
         self.last_marks = AsyncCopy(sums[8:11])
         if self._home.type == "cpu":
             self._raise_if_different(self.last_marks)

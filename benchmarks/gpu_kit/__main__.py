@@ -1,4 +1,4 @@
-"""Runs healcore on one GPU: decisions, waits, CUDA graphs, precision, rollbacks, trainers, cost.
+"""Runs healcore on one GPU: decisions, waits, precision, rollbacks, trainers, cost.
 
 Each check runs in a process of its own and within a time of its own. All checks together end within
 --seconds: a check for which no time is left is reported as not run. The results are written after
@@ -38,7 +38,6 @@ class Check(NamedTuple):
 
 CHECKS = {
     "decisions": Check("attached", 150),
-    "cuda_graph": Check("attached", 90),
     "grad_scaler": Check("attached", 60),
     "bfloat16": Check("attached", 40),
     "launches": Check("attached", 90),

@@ -1,4 +1,4 @@
-"""`attach` with the device engine: decisions, waits, CUDA graphs, launches, half precision."""
+"""`attach` with the device engine: decisions, waits, launches, half precision."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class Replayed:
         self.weights = [torch.nn.Parameter(torch.ones(n, device=place)) for n in (1, 5)]
         for each in self.weights:
             each.grad = torch.zeros_like(each)
-        capturable = place.type == "cuda"
-        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-3, fused=True, capturable=capturable)
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-3, fused=True)
         overrides = {key: value for key, value in given.items() if key != "policy"}
         self.heal = attach(
             self.optimizer, given.get("policy", policy), console=False, **options, **overrides
@@ -99,80 +98,6 @@ def decisions() -> dict[str, Any]:
     return {"policies": list(POLICIES), "compiled": compiled, "steps": len(SIGNALS)}
 
 
-def captured(step: Callable[[], object], warm_up: Callable[[], object]) -> Any:
-    """A CUDA graph of `step`, after `warm_up` on a stream of its own."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        warm_up()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
-def cuda_graph() -> dict[str, Any]:
-    """Captured and replayed: a step has the state of the CPU, a whole loop the same weights."""
-    if not device.CUDA:
-        return device.NEEDS_CUDA
-    modes = [("default", True), ("default", False), ("pretraining", False), ("autoclip", False)]
-    for policy, compile in modes:
-        run = Replayed(policy, device.DEVICE, engine="device", compile=compile)
-
-        def warm_up(run: Replayed = run) -> None:
-            for step in range(WARM_UP):
-                run.give(step)
-                run.step()
-
-        graph = captured(run.step, warm_up)
-        for step in range(WARM_UP, len(SIGNALS)):
-            run.give(step)
-            with device.no_waits(asleep=step >= WARM):
-                graph.replay()
-        run.compare(on_cpu(policy), f"{policy}, compile={compile}")
-    for one, other in zip(_trained(graph=True), _trained(graph=False), strict=True):
-        assert torch.allclose(one, other, rtol=1e-4), "forward, backward and step: other weights"
-    return {"policies": list(POLICIES), "replays": len(SIGNALS) - WARM_UP, "whole step": True}
-
-
-def _trained(*, graph: bool) -> list[Tensor]:
-    """The weights after 40 whole steps with a NaN, captured after the first or not."""
-    model, batch, loss_fn = device.regression()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
-    heal = attach(optimizer, "default", engine="device", console=False)
-    x, y = batch(0)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = loss_fn((x, y))
-        heal.observe(loss)
-        loss.backward()
-        optimizer.step()
-
-    def give(number: int) -> None:
-        for to, each in zip((x, y), batch(number), strict=True):
-            to.copy_(each)
-        if number == 30:
-            y.fill_(math.nan)
-
-    def first() -> None:
-        for number in range(WARM_UP):
-            give(number)
-            step()
-
-    if graph:
-        run = captured(step, first).replay
-    else:
-        first()
-        run = step
-    for number in range(WARM_UP, 40):
-        give(number)
-        run()
-    assert heal.state_dict()["state"]["tally"]["skips"] == 1
-    return [each.detach() for each in model.parameters()]
-
-
 def launches() -> dict[str, Any]:
     """Operations, launches and kernels of one optimizer step, of 192 tensors."""
     hows = ["nothing", "clip_grad_norm_", "attach, eager"]
@@ -189,12 +114,8 @@ def launches() -> dict[str, Any]:
     for how in [*hows, "attach, compiled"]:
         step = _step_of(how)
         found[how] = _profiled(step)
-        if how.startswith("attach"):
-            graph = captured(step, lambda: None)
-            found[f"{how}, in a graph"] = _profiled(graph.replay)
     eager, compiled = found["attach, eager"], found["attach, compiled"]
     assert found["nothing"]["kernels"] > 0, "the profiler has seen no kernel"
-    assert found["attach, compiled, in a graph"]["launches"] == 1, found
     assert compiled["launches"] < eager["launches"] / 4, found
     return found
 
@@ -202,8 +123,7 @@ def launches() -> dict[str, Any]:
 def _step_of(how: str) -> Callable[[], None]:
     """An optimizer step that has warmed up."""
     weights = [torch.nn.Parameter(torch.ones(64, 64, device=device.DEVICE)) for _ in range(192)]
-    cuda = device.CUDA
-    optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=True, capturable=cuda)
+    optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=True)
     options: dict[str, Any] = {"engine": "device", "compile": how == "attach, compiled"}
     heal = attach(optimizer, "default", **options) if how.startswith("attach") else None
     loss = torch.ones((), device=device.DEVICE)

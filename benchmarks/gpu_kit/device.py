@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-NEEDS_CUDA = {"outcome": "skipped", "why": "needs CUDA"}
 ASLEEP_CYCLES = 200_000_000
 """Clock cycles for which the device is busy while the host takes a step: 0.1 s at 2 GHz."""
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpy", "cudaMemset", "cudaGraphLaunch")
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpy", "cudaMemset")
 """How the names of the host's calls begin that put work into a stream."""
 
 
@@ -72,8 +71,8 @@ def work_of(events: Iterable[Any]) -> dict[str, int]:
     """Counts the work in the events of a `torch.profiler`.
 
     Returns:
-        `launches`: calls of the host that put work into a stream. The replay of a CUDA graph is one
-        call. `kernels`: kernels that the device has run, also those of a replay.
+        `launches`: calls of the host that put work into a stream. `kernels`: kernels that the
+        device has run.
     """
     found = Counter({"launches": 0, "kernels": 0})
     for each in events:

@@ -22,7 +22,7 @@ from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace as jax_namespace
-from healcore.torch.namespace import Namespace
+from healcore.torch.engines import Namespace
 from tests.core import fuzz
 
 Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]

@@ -6,20 +6,19 @@ be committed here, so that the next regression is seen.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace
 from healcore.policy import engine_of
 from healcore.torch import attach
+from tests.torch.sync_counter import CountSyncs
 
 
 class Counts(NamedTuple):
@@ -69,18 +68,6 @@ def test_equations_of_the_engine(preset: str):
     assert_near(equations_of(engine_of(preset)), COUNTS[preset].equations)
 
 
-class Dispatches(TorchDispatchMode):
-    """Counts what torch dispatches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("preset", COUNTS)
 def test_dispatches_of_the_device_engine(preset: str):
     """And no read of a value by the host."""
@@ -92,7 +79,7 @@ def test_dispatches_of_the_device_engine(preset: str):
         heal.observe(loss)
         optimizer.zero_grad()
         loss.backward()
-        with Dispatches() as found:
+        with CountSyncs() as found:
             optimizer.step()
-    assert_near(found.counts.total(), COUNTS[preset].dispatches)
-    assert "aten._local_scalar_dense.default" not in found.counts
+    assert_near(found.operations, COUNTS[preset].dispatches)
+    assert found.count == 0

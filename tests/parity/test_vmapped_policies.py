@@ -33,7 +33,7 @@ ZCLIP: Tables = {
         "warmup_steps": (1, 60),
     }
 }
-CATALOGUE: Tables = {
+WATCHING: Tables = {
     "loss_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "warmup_steps": (2, 24)},
     "grad_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "sustain": (1, 6)},
     "grad_ema": {"ratio": (1.5, 20), "sigmas": (2, 20), "ema_decay": (0.8, 0.999)},
@@ -45,8 +45,6 @@ CATALOGUE: Tables = {
         "escape": (1, 20),
     },
     "loss_ceiling": {"ceiling": (0, 12), "first_ratio": (1, 3), "first_steps": (0, 50)},
-}
-GROWTH: Tables = {
     "instability": {
         "growth": (0.0, 0.5),
         "records": (2, 5),
@@ -59,13 +57,15 @@ GROWTH: Tables = {
         "growth": (0.0, 0.5),
         "warmup_steps": (1, 12),
     },
+}
+LR: Tables = {
     "lr": {
         "factor": (0.1, 0.9),
         "floor": (0.01, 0.1),
         "ceiling": (-0.3, 1.0),
         "hold_steps": (0, 10),
         "ramp_steps": (0, 20),
-    },
+    }
 }
 
 
@@ -86,21 +86,13 @@ def zclip(numbers: Any) -> EngineConfig:
     return policies.full("zclip")._replace(clip=clip, detectors=policies.full().detectors[:2])
 
 
-def catalogue(numbers: Any) -> EngineConfig:
-    """Windows are static: they are the lengths of arrays."""
-    windows = {key: {"window": 24} for key in ("loss_window", "grad_window", "loss_ratio")}
+def every_number(numbers: Any) -> EngineConfig:
+    """ZClip, the catalogue's detectors, detectors of growth, and the way of the learning rate."""
     # In this order: a dict through jit is in the order of the alphabet.
-    each = ((name, DETECTORS[name](**numbers[name], **windows.get(name, {}))) for name in CATALOGUE)
-    return policies.full(None, detectors=tuple(each))
-
-
-def growth(numbers: Any) -> EngineConfig:
-    """Growth and the way of the learning rate."""
-    config = policies.growing("instability", "records")
-    detectors = tuple(
-        (name, each._replace(**numbers.get(name, {}))) for name, each in config.detectors
-    )
-    return config._replace(detectors=detectors, lr=config.lr._replace(**numbers["lr"]))
+    settings = {name: policies.SETTINGS[name] | numbers[name] for name in WATCHING}
+    detectors = ((name, DETECTORS[name](**each)) for name, each in settings.items())
+    config = policies.full(None, detectors=(*policies.full().detectors[:1], *detectors))
+    return config._replace(clip=zclip(numbers).clip, lr=config.lr._replace(**numbers["lr"]))
 
 
 def alone(policy: Callable[[Any], EngineConfig], numbers: Any, i: int, trace: Any) -> Any:
@@ -112,57 +104,10 @@ def alone(policy: Callable[[Any], EngineConfig], numbers: Any, i: int, trace: An
     return tuple(outputs), plain
 
 
-def vmapped(
-    policy: Callable[[Any], EngineConfig], numbers: Any, trace: Any, rng: np.random.Generator
-) -> Any:
-    """Last states and decisions of all variants; some of them are compared with runs of their own.
-
-    Args:
-        policy: takes the numbers of one variant.
-        numbers: a tree of arrays with an element for each variant.
-        trace: scalar signals.
-        rng: chooses the variants that are compared.
-    """
-
-    def run(numbers: Any) -> Any:
-        engine = Engine(policy(numbers))
-        state = map_leaves(jnp.asarray, engine.init())
-        body = lambda s, x: engine.step(s, x, xp=jnp)  # noqa: E731
-        return jax.lax.scan(body, state, map_leaves(jnp.asarray, trace))
-
-    got = jax.jit(jax.vmap(run))(jax.tree.map(jnp.asarray, numbers))
-    last, decisions = map_leaves(np.asarray, got)
-    for i in rng.choice(VARIANTS, 15, replace=False):
-        (states, decided), plain = alone(policy, numbers, i, trace)
-        mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], last)
-        theirs = map_leaves(lambda leaf: leaf[-1:], states)
-        assert lockstep.first_difference(mine, theirs) is None, plain
-        mine = map_leaves(lambda leaf, i=i: leaf[i], decisions)
-        assert lockstep.first_difference(mine, decided) is None, plain
-    return last, decisions
-
-
 def test_vmap_over_policies_equals_one_run_each():
-    rng = np.random.default_rng(70)
-    numbers = drawn(ZCLIP, rng)
-    trace = lockstep.scalar(fuzz.signals(rng, STEPS, 1, wild=False), 0)
-    last, _ = vmapped(zclip, numbers, trace, rng)
-    assert len({float(x) for x in last.clip.mean}) > VARIANTS // 2, "the variants do differ"
-
-
-def test_vmap_over_the_catalogue():
-    rng = np.random.default_rng(72)
-    numbers = drawn(CATALOGUE, rng)
-    trace = lockstep.scalar(fuzz.signals(rng, STEPS, 1, wild=False), 0)
-    last, decisions = vmapped(catalogue, numbers, trace, rng)
-    averages = last.detectors[list(CATALOGUE).index("grad_ema")].mean
-    assert len({float(x) for x in averages}) > VARIANTS // 2, "the variants do differ"
-    assert len({tuple(each) for each in decisions.cause}) > VARIANTS // 10, "and what they decide"
-
-
-def test_vmap_over_growth_and_the_ceiling_of_the_learning_rate():
+    """All variants in one program; some of them are compared with runs of their own."""
     rng = np.random.default_rng(73)
-    numbers = drawn(GROWTH, rng)
+    numbers = drawn(ZCLIP | WATCHING | LR, rng)
     t = np.arange(STEPS)
     grown = np.where((t >= 40) & (t < 55), 1.5 ** np.clip(t - 40, 0, 15), 0.0)
     trace = lockstep.scalar(fuzz.signals(rng, STEPS, 1, wild=False), 0)._replace(
@@ -172,8 +117,27 @@ def test_vmap_over_growth_and_the_ceiling_of_the_learning_rate():
         learning_rate=(1e-3 * (1.01 - t / STEPS) * np.where(t < 38, 0.5, 1)).astype(np.float32),
         change_expected=np.zeros(STEPS, bool),
     )
-    _, decisions = vmapped(growth, numbers, trace, rng)
-    assert len({tuple(each) for each in decisions.lr_scale}) > VARIANTS // 2, "they do differ"
+
+    def run(numbers: Any) -> Any:
+        engine = Engine(every_number(numbers))
+        state = map_leaves(jnp.asarray, engine.init())
+        body = lambda s, x: engine.step(s, x, xp=jnp)  # noqa: E731
+        return jax.lax.scan(body, state, map_leaves(jnp.asarray, trace))
+
+    got = jax.jit(jax.vmap(run))(jax.tree.map(jnp.asarray, numbers))
+    last, decisions = map_leaves(np.asarray, got)
+    for i in rng.choice(VARIANTS, 15, replace=False):
+        (states, decided), plain = alone(every_number, numbers, i, trace)
+        mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], last)
+        theirs = map_leaves(lambda leaf: leaf[-1:], states)
+        assert lockstep.first_difference(mine, theirs) is None, plain
+        mine = map_leaves(lambda leaf, i=i: leaf[i], decisions)
+        assert lockstep.first_difference(mine, decided) is None, plain
+    averages = last.detectors[1 + [*WATCHING].index("grad_ema")].mean
+    for values in (last.clip.mean, averages):
+        assert len({float(x) for x in values}) > VARIANTS // 2, "the variants do differ"
+    for values in (decisions.cause, decisions.lr_scale):
+        assert len({tuple(each) for each in values}) > VARIANTS // 10, "and what they decide"
 
 
 def test_the_same_in_numpy_with_a_policy_per_lane():

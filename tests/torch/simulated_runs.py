@@ -148,22 +148,6 @@ def rollback(optimizer: str = "AdamW") -> None:
     assert math.isclose(on_device[0], on_cpu[0], rel_tol=1e-3), (on_device, on_cpu)
 
 
-def save() -> None:
-    """A state saved on the device is loaded on the CPU."""
-    run = Run(DEVICE)
-    heal = attach(run.optimizer, "default", engine="device", compile=False)
-    loss = run.loss(run.batch(0))
-    heal.observe(loss)
-    loss.backward()
-    run.optimizer.step()
-    on_cpu = Run(CPU)
-    other = attach(on_cpu.optimizer, "default")
-    saved = heal.state_dict()
-    assert heal.state_dict() == saved
-    other.load_state_dict(saved)
-    assert other.state_dict() == saved
-
-
 def mixed() -> None:
     """The simulation itself: it fails where CUDA would, and counts what waits."""
     device, host = torch.ones(2, device=DEVICE), torch.ones(2)

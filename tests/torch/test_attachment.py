@@ -10,7 +10,7 @@ from torch.nn import Linear, Parameter
 from torch.optim import AdamW
 
 from healcore.errors import ParametersChangedError
-from healcore.policy import PolicyError, load
+from healcore.policy import PolicyError
 from healcore.torch import AttachError, attach
 from tests.torch import policies
 
@@ -50,16 +50,6 @@ def test_one_optimizer_has_one_policy():
     attach(o, policies.SKIPS)
 
 
-@pytest.mark.parametrize("policy", ["default", load("zclip"), policies.SKIPS], ids=type)
-def test_a_policy_by_name_object_or_engine(policy: Any):
-    o = optimizer(fused=True)
-    heal = attach(o, policy)
-    o.param_groups[0]["params"][0].grad = torch.full((2,), float("nan"))
-    o.step()
-    assert int(heal.metrics()["heal/skips"]) == 1
-    assert torch.equal(o.param_groups[0]["params"][0].detach(), torch.ones(2))
-
-
 def test_removed_parameters_are_refused_where_each_has_a_history():
     o = optimizer()
     o.add_param_group({"params": [Parameter(torch.ones(3))]})
@@ -70,12 +60,3 @@ def test_removed_parameters_are_refused_where_each_has_a_history():
     with pytest.raises(ParametersChangedError, match="parameters"):
         o.step()
     assert torch.equal(first.detach(), torch.ones(2))
-
-
-def test_one_number_of_a_policy_needs_no_file():
-    p = Parameter(torch.zeros(4))
-    o = torch.optim.SGD([p], lr=1.0)
-    attach(o, "zclip", clip={"kind": "fixed", "max_norm": 2.0})
-    p.grad = torch.full((4,), 5.0)
-    o.step()
-    assert float(p.detach().norm()) == pytest.approx(2.0)

@@ -25,6 +25,7 @@ from tests.torch.optimizer_cases import (
     host_and_device,
 )
 from tests.torch.sync_counter import CountSyncs
+from tests.torch.third_party_optimizers import SCHEDULE_FREE, Run, names
 
 MAX_NORM = 0.5
 WITHOUT_CLOSURE = [case for case in CASES if not case.closure and not case.sparse]
@@ -196,6 +197,37 @@ def test_nothing_is_left_on_the_optimizer_between_steps(case: Case, where: Where
     assert set(vars(optimizer)) == before
     assert set(vars(type(optimizer))) == kind
     assert not optimizer._optimizer_step_pre_hooks
+
+
+# -- optimizers of other packages -----------------------------------------------------------------
+
+
+def test_all_of_schedulefree_is_tested():
+    schedulefree = pytest.importorskip("schedulefree")
+    theirs = {
+        name
+        for name, each in vars(schedulefree).items()
+        if isinstance(each, type) and issubclass(each, Optimizer)
+    }
+    assert theirs == set(SCHEDULE_FREE)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+def test_a_skip_of_theirs_leaves_no_trace(name: str, closure: bool):
+    mine, twin = Run(name, closure=closure), Run(name, closure=closure)
+    heal = attach(mine.optimizer, policies.SKIPS)
+    skipped = (0, 4)
+    for i in range(8):
+        if i in skipped:
+            before = mine.view()
+            mine.step(i, heal, factor=NAN)
+            assert_same(before, mine.view(), *(() if i else ("params", "groups")))
+        else:
+            mine.step(i, heal)
+            twin.step(i)
+    assert int(heal.metrics()["heal/skips"]) == len(skipped)
+    assert_same(mine.view(), twin.view())
 
 
 # -- how often the host waits for the device -----------------------------------------------------

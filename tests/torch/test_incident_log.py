@@ -12,11 +12,12 @@ import torch
 from torch.nn import Parameter
 from torch.optim import AdamW
 
+from healcore.core import step_record
 from healcore.core.engine import Engine, RuleConfig
 from healcore.core.verdict import Action
 from healcore.torch import Healing, attach
 from healcore.torch.healed_step import RECORD_LAG
-from healcore.torch.incident_log import HITS, WITHOUT_LOSS, NormCeiling
+from healcore.torch.incident_log import HITS, WITHOUT_LOSS, LoopMistakes
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN, Where, host_and_device
 
@@ -107,8 +108,9 @@ def test_a_forgotten_observe_is_logged_once(where: Where, lines: Lines):
 
 
 def warnings_of(norms: np.ndarray) -> int:
-    ceiling = NormCeiling(policies.SKIPS)
-    return sum(ceiling.add(float(norm)) is not None for norm in norms)
+    found, empty = LoopMistakes(policies.SKIPS), step_record.to_host([0] * len(step_record.FIELDS))
+    records = (empty._replace(grad_norm=float(norm)) for norm in norms)
+    return sum(len(found.add(each, has_seen_loss=True)) for each in records)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.2])

@@ -9,7 +9,7 @@ from tests import forked_programs
 TORCH = ("torch", "healcore.torch", "healcore.torch.driver", "healcore.torch.store")
 
 
-FAST = ("mixed", "save", "decisions default")
+FAST = ("mixed", "decisions default")
 SLOW = (
     "decisions pretraining",
     "decisions default SGD",

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from healcore import console
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import WEIGHTS, Driver, check_engines
@@ -29,12 +28,8 @@ from healcore.torch.driver.pending_step import MOST_PENDING, PendingEntry, Pendi
 from healcore.torch.driver.weights import TorchWeights
 from healcore.torch.enforcer import moments_obstacle, numbers_of
 from healcore.torch.enforcer import reset_moments as reset_moments_of
-from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized
-
-WITHOUT_POLL = 100
-"""Steps before the first call of `steps` after which a warning is logged."""
 
 
 class TorchDriver(Driver):
@@ -68,17 +63,17 @@ class TorchDriver(Driver):
         try:
             self._attach(engine_of(policy), {"scaler": live_state.scaler(self._state), **attach})
         except BaseException:
-            self._detach()
+            for healing in self._own:
+                healing.detach()
             raise
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
         self.generators = live_state.RngState()
-        names = partial(live_state.parameter_names, self._state)
         self._pending: deque[PendingEntry] = deque(maxlen=MOST_PENDING)
-        self._recorders = {
-            name: Recorder(name, healing, names, self._pending.append, self.warnings.append)
-            for name, healing in self.healings.items()
-        }
+        self._recorders = [
+            Recorder(name, self._state, self.healings, self._pending, self.warnings)
+            for name in self.healings
+        ]
         after_step = weakref.WeakMethod(self._after_step)  # hooks are not collected in cycles
         call: Callable[[], Any] = lambda: (method := after_step()) and method()  # noqa: E731
         self._accumulations = [Accumulation(each, call) for each in self.healings.values()]
@@ -94,8 +89,6 @@ class TorchDriver(Driver):
         )
         self._ranks: Ranks | None = None
         self._wants_vote = False
-        self._polled = self._stepped = 0
-        """Number of calls of `steps` with a step, and of steps before the first call."""
 
     @property
     def live(self) -> Mapping[str, Any]:
@@ -133,20 +126,19 @@ class TorchDriver(Driver):
         self._pending.clear()
         # Once each of several optimizers has stepped, remaining gradients and losses are
         # by-products: a GAN's generator loss also has gradients in the discriminator.
-        several = len(self._accumulations) > 1
-        all_stepped = several and all(each.stepped for each in self._accumulations)
+        all_stepped = all(each.stepped for each in self._accumulations)
+        all_stepped &= len(self._accumulations) > 1
         for each in self._accumulations:
             each.idle += bool(entries) and not each.stepped
             each.stepped = False
             if all_stepped:
                 each.drop_by_products()
-        self._stepped = -1
         if not entries:
             return None
-        self._polled += 1
-        if self._polled == WITHOUT_LOSS:
-            self._warn_of_missing_losses()
-        return PendingStep(entries, self._ranks_to_compare, lambda: self._wants_vote)
+        # Engines that decide alone exchange no signals, so the Healer compares their decisions.
+        several = self._ranks is not None and self._ranks.world > 1
+        alone = several and any(healing.ranks == 1 for healing in self.healings.values())
+        return PendingStep(entries, self._ranks if alone else None, lambda: self._wants_vote)
 
     def has_stepped(self) -> bool:
         """See `Driver.has_stepped`."""
@@ -190,12 +182,8 @@ class TorchDriver(Driver):
             self.healings[name].live_engine.parse(data)
         optimizers = [healing.optimizer for healing in self.healings.values()]
         if state is not None:
-            restores = [live_state.keep_tensor_hyperparameters(each) for each in optimizers]
-            try:
+            with live_state.tensor_hyperparameters_kept(optimizers):
                 apply(self._state, state)
-            finally:  # after an error an older checkpoint may be loaded
-                for restore in restores:
-                    restore()
             for accumulation in self._accumulations:
                 accumulation.clear()
             for each in self._statistics:
@@ -204,7 +192,7 @@ class TorchDriver(Driver):
             reset_moments_of(optimizer)
         for name, data in engines.items():
             self.healings[name].load_state_dict(data)
-        for recorder in self._recorders.values():
+        for recorder in self._recorders:
             recorder.restart()
         self._pending.clear()
 
@@ -262,9 +250,8 @@ class TorchDriver(Driver):
 
     def numbers(self) -> dict[str, float]:
         """See `Driver.numbers`. No sync: numbers in tensors are left out."""
-        healings = self.healings.items()
-        each = [numbers_of(name, h.optimizer) for name, h in healings]
-        return {name: value for found in each for name, value in found.items()}
+        found = (numbers_of(name, healing.optimizer) for name, healing in self.healings.items())
+        return {name: value for each in found for name, value in each.items()}
 
     def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
         """See `Driver.hold_numbers`."""
@@ -301,7 +288,8 @@ class TorchDriver(Driver):
             each.close()
         for healing in self.healings.values():
             healing.hooks.on_judged = None
-        self._detach()
+        for healing in self._own:
+            healing.detach()
 
     # -- internal -------------------------------------------------------------------------------
 
@@ -309,16 +297,6 @@ class TorchDriver(Driver):
         self._observed = False
         for each in self._accumulations:
             each.reached_since_any_step = False
-        if self._stepped >= 0:
-            self._stepped += 1
-            if self._stepped == WITHOUT_POLL:
-                console.warning(
-                    f"{WITHOUT_POLL} steps, but neither healer.batches(loader) nor "
-                    "healer.after_step() was called: without them the Healer cannot save, roll "
-                    "back or stop the run; take the batches from `for batch in "
-                    "healer.batches(loader)`, or call healer.after_step() after each "
-                    "optimizer.step()"
-                )
         self.on_step()
 
     def _attach(self, engine: Any, options: dict[str, Any]) -> None:
@@ -341,10 +319,6 @@ class TorchDriver(Driver):
                 )
             self.healings[name] = healing
 
-    def _detach(self) -> None:
-        for healing in self._own:
-            healing.detach()
-
     @property
     def _members(self) -> list[int]:
         """Default-group numbers of the ranks that step together; empty if the engines decide alone.
@@ -354,22 +328,6 @@ class TorchDriver(Driver):
         return max(
             (each.hooks.all_reduce.ranks.members for each in self.healings.values()), key=len
         )
-
-    @property
-    def _ranks_to_compare(self) -> Ranks | None:
-        """The ranks, if there are several and an engine decides alone; else None."""
-        if self._ranks is None or self._ranks.world == 1:
-            return None
-        alone = any(healing.ranks == 1 for healing in self.healings.values())
-        return self._ranks if alone else None
-
-    def _warn_of_missing_losses(self) -> None:
-        read = any("loss" in healing.engine.needs for healing in self.healings.values())
-        if read and not any(healing.has_seen_loss for healing in self.healings.values()):
-            self.warnings.append(
-                f"no loss has been observed in {self._polled} steps: call "
-                "healer.observe(loss); detectors that read it are inactive"
-            )
 
     def _healings_of(self, optimizer: str | Optimizer | None) -> list[Healing]:
         if optimizer is None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from healcore.core.errors import RanksDisagreeError
 from healcore.core.step_record import Evidence, StepRecord, evidence
 from healcore.runtime.store.ranks import Ranks
+from healcore.torch import live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.engines import PendingRecord
-from healcore.torch.incident_log import NormCeiling
+from healcore.torch.incident_log import LoopMistakes
 from healcore.torch.measurement import AsyncCopy, StepNorms
 from healcore.torch.signal_allreduce import requests_vote
 
@@ -31,31 +33,33 @@ class PendingEntry(NamedTuple):
 
 
 class Recorder:
-    """Calls `add` with an entry for every step of one optimizer, without a sync."""
+    """Appends an entry to `pending` for every judged step of one optimizer, without a sync."""
 
     def __init__(
         self,
         name: str,
-        healing: Healing,
-        names: Callable[[Sequence[object]], list[str]],
-        add: Callable[[PendingEntry], object],
-        warn: Callable[[str], object],
+        state: Mapping[str, Any],
+        healings: Mapping[str, Healing],
+        pending: deque[PendingEntry],
+        warnings: list[str],
     ) -> None:
-        self.name = name
-        self._healing, self._names, self._add, self._warn = healing, names, add, warn
-        self._ceiling = NormCeiling(healing.live_engine.engine)
+        self.name, self._state, self._healings = name, state, healings
+        self._healing = healings[name]
+        self._pending, self._warnings = pending, warnings
+        self._mistakes = LoopMistakes(self._healing.engine)
         self._baseline: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
         self.restart()
-        healing.hooks.on_judged = self._record
+        self._healing.hooks.on_judged = self._record
 
     def restart(self) -> None:
         """Call it after the engine's state is replaced. A sync."""
         self._last_step = int(self._healing.live_engine.state.step)
 
     def _record(self, norms: StepNorms) -> None:
-        record = self._healing.live_engine.pending_record(self.name)
-        self._add(PendingEntry(self, record, norms, self._healing.hooks.all_reduce.last_marks))
+        hooks = self._healing.hooks
+        record = hooks.live_engine.pending_record(self.name)
+        self._pending.append(PendingEntry(self, record, norms, hooks.all_reduce.last_marks))
 
     def read(self, entry: PendingEntry) -> StepRecord:
         """The record of an entry, read in order. Evidence, for records with a cause, is a sync."""
@@ -64,8 +68,8 @@ class Recorder:
             # A GradScaler has skipped this step: the state has the previous step's record.
             return record.unjudged()
         self._last_step = record.step
-        if clipped := self._ceiling.add(record.grad_norm):
-            self._warn(clipped)
+        has_seen_loss = any(healing.has_seen_loss for healing in self._healings.values())
+        self._warnings += self._mistakes.add(record, has_seen_loss=has_seen_loss)
         if record.cause:
             rank_signals = entry.norms.rank_signals() if self._healing.ranks > 1 else None
             return record._replace(evidence=self._evidence(entry.norms), rank_signals=rank_signals)
@@ -83,7 +87,7 @@ class Recorder:
         if self._baseline is not None:
             known = dict(zip(map(id, self._baseline.params), self._baseline.to_host(), strict=True))
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
-        return evidence(found, usual, self._names(norms.params))
+        return evidence(found, usual, live_state.parameter_names(self._state, norms.params))
 
 
 class PendingStep:
@@ -100,10 +104,7 @@ class PendingStep:
     count = 1
 
     def __init__(
-        self,
-        entries: list[PendingEntry],
-        ranks: Ranks | None = None,
-        vote_wanted: Callable[[], bool] = lambda: False,
+        self, entries: Sequence[PendingEntry], ranks: Ranks | None, vote_wanted: Callable[[], bool]
     ) -> None:
         self._entries, self._ranks, self._vote_wanted = entries, ranks, vote_wanted
         self._records: list[StepRecord] | None = None
@@ -121,7 +122,7 @@ class PendingStep:
                 self._compare(self._ranks)
             self.vote_requested |= any(requests_vote(entry.marks) for entry in self._entries)
             self._records = [entry.recorder.read(entry) for entry in self._entries]
-            self._entries = []
+            self._entries = ()
         return [self._records]
 
     def _compare(self, ranks: Ranks) -> None:

@@ -15,9 +15,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
 from healcore.torch.driver import RngState, TorchDriver
-from healcore.torch.driver.driver import WITHOUT_POLL
 from healcore.torch.incident_log import WITHOUT_LOSS
-from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run
+from tests.torch.driver.small_run import CLIPS, ROLLS_BACK, Run, single_record
 
 adam = partial(AdamW, lr=0.01)
 
@@ -101,21 +100,6 @@ def test_losses_go_to_all_optimizers_or_to_one():
         driver.observe(torch.ones(2))
 
 
-def test_an_interrupted_step_leaves_no_cut_rate_in_a_checkpoint():
-    run = Run(adam)
-    driver = TorchDriver(run.state, ROLLS_BACK)
-    run.step(0, NAN)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = run.optimizer.register_step_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run.step(1)
-    handle.remove()
-    assert driver.state()["optimizer"].param_groups[0]["lr"] == 0.01
-
-
 def test_random_generators_are_saved_and_restored():
     store = TorchDriver(Run(adam).state).store(None)
     state = {"rng": RngState()}
@@ -131,18 +115,6 @@ def test_a_missing_loss_has_one_warning_after_a_while():
     driver = TorchDriver(run.state, ROLLS_BACK)
     for i in range(60):
         run.step(i)
-        driver.steps()
+        single_record(driver)
         assert len(driver.warnings) == (i >= WITHOUT_LOSS - 1)
-    assert "healer.observe(loss)" in driver.warnings[0]
-
-
-@pytest.mark.parametrize("polls", [True, False])
-def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCaptureFixture):
-    run = Run(adam)
-    driver = TorchDriver(run.state, ROLLS_BACK)
-    for i in range(2 * WITHOUT_POLL):
-        run.step(i)
-        if polls and i == 0:
-            driver.steps()
-    said = [each.message for each in caplog.records if "healer.batches(loader)" in each.message]
-    assert len(said) == (not polls)
+    assert "observe(loss)" in driver.warnings[0]

@@ -1,4 +1,4 @@
-"""llm-foundry's KillLossSpike and its port, decision by decision, against an oracle of its rules.
+"""llm-foundry's KillLossSpike, Axolotl's watchdog and their ports, decision by decision.
 
 Positive losses: while no outlier and no NaN lies in the original's window (and the port has not
 escaped), an outlier is one for both, at every step. After one, the original's mean is raised by it,
@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action, Cause
+from healcore.policy import load
 from tests.catalogue.watch import curves
-from tests.catalogue.watch.originals import KillLossSpike
+
+originals = pytest.importorskip("tests.catalogue.watch.originals")  # needs transformers
 
 NAME = "llm-foundry-kill-loss-spike"
 WINDOW, ESCAPE = 100, 25
@@ -21,7 +23,7 @@ SYNTHETIC = curves.synthetic()
 
 def original(losses):
     """(outlier, spike, high) of each step."""
-    callback = KillLossSpike()
+    callback = originals.KillLossSpike()
     return np.array([callback.see(float(loss)) for loss in losses]).T
 
 
@@ -81,3 +83,21 @@ def test_half_a_window_above_ten_kills():
     ours = curves.first(decisions.reports(Cause.DIVERGENCE) & decisions.orders(Action.STOP))
     assert ours is not None
     assert curves.first(high) == ours + 1, "the original counts the steps before this one"
+
+
+# -- Axolotl's loss watchdog, on transformers' own callback classes --------------------------------
+
+
+def stopped(name, threshold):
+    """The step of a synthetic curve whose loss makes the port stop, or None."""
+    policy = load("axolotl-watchdog", detect={"loss_ceiling": {"ceiling": threshold}})
+    return curves.first(curves.decisions_of(policy, SYNTHETIC[name]).orders(Action.STOP))
+
+
+@pytest.mark.parametrize("threshold", [2.2, 3.0, 5.0])
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_axolotl_stops_at_the_same_loss(name, threshold):
+    """With `logging_steps = 1`: the original is asked before the step is logged, one step later."""
+    losses = [*SYNTHETIC[name], SYNTHETIC[name][-1]]
+    asked = curves.first(originals.watched(losses, threshold=threshold))  # one step later
+    assert stopped(name, threshold) == (None if asked is None else asked - 1)
