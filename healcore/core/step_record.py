@@ -7,8 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.evidence import Evidence
+from healcore.core import numerics
 from healcore.core.verdict import Action, Cause, Decision
+
+MOST = 10  # tensors reported per step
+
+REPORT_RATIO = 4.0
+"""Ratio to the tensor's norm at the last step without an alarm from which a norm is reported. In
+the demo's transformer the 99th percentile of 4,116 such ratios is 2.1, and the largest is 3.5."""
 
 
 class Readings(NamedTuple):
@@ -19,6 +25,15 @@ class Readings(NamedTuple):
     threshold: float  # norm above which gradients are clipped; 0 without a threshold
     z: float  # z-score of the norm in the clipping rule
     z_loss: float  # score of the loss-spike detector
+
+
+class Evidence(NamedTuple):
+    """A tensor or layer whose gradient was non-finite or unusually large."""
+
+    name: str
+    """Name in the framework: `layers.3.weight`, `['params']['Dense_0']['kernel']`."""
+    grad_norm: float
+    """L2 norm in float32 before clipping; may be NaN or Inf."""
 
 
 class StepRecord(NamedTuple):
@@ -125,3 +140,21 @@ def metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
     flags. In observe mode the numbers say what healing would have done.
     """
     return {f"heal/{_COUNTS.get(name, name)}": numbers[name] for name in _METRICS}
+
+
+def evidence(
+    norms: np.ndarray, usual: np.ndarray | None, names: Sequence[str]
+) -> tuple[Evidence, ...]:
+    """Selects the worst tensors: non-finite gradients first, then by the ratio to the usual norm.
+
+    `usual` holds the L2 norms at the last step without an alarm, or 0 where a norm is unknown. It
+    is None without such a step.
+    """
+    usual = np.zeros_like(norms) if usual is None else usual
+    with np.errstate(all="ignore"):
+        ratios = np.where(usual > 0, norms / usual, 0.0)
+    ratios[~(norms <= numerics.HUGE)] = np.inf  # NaN and overflow need no usual norm
+    worst = np.argsort(-ratios, kind="stable")[:MOST]
+    return tuple(
+        Evidence(str(names[i]), float(norms[i])) for i in worst if ratios[i] >= REPORT_RATIO
+    )

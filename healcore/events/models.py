@@ -95,7 +95,7 @@ class ReadingsRecord(_EventsModel):
 
 
 class EvidenceRecord(_EventsModel):
-    """JSON form of `healcore.core.evidence.Evidence`."""
+    """JSON form of `healcore.core.step_record.Evidence`."""
 
     name: Text
     grad_norm: Number

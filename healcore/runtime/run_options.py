@@ -14,8 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from healcore import console
 from healcore.console import Console
-from healcore.core.evidence import Evidence
-from healcore.core.step_record import Readings
+from healcore.core.step_record import Evidence, Readings
 from healcore.core.verdict import Action, Cause, Decision
 from healcore.runtime.faults.failures import Failure, failures_of
 from healcore.runtime.store import Keep

@@ -8,8 +8,7 @@ from typing import Any
 
 import jsonschema
 
-from healcore.core.evidence import Evidence
-from healcore.core.step_record import Readings
+from healcore.core.step_record import Evidence, Readings
 from healcore.core.verdict import Action, Cause
 from healcore.events import schema
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from healcore.core.evidence import Evidence
+from healcore.core.step_record import Evidence
 from healcore.core.verdict import Action, Cause
 from healcore.events import Log, log, read
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from healcore.core import step_record
-from healcore.core.evidence import evidence
-from healcore.core.step_record import StepRecord
+from healcore.core.step_record import StepRecord, evidence
 from healcore.jax import heal_state
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.live_state import array_of

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.core.errors import RanksDisagreeError
-from healcore.core.evidence import Evidence, evidence
-from healcore.core.step_record import StepRecord
+from healcore.core.step_record import Evidence, StepRecord, evidence
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.attachment import Healing
 from healcore.torch.engines import PendingRecord

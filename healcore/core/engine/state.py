@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.engine import rules
-from healcore.core.engine.config import EngineConfig
+from healcore.core.engine.config import EngineConfig, RuleConfig
 from healcore.core.engine.incident import BudgetState, IncidentState
 from healcore.core.engine.lr import LrState
 from healcore.core.errors import HealcoreError
@@ -23,6 +22,7 @@ from healcore.core.verdict import Decision, Telemetry
 SCHEMA = 7  # version of the saved form
 
 _MAX_GROUPS = 10_000_000
+_NEVER = 1 << 30
 
 
 class StateError(HealcoreError, ValueError):
@@ -39,6 +39,14 @@ class Tally(NamedTuple):
     lr_cuts: Int  # cuts of the learning rate
 
 
+class RuleState(NamedTuple):
+    """Hits of one rule, and its last firing."""
+
+    run: Int  # hits in a row; 0 for a rule that fires at one hit
+    window: Int  # (within,): ring of the last steps, 1 for a hit; (0,) without a window
+    age: Int  # steps since the rule last fired; only counted for `ONCE`
+
+
 class EngineState(NamedTuple):
     """Everything that a decision depends on, except the policy and the step's signals."""
 
@@ -47,7 +55,7 @@ class EngineState(NamedTuple):
     grace: Int  # remaining steps of the grace window
     clip: Any  # state of the clipping rule, or None
     detectors: tuple[Any, ...]  # state of each detector, in the policy's order
-    rules: tuple[rules.RuleState, ...]
+    rules: tuple[RuleState, ...]
     skips: Int  # finite steps skipped in a row; a step without an alarm resets the count
     incident: IncidentState
     budget: BudgetState
@@ -84,7 +92,7 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
         grace=np.zeros((), np.int32),
         clip=None if clip is None else clip.init(groups=groups),
         detectors=tuple(detector.init() for _, detector in config.detectors),
-        rules=tuple(rules.init(rule) for rule in config.rules),
+        rules=tuple(init_rule(rule) for rule in config.rules),
         skips=np.zeros((), np.int32),
         incident=zeros(IncidentState)._replace(**none_yet),
         budget=BudgetState(
@@ -102,6 +110,12 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
     if not batch:
         return state
     return map_leaves(lambda leaf: np.broadcast_to(leaf, batch + leaf.shape).copy(), state)
+
+
+def init_rule(config: RuleConfig) -> RuleState:
+    """The state of a rule without hits."""
+    window = np.zeros((config.within,), np.int32)
+    return zeros(RuleState)._replace(window=window, age=np.full((), _NEVER, np.int32))
 
 
 def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.engine import RuleConfig, rules
+from healcore.core.engine import RuleConfig
+from healcore.core.engine.judge import update_rule
+from healcore.core.engine.state import RuleState, init_rule
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.events.schema import flag_names
@@ -120,7 +122,7 @@ class HostRules:
 
     def restart(self) -> None:
         """Forgets all hits, after a rollback."""
-        self._states: dict[tuple[str, int], rules.RuleState] = {}
+        self._states: dict[tuple[str, int], RuleState] = {}
         self._fired: dict[str, int] = {}
 
     def ordered(self, record: StepRecord) -> StepRecord:
@@ -131,9 +133,9 @@ class HostRules:
             state, hit = self._states.get(key), np.bool_(record.cause & config.causes)
             if state is None and not hit:
                 continue  # most steps of most runs
-            state = rules.init(config) if state is None else state
+            state = init_rule(config) if state is None else state
             step = np.int32(record.step)
-            self._states[key], firing = rules.update(config, state, hit, step, 0, xp=np)
+            self._states[key], firing = update_rule(config, state, hit, step, 0, xp=np)
             fired |= bool(firing.fired)
         if not fired:
             return record

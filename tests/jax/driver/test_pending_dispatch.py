@@ -104,7 +104,7 @@ def test_averages_of_the_parameters_are_not_taken_for_them():
 
 
 def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
-    """The same rule as in torch, see `healcore.core.evidence`."""
+    """The same rule as in torch, see `healcore.core.step_record`."""
     params = {"a": jnp.ones(1), "b": jnp.ones(1), "c": jnp.ones(1)}
     policy = policies.SKIP
     tx = optax.chain(heal(policy), optax.sgd(0.0))
