@@ -154,11 +154,6 @@ def with_engine_state(state: HealState, new: EngineState) -> HealState:
     )
 
 
-def last_decision(state: HealState) -> Decision:
-    """The decision of the last step, in 0-d arrays; neutral before the first step."""
-    return Decision(*(state.heal_decision.get(f"heal_{name}") for name in Decision._fields))
-
-
 def with_change_expected(state: HealState) -> HealState:
     """Opens the engine's grace window at the next step."""
     return _with_number(state, _CHANGE_EXPECTED, 1)
@@ -355,19 +350,27 @@ def replace(opt_state: Tree, new: HealState) -> Tree:
     return map_nodes(HealState, lambda _: new, opt_state)
 
 
-def nodes(kind: Any, tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """The path and node of every instance of `kind`, a class or tuple of classes, in a tree."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
-    return [(path, node) for path, node in found if isinstance(node, kind)]
+Kind = type | tuple[type, ...] | Callable[[Any], bool]
+"""A class, a tuple of classes, or a predicate of nodes."""
 
 
-def map_nodes(kind: Any, fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Replaces every instance of `kind`, a class or tuple of classes, by the result of `fn`."""
-    return jax.tree.map(
-        lambda node: fn(node) if isinstance(node, kind) else node,
-        tree,
-        is_leaf=lambda node: isinstance(node, kind),
-    )
+def nodes(kind: Kind, tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The path and node of every node of a kind in a tree."""
+    matches = _matching(kind)
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)
+    return [(path, node) for path, node in found if matches(node)]
+
+
+def map_nodes(kind: Kind, fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Replaces every node of a kind by the result of `fn`."""
+    matches = _matching(kind)
+    return jax.tree.map(lambda node: fn(node) if matches(node) else node, tree, is_leaf=matches)
+
+
+def _matching(kind: Kind) -> Callable[[Any], bool]:
+    if isinstance(kind, type | tuple):
+        return lambda node: isinstance(node, kind)
+    return kind
 
 
 def at(root: Any, path: tuple[Any, ...]) -> Any:

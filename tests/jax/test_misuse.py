@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from healcore.policy import PolicyError
 
 PARAMS = {"w": jnp.ones(4)}

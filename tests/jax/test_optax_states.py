@@ -21,7 +21,7 @@ from healcore.jax import (
     protect,
     scale_by_heal_lr,
 )
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from tests.jax import policies
 from tests.jax.driver.small_runs import POLICY, advance, batch, plain
 

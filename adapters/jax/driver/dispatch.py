@@ -6,6 +6,7 @@ after the dispatch, because the next dispatch may donate the state.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -40,29 +41,27 @@ class Read(NamedTuple):
         return self.rows[(step - 1) % len(self.rows)]
 
 
-class PendingRead:
-    """An asynchronous copy of each engine's `Read`. The states may be donated after the start."""
+def start_read(states: Sequence[HealState]) -> Callable[[], list[Read]]:
+    """Begins to copy each engine's `Read`; the states may be donated then. The result waits."""
+    arrays = [
+        tuple(map(array_of, (each.heal_engine, each.heal_records, each.heal_leaf_norms)))
+        for each in states
+    ]
+    shapes = [(records.shape, norms.size) for _, records, norms in arrays]
+    copied = _pack(arrays)
+    copied.copy_to_host_async()
 
-    def __init__(self, states: Sequence[HealState]) -> None:
-        arrays = [
-            tuple(map(array_of, (each.heal_engine, each.heal_records, each.heal_leaf_norms)))
-            for each in states
-        ]
-        self._shapes = [(records.shape, norms.size) for _, records, norms in arrays]
-        self._packed = _pack(arrays)
-        self._packed.copy_to_host_async()
-        self._found: list[Read] = []
+    @functools.cache
+    def read() -> list[Read]:
+        packed, found = np.asarray(copied), []
+        for shape, tensors in shapes:
+            end = 1 + math.prod(shape)
+            rows, norms = packed[1:end].reshape(shape), packed[end : end + tensors]
+            found.append(Read(int(packed[0]), rows, norms.view(np.float32)))
+            packed = packed[end + tensors :]
+        return found
 
-    def read(self) -> list[Read]:
-        """The `Read` of each engine. Waits until the copy has arrived."""
-        if not self._found:
-            packed = np.asarray(self._packed)
-            for shape, tensors in self._shapes:
-                end = 1 + math.prod(shape)
-                rows, norms = packed[1:end].reshape(shape), packed[end : end + tensors]
-                self._found.append(Read(int(packed[0]), rows, norms.view(np.float32)))
-                packed = packed[end + tensors :]
-        return self._found
+    return read
 
 
 @jax.jit
@@ -81,19 +80,12 @@ class Dispatch:
     def __init__(
         self, read: Callable[[], list[list[StepRecord]]], count: int, votes: Callable[[], bool]
     ) -> None:
-        self._read, self._votes = read, votes
-        self._steps: list[list[StepRecord]] | None = None
-        self.count = count
+        self.steps, self.count, self._votes = functools.cache(read), count, votes
 
     @property
     def vote_requested(self) -> bool:
         """Whether the processes of the run vote after this dispatch."""
         return self._votes()
-
-    def steps(self) -> list[list[StepRecord]]:
-        """Returns the records of each step, at least one step; see `StepReader`."""
-        self._steps = self._read() if self._steps is None else self._steps
-        return self._steps
 
 
 class StepReader:
@@ -113,7 +105,7 @@ class StepReader:
     ) -> None:
         self._engines, self._accumulates, self._warn = engines, accumulates, warn
         self._has_warned = False
-        self._last: PendingRead
+        self._last: Callable[[], list[Read]]
         self._stride: int | None = None
         """Number of steps of one dispatch, or None if unknown."""
         self._usual_norms: dict[str, np.ndarray] = {}
@@ -124,7 +116,7 @@ class StepReader:
 
     def restart(self, states: Sequence[HealState]) -> None:
         """Sets the states from which the next dispatch starts."""
-        self._last = PendingRead(states)
+        self._last = start_read(states)
 
     def dispatch(self, states: Sequence[HealState], votes: Callable[[], bool]) -> Dispatch:
         """Begins to copy a dispatch that has returned `states`.
@@ -133,11 +125,11 @@ class StepReader:
         waits for the device, to learn the number of steps. Later dispatches are assumed to have as
         many; a wrong number (the last dispatch of an epoch may have fewer) is corrected by `steps`.
         """
-        before, after = self._last, PendingRead(states)
+        before, after = self._last, start_read(states)
         self._last = after
         if self._stride is None:
-            self._stride = _count(before.read(), after.read())
-        return Dispatch(lambda: self._steps(before.read(), after.read()), self._stride, votes)
+            self._stride = _count(before(), after())
+        return Dispatch(lambda: self._steps(before(), after()), self._stride, votes)
 
     def _steps(self, before: Sequence[Read], after: Sequence[Read]) -> list[list[StepRecord]]:
         """The records of each step between two reads, at least one step.

@@ -51,9 +51,18 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
         check_second_iterates(tree, "scale_by_heal_lr")
     tops = [_name(path[0]) if path else "state" for path in states]
     optimizers = [path[: max(1, len(path) - 1)] for path in states]
+    # The parameters of an engine inside a mask or partition may be no subtree.
+    masks = [p for p, _ in nodes((optax.MaskedState, optax.transforms.PartitionState), tree)]
     found = []
     for top, (path, state) in zip(tops, states.items(), strict=True):
-        _check_single(path, state)
+        if jnp.ndim(state.heal_engine) > 1:
+            raise HealStateError(
+                f"the healing state at state{jax.tree_util.keystr(path)} holds "
+                f"{len(state.heal_engine)} runs at once (a leading axis, from vmap or pmap), and a "
+                "Healer saves and restores one run. Without a Healer, protect() heals each lane "
+                "separately. For a Healer, pass the state of one run: shard its batch with jit or "
+                "shard_map, and run the lanes of a sweep in sequence"
+            )
         heal_state.engine_state(engine, state)  # raises for another policy
         heal_state.warn_if_after_optimizer(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
@@ -64,7 +73,7 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
         outside = tuple(
             tuple(map(jax.tree_util.keystr, part))
             for place, part in parts.items()
-            if not (_within(place, optimizers) or _is_masked(tree, path))
+            if not (_within(place, optimizers) or _within(path, masks))
         )
         found.append(EngineEntry(name, path, names, outside))
     return found
@@ -131,19 +140,6 @@ def edits(states: Sequence[HealState]) -> list[int]:
     return [int(each) for each in jax.device_get(found)]
 
 
-def _check_single(path: Path, state: HealState) -> None:
-    """Raises HealStateError for a state with a leading axis, from `vmap` or `pmap`."""
-    lanes = jnp.shape(state.heal_engine)[:-1]
-    if lanes:
-        raise HealStateError(
-            f"the healing state at state{jax.tree_util.keystr(path)} holds {lanes[0]} runs at once "
-            "(a leading axis, from vmap or pmap), and a Healer saves and restores one run. "
-            "Without a Healer, protect() heals each lane separately. For a Healer, pass the state "
-            "of one run: shard its batch with jit or shard_map, and run the lanes of a sweep in "
-            "sequence"
-        )
-
-
 # -- tensors of an engine -----------------------------------------------------------------------
 
 
@@ -158,12 +154,6 @@ def _parts(tree: Any, count: int) -> dict[Path, list[Path]]:
     return {
         path: leaves for path, leaves in fitting.items() if not path or path[:-1] not in fitting
     }
-
-
-def _is_masked(tree: Any, engine: Path) -> bool:
-    """Whether an engine is inside a mask or partition, so its parameters may be no subtree."""
-    masks = nodes((optax.MaskedState, optax.transforms.PartitionState), tree)
-    return _within(engine, [path for path, _ in masks])
 
 
 def _tensor_names(

@@ -17,7 +17,7 @@ import pytest
 
 from healcore import Healer, RunStopped
 from healcore.jax import HealStateError, protect
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from tests.healer.run_options import grouped
 from tests.jax.driver.small_runs import POLICY
 

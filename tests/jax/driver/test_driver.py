@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from healcore.jax import HealStateError, protect, with_heal_state, without_heal_state
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.live_state import SideState
 from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_third, plain
 

@@ -20,7 +20,7 @@ from healcore.jax import (
     with_heal_state,
     without_heal_state,
 )
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from healcore.runtime.healer import Healer
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits

@@ -16,7 +16,7 @@ from flax import nnx
 from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.jax import HealStateError, protect
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.live_state import SIDE_STATE, live_state_of
 from healcore.runtime.driver import WeightsChanged
 from healcore.runtime.store.errors import StateMismatch

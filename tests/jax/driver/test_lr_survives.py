@@ -18,7 +18,7 @@ from optax import contrib
 
 from healcore.core.engine import Engine
 from healcore.jax import heal, last_decision, protect, scale_by_heal_lr
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from healcore.runtime.recovery.orders import after_rollback
 from tests.jax.driver.small_runs import POLICY, advance, batch, plain
 

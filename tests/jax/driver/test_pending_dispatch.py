@@ -16,7 +16,7 @@ import pytest
 
 from healcore.core.verdict import Action, Cause
 from healcore.jax import heal, metrics, protect
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from tests.jax import policies
 from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_third, plain
 
