@@ -194,7 +194,7 @@ def _pack(numbers: Iterable[Any]) -> Any:
     which takes half of the time to compile the step of a small model.
     """
     parts = [_bits(each).reshape(-1) for each in numbers]
-    if all(map(_is_host, parts)):
+    if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate(parts)
     found = []
     for is_scalar, group in itertools.groupby(parts, lambda part: part.size == 1):
@@ -211,14 +211,8 @@ def _pack(numbers: Iterable[Any]) -> Any:
 
 
 def _bits(leaf: Any) -> Any:
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf.astype(np.int32)
-    leaf = leaf.astype(np.float32)
-    return leaf.view(np.int32) if _is_host(leaf) else lax.bitcast_convert_type(leaf, jnp.int32)
-
-
-def _is_host(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray | np.generic)
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return leaf.astype(np.float32).view(np.int32) if is_float else leaf.astype(np.int32)
 
 
 def _unpack(engine: Engine, state: HealState) -> EngineState:
@@ -234,11 +228,7 @@ def _unpack(engine: Engine, state: HealState) -> EngineState:
 def _value(bits: Any, dtype: Any) -> Any:
     if dtype == np.bool_:
         return bits != 0
-    if dtype != np.float32:
-        return bits
-    if _is_host(bits):
-        return bits.view(np.float32)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    return bits.view(np.float32) if dtype == np.float32 else bits
 
 
 @jax.jit

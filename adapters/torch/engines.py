@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from healcore.core import host, step_record
+from healcore.core import step_record
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
@@ -139,7 +139,7 @@ class HostEngine(_StatefulEngine):
     """An engine in NumPy scalars. Its states are immutable."""
 
     name = "host"
-    _xp = host
+    _xp = np
 
     def __init__(self, engine: Engine, groups: int) -> None:
         super().__init__(engine, groups)

@@ -78,7 +78,7 @@ def test_torch_with_lanes(config, seed):
 @settings(max_examples=12, **BOUNDED)
 @any_policy
 def test_the_host_with_scalars(config, seed):
-    compared(config, seed, 100, 1, ("host", "recorded"))
+    compared(config, seed, 100, 1, ("recorded",))
 
 
 @settings(max_examples=2, **BOUNDED)
@@ -93,4 +93,4 @@ def test_jax_with_scalars(config, seed):
 @any_policy
 def test_more_random_policies(config, seed):
     compared(config, seed, 200, 100, ("jax-scalars", "jax", "torch"))
-    compared(config, seed, 200, 1, ("host", "recorded"))
+    compared(config, seed, 200, 1, ("recorded",))

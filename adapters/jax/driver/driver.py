@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
 from healcore.jax.driver import engines as in_state
-from healcore.jax.driver.dispatch import Dispatch, StepReader
+from healcore.jax.driver.engines import Dispatch, StepReader
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
 from healcore.jax.driver.weights import JaxWeights
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit

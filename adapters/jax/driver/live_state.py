@@ -124,13 +124,10 @@ class LiveState:
         StateMismatch if the structure, a shape or a dtype differs.
         """
         tree, wanted = self.read(), self._saved()
-        missing = [
-            f'the item "{n}" is missing in the saved state' for n in wanted if n not in items
-        ]
-        if missing:
-            raise StateMismatch(None, missing)
-        found = {name: items[name] for name in wanted}
-        wrong = [line for name in wanted for line in _differences(name, found[name], wanted[name])]
+        wrong = [f'the item "{n}" is missing in the saved state' for n in wanted if n not in items]
+        found = {} if wrong else {name: items[name] for name in wanted}
+        for name in found:
+            wrong += _differences(name, found[name], wanted[name])
         if wrong:
             raise StateMismatch(None, wrong)
         side_state = items.get(SIDE_STATE, {})
