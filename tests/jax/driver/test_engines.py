@@ -58,6 +58,7 @@ def test_a_healing_state_of_another_kind_touches_nothing():
 def test_an_announcement_does_not_hide_the_step_before_it(kind):
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
+    advance(driver, run, [batch(2)])  # from weak types, which is compiled apart
     driver.update(run.step(driver.live, batch(0)))
     driver.expect_change()
     (name,) = driver.engines()
