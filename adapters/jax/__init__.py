@@ -20,7 +20,6 @@ require("jax", "jax", "optax")
 from healcore.jax.commit import commit  # noqa: E402
 from healcore.jax.heal_state import HealState, HealStateError  # noqa: E402
 from healcore.jax.opt_state import (  # noqa: E402
-    expect_change,
     from_dict,
     last_decision,
     metrics,
@@ -39,7 +38,6 @@ __all__ = [
     "HealStateError",
     "OrbaxStore",
     "commit",
-    "expect_change",
     "from_dict",
     "heal",
     "heal_zclip",

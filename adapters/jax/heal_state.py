@@ -193,7 +193,11 @@ def _pack(numbers: Iterable[Any]) -> Any:
     XLA compiles a concatenation as one kernel per number, and a chain of selects as one kernel,
     which takes half of the time to compile the step of a small model.
     """
-    parts = [_bits(each).reshape(-1) for each in numbers]
+    parts = []
+    for each in numbers:
+        is_float = jnp.issubdtype(each.dtype, jnp.floating)
+        bits = each.astype(np.float32).view(np.int32) if is_float else each.astype(np.int32)
+        parts.append(bits.reshape(-1))
     if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate(parts)
     found = []
@@ -208,11 +212,6 @@ def _pack(numbers: Iterable[Any]) -> Any:
             vector = lax.select(index == place, jnp.broadcast_to(scalar, index.shape), vector)
         found.append(vector)
     return jnp.concatenate(found)
-
-
-def _bits(leaf: Any) -> Any:
-    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return leaf.astype(np.float32).view(np.int32) if is_float else leaf.astype(np.int32)
 
 
 def _unpack(engine: Engine, state: HealState) -> EngineState:
@@ -252,11 +251,6 @@ def metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
 def _row(new: EngineState) -> Any:
     """The row of the last step: numbers as `step_record.FIELDS`, then the counts of its `Tally`."""
     return _pack((*step_record.numbers(new), *new.tally))
-
-
-def to_record(row: np.ndarray, engine: str) -> step_record.StepRecord:
-    """The StepRecord in a row. `engine` is the engine's name."""
-    return step_record.unpack(row[:_FLOATS], engine)
 
 
 # -- the policy of a state ----------------------------------------------------------------------
@@ -334,12 +328,6 @@ def find(opt_state: Any) -> HealState:
     )
 
 
-def replace(opt_state: Tree, new: HealState) -> Tree:
-    """Replaces the HealState in an optimizer state. Raises HealStateError like `find`."""
-    find(opt_state)
-    return map_nodes(HealState, lambda _: new, opt_state)
-
-
 Kind = type | tuple[type, ...] | Callable[[Any], bool]
 """A class, a tuple of classes, or a predicate of nodes."""
 
@@ -357,7 +345,7 @@ def map_nodes(kind: Kind, fn: Callable[[Any], Any], tree: Tree) -> Tree:
     return jax.tree.map(lambda node: fn(node) if matches(node) else node, tree, is_leaf=matches)
 
 
-def _matching(kind: Kind) -> Callable[[Any], bool]:
+def _matching(kind: Any) -> Callable[[Any], bool]:
     if isinstance(kind, type | tuple):
         return lambda node: isinstance(node, kind)
     return kind

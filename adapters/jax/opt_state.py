@@ -21,7 +21,6 @@ from healcore.jax.heal_state import (
     engine_state,
     find,
     map_nodes,
-    replace,
     with_engine_state,
 )
 from healcore.jax.optax_states import ScaleByHealLrState
@@ -117,16 +116,7 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
     old = find(opt_state)
     engine_state(engine, old)  # raises for another policy
     new = with_engine_state(old, engine.from_dict(data))
-    return replace(opt_state, new)
-
-
-def expect_change(opt_state: State) -> State:
-    """Opens the grace window at the next step, where LR, batch, data or weights will change.
-
-    Equivalent to ``change_expected=True`` in the next call of `update`. Raises HealStateError like
-    `last_decision`.
-    """
-    return replace(opt_state, heal_state.with_change_expected(find(opt_state)))
+    return map_nodes(HealState, lambda _: new, opt_state)
 
 
 # -- conversion to and from plain optax ---------------------------------------------------------

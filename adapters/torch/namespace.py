@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from healcore.core.clipping.autoclip import EDGES
+from healcore.core.clipping.global_norm import EDGES
 from healcore.core.numerics import LARGEST
 
 

@@ -132,7 +132,7 @@ class Tape:
     def where(self, condition: Any, a: Any, b: Any) -> Any:
         """`numpy.where`; a Python number takes the dtype of the other operand."""
         samples = [_sample(each) for each in (condition, a, b)]
-        a, b = _cast(a, samples[2]), _cast(b, samples[1])
+        a, b = _like(a, samples[2]), _like(b, samples[1])
         if a is b:
             return a
         if any(isinstance(each, np.ndarray) for each in samples):
@@ -150,7 +150,7 @@ class Tape:
         return self._smallest(">", np.maximum, a, b)
 
     def _smallest(self, sign: str, function: Callable[..., Any], a: Any, b: Any) -> Any:
-        a, b = _cast(a, _sample(b)), _cast(b, _sample(a))
+        a, b = _like(a, _sample(b)), _like(b, _sample(a))
         if any(isinstance(_sample(each), np.ndarray) for each in (a, b)):
             return self.call(function, a, b)
         return self.add(f"{{0}} if {{0}} {sign} {{1}} or {{0}} != {{0}} else {{1}}", a, b)
@@ -161,7 +161,7 @@ class Tape:
 
     def reciprocal(self, x: Any) -> Any:
         """`numpy.reciprocal` for float32."""
-        return self.binary("/", _ONE, x)
+        return self.add("{} / {}", _ONE, x)
 
     def abs(self, x: Any) -> Any:
         """`numpy.abs`."""
@@ -332,26 +332,16 @@ def _sample(value: Any) -> Any:
     return value.sample if isinstance(value, RecordedValue) else value
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, np.generic)
-
-
-def _cast(value: Any, other: Any) -> Any:
-    """Casts a Python number to the dtype of the other operand."""
-    return type(other)(value) if _is_plain(value) and isinstance(other, np.generic) else value
-
-
 def _like(value: Any, other: Any) -> Any:
     """Casts a Python number to the dtype that NumPy would use next to the other operand."""
-    if not _is_plain(value):
+    if not isinstance(value, int | float) or isinstance(value, np.generic):
         return value
-    if type(other) is np.float32:
-        return np.float32(value)
-    if isinstance(other, np.bool_) and isinstance(value, bool):
-        return np.bool_(value)
-    if type(other) is np.int32 and isinstance(value, int) and abs(value) < 2**31:
-        return np.int32(value)
-    return value
+    fits = (
+        isinstance(other, np.float32)
+        or (isinstance(other, np.bool_) and isinstance(value, bool))
+        or (isinstance(other, np.integer) and isinstance(value, int) and abs(value) < 2**31)
+    )
+    return type(other)(value) if fits else value
 
 
 def _with_slot(values: Any, slot: Any, value: Any) -> Any:

@@ -121,8 +121,9 @@ def to_host(values: Sequence[Any], engine: str = "") -> StepRecord:
 
 
 def unpack(packed: np.ndarray, engine: str = "") -> StepRecord:
-    """Makes a record from int32 (`len(FIELDS)`,): the integers, then the bits of the floats."""
-    return to_host(packed[:INTS].tolist() + packed[INTS:].view(np.float32).tolist(), engine)
+    """Makes a record from int32 (n,): the integers of `FIELDS`, then the bits of the floats."""
+    floats = packed[INTS : len(FIELDS)].view(np.float32)
+    return to_host(packed[:INTS].tolist() + floats.tolist(), engine)
 
 
 _METRICS = (

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from healcore.core import baseline, numerics
-from healcore.core.clipping import adagc, autoclip, fixed, zclip
+from healcore.core.clipping import adagc, global_norm
 from healcore.core.detectors import limits, records, spike, trends, windows
 from healcore.core.engine import incident, judge, lr
 from tests.core import fuzz, mutants, oracle, policies
@@ -23,10 +23,8 @@ from tests.core import fuzz, mutants, oracle, policies
 CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "zclip-mean", "fixed")
 POLICIES = (*CLIPS, "tame", "instability", "records", *policies.PUBLISHED)
 PARTS: dict[ModuleType, tuple[str, ...]] = {
-    zclip: ("zclip", "zclip-max", "zclip-mean"),
+    global_norm: ("zclip", "zclip-max", "zclip-mean", "autoclip", "fixed", "adagc"),
     adagc: ("adagc",),
-    autoclip: ("autoclip",),
-    fixed: ("fixed", "zclip", "adagc"),
     baseline: ("zclip", "adagc", "tame"),
     numerics: ("zclip", "adagc", "ceilings"),
     **dict.fromkeys([spike, trends], ("zclip", "tame")),

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from healcore.core import step_record
 from healcore.core.clipping import ZClipConfig
 from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import EngineConfig, RuleConfig
@@ -182,7 +183,7 @@ def advance(kind: str, params: Any, state: Any, steps: range) -> tuple[Any, Any,
 
 def read(record: Any) -> list[Any]:
     """A record's decision and numbers."""
-    r = heal_state.to_record(np.asarray(record), "")
+    r = step_record.unpack(np.asarray(record), "")
     decided = [r.step, int(r.cause), int(r.action), bool(r.skip)]
     return [*decided, r.lr_scale, r.grad_scale, r.loss, r.grad_norm]
 

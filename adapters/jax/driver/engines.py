@@ -22,7 +22,7 @@ from healcore.core.step_record import StepRecord, evidence
 from healcore.jax import heal_state
 from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
-from healcore.jax.heal_state import HealState, HealStateError, map_nodes, nodes, to_record
+from healcore.jax.heal_state import HealState, HealStateError, map_nodes, nodes
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import ScaleByHealLrState, check_second_iterates, has_lr_scale
 from healcore.runtime.driver import check_engines
@@ -342,7 +342,7 @@ class StepReader:
     ) -> None:
         """Adds an engine's records of the steps after step `first`."""
         for number in range(first, new.step):
-            record = to_record(new.row(number + 1), engine.name)
+            record = step_record.unpack(new.row(number + 1), engine.name)
             if record.step == new.step:  # norms of earlier steps are overwritten
                 if record.cause:
                     usual = self._usual_norms.get(engine.name)
@@ -354,7 +354,7 @@ class StepReader:
             if not any(each.engine == engine.name for each in records):
                 # An engine does not judge steps of other optimizers, or micro-batches of an
                 # optax.MultiSteps around `protect`. The order in the last row was handled already.
-                idle = to_record(new.row(new.step), engine.name).unjudged()
+                idle = step_record.unpack(new.row(new.step), engine.name).unjudged()
                 records.append(idle._replace(step=new.step, judged=False))
 
     def _was_taken(self, changed: bool) -> bool:

@@ -21,7 +21,6 @@ from healcore.core.verdict import Decision, Telemetry
 
 SCHEMA = 7  # version of the saved form
 
-_MAX_GROUPS = 10_000_000
 _NEVER = 1 << 30
 
 
@@ -118,79 +117,32 @@ def init_rule(config: RuleConfig) -> RuleState:
     return zeros(RuleState)._replace(window=window, age=np.full((), _NEVER, np.int32))
 
 
-def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dict[str, Any]:
-    """Converts the state of any backend to JSON-safe Python data; this syncs the device.
-
-    Returns `{"schema": 7, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n,
-    "state": {...}}`, with `policy` from `Engine.fingerprint`.
-    """
-    scale = state.last.decision.group_scale
-    return {
-        "schema": SCHEMA,
-        "policy": policy,
-        "clip": config.clip[0] if config.clip else None,
-        "detectors": [name for name, _ in config.detectors],
-        "groups": 0 if scale is None else int(np.asarray(scale).shape[-1]),
-        "state": _plain(state),
-    }
-
-
-def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None) -> EngineState:
-    """Converts the result of `to_dict` to NumPy arrays; raises `StateError` if it does not fit."""
-    if not isinstance(data, Mapping):
-        raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
-    if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
-        raise StateError(
-            f"the saved state has schema {data.get('schema')!r}, but this version reads {SCHEMA}: "
-            "start from a fresh state, or use the version that wrote it"
-        )
-    clip = config.clip[0] if config.clip else None
-    names = [name for name, _ in config.detectors]
-    if data.get("clip") != clip or data.get("detectors") != names:
-        raise StateError(
-            f"the saved state belongs to a policy with clip {data.get('clip')!r} and detectors "
-            f"{data.get('detectors')}, but this policy has clip {clip!r} and detectors {names}: "
-            "load the state with its own policy, or start from a fresh state"
-        )
-    saved = data.get("policy")  # None for a policy with arrays as numbers
-    if saved is not None and policy is not None and saved != policy:
-        raise StateError(
-            "the saved state belongs to a policy with other numbers: its fingerprint is "
-            f"{saved!r:.40}, not {policy!r}; load the state with its own policy, or start from a "
-            "fresh state, whose detectors warm up again"
-        )
-    groups = data.get("groups")
-    if not isinstance(groups, int) or isinstance(groups, bool) or not 0 <= groups <= _MAX_GROUPS:
-        raise StateError(f"groups must be a number of tensors up to {_MAX_GROUPS}, got {groups!r}")
-    return _arrays(init(config, groups=groups), data.get("state"), "state")
-
-
-def _plain(tree: Any) -> Any:
+def plain(tree: Any) -> Any:
     """Converts NamedTuples to dicts, tuples to lists, and arrays to numbers."""
     if tree is None:
         return None
     if hasattr(tree, "_fields"):
-        return {name: _plain(part) for name, part in tree._asdict().items()}
+        return {name: plain(part) for name, part in tree._asdict().items()}
     if isinstance(tree, tuple):
-        return [_plain(part) for part in tree]
+        return [plain(part) for part in tree]
     return np.asarray(tree).tolist()
 
 
-def _arrays(template: Any, data: Any, place: str) -> Any:
+def from_plain(template: Any, data: Any, place: str) -> Any:
     """Restores the structure, dtypes and shapes of `template`; errors name `place`."""
     if isinstance(template, np.ndarray):
         return _array(template, data, place)
     is_mapping = isinstance(data, Mapping)
     if hasattr(template, "_fields") and is_mapping and set(data) == set(template._fields):
         fields = template._asdict().items()
-        return type(template)(*(_arrays(x, data[n], f"{place}.{n}") for n, x in fields))
+        return type(template)(*(from_plain(x, data[n], f"{place}.{n}") for n, x in fields))
     if type(template) is tuple and isinstance(data, list | tuple) and len(data) == len(template):
         parts: Any = enumerate(zip(template, data, strict=True))
-        return tuple(_arrays(part, each, f"{place}[{i}]") for i, (part, each) in parts)
+        return tuple(from_plain(part, each, f"{place}[{i}]") for i, (part, each) in parts)
     if template is None and data is None:
         return None
     raise StateError(
-        f"{place} must have the structure of {_plain(template)!r:.120}, got {data!r:.80}: the "
+        f"{place} must have the structure of {plain(template)!r:.120}, got {data!r:.80}: the "
         "saved state belongs to another policy, or is damaged"
     )
 

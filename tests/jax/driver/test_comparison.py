@@ -127,10 +127,6 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [e for e in read(folder / "e.jsonl").events if e["kind"] == kind]
 
 
-def multiplier(healer: Healer) -> float:
-    return float(healer.metrics()["heal/lr_scale"])
-
-
 # -- damage; a rate that jumps is in `compared_processes` -----------------------------------------
 
 
@@ -149,7 +145,7 @@ def test_damaged_weights_are_rolled_back(tmp_path):
     assert found["by"] == "earlier_weights"
     assert healer.rollbacks == 1
     assert events(tmp_path, "rollback")[0]["checkpoint"] == 200
-    assert multiplier(healer) == 1.0
+    assert healer.metrics()["heal/lr_scale"] == 1.0
 
 
 # -- healthy changes ------------------------------------------------------------------------------
@@ -175,7 +171,7 @@ def test_a_healthy_change_costs_nothing(tmp_path, change, asks):
     change(run)
     healer = run.train(tmp_path, asks=asks)
     assert healer.rollbacks == 0
-    assert multiplier(healer) == 1.0
+    assert healer.metrics()["heal/lr_scale"] == 1.0
     assert not events(tmp_path, "lr")
 
 
@@ -291,7 +287,9 @@ def test_a_limit_holds_in_the_step_in_which_an_injected_schedule_jumps(eager):
     np.testing.assert_allclose(sizes, 0.1, rtol=1e-5)
 
 
-# -- averages, momentum encoders and teachers ------------------------------------------------------
+# -- averages, momentum encoders and teachers -----------------------------------------------------
+
+
 @jax.jit
 def averaged_step(state: Any, batch: Any) -> Any:
     teacher, params, average, opt = state
