@@ -336,12 +336,13 @@ def _like(value: Any, other: Any) -> Any:
     """Casts a Python number to the dtype that NumPy would use next to the other operand."""
     if not isinstance(value, int | float) or isinstance(value, np.generic):
         return value
+    kind: Any = type(other)
     fits = (
-        isinstance(other, np.float32)
-        or (isinstance(other, np.bool_) and isinstance(value, bool))
-        or (isinstance(other, np.integer) and isinstance(value, int) and abs(value) < 2**31)
+        kind is np.float32
+        or (kind is np.bool_ and isinstance(value, bool))
+        or (kind in (np.int32, np.int64) and isinstance(value, int) and abs(value) < 2**31)
     )
-    return type(other)(value) if fits else value
+    return kind(value) if fits else value
 
 
 def _with_slot(values: Any, slot: Any, value: Any) -> Any:

@@ -292,13 +292,10 @@ class Engine:
                 f"{saved!r:.40}, not {self.fingerprint!r}; load the state with its own policy, or "
                 "start from a fresh state, whose detectors warm up again"
             )
-        groups = data.get("groups")
-        is_number = isinstance(groups, int) and not isinstance(groups, bool)
-        if not is_number or not 0 <= groups <= _MAX_GROUPS:
-            raise StateError(
-                f"groups must be a number of tensors up to {_MAX_GROUPS}, got {groups!r}"
-            )
-        return from_plain(self.init(groups=groups), data.get("state"), "state")
+        count = data.get("groups")
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MAX_GROUPS:
+            raise StateError(f"groups must be a whole number up to {_MAX_GROUPS}, got {count!r}")
+        return from_plain(self.init(groups=count), data.get("state"), "state")
 
     @property
     def _clip_name(self) -> str | None:
