@@ -121,8 +121,8 @@ test-slow: $(VENV)/.test
 	@$(PYTEST) -m '(slow or hypothesis) and not stress' --hypothesis-profile='many cases' $(ARGS)
 
 # Tests that need no package of `dev`, then the smoke test of each extra.
-AT_LOWEST := tests/policy tests/jax/test_surface.py tests/jax/test_flax_nnx.py \
-  tests/jax/test_flax_linen.py tests/jax/driver/test_live_state.py \
+AT_LOWEST := tests/policy tests/jax/test_surface.py tests/jax/test_flax.py \
+  tests/jax/driver/test_live_state.py \
   tests/torch/test_losses.py tests/torch/test_grad_scaler.py tests/torch/test_battery.py \
   tests/torch/store/test_state.py tests/torch/driver/test_rollback.py \
   tests/runtime/store/test_memory.py tests/healer/test_loss_fn.py tests/tools/traces \

@@ -12,7 +12,7 @@ from typing import Any
 PROVIDED = {
     "driver": {
         "torch": "healcore.torch.driver:TorchDriver",
-        "jax": "healcore.jax.driver:JaxDriver",
+        "jax": "healcore.jax.driver.driver:JaxDriver",
     },
     "plain_values": {
         "torch": "healcore.torch.plain_values",

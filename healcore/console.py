@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from healcore.core.printable import clean
+from healcore.core.errors import clean
 
 Console = bool | Literal["auto"]
 """Whether healcore prints its lines itself.

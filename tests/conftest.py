@@ -123,7 +123,7 @@ SLOW = (
     # About our own oracles, benchmarks, examples and limits.
     "tests/benchmarks/test_gpu_kit.py",
     "tests/benchmarks/test_healbench_jax.py",
-    "tests/core/test_escape.py::test_clipping_is_back_at_its_usual_amount",
+    "tests/core/test_clipping.py::test_clipping_is_back_at_its_usual_amount",
     "tests/core/test_planted_errors.py",
     "tests/tools/test_demo.py",
     "tests/examples/test_healers.py::test_memory",
@@ -140,11 +140,17 @@ SLOW = (
     "tests/healer/test_jax_loops.py",
     "tests/healer/test_lost_disks.py",
     "tests/healer/test_slow_disks.py",
-    "tests/jax/driver/test_damage_or_data.py",
+    *(
+        f"tests/jax/driver/test_comparison.py::test_{test}"
+        for test in ("damaged", "a_healthy", "steps", "every", "objects", "the_l", "a_l")
+    ),
     "tests/jax/driver/test_lr_survives.py",
     "tests/jax/test_battery.py::test_converges_inside_scan",
     "tests/jax/test_battery.py::test_multisteps_called_directly",
-    "tests/jax/test_policies_that_differ.py",
+    *(
+        f"tests/jax/test_opt_state.py::test_{test}"
+        for test in ("a_state_of_another", "moments", "a_state_without", "a_forgotten", "a_loss")
+    ),
     "tests/jax/test_skip_exact.py::test_eager_steps_are_as_exact",
     "tests/tools/probe/test_optimizer_jax.py",
     "tests/torch/test_compile.py",

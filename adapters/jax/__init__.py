@@ -20,9 +20,7 @@ require("jax", "jax", "optax")
 from healcore.jax.commit import commit  # noqa: E402
 from healcore.jax.heal_state import HealState, HealStateError  # noqa: E402
 from healcore.jax.opt_state import (  # noqa: E402
-    expect_change,
     from_dict,
-    gradient_norms,
     last_decision,
     metrics,
     to_dict,
@@ -40,9 +38,7 @@ __all__ = [
     "HealStateError",
     "OrbaxStore",
     "commit",
-    "expect_change",
     "from_dict",
-    "gradient_norms",
     "heal",
     "heal_zclip",
     "last_decision",

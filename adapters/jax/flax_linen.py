@@ -76,7 +76,8 @@ class HealTrainState(train_state.TrainState):
         # special cases (fp8 parameters are overwritten by their gradient).
         bound = self.replace(tx=optax.GradientTransformation(tx.init, update))
         new: Any = train_state.TrainState.apply_gradients(bound, grads=grads, **fields)
-        names = ["step", "params", *(name for name in fields if name in _array_fields(self))]
+        arrays = {f.name for f in dataclasses.fields(self) if f.metadata.get("pytree_node", True)}
+        names = ["step", "params", *(name for name in fields if name in arrays)]
         after = {name: getattr(new, name) for name in names}
         before = {name: getattr(self, name) for name in names}
         kept = commit(last_decision(new.opt_state).skip, before, after)
@@ -95,7 +96,3 @@ def _is_key(leaf: Any) -> bool:
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return dtype is not None
     return dtype == jnp.uint32 and jnp.shape(leaf)[-1:] in _RAW_KEYS
-
-
-def _array_fields(state: Any) -> set[str]:
-    return {f.name for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)}

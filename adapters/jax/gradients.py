@@ -22,27 +22,22 @@ Result = TypeVar("Result")
 Tree = TypeVar("Tree")
 
 
-def standard_promotion(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Runs a function under the standard promotion of dtypes, whatever the user has set.
-
-    Under ``jax_numpy_dtype_promotion="strict"`` a sum of a bool and an int32 raises.
-    """
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-        with jax.numpy_dtype_promotion("standard"):
-            return function(*args, **kwargs)
-
-    return call
-
-
 def compiled(function: Callable[P, Result], *, static: tuple[int, ...] = ()) -> Callable[P, Result]:
     """Compiles a function as one call; inside `jit` its operations are inlined.
 
     Outside of `jit`, JAX would dispatch each operation separately, which takes about 20 times as
-    long. `static` has the positions of arguments that are hashable values instead of pytrees.
+    long. The function runs under the standard promotion of dtypes, because under the user's
+    ``jax_numpy_dtype_promotion="strict"`` a sum of a bool and an int32 raises. `static` has the
+    positions of arguments that are hashable values instead of pytrees.
     """
-    return standard_promotion(jax.jit(function, static_argnums=static, inline=True))
+    jitted = jax.jit(function, static_argnums=static, inline=True)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+        with jax.numpy_dtype_promotion("standard"):
+            return jitted(*args, **kwargs)
+
+    return call
 
 
 def is_gradient(leaf: Any) -> bool:

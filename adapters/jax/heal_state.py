@@ -154,11 +154,6 @@ def with_engine_state(state: HealState, new: EngineState) -> HealState:
     )
 
 
-def last_decision(state: HealState) -> Decision:
-    """The decision of the last step, in 0-d arrays; neutral before the first step."""
-    return Decision(*(state.heal_decision.get(f"heal_{name}") for name in Decision._fields))
-
-
 def with_change_expected(state: HealState) -> HealState:
     """Opens the engine's grace window at the next step."""
     return _with_number(state, _CHANGE_EXPECTED, 1)
@@ -198,8 +193,12 @@ def _pack(numbers: Iterable[Any]) -> Any:
     XLA compiles a concatenation as one kernel per number, and a chain of selects as one kernel,
     which takes half of the time to compile the step of a small model.
     """
-    parts = [_bits(each).reshape(-1) for each in numbers]
-    if all(map(_is_host, parts)):
+    parts = []
+    for each in numbers:
+        is_float = jnp.issubdtype(each.dtype, jnp.floating)
+        bits = each.astype(np.float32).view(np.int32) if is_float else each.astype(np.int32)
+        parts.append(bits.reshape(-1))
+    if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate(parts)
     found = []
     for is_scalar, group in itertools.groupby(parts, lambda part: part.size == 1):
@@ -215,17 +214,6 @@ def _pack(numbers: Iterable[Any]) -> Any:
     return jnp.concatenate(found)
 
 
-def _bits(leaf: Any) -> Any:
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf.astype(np.int32)
-    leaf = leaf.astype(np.float32)
-    return leaf.view(np.int32) if _is_host(leaf) else lax.bitcast_convert_type(leaf, jnp.int32)
-
-
-def _is_host(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray | np.generic)
-
-
 def _unpack(engine: Engine, state: HealState) -> EngineState:
     found, start, vector = [], _STEP, state.heal_engine
     leaves, structure = jax.tree.flatten(engine.init(groups=_groups(state) or 0))
@@ -239,11 +227,7 @@ def _unpack(engine: Engine, state: HealState) -> EngineState:
 def _value(bits: Any, dtype: Any) -> Any:
     if dtype == np.bool_:
         return bits != 0
-    if dtype != np.float32:
-        return bits
-    if _is_host(bits):
-        return bits.view(np.float32)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    return bits.view(np.float32) if dtype == np.float32 else bits
 
 
 @jax.jit
@@ -267,11 +251,6 @@ def metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
 def _row(new: EngineState) -> Any:
     """The row of the last step: numbers as `step_record.FIELDS`, then the counts of its `Tally`."""
     return _pack((*step_record.numbers(new), *new.tally))
-
-
-def to_record(row: np.ndarray, engine: str) -> step_record.StepRecord:
-    """The StepRecord in a row. `engine` is the engine's name."""
-    return step_record.unpack(row[:_FLOATS], engine)
 
 
 # -- the policy of a state ----------------------------------------------------------------------
@@ -349,25 +328,27 @@ def find(opt_state: Any) -> HealState:
     )
 
 
-def replace(opt_state: Tree, new: HealState) -> Tree:
-    """Replaces the HealState in an optimizer state. Raises HealStateError like `find`."""
-    find(opt_state)
-    return map_nodes(HealState, lambda _: new, opt_state)
+Kind = type | tuple[type, ...] | Callable[[Any], bool]
+"""A class, a tuple of classes, or a predicate of nodes."""
 
 
-def nodes(kind: Any, tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """The path and node of every instance of `kind`, a class or tuple of classes, in a tree."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
-    return [(path, node) for path, node in found if isinstance(node, kind)]
+def nodes(kind: Kind, tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The path and node of every node of a kind in a tree."""
+    matches = _matching(kind)
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)
+    return [(path, node) for path, node in found if matches(node)]
 
 
-def map_nodes(kind: Any, fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Replaces every instance of `kind`, a class or tuple of classes, by the result of `fn`."""
-    return jax.tree.map(
-        lambda node: fn(node) if isinstance(node, kind) else node,
-        tree,
-        is_leaf=lambda node: isinstance(node, kind),
-    )
+def map_nodes(kind: Kind, fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Replaces every node of a kind by the result of `fn`."""
+    matches = _matching(kind)
+    return jax.tree.map(lambda node: fn(node) if matches(node) else node, tree, is_leaf=matches)
+
+
+def _matching(kind: Any) -> Callable[[Any], bool]:
+    if isinstance(kind, type | tuple):
+        return lambda node: isinstance(node, kind)
+    return kind
 
 
 def at(root: Any, path: tuple[Any, ...]) -> Any:

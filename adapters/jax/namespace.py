@@ -9,13 +9,7 @@ from jax import lax
 
 float32, int32, bool = jnp.float32, jnp.int32, jnp.bool_
 arange, cumsum, asarray = jnp.arange, jnp.cumsum, jnp.asarray
-isfinite, abs, sqrt, sum, astype = (
-    jnp.isfinite,
-    jnp.abs,
-    jnp.sqrt,
-    jnp.sum,
-    jnp.astype,
-)
+isfinite, abs, sqrt, sum, astype = jnp.isfinite, jnp.abs, jnp.sqrt, jnp.sum, jnp.astype
 
 _BEYOND = 1_000_003
 """A divisor above every shared value. XLA would turn a power of two into a cheap mask."""

@@ -11,19 +11,16 @@ from typing import Any, TypeVar
 
 import jax
 import jax.export
-import jax.numpy as jnp
 import optax
 
 from healcore.core.verdict import Decision
 from healcore.jax import heal_state
-from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
     HealStateError,
     engine_state,
     find,
     map_nodes,
-    replace,
     with_engine_state,
 )
 from healcore.jax.optax_states import ScaleByHealLrState
@@ -63,7 +60,8 @@ def last_decision(opt_state: optax.OptState) -> Decision:
     Raises:
         HealStateError: the state contains no healing state, or more than one.
     """
-    return heal_state.last_decision(find(opt_state))
+    made = find(opt_state).heal_decision
+    return Decision(*(made.get(f"heal_{name}") for name in Decision._fields))
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -81,38 +79,6 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     """
     state = find(opt_state)
     return heal_state.metrics(state.heal_engine, state.heal_records)
-
-
-def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, jax.Array]:
-    """Returns the norm of each parameter's gradient at the last step, before clipping.
-
-    The step computes these norms for its decision, so they add no cost.
-
-        logger.log({f"grad_norm/{name}": float(norm) for name, norm in norms.items()})
-
-    Args:
-        opt_state: as in `last_decision`.
-        params: the parameters, or any tree of their structure. Only their names are used.
-
-    Returns:
-        ``"params/Dense_0/kernel"`` -> L2 norm, float32 0-d. Zeros before the first step, and
-        while the caller passes `grad_norm`. 0 for a parameter that the optimizer freezes.
-
-    Raises:
-        HealStateError: as in `last_decision`, or the number of floating tensors in `params` differs
-            from the number of gradients.
-    """
-    norms = jnp.unstack(find(opt_state).heal_leaf_norms)
-    paths = [
-        path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_gradient(leaf)
-    ]
-    if len(paths) != len(norms):
-        raise HealStateError(
-            f"the last step had {len(norms)} gradients, and params has {len(paths)} floating "
-            "tensors: pass the tree that was passed to tx.init"
-        )
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-    return dict(zip(names, norms, strict=True))
 
 
 # -- the engine's state -------------------------------------------------------------------------
@@ -150,16 +116,7 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
     old = find(opt_state)
     engine_state(engine, old)  # raises for another policy
     new = with_engine_state(old, engine.from_dict(data))
-    return replace(opt_state, new)
-
-
-def expect_change(opt_state: State) -> State:
-    """Opens the grace window at the next step, where LR, batch, data or weights will change.
-
-    Equivalent to ``change_expected=True`` in the next call of `update`. Raises HealStateError like
-    `last_decision`.
-    """
-    return replace(opt_state, heal_state.with_change_expected(find(opt_state)))
+    return map_nodes(HealState, lambda _: new, opt_state)
 
 
 # -- conversion to and from plain optax ---------------------------------------------------------
@@ -176,12 +133,12 @@ def without_heal_state(state: PyTree) -> PyTree:
 
     `state` is any pytree, such as a train state.
     """
-    return map_nodes(_HEALING, _bare, state)
 
+    def bare(node: Any) -> Any:
+        is_wrapper = isinstance(node, ProtectState)
+        return without_heal_state(node.inner_state) if is_wrapper else optax.EmptyState()
 
-def _bare(node: Any) -> Any:
-    is_wrapper = isinstance(node, ProtectState)
-    return without_heal_state(node.inner_state) if is_wrapper else optax.EmptyState()
+    return map_nodes(_HEALING, bare, state)
 
 
 def with_heal_state(bare: PyTree, like: State) -> State:
@@ -205,17 +162,30 @@ def with_heal_state(bare: PyTree, like: State) -> State:
     Raises:
         HealStateError: `bare` has another structure.
     """
-    bare = _member_like(without_heal_state(like), bare)
-    nodes, structure = jax.tree.flatten(like, is_leaf=lambda node: isinstance(node, _HEALING))
-    try:
-        parts = structure.flatten_up_to(bare)
-    except ValueError:
+    wanted = without_heal_state(like)
+    structure = jax.tree.structure(wanted)
+
+    def fits(node: Any) -> bool:
+        return jax.tree.structure(node) == structure
+
+    members = jax.tree.leaves(bare, is_leaf=fits)
+    if not fits(bare) and (len(members) != 1 or not fits(members[0])):
         raise HealStateError(
             "this state does not have the structure of without_heal_state(like): "
-            f"{_differences(bare, without_heal_state(like))}. Pass a state of the same model and "
-            "optimizer; a checkpoint restored without a target has dicts instead of optax's states"
-        ) from None
-    return structure.unflatten(map(_insert_heal_state, parts, nodes))
+            f"{_differences(bare, wanted)}. Pass a state of the same model and optimizer; a "
+            "checkpoint restored without a target has dicts instead of optax's states"
+        )
+    leaves = iter(jax.tree.leaves(bare))
+
+    def filled(node: Any) -> Any:
+        if isinstance(node, ProtectState):
+            return node._replace(inner_state=walk(node.inner_state))
+        return node if isinstance(node, _HEALING) else next(leaves)
+
+    def walk(tree: Any) -> Any:
+        return jax.tree.map(filled, tree, is_leaf=lambda node: isinstance(node, _HEALING))
+
+    return walk(like)
 
 
 def _differences(tree: Any, wanted: Any) -> str:
@@ -227,21 +197,3 @@ def _differences(tree: Any, wanted: Any) -> str:
         only = [path for path in paths if path not in others]
         parts += [f"{who} {', '.join(only[:3])}"] if only else []
     return "; ".join(parts) or "the arrays have the same paths in other types of nodes"
-
-
-def _member_like(wanted: Any, tree: Any) -> Any:
-    """The member of a chain with the structure of `wanted`, if the others are stateless."""
-    structure = jax.tree.structure(wanted)
-
-    def fits(node: Any) -> bool:
-        return jax.tree.structure(node) == structure
-
-    nodes = jax.tree.leaves(tree, is_leaf=fits)
-    return nodes[0] if len(nodes) == 1 and fits(nodes[0]) else tree
-
-
-def _insert_heal_state(bare: Any, node: Any) -> Any:
-    """Inserts the healing state of `node` into the leaf or subtree `bare` at the same position."""
-    if isinstance(node, ProtectState):
-        return node._replace(inner_state=with_heal_state(bare, node.inner_state))
-    return node if isinstance(node, _HEALING) else bare

@@ -151,8 +151,8 @@ def check_second_iterates(opt_state: Any, cut: str) -> None:
         # With opaque_mode SAM has no cache, and only moves the parameters.
         return _is_listed(_SECOND_ITERATES, node) and getattr(node, "cache", ()) is not None
 
-    for place, node in tree_leaves_with_path(opt_state, is_leaf=has_second_iterate):
-        if not has_second_iterate(node) or has_lr_scale(tuple(node)):
+    for place, node in nodes(has_second_iterate, opt_state):
+        if has_lr_scale(tuple(node)):
             continue
         kind = type(node).__name__
         raise HealStateError(
@@ -197,23 +197,22 @@ def has_injected_schedule(tree: Any) -> bool:
 def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
     """Applies `zeroed` to each moment and each count of a bias correction, not to schedules."""
 
-    def has_moments(node: Any) -> bool:
-        return _is_listed(_MOMENTS, node)
-
     def reset(node: Any) -> Any:
-        if not has_moments(node):
-            return node
         fields = {name: getattr(node, name) for name in _MOMENTS[type(node).__name__]}
         return node._replace(**jax.tree.map(zeroed, fields))
 
-    return jax.tree.map(reset, tree, is_leaf=has_moments)
+    return map_nodes(_has_moments, reset, tree)
+
+
+def _has_moments(node: Any) -> bool:
+    return _is_listed(_MOMENTS, node)
 
 
 def moments_obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:
     """Reason why moments cannot be reset, or an empty string. `engines`: paths of HealStates."""
 
     def is_known(node: Any) -> bool:
-        return _is_listed(_MOMENTS, node) or isinstance(node, HealState | ScaleByHealLrState)
+        return _has_moments(node) or isinstance(node, HealState | ScaleByHealLrState)
 
     for path in engines:
         for place, node in tree_leaves_with_path(at(tree, path[:-1]), is_leaf=is_known):

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from healcore.core import host, step_record
-from healcore.core.clipping.autoclip import EDGES
+from healcore.core import step_record
+from healcore.core.clipping.global_norm import EDGES
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.numerics import LARGEST
 from healcore.core.recorded import record
@@ -143,7 +143,7 @@ class HostEngine(_StatefulEngine):
     name = "host"
 
     def __init__(self, engine: Engine, groups: int) -> None:
-        super().__init__(engine, groups, xp=host, place=lambda leaf: leaf[()])  # 0-d: scalars
+        super().__init__(engine, groups, xp=np, place=lambda leaf: leaf[()])  # 0-d: scalars
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         """Number of parameters, and whether each signal is absent -> the recorded step."""
 

@@ -1,8 +1,15 @@
-"""Base class of all exceptions that healcore raises, and the errors of its adapters."""
+"""Base class of all exceptions that healcore raises, the errors of its adapters, and `clean`.
+
+Messages may quote names from untrusted files, whose escape sequences a terminal would execute: they
+set the window's title, hide a line or write to the clipboard. A direction override shows the text
+in another order. `clean` escapes all of these.
+"""
 
 from __future__ import annotations
 
-from healcore.core.printable import clean
+import json
+import unicodedata
+from collections.abc import Callable
 
 
 class HealcoreError(BaseException):
@@ -34,3 +41,34 @@ class ParametersChangedError(HealcoreError, RuntimeError):
 
 class RanksDisagreeError(HealcoreError, RuntimeError):
     """The ranks of one run have decided differently. The current step was not taken."""
+
+
+def clean(text: str, keep: str = "\n\t") -> str:
+    r"""Escapes all characters except printable ones, spaces and those in `keep`.
+
+    Control characters (ESC, C1), direction overrides and invisible characters become `\x1b` or
+    `\u202e`, as in TOML and Python. Pass `keep=""` for names, which have one line.
+    """
+    return _clean(text, keep, _escape)
+
+
+def clean_json(text: str) -> str:
+    """Escapes the same characters in a JSON document without changing its content."""
+    return _clean(text, "\n", lambda each: json.dumps(each)[1:-1])
+
+
+def _clean(text: str, keep: str, escape: Callable[[str], str]) -> str:
+    if text.isascii() and text.isprintable():
+        return text
+    spaces = {char for char in text if unicodedata.category(char) == "Zs"}
+    return "".join(
+        char if char.isprintable() or char in spaces or char in keep else escape(char)
+        for char in text
+    )
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    if code < 0x80:  # includes \t and \n
+        return char.encode("unicode_escape").decode()
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

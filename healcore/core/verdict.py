@@ -43,15 +43,9 @@ class Action(enum.IntFlag):
     """The LR multiplier was cut at this step; `Decision.lr_scale` includes the cut."""
 
 
-def names(flags: int) -> list[str]:
+def names(flags: enum.IntFlag) -> list[str]:
     """Names of the set flags, lowest bit first: ``names(Cause(12)) == ["GRAD_SPIKE", ...]``."""
-    kind = type(flags) if isinstance(flags, enum.IntFlag) else None
-    if kind is None:
-        raise TypeError(
-            f"names() takes a Cause or an Action, got {type(flags).__name__}: "
-            f"wrap the number, as in names(Cause({flags!r}))"
-        )
-    return [member.name for member in kind if member.name and member & flags]
+    return [member.name for member in type(flags) if member.name and member & flags]
 
 
 def flag(condition: Any, flags: int, *, xp: Any) -> Any:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from healcore.core.errors import HealcoreError
-from healcore.core.printable import clean, clean_json
+from healcore.core.errors import HealcoreError, clean, clean_json
 
 if TYPE_CHECKING:  # a local import, so that other commands start fast
     from rich.console import Console

@@ -1,9 +1,6 @@
-"""Heals a run with a `loss_fn` over all devices of a program; prints a JSON line for each run.
+"""Heals a run with a `loss_fn` over all devices of a program, on the same global batches.
 
-python -m tests.jax.compared_processes PROCESS WORLD PORT DEVICES FAULTS...
-
-As one process of several with a device each, or as one process with `DEVICES`. All train on the
-same global batches.
+`run` is a scenario of `processes`: of several with a device each, or of one with several devices.
 """
 
 # optax types arrays as a union of many kinds.
@@ -11,15 +8,13 @@ same global batches.
 
 from __future__ import annotations
 
-import faulthandler
-import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -27,12 +22,9 @@ import healcore
 from healcore.jax import protect
 from healcore.jax.store import MemoryStore
 from healcore.runtime.store import Keep
-from tests.jax.processes import begin, join, report
 from tests.jax.trained_together import placed, whole
 from tests.torch.compared_ranks import watched
 
-SECONDS = 300
-"""After which processes that wait for each other show where, and end."""
 STEPS, FAULT, SAVE_EVERY, ROWS = 110, 65, 20, 16
 RATE, JUMP = 1e-2, 100.0
 FAULTS = ("damage", "rate", "healthy")
@@ -53,8 +45,9 @@ def global_rows(fault: str, step: int) -> np.ndarray:
     return np.concatenate([x, 10.0 * y if fault == "healthy" and step >= FAULT else y], 1)
 
 
-def run(fault: str) -> dict[str, Any]:
+def run(root: Path, fault: str) -> dict[str, Any]:
     """One healed run with a fault at step `FAULT`."""
+    del root
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     draw = np.random.default_rng(0)
     shapes = {"w1": (8, 16), "w2": (16, 16), "w3": (16, 1)}
@@ -113,19 +106,3 @@ def run(fault: str) -> dict[str, Any]:
         "lr_scale": float(scale),
         "norm": float(np.sqrt(sum(np.square(each).sum() for each in held))),
     }
-
-
-def main(process: int, world: int, port: str, devices: int, faults: list[str]) -> None:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    if world > 1:
-        join(process, world, port)
-    else:
-        begin(devices)
-    for fault in faults:
-        report(fault, run(fault))
-    if world > 1:
-        multihost_utils.sync_global_devices("end")  # the first to end would end the other
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5:])

@@ -1,19 +1,12 @@
 """Runs one transformation in every control flow of JAX, and with a sharded state.
 
-``python -m tests.jax.control_flow protect`` prints a line per flow. XLA can abort the process.
+`run` is a scenario of `processes`: XLA can abort the process.
 """
 
 # optax types every tree as the union of all trees, so that no leaf has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 
-import os
-import sys
 from typing import Any
-
-# Most of the time goes into compiling, so with little care.
-os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=4"
-)
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +35,9 @@ def loss_fn(params: Any) -> jax.Array:
     return jnp.sum(params["w"] ** 2) + jnp.sum((params["b"] - 1) ** 2)
 
 
-def main(name: str) -> None:
+def run(root: Any, name: str) -> None:
     """Compares each flow with a loop of Python; step 1 has a NaN gradient."""
+    del root
     tx = TRANSFORMATIONS[name]()
 
     def step(carry: Any) -> Any:
@@ -78,15 +72,14 @@ def main(name: str) -> None:
     start = (PARAMS, tx.init(PARAMS), jnp.int32(0))
     wanted = step(step(step(start)))
 
-    def report(flow: str, found: Any) -> None:
+    def check(flow: str, found: Any) -> None:
         same = jax.tree.map(
             lambda a, b: np.allclose(a, b, 1e-5, 1e-5, equal_nan=True), found[0], wanted[0]
         )
         assert all(jax.tree.leaves(same)), flow
-        print(flow, flush=True)
 
-    for flow, run in flows.items():
-        report(flow, jax.jit(run)(start))
+    for flow, function in flows.items():
+        check(flow, jax.jit(function)(start))
 
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
@@ -101,8 +94,4 @@ def main(name: str) -> None:
     split = [each for each in jax.tree.leaves(shardings[1]) if any(each.spec)]
     assert split, "no leaf of the healing state is sharded"
     compiled = jax.jit(step, in_shardings=(shardings,), out_shardings=shardings)
-    report("sharded", compiled(compiled(compiled(jax.device_put(start, shardings)))))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    check("sharded", compiled(compiled(compiled(jax.device_put(start, shardings)))))

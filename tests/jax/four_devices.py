@@ -1,4 +1,4 @@
-"""Steps inside shard_map over four devices; run by test_signals.py, prints what each device did."""
+"""Steps inside shard_map over four devices: `check` is a scenario of `processes`."""
 
 # optax types arrays as a union of many kinds.
 # pyright: reportArgumentType=false, reportIndexIssue=false
@@ -6,13 +6,7 @@
 from __future__ import annotations
 
 import functools
-import os
-
-# Most of the time goes into compiling, so with little care.
-os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=4"
-)
-os.environ["JAX_PLATFORMS"] = "cpu"
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,56 +77,58 @@ def same(found, name):
 
 BAD_LOSS = (GOOD[0], np.asarray([0.0, np.nan, 0.0, 0.0]))
 
-for name, make in OPTIMIZERS.items():
-    for split in (False, True):
-        run = compiled(make, split=split)
-        good = run(GOOD, GOOD)
-        norm = float(np.linalg.norm(GOOD[0]))
-        np.testing.assert_allclose(same(good, "heal/grad_norm"), norm, rtol=1e-5)
-        np.testing.assert_allclose(same(good, "norm"), norm, rtol=1e-5)
-        assert same(good, "heal/loss") == 1.5
-        assert not same(good, "skip")
-        assert (good["second"] < good["first"]).all()
-        for batch in [BAD_LOSS] + ([(HALF_BAD, GOOD[1])] if split else []):
-            found = run(GOOD, batch)
-            assert same(found, "skip"), name
-            assert same(found, "heal/steps") == 2
-            np.testing.assert_array_equal(found["second"], found["first"])
-        if split and name == "heal_zclip":  # in parts, above the limit only as a whole
-            clipped = run((np.full(8, 0.5), GOOD[1]), GOOD)["first"]
-            np.testing.assert_allclose(clipped, 1 - 0.1 * 0.5 / np.sqrt(2.0), rtol=1e-5)
 
-# Each tensor clipped by its own norm.
-run = compiled(lambda **o: heal(policies.ADAGC, **o), split=True)
-np.testing.assert_allclose(same(run(GOOD, GOOD), "norm"), norm, rtol=1e-5)
-assert same(run(GOOD, (HALF_BAD, GOOD[1])), "skip")
+def check(root: Any) -> None:
+    """Every device holds the same."""
+    del root
+    for name, make in OPTIMIZERS.items():
+        for split in (False, True):
+            run = compiled(make, split=split)
+            good = run(GOOD, GOOD)
+            norm = float(np.linalg.norm(GOOD[0]))
+            np.testing.assert_allclose(same(good, "heal/grad_norm"), norm, rtol=1e-5)
+            np.testing.assert_allclose(same(good, "norm"), norm, rtol=1e-5)
+            assert same(good, "heal/loss") == 1.5
+            assert not same(good, "skip")
+            assert (good["second"] < good["first"]).all()
+            for batch in [BAD_LOSS] + ([(HALF_BAD, GOOD[1])] if split else []):
+                found = run(GOOD, batch)
+                assert same(found, "skip"), name
+                assert same(found, "heal/steps") == 2
+                np.testing.assert_array_equal(found["second"], found["first"])
+            if split and name == "heal_zclip":  # in parts, above the limit only as a whole
+                clipped = run((np.full(8, 0.5), GOOD[1]), GOOD)["first"]
+                np.testing.assert_allclose(clipped, 1 - 0.1 * 0.5 / np.sqrt(2.0), rtol=1e-5)
 
-# With check_vma, jax's default, just the same; and what it is without an axis.
-checked = compiled(OPTIMIZERS["protect"], split=True, check=True)(GOOD, BAD_LOSS)
-assert same(checked, "skip")
-alone = compiled(lambda **o: protect(optax.sgd(0.1), policies.ZCLIP), split=False)
-assert alone(GOOD, BAD_LOSS)["skip"].tolist() == [False, True, False, False]
+    # Each tensor clipped by its own norm.
+    run = compiled(lambda **o: heal(policies.ADAGC, **o), split=True)
+    np.testing.assert_allclose(same(run(GOOD, GOOD), "norm"), norm, rtol=1e-5)
+    assert same(run(GOOD, (HALF_BAD, GOOD[1])), "skip")
 
-# A fresh state lies on the parameters' mesh: a step is traced once.
-for kind in (AxisType.Auto, AxisType.Explicit):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    params = jax.device_put(jnp.ones((8, 4)), jax.sharding.NamedSharding(mesh, SPLIT))
-    for tx in (
-        protect(optax.noisy_sgd(0.1, key=jax.random.key(0)), policies.ADAGC),
-        protect(optax.adam(0.1), policies.BOTH),
-        optax.chain(heal_zclip(), optax.sgd(0.1), scale_by_heal_lr()),
-    ):
-        traced = []
+    # With check_vma, jax's default, just the same; and what it is without an axis.
+    checked = compiled(OPTIMIZERS["protect"], split=True, check=True)(GOOD, BAD_LOSS)
+    assert same(checked, "skip")
+    alone = compiled(lambda **o: protect(optax.sgd(0.1), policies.ZCLIP), split=False)
+    assert alone(GOOD, BAD_LOSS)["skip"].tolist() == [False, True, False, False]
 
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def step(params, state, tx=tx, traced=traced):
-            traced.append(True)
-            updates, state = tx.update(params, state, params, value=jnp.sum(params))
-            return optax.apply_updates(params, updates), state
+    # A fresh state lies on the parameters' mesh: a step is traced once.
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+        params = jax.device_put(jnp.ones((8, 4)), jax.sharding.NamedSharding(mesh, SPLIT))
+        for tx in (
+            protect(optax.noisy_sgd(0.1, key=jax.random.key(0)), policies.ADAGC),
+            protect(optax.adam(0.1), policies.BOTH),
+            optax.chain(heal_zclip(), optax.sgd(0.1), scale_by_heal_lr()),
+        ):
+            traced = []
 
-        moved, state = jax.tree.map(jnp.copy, params), tx.init(params)
-        for _ in range(3):
-            moved, state = step(moved, state)
-        assert len(traced) == 1, kind
+            @functools.partial(jax.jit, donate_argnums=(0, 1))
+            def step(params, state, tx=tx, traced=traced):
+                traced.append(True)
+                updates, state = tx.update(params, state, params, value=jnp.sum(params))
+                return optax.apply_updates(params, updates), state
 
-print("fine")
+            moved, state = jax.tree.map(jnp.copy, params), tx.init(params)
+            for _ in range(3):
+                moved, state = step(moved, state)
+            assert len(traced) == 1, kind

@@ -1,15 +1,20 @@
-"""The processes of one `jax.distributed` program on this machine, for tests.
+"""The processes of one `jax.distributed` program on this machine: scenarios are functions.
 
-Each begins with `join`, and prints a JSON pair for each case: its name and what this process saw.
-Many cases share one program, because starting it costs more than they do.
+    python -m tests.jax.processes PROCESS WORLD PORT DEVICES ROOT SCENARIO...
+
+A scenario is `module:function`, or `module:function:argument`, of a module of this folder. The
+function takes the folder ROOT and the argument. Each process prints a JSON pair for each scenario:
+its name and what this process saw. Many share one program, because starting it costs more.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,9 @@ import pytest
 from jax.experimental import multihost_utils
 
 from tests.torch.forked_ranks import run_ranks
+
+SECONDS = 900
+"""After which processes that wait for each other show where, and end."""
 
 
 def begin(devices: int = 1) -> None:
@@ -40,11 +48,6 @@ def join(process: int, world: int, port: str, **options: Any) -> None:
     multihost_utils.sync_global_devices("start")
 
 
-def report(case: str, outcome: Any) -> None:
-    """Prints what this process saw in a case."""
-    print(json.dumps([case, outcome]), flush=True)
-
-
 def free_port() -> str:
     """A port for the coordination service."""
     with socket.socket() as found:
@@ -53,21 +56,39 @@ def free_port() -> str:
 
 
 class Program:
-    """What each process of a program wrote, case by case.
+    """What each process of a program wrote, scenario by scenario."""
 
-    Runs `python -m MODULE PROCESS WORLD PORT ARGS...` as `world` processes.
-    """
-
-    def __init__(self, module: str, *args: Path | str, world: int, seconds: float) -> None:
+    def __init__(self, root: Path | str, *scenarios: str, world: int, devices: int = 1) -> None:
         jaxlib = importlib.import_module("jaxlib._jax")
         if world > 1 and not hasattr(jaxlib, "make_gloo_tcp_collectives"):
             pytest.skip("this jaxlib has no collectives of several processes on CPUs (gloo)")
-        found = run_ranks(module, str(world), free_port(), *args, world=world, seconds=seconds)
+        arguments = (str(world), free_port(), str(devices), root, *scenarios)
+        seconds = SECONDS + 60
+        found = run_ranks("tests.jax.processes", *arguments, world=world, seconds=seconds)
         self.errors = "\n".join(errors[-3000:] for _, errors in found)
         lines = [[line for line in out.splitlines() if line.startswith('["')] for out, _ in found]
         self._outcomes = [dict(map(json.loads, each)) for each in lines]
 
-    def of(self, case: str) -> list[Any]:
+    def of(self, scenario: str) -> list[Any]:
         """The outcome in each process."""
-        assert all(case in each for each in self._outcomes), self.errors
-        return [each[case] for each in self._outcomes]
+        assert all(scenario in each for each in self._outcomes), self.errors
+        return [each[scenario] for each in self._outcomes]
+
+
+def main(process: int, world: int, port: str, devices: int, root: Path, names: list[str]) -> None:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    if world > 1:
+        join(process, world, port)
+    else:
+        begin(devices)
+    for name in names:
+        module, function, *arguments = name.split(":")
+        scenario = getattr(importlib.import_module(f"tests.jax.{module}"), function)
+        print(json.dumps([name, scenario(root, *arguments)]), flush=True)
+    if world > 1:
+        multihost_utils.sync_global_devices("end")  # the first to end would end the others
+
+
+if __name__ == "__main__":
+    _, rank, ranks, service, each, folder, *scenarios = sys.argv
+    main(int(rank), int(ranks), service, int(each), Path(folder), scenarios)

@@ -175,18 +175,6 @@ def test_multisteps_called_directly(name, dtype):
     assert updates.dtype == dtype
 
 
-def test_multisteps_nested_in_a_chain_drops_the_loss_unless_wrapped():
-    inner = optax.MultiSteps(optax.chain(heal_zclip(), optax.sgd(1.0)), every_k_schedule=1)
-    wrapped = optax.GradientTransformationExtraArgs(inner.init, inner.update)
-    params, grads = jnp.ones(2), jnp.asarray([0.1, 0.1])
-    for tx, skips in ((inner, False), (wrapped, True)):
-        chain = optax.chain(optax.identity(), tx)
-        state = chain.init(params)
-        update = jax.jit(chain.update)
-        _, state = update(grads, state, params, value=jnp.float32(jnp.nan))
-        assert bool(last_decision(state).skip) is skips
-
-
 def test_a_bad_micro_batch_does_not_enter_the_accumulator_of_a_protected_multisteps():
     inner = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2)
     tx = protect(optax.GradientTransformationExtraArgs(inner.init, inner.update), policies.SKIP)
@@ -225,18 +213,6 @@ def test_multi_transform_heals_each_group_by_itself():
     assert updates["b"].tolist() == [0.0, 0.0]
     assert not bool(last_decision(state.inner_states["x"]).skip)
     assert bool(last_decision(state.inner_states["y"]).skip)
-
-
-@pytest.mark.parametrize("tx", [heal_zclip(), OPTIMIZERS["protect"]()], ids=["zclip", "protect"])
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_no_two_leaves_share_a_buffer(transform, tx):
-    _, state = transform(tx.update)(jnp.ones(3), tx.init(jnp.ones(3)), value=1.0)
-
-    def change(leaf):
-        return ~leaf if leaf.dtype == bool else leaf + 1
-
-    # Raises when one buffer is donated twice.
-    jax.jit(functools.partial(jax.tree.map, change), donate_argnums=0)(state)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64])

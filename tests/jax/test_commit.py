@@ -79,43 +79,17 @@ GRADS = jnp.asarray([1.0, -2.0])
 PARAMS = jnp.asarray([0.5, 0.25])
 
 
+VECTOR = jnp.asarray([3.0, -0.0])
+
+
 def momentum(g, s, p):
     new = 0.9 * s + g
     return -0.1 * new + 0.0 * p, new
 
 
-def the_update_is_the_state(g, s, p):
-    new = 0.9 * s + g
-    return new, new
-
-
-def passed_through(g, s, p):
-    return g, s
-
-
-def partly_passed_through(g, s, p):
-    return g, {"kept": s["kept"], "moved": s["moved"] + g}
-
-
-def swapped(g, s, p):
-    return g, (s[1], s[0])
-
-
-def takes_a_gradient_or_parameter(g, s, p):
-    return g, (g, p)
-
-
 def one_value_twice(g, s, p):
     new = s[0] + g
     return new, (new, new)
-
-
-def constants(g, s, p):
-    return g, (jnp.zeros(2), jnp.asarray([7.0, 8.0]), 3)
-
-
-def counts(g, s, p):
-    return g / (s + 1), s + 1
 
 
 def chained_leaves(g, s, p):
@@ -139,11 +113,6 @@ def inside_scan(g, s, p):
     return all_of_them.sum(0), new
 
 
-def inside_while(g, s, p):
-    new = jax.lax.while_loop(lambda c: c[0] < 10, lambda c: c + jnp.abs(g), s)
-    return new, new
-
-
 def random_key(g, s, p):
     key, sub = jax.random.split(s)
     return g + jax.random.normal(sub, (2,)), key
@@ -157,52 +126,54 @@ def _smooth(x):
 _smooth.defjvp(lambda x, t: (_smooth(x[0]), t[0]))
 
 
-def custom_rule(g, s, p):
-    new = _smooth(s + g)
-    return new, new
-
-
-def precision_changes_on_the_way(g, s, p):
+def narrowed(g, s, p):
     new = (0.9 * s.astype(jnp.float32) + g).astype(jnp.bfloat16)
     return new.astype(jnp.float32), new
 
 
-def a_wider_dtype(g, s, p):
-    new = s.astype(jnp.float32) * 0.9 + g
-    return new, new
+def twice(update):
+    """The new state is the update too."""
+    return lambda g, s, p: (update(g, s),) * 2
 
 
-def two_equal_scalars(g, s, p):
-    return g, (s[0] + 1, s[1] + 1)
+PAIR = (VECTOR, 2 * VECTOR)
+CASES = {
+    "momentum": (momentum, VECTOR),
+    "the update is the state": (twice(lambda g, s: 0.9 * s + g), VECTOR),
+    "passed through": (lambda g, s, p: (g, s), VECTOR),
+    "partly passed through": (
+        lambda g, s, p: (g, {"kept": s["kept"], "moved": s["moved"] + g}),
+        {"kept": VECTOR, "moved": VECTOR},
+    ),
+    "swapped": (lambda g, s, p: (g, (s[1], s[0])), PAIR),
+    "takes a gradient or parameter": (lambda g, s, p: (g, (g, p)), PAIR),
+    "one value twice": (one_value_twice, PAIR),
+    "constants": (
+        lambda g, s, p: (g, (jnp.zeros(2), jnp.asarray([7.0, 8.0]), 3)),
+        (VECTOR, VECTOR, jnp.asarray(5)),
+    ),
+    "counts": (lambda g, s, p: (g / (s + 1), s + 1), jnp.asarray(4, jnp.int32)),
+    "chained leaves": (chained_leaves, PAIR),
+    "inside jit": (inside_jit, VECTOR),
+    "inside cond": (inside_cond, VECTOR),
+    "inside scan": (inside_scan, VECTOR),
+    "inside while": (
+        twice(lambda g, s: jax.lax.while_loop(lambda c: c[0] < 10, lambda c: c + jnp.abs(g), s)),
+        VECTOR,
+    ),
+    "random key": (random_key, jax.random.key(1)),
+    "custom rule": (twice(lambda g, s: _smooth(s + g)), VECTOR),
+    "precision changes on the way": (narrowed, VECTOR.astype(jnp.bfloat16)),
+    "two equal scalars": (
+        lambda g, s, p: (g, (s[0] + 1, s[1] + 1)),
+        (jnp.asarray(1), jnp.asarray(1)),
+    ),
+    "no leaves": (lambda g, s, p: (g, s), ()),
+    "none": (lambda g, s, p: (g, None), None),
+}
 
 
-VECTOR = jnp.asarray([3.0, -0.0])
-CASES = [
-    (momentum, VECTOR),
-    (the_update_is_the_state, VECTOR),
-    (passed_through, VECTOR),
-    (partly_passed_through, {"kept": VECTOR, "moved": VECTOR}),
-    (swapped, (VECTOR, 2 * VECTOR)),
-    (takes_a_gradient_or_parameter, (VECTOR, 2 * VECTOR)),
-    (one_value_twice, (VECTOR, 2 * VECTOR)),
-    (constants, (VECTOR, VECTOR, jnp.asarray(5))),
-    (counts, jnp.asarray(4, jnp.int32)),
-    (chained_leaves, (VECTOR, 2 * VECTOR)),
-    (inside_jit, VECTOR),
-    (inside_cond, VECTOR),
-    (inside_scan, VECTOR),
-    (inside_while, VECTOR),
-    (random_key, jax.random.key(1)),
-    (custom_rule, VECTOR),
-    (precision_changes_on_the_way, VECTOR.astype(jnp.bfloat16)),
-    (two_equal_scalars, (jnp.asarray(1), jnp.asarray(1))),
-    (lambda g, s, p: (g, s), ()),
-    (lambda g, s, p: (g, None), None),
-]
-IDS = [case[0].__name__ for case in CASES]
-
-
-@pytest.mark.parametrize(("step", "state"), CASES, ids=IDS)
+@pytest.mark.parametrize(("step", "state"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_skip_keeps_every_bit_and_a_step_is_the_step(step, state, transform):
     run = transform(lambda skip, g, s, p: step_or_keep(step, skip, g, s, p))
@@ -220,8 +191,9 @@ def test_a_skip_keeps_every_bit_and_a_step_is_the_step(step, state, transform):
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_leaf_may_get_a_wider_dtype_and_keeps_its_value(transform):
+    wider = twice(lambda g, s: s.astype(jnp.float32) * 0.9 + g)
     state = VECTOR.astype(jnp.bfloat16)
-    run = transform(lambda skip, s: step_or_keep(a_wider_dtype, skip, GRADS * jnp.nan, s, PARAMS))
+    run = transform(lambda skip, s: step_or_keep(wider, skip, GRADS * jnp.nan, s, PARAMS))
     assert_same_bits(run(jnp.bool_(True), state)[1], VECTOR)
 
 

@@ -3,6 +3,8 @@
 # optax types every tree as the union of all trees, so that no leaf has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -13,6 +15,9 @@ import pytest
 from jax.tree_util import GetAttrKey, SequenceKey
 from optax import contrib
 
+from healcore.core.detectors import GradSpikeConfig
+from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
+from healcore.core.verdict import Action, Cause
 from healcore.jax import (
     HealStateError,
     heal,
@@ -21,8 +26,9 @@ from healcore.jax import (
     protect,
     scale_by_heal_lr,
 )
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from tests.jax import policies
+from tests.jax.bit_comparison import assert_same_bits
 from tests.jax.driver.small_runs import POLICY, advance, batch, plain
 
 PARAMS = {"w": jnp.ones(2), "b": jnp.ones(2, jnp.bfloat16)}
@@ -156,3 +162,71 @@ def test_the_schedule_continues_and_nothing_is_compiled_again(wrap):
 def test_what_is_not_known_is_refused(name):
     state = protect(UNKNOWN[name], POLICY).init({"w": jnp.ones((4, 3))})
     assert "inner_state" in optax_states.moments_obstacle(state, [(GetAttrKey("heal"),)])
+
+
+# -- `[lr] reset_moments`: the step after a cut begins with new moments ---------------------------
+
+SPIKE, MANY = 12, 20
+_RULE = RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.CUT_LR))
+CUTS = EngineConfig(
+    detectors=(("grad_spike", GradSpikeConfig(window=5)),),
+    rules=(_RULE,),
+    lr=LrConfig(factor=0.5, hold_steps=30, reset_moments=True),
+)
+KEEPS = CUTS._replace(lr=CUTS.lr._replace(reset_moments=False))
+OBSERVES = CUTS._replace(mode="observe")
+SKIPS_TOO = CUTS._replace(rules=(_RULE._replace(skip=True),))
+
+
+ZEROS = {"w": jnp.zeros((2, 3))}
+
+
+def spiked(policy: EngineConfig, inner: Any = None, *, jit: bool = True) -> Any:
+    """The state of an optimizer after steps of which one has a gradient 1,000 times as large."""
+    return states(policy, inner or optax.adamw(1e-2), jit=jit)[-1].inner_state
+
+
+def states(policy: EngineConfig, inner: Any, *, jit: bool = True, bad: int = -1) -> list[Any]:
+    """The state after each step; the gradient of the step `bad` is NaN."""
+    tx = protect(inner, policy)
+    found: list[Any] = [tx.init(ZEROS)]
+    update = jax.jit(tx.update) if jit else tx.update
+    for i in range(MANY):
+        size = {SPIKE: 1000.0, bad: jnp.nan}.get(i, 1.0)
+        grad = jax.random.normal(jax.random.key(i), (2, 3)) * size
+        found.append(update({"w": grad}, found[-1], ZEROS, value=jnp.float32(1.0))[1])
+    return found[1:]
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_the_step_after_the_cut_is_the_first_of_new_moments(jit: bool):
+    state = spiked(CUTS, jit=jit)
+    assert int(optax.tree.get(state, "count")) == MANY - SPIKE - 1
+    assert float(jnp.max(optax.tree.get(state, "nu")["w"])) < 100.0
+
+
+def test_a_skipped_step_after_the_cut_changes_nothing_and_the_reset_waits():
+    found = states(CUTS, optax.adamw(1e-2), bad=SPIKE + 1)
+    cut, skipped, after = found[SPIKE : SPIKE + 3]
+    assert bool(last_decision(skipped).skip)
+    assert_same_bits(skipped.inner_state, cut.inner_state)
+    assert int(optax.tree.get(skipped, "count")) == SPIKE + 1
+    assert int(optax.tree.get(after, "count")) == 1
+    assert [bool(each.heal_reset_moments) for each in (cut, skipped, after)] == [True, True, False]
+
+
+@pytest.mark.parametrize("policy", [KEEPS, OBSERVES, SKIPS_TOO], ids=["off", "observe", "skipped"])
+def test_otherwise_they_stay(policy: EngineConfig):
+    assert int(optax.tree.get(spiked(policy), "count")) == MANY - (policy is SKIPS_TOO)
+
+
+def test_a_schedule_continues():
+    inner = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
+    counts = [int(n) for _, n in optax.tree.get_all_with_path(spiked(CUTS, inner), "count")]
+    assert sorted(counts) == [MANY - SPIKE - 1, MANY]
+
+
+def test_a_state_that_is_not_known_stays():
+    kept, reset = (spiked(policy, contrib.prodigy(1e-2)) for policy in (KEEPS, CUTS))
+    assert jax.tree.structure(kept) == jax.tree.structure(reset)
+    assert all(map(np.array_equal, jax.tree.leaves(kept), jax.tree.leaves(reset)))

@@ -1,8 +1,6 @@
 """Trains one model over all devices, in every way that JAX spreads one, with faults in one part.
 
-    python -m tests.jax.trained_together PROCESS WORLD PORT ROOT KIND...
-
-As one process of several with a device each, or of one with several devices.
+`trained` is a scenario of `processes`.
 """
 
 # optax types arrays as a union of many kinds.
@@ -10,10 +8,8 @@ As one process of several with a device each, or of one with several devices.
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import hashlib
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from healcore.core import step_record
 from healcore.core.clipping import ZClipConfig
 from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import EngineConfig, RuleConfig
@@ -31,8 +27,6 @@ from healcore.core.verdict import Cause
 from healcore.jax import heal_state, protect
 from healcore.jax.heal_state import find
 from healcore.jax.store import OrbaxStore
-from tests.jax import processes
-from tests.jax.processes import join, report
 
 PARTS, ROWS, WIDTH = 4, 4, 8
 """The faults are in one of four parts of a batch: what one of four processes has."""
@@ -40,8 +34,6 @@ STEPS = {"sharded": 100, "alone": 100}
 """Of several processes, and of the run that they are compared with."""
 FEWER_STEPS = 50
 """Of every other run."""
-SECONDS = 900
-"""After which processes that wait for each other show where, and end."""
 NAN = np.float32("nan")
 
 BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART = 28, 34, 40, 46
@@ -191,7 +183,7 @@ def advance(kind: str, params: Any, state: Any, steps: range) -> tuple[Any, Any,
 
 def read(record: Any) -> list[Any]:
     """A record's decision and numbers."""
-    r = heal_state.to_record(np.asarray(record), "")
+    r = step_record.unpack(np.asarray(record), "")
     decided = [r.step, int(r.cause), int(r.action), bool(r.skip)]
     return [*decided, r.lr_scale, r.grad_scale, r.loss, r.grad_norm]
 
@@ -217,7 +209,7 @@ def steps_of(kind: str) -> int:
     return STEPS.get(kind, FEWER_STEPS) if several or kind == "alone" else FEWER_STEPS
 
 
-def trained(kind: str, root: Path) -> dict[str, Any]:
+def trained(root: Path, kind: str) -> dict[str, Any]:
     """One run on the same global batches; "alone" is on one device of one process."""
     params, state = begin(kind)
     fresh = jax.tree.leaves(state)
@@ -251,18 +243,3 @@ def saved_and_restored(kind: str, params: Any, state: Any, root: Path) -> dict[s
     same = digest((found.state["params"], found.state["opt_state"])) == before
     listed = [saved.finite, saved.step, store.damaged(), found.healing]
     return {"same": same, "moved": moved, "listed": listed}
-
-
-def main(process: int, world: int, port: str, root: Path, kinds: list[str]) -> None:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    if world > 1:
-        join(process, world, port)
-    else:
-        processes.begin(devices=4)
-    for kind in kinds:
-        report(kind, trained(kind, root))
-    multihost_utils.sync_global_devices("end")  # the first to end would end the others
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5:])

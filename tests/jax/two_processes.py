@@ -1,6 +1,6 @@
-"""One of two processes that train together: python -m tests.jax.two_processes N 2 PORT ROOT ONE.
+"""Scenarios of two processes that train together, see `processes`.
 
-ONE has the checkpoint that one process with four devices saved, see `trained_together`.
+`from_one` reads the checkpoint that one process with four devices saved, see `trained_together`.
 """
 
 # optax types arrays as a union of many kinds.
@@ -8,11 +8,9 @@ ONE has the checkpoint that one process with four devices saved, see `trained_to
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -38,11 +36,7 @@ from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import RankFailed
 from tests.healer.run_options import grouped
 from tests.jax import trained_together
-from tests.jax.processes import join, report
 
-ROOT = Path(__file__).parents[2]
-SECONDS = 900
-"""After which processes that wait for each other show where, and end."""
 WORLD, BAD = 2, 23
 
 GOES_BACK = policies.loads(
@@ -85,8 +79,9 @@ def own_rows(rows: np.ndarray) -> jax.Array:
     return jax.make_array_from_process_local_data(NamedSharding(mesh(), P("data")), rows)
 
 
-def exchanges() -> dict[str, Any]:
+def exchanges(root: Path) -> dict[str, Any]:
     """Between the main threads and between two threads at once; one that never comes."""
+    del root
     rank, ranks, behind = jax.process_index(), CoordinatedRanks(), CoordinatedRanks()
     found: list[Any] = []
     thread = threading.Thread(
@@ -149,8 +144,8 @@ def rows_of(number: int, *, bad: int | None = None) -> jax.Array:
     return own_rows(np.full_like(rows, np.nan) if (number, rank) == (bad, 1) else rows)
 
 
-def healed(root: Path, *, until: int, **options: Any) -> dict[str, Any]:
-    """A run with a bad batch on one process; it goes back, and may be resumed."""
+def healed(root: Path, kind: str) -> dict[str, Any]:
+    """A run with a bad batch on one process; it goes back, and is stopped, resumed or in memory."""
     tx, step, traces = compiled()
     place = functools.partial(trained_together.placed, mesh())
     specs = {"w1": P(None, "data"), "w2": P("data")}
@@ -158,12 +153,10 @@ def healed(root: Path, *, until: int, **options: Any) -> dict[str, Any]:
     # `step` is a number of each process at first, and after the first step an array on the mesh.
     state = {"params": params, "opt_state": tx.init(params), "step": 0}
     stopped, order = None, []
-    options = {
-        "store": root / "store",
-        "events": root / "run.events.jsonl",
-        "save_every": 5,
-        **options,
-    }
+    until, folder = 31 if kind == "stopped" else 99, root / "run"
+    store = None if kind == "memory" else folder / "store"
+    events = (root if kind == "memory" else folder) / "run.events.jsonl"
+    options = {"store": store, "events": events, "save_every": 5}
     healer: Any = healcore.Healer(GOES_BACK, state=state, **grouped(options))
     try:
         with healer:
@@ -197,7 +190,10 @@ def terminated(root: Path) -> dict[str, Any]:
     state = {"params": params, "opt_state": tx.init(params), "step": 0}
     status, said = None, False
     healer: Any = healcore.Healer(
-        GOES_BACK, state=state, store=root, checkpoints=healcore.Checkpoints(every=10**6)
+        GOES_BACK,
+        state=state,
+        store=root / "terminated",
+        checkpoints=healcore.Checkpoints(every=10**6),
     )
     try:
         with healer:
@@ -210,7 +206,9 @@ def terminated(root: Path) -> dict[str, Any]:
     except Terminated as end:
         status = end.code
     multihost_utils.sync_global_devices("ended")  # process 0 writes the events of both
-    votes = [e for e in read(root / "healcore.events.jsonl").events if e["kind"] == "vote"]
+    votes = [
+        e for e in read(root / "terminated" / "healcore.events.jsonl").events if e["kind"] == "vote"
+    ]
     return {
         "status": status,
         "told": said,
@@ -226,9 +224,10 @@ def terminated(root: Path) -> dict[str, Any]:
 # -- other meshes, other numbers of processes, what cannot be saved -------------------------------
 
 
-def from_one(one: Path) -> dict[str, Any]:
+def from_one(root: Path, one: str) -> dict[str, Any]:
     """What one process saved of four devices, on the meshes of two: in other parts, and whole."""
-    store = OrbaxStore(one / "sharded")
+    del root
+    store = OrbaxStore(Path(one) / "sharded")
     outcome: dict[str, Any] = {}
     for kind in ("two axes", "data parallel"):
         params, state = trained_together.begin(kind)
@@ -248,7 +247,8 @@ def from_one(one: Path) -> dict[str, Any]:
 
 def refused(root: Path) -> dict[str, Any]:
     """Arrays of one process alone: saved if they are the same in both, named if they are not."""
-    rank, store = jax.process_index(), OrbaxStore(root)
+    rank, root = jax.process_index(), root / "refused"
+    store = OrbaxStore(root)
     state = {
         "w": own_rows(np.ones((2, 2), np.float32)),
         "key": jax.random.key(0),
@@ -271,21 +271,3 @@ def refused(root: Path) -> dict[str, Any]:
     outcome["steps"] = [save.step for save in store.steps()]
     outcome["left"] = [str(e) for e in store.damaged()] + sorted(p.name for p in root.glob(".tmp*"))
     return outcome
-
-
-def main(process: int, port: str, root: Path, one: Path) -> None:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    join(process, WORLD, port)
-    report("exchanges", exchanges())
-    report("stopped", healed(root / "run", until=31))
-    report("resumed", healed(root / "run", until=99))
-    report("memory", healed(root / "memory", until=99, store=None))
-    report("terminated", terminated(root / "terminated"))
-    report("sharded", trained_together.trained("sharded", root))
-    report("from one", from_one(one))
-    report("refused", refused(root / "refused"))
-    multihost_utils.sync_global_devices("end")  # the first to end would end the other
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[3], Path(sys.argv[4]), Path(sys.argv[5]))

@@ -1,7 +1,7 @@
 """One engine on each backend: NumPy arrays in, the state and the decision of every step out.
 
-`host` is for one run at a time, `recorded` is what torch's host engine runs; `jax-scalars` runs
-lane after lane with 0-d arrays, which XLA rewrites in ways of its own. `torch-graph` is
+`recorded` is for one run at a time, as in torch's host engine; `jax-scalars` runs lane after lane
+with 0-d arrays, which XLA rewrites in ways of its own. `torch-graph` is
 torch.compile without Inductor: one graph, run by torch.
 """
 
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from healcore.core import host
 from healcore.core.engine import Engine, EngineState
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
@@ -44,7 +43,7 @@ def start(backend: str, state: EngineState) -> Any:
         return map_leaves(jnp.asarray, state)
     if backend.startswith("torch"):
         return map_leaves(_owned, state)
-    if backend in ("host", "recorded"):
+    if backend == "recorded":
         return map_leaves(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, state)
     return state
 
@@ -71,11 +70,10 @@ def runner(backend: str, engine: Engine) -> Run:
         return _stepwise(step, _tensor)
     if backend == "recorded":
         return _stepwise(_recorded(engine), lambda x: x)
-    xp = host if backend == "host" else np
 
     def one(state: Any, signals: Signals) -> Any:
         with np.errstate(all="ignore"):
-            return engine.step(state, signals, xp=xp)
+            return engine.step(state, signals, xp=np)
 
     return _stepwise(one, lambda x: x)
 

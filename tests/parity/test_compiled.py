@@ -30,7 +30,7 @@ def test_with_scalars(config: EngineConfig, backend: str):
     traces = [lockstep.scalar(trace, 0)]
     if not recorded_runs.needed.args[0]:
         traces += [lockstep.scalar(whole(recorded_runs.lanes(100, norms=True)), 0)]
-    lockstep.steps_equal(config, traces, (backend,), reference="host")
+    lockstep.steps_equal(config, traces, (backend,), reference="recorded")
 
 
 @pytest.mark.stress

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import healcore.policies
-from healcore.core import host
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
-from healcore.core.tree import leaves
+from healcore.core.tree import leaves, map_leaves
 from healcore.policy import load
 from tests.parity import backends
 
@@ -44,7 +43,8 @@ def test_the_recorded_step_is_the_step(name: str, externally_skipped: bool):
     for i in range(STEPS):
         seen = signals(engine, random, externally_skipped)
         with np.errstate(all="ignore"):
-            state, decision = engine.step(state, seen, xp=host)
+            new = engine.step(state, seen, xp=np)
+            state, decision = map_leaves(lambda leaf: leaf[()], new)
             mine, ours = program(mine, seen)
         for a, b in zip(leaves((state, decision)), leaves((mine, ours)), strict=True):
             assert type(a) is type(b), i

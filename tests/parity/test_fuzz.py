@@ -69,7 +69,7 @@ def test_numpy_host_and_torch_with_scalars(clip):
     trace = fuzz.signals(np.random.default_rng(40), STEPS, 4, groups=groups)
     traces = [lockstep.scalar(trace, lane) for lane in range(4)]
     config = policies.covering(clip)
-    lockstep.steps_equal(config, traces, ("host", "recorded"), groups=groups)
+    lockstep.steps_equal(config, traces, ("recorded",), groups=groups)
     lockstep.steps_equal(config, traces[:1], ("torch",), groups=groups)
 
 
@@ -80,9 +80,9 @@ def test_a_lane_is_a_run_of_its_own(clip):
     engine = Engine(policies.covering(clip))
     run = backends.runner("numpy", engine)
     _, *together = run(engine.init(groups=groups, batch=(12,)), trace)
-    alone = backends.runner("host", engine)
+    alone = backends.runner("recorded", engine)
     for lane in range(0, 12, 3):
-        fresh = backends.start("host", engine.init(groups=groups))
+        fresh = backends.start("recorded", engine.init(groups=groups))
         _, *single = alone(fresh, lockstep.scalar(trace, lane))
         mine = map_leaves(lambda leaf, lane=lane: leaf[:, lane], tuple(together))
         assert lockstep.first_difference(mine, tuple(single)) is None
@@ -110,7 +110,7 @@ def test_torch_with_lanes(config, seed):
 @settings(max_examples=12, **BOUNDED)
 @any_policy
 def test_the_host_with_scalars(config, seed):
-    compared(config, seed, 100, 1, ("host", "recorded"))
+    compared(config, seed, 100, 1, ("recorded",))
 
 
 @settings(max_examples=2, **BOUNDED)
@@ -125,4 +125,4 @@ def test_jax_with_scalars(config, seed):
 @any_policy
 def test_more_random_policies(config, seed):
     compared(config, seed, 200, 100, ("jax-scalars", "jax", "torch"))
-    compared(config, seed, 200, 1, ("host", "recorded"))
+    compared(config, seed, 200, 1, ("recorded",))

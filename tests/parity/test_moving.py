@@ -12,7 +12,7 @@ from healcore.core.tree import leaves, map_leaves
 from tests.core import fuzz, policies
 from tests.parity import backends, lockstep
 
-LEGS = ("jax", "torch", "numpy", "host", "jax", "host", "torch")
+LEGS = ("jax", "torch", "numpy", "recorded", "jax", "recorded", "torch")
 STEPS, CHUNK = 210, 30
 
 
@@ -25,13 +25,13 @@ def test_from_jax_to_torch_to_numpy_and_on(clip):
     for lane in range(3):
         trace = lockstep.scalar(whole, lane)
         fresh = engine.init(groups=groups)
-        there, state = backends.start("host", fresh), fresh
+        there, state = backends.start("recorded", fresh), fresh
         stayed, parts = [], []
         for leg, name in enumerate(LEGS):
             piece = fuzz.part(trace, leg * CHUNK, (leg + 1) * CHUNK)
             after, *outputs = runs[name](backends.start(name, state), piece)
             parts.append(tuple(outputs))
-            there, *outputs = runs["host"](there, piece)
+            there, *outputs = runs["recorded"](there, piece)
             stayed.append(tuple(outputs))
             # Every backend's state has the same neutral form.
             text = json.dumps(engine.to_dict(after), sort_keys=True)
@@ -49,11 +49,11 @@ def test_cut_anywhere():
     """Every step of the way through JSON, on the host."""
     engine = Engine(policies.full("autoclip"))
     trace = lockstep.scalar(fuzz.signals(np.random.default_rng(61), 80, 1), 0)
-    run = backends.runner("host", engine)
-    stayed = moved = backends.start("host", engine.init())
+    run = backends.runner("recorded", engine)
+    stayed = moved = backends.start("recorded", engine.init())
     for i in range(80):
         step = fuzz.part(trace, i, i + 1)
         stayed, *a = run(stayed, step)
         data = json.loads(json.dumps(engine.to_dict(moved), allow_nan=False))
-        moved, *b = run(backends.start("host", engine.from_dict(data)), step)
+        moved, *b = run(backends.start("recorded", engine.from_dict(data)), step)
         assert lockstep.first_difference(tuple(a), tuple(b)) is None

@@ -99,8 +99,8 @@ def alone(policy: Callable[[Any], EngineConfig], numbers: Any, i: int, trace: An
     """States and decisions of one variant by itself; its numbers, as from a TOML file."""
     plain = jax.tree.map(lambda v: v[i].item(), numbers)
     engine = Engine(policy(plain))
-    host = backends.runner("host", engine)
-    _, *outputs = host(backends.start("host", engine.init()), trace)
+    alone = backends.runner("recorded", engine)
+    _, *outputs = alone(backends.start("recorded", engine.init()), trace)
     return tuple(outputs), plain
 
 

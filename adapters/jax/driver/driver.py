@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
 from healcore.jax.driver import engines as in_state
-from healcore.jax.driver.dispatch import Dispatch, StepReader
+from healcore.jax.driver.engines import Dispatch, StepReader
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
 from healcore.jax.driver.weights import JaxWeights
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
@@ -72,7 +72,7 @@ class JaxDriver(Driver):
                 "protect(optax.MultiSteps(optimizer, k)), or pass "
                 "should_skip_update_fn=optax.skip_not_finite to MultiSteps"
             )
-        self.window = SummedGradients(self._counters, self._live.read)
+        self.window = SummedGradients(self._counters)
         self._remember_step()
         self._edit = max(in_state.edits(self._states()))
         """Number of the last edit of the state, by a rollback, `expect_change`, ..."""
@@ -268,14 +268,11 @@ class JaxDriver(Driver):
 class SummedGradients:
     """Implements `healcore.runtime.microbatches.parts.Gradients`: the loop sums the gradients.
 
-    Args:
-        counters: returns arrays that every optimizer step replaces.
-        state: returns the live state.
+    `counters` returns arrays that every optimizer step replaces.
     """
 
-    def __init__(self, counters: Callable[[], list[Any]], state: Callable[[], Any]) -> None:
+    def __init__(self, counters: Callable[[], list[Any]]) -> None:
         self._counters = counters
-        self._state = state
         self._begin: list[Any] | None = None
 
     def accumulating(self) -> bool:
@@ -291,21 +288,10 @@ class SummedGradients:
         return self._begin is not None and _differ(self._counters(), self._begin)
 
     def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
-        """Frees unreferenced arrays. Ignores `clear_cache`, because XLA caches no device memory.
-
-        Raises:
-            HealStateError: the failed call was passed the state as a donated argument.
-        """
+        """Frees unreferenced arrays. Ignores `clear_cache`, because XLA caches no device memory."""
         del clear_cache
         held.clear()
         gc.collect()  # an exception and its frames refer to each other
-        leaves = jax.tree.leaves(self._state())
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
-            raise HealStateError(
-                "the part ran out of memory in a function that donates healer.state "
-                "(donate_argnums), so the state is lost: donate it only to the function that "
-                "applies the summed gradients, which is called after the parts"
-            )
 
     def between_ranks(self, ranks: Ranks) -> str:
         """Reason why several processes cannot repeat a step together."""

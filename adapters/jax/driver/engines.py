@@ -1,7 +1,13 @@
-"""Finds, reads and replaces the states of a run's engines in a train state."""
+"""The engines of a run: their states in a train state, and the records of their steps.
+
+The records are copied to the host as one vector, because each copy has a fixed cost. The copy
+begins right after the dispatch, because the next dispatch may donate the state.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from healcore.core import step_record
 from healcore.core.engine import Engine
+from healcore.core.step_record import StepRecord, evidence
 from healcore.jax import heal_state
 from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
@@ -51,9 +59,18 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
         check_second_iterates(tree, "scale_by_heal_lr")
     tops = [_name(path[0]) if path else "state" for path in states]
     optimizers = [path[: max(1, len(path) - 1)] for path in states]
+    # The parameters of an engine inside a mask or partition may be no subtree.
+    masks = [p for p, _ in nodes((optax.MaskedState, optax.transforms.PartitionState), tree)]
     found = []
     for top, (path, state) in zip(tops, states.items(), strict=True):
-        _check_single(path, state)
+        if jnp.ndim(state.heal_engine) > 1:
+            raise HealStateError(
+                f"the healing state at state{jax.tree_util.keystr(path)} holds "
+                f"{len(state.heal_engine)} runs at once (a leading axis, from vmap or pmap), and a "
+                "Healer saves and restores one run. Without a Healer, protect() heals each lane "
+                "separately. For a Healer, pass the state of one run: shard its batch with jit or "
+                "shard_map, and run the lanes of a sweep in sequence"
+            )
         heal_state.engine_state(engine, state)  # raises for another policy
         heal_state.warn_if_after_optimizer(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
@@ -64,7 +81,7 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
         outside = tuple(
             tuple(map(jax.tree_util.keystr, part))
             for place, part in parts.items()
-            if not (_within(place, optimizers) or _is_masked(tree, path))
+            if not (_within(place, optimizers) or _within(path, masks))
         )
         found.append(EngineEntry(name, path, names, outside))
     return found
@@ -131,19 +148,6 @@ def edits(states: Sequence[HealState]) -> list[int]:
     return [int(each) for each in jax.device_get(found)]
 
 
-def _check_single(path: Path, state: HealState) -> None:
-    """Raises HealStateError for a state with a leading axis, from `vmap` or `pmap`."""
-    lanes = jnp.shape(state.heal_engine)[:-1]
-    if lanes:
-        raise HealStateError(
-            f"the healing state at state{jax.tree_util.keystr(path)} holds {lanes[0]} runs at once "
-            "(a leading axis, from vmap or pmap), and a Healer saves and restores one run. "
-            "Without a Healer, protect() heals each lane separately. For a Healer, pass the state "
-            "of one run: shard its batch with jit or shard_map, and run the lanes of a sweep in "
-            "sequence"
-        )
-
-
 # -- tensors of an engine -----------------------------------------------------------------------
 
 
@@ -158,12 +162,6 @@ def _parts(tree: Any, count: int) -> dict[Path, list[Path]]:
     return {
         path: leaves for path, leaves in fitting.items() if not path or path[:-1] not in fitting
     }
-
-
-def _is_masked(tree: Any, engine: Path) -> bool:
-    """Whether an engine is inside a mask or partition, so its parameters may be no subtree."""
-    masks = nodes((optax.MaskedState, optax.transforms.PartitionState), tree)
-    return _within(engine, [path for path, _ in masks])
 
 
 def _tensor_names(
@@ -203,3 +201,202 @@ def _within(path: Path, others: Sequence[Path]) -> bool:
 
 def _name(key: Any) -> str:
     return str(next(getattr(key, kind) for kind in ("name", "key", "idx") if hasattr(key, kind)))
+
+
+# -- the records of a dispatch ---------------------------------------------------------------------
+
+_SEEN = [step_record.FIELDS.index(name) for name in ("loss", "grad_norm")]
+"""Indices in a row that no edit of the Healer changes."""
+
+
+class Read(NamedTuple):
+    """The part of one engine's state that the host reads."""
+
+    step: int
+    """Number of steps judged."""
+    rows: np.ndarray
+    """The ring of records, see `HealState.heal_records`."""
+    norms: np.ndarray
+    """float32 (n,): norm of each gradient leaf at the last step."""
+
+    def row(self, step: int) -> np.ndarray:
+        """The row of a step, from 1."""
+        return self.rows[(step - 1) % len(self.rows)]
+
+
+def start_read(states: Sequence[HealState]) -> Callable[[], list[Read]]:
+    """Begins to copy each engine's `Read`; the states may be donated then. The result waits."""
+    arrays = [
+        tuple(map(array_of, (each.heal_engine, each.heal_records, each.heal_leaf_norms)))
+        for each in states
+    ]
+    shapes = [(records.shape, norms.size) for _, records, norms in arrays]
+    copied = _pack(arrays)
+    copied.copy_to_host_async()
+
+    @functools.cache
+    def read() -> list[Read]:
+        packed, found = np.asarray(copied), []
+        for shape, tensors in shapes:
+            end = 1 + math.prod(shape)
+            rows, norms = packed[1:end].reshape(shape), packed[end : end + tensors]
+            found.append(Read(int(packed[0]), rows, norms.view(np.float32)))
+            packed = packed[end + tensors :]
+        return found
+
+    return read
+
+
+@jax.jit
+def _pack(states: list[tuple[Any, ...]]) -> jax.Array:
+    """Packs the arrays into one int32 vector. Floats keep their bits."""
+    parts = []
+    for engine, records, norms in states:
+        bits = jax.lax.bitcast_convert_type(norms, jnp.int32)
+        parts += [heal_state.steps(engine)[None], records.ravel(), bits]
+    return jnp.concatenate(parts)
+
+
+class Dispatch:
+    """Implements `healcore.runtime.driver.PendingDispatch`: a dispatch that is being copied."""
+
+    def __init__(
+        self, read: Callable[[], list[list[StepRecord]]], count: int, votes: Callable[[], bool]
+    ) -> None:
+        self.steps, self.count, self._votes = functools.cache(read), count, votes
+
+    @property
+    def vote_requested(self) -> bool:
+        """Whether the processes of the run vote after this dispatch."""
+        return self._votes()
+
+
+class StepReader:
+    """Reads the steps of a run's engines.
+
+    Args:
+        engines: the engines of the run.
+        accumulates: whether an optax.MultiSteps hides micro-batches from an engine.
+        warn: called with a warning, once.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineEntry],
+        accumulates: bool,
+        warn: Callable[[str], object],
+    ) -> None:
+        self._engines, self._accumulates, self._warn = engines, accumulates, warn
+        self._has_warned = False
+        self._last: Callable[[], list[Read]]
+        self._stride: int | None = None
+        """Number of steps of one dispatch, or None if unknown."""
+        self._usual_norms: dict[str, np.ndarray] = {}
+        """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
+        self._untaken = self._accumulated = 0
+        """Updates in a row up to the newest that have left the healing state unchanged, and the
+        number of such updates before the last change, which is the same in an accumulation."""
+
+    def restart(self, states: Sequence[HealState]) -> None:
+        """Sets the states from which the next dispatch starts."""
+        self._last = start_read(states)
+
+    def dispatch(self, states: Sequence[HealState], votes: Callable[[], bool]) -> Dispatch:
+        """Begins to copy a dispatch that has returned `states`.
+
+        `votes` returns whether the processes of the run vote after this dispatch. The first call
+        waits for the device, to learn the number of steps. Later dispatches are assumed to have as
+        many; a wrong number (the last dispatch of an epoch may have fewer) is corrected by `steps`.
+        """
+        before, after = self._last, start_read(states)
+        self._last = after
+        if self._stride is None:
+            self._stride = _count(before(), after())
+        return Dispatch(lambda: self._steps(before(), after()), self._stride, votes)
+
+    def _steps(self, before: Sequence[Read], after: Sequence[Read]) -> list[list[StepRecord]]:
+        """The records of each step between two reads, at least one step.
+
+        The number of steps is the smallest number that any engine has judged in this dispatch. An
+        engine with more (five updates of a critic for one update of the generator) has several
+        records per step.
+
+        Raises:
+            HealStateError: the state of an engine was reset, by `tx.init`, or the dispatch has more
+                steps than the state has records.
+        """
+        steps: list[list[StepRecord]] = [[] for _ in range(_count(before, after))]
+        self._stride = len(steps)
+        changed = False
+        for engine, old, new in zip(self._engines, before, after, strict=True):
+            _check_continues(engine, old, new)
+            self._add(engine, old.step, new, steps)
+            # A step with `externally_skipped` has new norms, unlike one that keeps its old state.
+            changed |= new.step != old.step or new.norms.tobytes() != old.norms.tobytes()
+        if not self._was_taken(changed):
+            return [[each._replace(taken=False) for each in steps[0]]]
+        return steps
+
+    def _add(
+        self, engine: EngineEntry, first: int, new: Read, steps: list[list[StepRecord]]
+    ) -> None:
+        """Adds an engine's records of the steps after step `first`."""
+        for number in range(first, new.step):
+            record = step_record.unpack(new.row(number + 1), engine.name)
+            if record.step == new.step:  # norms of earlier steps are overwritten
+                if record.cause:
+                    usual = self._usual_norms.get(engine.name)
+                    record = record._replace(evidence=evidence(new.norms, usual, engine.leaves))
+                else:
+                    self._usual_norms[engine.name] = new.norms
+            steps[(number - first) * len(steps) // (new.step - first)].append(record)
+        for records in steps:
+            if not any(each.engine == engine.name for each in records):
+                # An engine does not judge steps of other optimizers, or micro-batches of an
+                # optax.MultiSteps around `protect`. The order in the last row was handled already.
+                idle = step_record.unpack(new.row(new.step), engine.name).unjudged()
+                records.append(idle._replace(step=new.step, judged=False))
+
+    def _was_taken(self, changed: bool) -> bool:
+        """Whether an update was a step or part of an accumulation; see `_untaken`."""
+        if changed:
+            self._accumulated, self._untaken = self._untaken, 0
+            return True
+        self._untaken += 1
+        taken = self._accumulates or self._untaken <= self._accumulated
+        if not taken and not self._has_warned:
+            self._has_warned = True
+            self._warn(_UNTAKEN)
+        return taken
+
+
+_UNTAKEN = (
+    "an update has not changed the healing state: a guard of the training step (where, lax.cond, "
+    "optax.apply_if_finite, a loss scale) has kept the old state. The step counts as skipped, and "
+    "no detector sees it. protect skips bad steps itself: remove the guard. To accumulate "
+    "gradients, write protect(optax.MultiSteps(optimizer, k))"
+)
+
+
+def _count(before: Sequence[Read], after: Sequence[Read]) -> int:
+    """Smallest number of steps that an engine has judged, at least 1."""
+    moved = (new.step - old.step for old, new in zip(before, after, strict=True))
+    return min((steps for steps in moved if steps > 0), default=1)
+
+
+def _check_continues(engine: EngineEntry, old: Read, new: Read) -> None:
+    # A step that is not judged, or that the caller skips, does not change the row.
+    seen = [read.row(new.step)[_SEEN].tobytes() for read in (old, new)]
+    if new.step < old.step or (new.step == old.step and seen[0] != seen[1]):
+        raise HealStateError(
+            f'the optimizer state of "{engine.name}" was reset, with step {new.step} after '
+            f"step {old.step}: tx.init(params) within the loop loses the moments, "
+            "the detectors and the budgets. Call it once, before the Healer. To reset only the "
+            "moments: with_heal_state(without_heal_state(tx.init(params)), like=old)"
+        )
+    if new.step - old.step > len(new.rows):
+        steps = new.step - old.step
+        raise HealStateError(
+            f"one dispatch has {steps} steps, and the state holds the records of {len(new.rows)}: "
+            f"write protect(tx, policy, records={steps})"
+        )

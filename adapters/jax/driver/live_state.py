@@ -110,8 +110,12 @@ class LiveState:
         Raises HealStateError like `check`.
         """
         self.check()
+        tree = self.read()
+        whole, bare = map(tree_leaves_with_path, (tree, without_heal_state(tree)))
+        kept = [(p, e) for p, e in bare if _is_number(e) or _is_widened(p, e, self._first)]
+        kept += [(path, leaf) for path, leaf in whole if _is_of_protect(path)]
         # SIDE_STATE also if empty: a new process does not know which leaves a later step widens.
-        return {**self._saved(), SIDE_STATE: SideState(self.read(), self._first)}
+        return {**self._saved(), SIDE_STATE: SideState({keystr(p): leaf for p, leaf in kept})}
 
     def restored(self, items: Mapping[str, Any]) -> Any:
         """Makes a tree of a checkpoint's items and the live healing states.
@@ -120,13 +124,10 @@ class LiveState:
         StateMismatch if the structure, a shape or a dtype differs.
         """
         tree, wanted = self.read(), self._saved()
-        missing = [
-            f'the item "{n}" is missing in the saved state' for n in wanted if n not in items
-        ]
-        if missing:
-            raise StateMismatch(None, missing)
-        found = {name: items[name] for name in wanted}
-        wrong = [line for name in wanted for line in _differences(name, found[name], wanted[name])]
+        wrong = [f'the item "{n}" is missing in the saved state' for n in wanted if n not in items]
+        found = {} if wrong else {name: items[name] for name in wanted}
+        for name in found:
+            wrong += _differences(name, found[name], wanted[name])
         if wrong:
             raise StateMismatch(None, wrong)
         side_state = items.get(SIDE_STATE, {})
@@ -261,12 +262,8 @@ class SideState:
 
     optional = True  # checkpoints of a run without healcore lack this item
 
-    def __init__(self, tree: Any, first: Mapping[str, Any]) -> None:
-        whole = tree_leaves_with_path(tree)
-        bare = tree_leaves_with_path(without_heal_state(tree))
-        kept = [(p, e) for p, e in bare if _is_number(e) or _is_widened(p, e, first)]
-        kept += [(path, leaf) for path, leaf in whole if _is_of_protect(path)]
-        self._kept = {keystr(path): leaf for path, leaf in kept}
+    def __init__(self, kept: dict[str, Any]) -> None:
+        self._kept = kept
 
     def state_dict(self) -> dict[str, Any]:
         """Path in the state -> value."""

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -50,10 +48,7 @@ class VoteMarks:
     def begin_dispatch(self) -> Callable[[], bool]:
         """Counts a dispatch, and returns a function that tells whether a vote follows it."""
         if self._thread is None:
-            watch = weakref.WeakMethod(self._look)
-            self._thread = threading.Thread(
-                target=_watch, args=(watch, self._stop), name="healcore-votes", daemon=True
-            )
+            self._thread = threading.Thread(target=self._watch, name="healcore-votes", daemon=True)
             self._thread.start()
         with self._lock:
             self._begun += 1
@@ -66,25 +61,16 @@ class VoteMarks:
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         """Publishes this process's request, and marks a dispatch if any process requests a vote."""
-        now = time.monotonic()
-        if self._wanted and (
-            self._requested_at is None or now - self._requested_at > _REPEAT_INTERVAL_S
-        ):
-            self._requested_at = now
-            self._ranks.call_together()
-        if self._ranks.called_together():
-            with self._lock:
-                self._marked.add(max(self._ranks.gather(self._begun)) + 1)
-
-
-def _watch(look: Any, stop: threading.Event) -> None:
-    while not stop.wait(_CHECK_INTERVAL_S):
-        method = look()
-        if method is None:
-            return
         try:
-            method()
+            while not self._stop.wait(_CHECK_INTERVAL_S):
+                now, last = time.monotonic(), self._requested_at
+                if self._wanted and (last is None or now - last > _REPEAT_INTERVAL_S):
+                    self._requested_at = now
+                    self._ranks.call_together()
+                if self._ranks.called_together():
+                    with self._lock:
+                        self._marked.add(max(self._ranks.gather(self._begun)) + 1)
         except (jax.errors.JaxRuntimeError, OSError):
-            return  # another process has ended, or this program is ending
+            pass  # another process has ended, or this program is ending

@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from healcore.core.clipping.adagc import AdaGCConfig
-from healcore.core.clipping.autoclip import AutoClipConfig
-from healcore.core.clipping.fixed import Clip as Clip
-from healcore.core.clipping.fixed import FixedConfig
-from healcore.core.clipping.zclip import ZClipConfig
+from healcore.core.clipping.global_norm import AutoClipConfig, FixedConfig, ZClipConfig
+from healcore.core.clipping.global_norm import Clip as Clip
 
 RULES: dict[str, Any] = {
     rule.kind: rule for rule in (ZClipConfig, FixedConfig, AutoClipConfig, AdaGCConfig)

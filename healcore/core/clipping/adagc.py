@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import baseline, numerics
-from healcore.core.clipping.fixed import Clip, scale_to
+from healcore.core.clipping.global_norm import Clip, scale_to
 from healcore.core.ranges import Fraction, Positive, Ratio, Steps
 from healcore.core.signals import Observed
 from healcore.core.tree import Float, Int, zeros

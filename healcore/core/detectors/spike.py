@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from healcore.core import numerics
-from healcore.core.detectors import noise
+from healcore.core import baseline, numerics
 from healcore.core.ranges import Positive, Steps, number
 from healcore.core.signals import Observed
 from healcore.core.tree import Float, Int, zero_init
@@ -28,7 +27,7 @@ MIN_THRESHOLD_SHARE = 0.5  # smallest threshold, as a share of `z_threshold`
 class SpikeState(NamedTuple):
     """The level, the threshold and the votes."""
 
-    values: noise.NoiseState
+    values: baseline.NoiseState
     level: Float
     threshold: Float  # height of an outlier above the level, in units of the noise
     votes: Float  # decayed sum of the votes
@@ -43,9 +42,9 @@ class LossSpikeConfig(NamedTuple):
     the height its vote is full. The run's own outliers move the threshold."""
     evidence: Annotated[Any, number(above=0, most=15)] = 2.0
     """Sum of votes above which a spike is sustained."""
-    window: Steps = noise.WINDOW
+    window: Steps = baseline.NOISE_WINDOW
     """Number of values learnt before any is judged; later values have the weight 1 / window."""
-    min_noise: Positive = noise.SMALL
+    min_noise: Positive = baseline.SMALL_NOISE
     """Smallest noise, as a share of the level."""
 
     CAUSE = Cause.LOSS_SPIKE
@@ -96,13 +95,13 @@ def _judge(
     config: Any, state: SpikeState, value: Any, learn: Any, restart: Any, *, xp: Any
 ) -> tuple[SpikeState, Reading]:
     """Judges `value` (float32, finite where `learn` holds), then learns it."""
-    values, first = noise.begin(state.values, value, restart, xp=xp)
+    values, first = baseline.begin_noise(state.values, value, restart, xp=xp)
     judged = numerics.and_not(learn, values.count < config.window)
     level = xp.where(first, value, state.level)
     threshold = xp.where(first, config.z_threshold, state.threshold)
     votes = xp.where(first, 0.0, state.votes)
 
-    unit = noise.unit(values, level, config.min_noise, xp=xp)
+    unit = baseline.noise_unit(values, level, config.min_noise, xp=xp)
     known = unit > 0
     gap = value - level
     # A value that is not judged has the score 0, and therefore no vote.
@@ -110,7 +109,7 @@ def _judge(
     vote = xp.clip(numerics.quotient(z - threshold, threshold, xp=xp), 0.0, 1.0)
 
     max_gap = xp.where(known, numerics.product(threshold, unit, xp=xp), numerics.HUGE)
-    new_values, weight = noise.learn(values, value, learn, max_gap, config.window, xp=xp)
+    new_values, weight = baseline.learn_noise(values, value, learn, max_gap, config.window, xp=xp)
     new_votes = votes - numerics.product(weight, votes, xp=xp) + vote
     new_votes = xp.minimum(new_votes, numerics.plus_one(config.evidence))
     votes = xp.where(learn, new_votes, votes)

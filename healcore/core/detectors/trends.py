@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from healcore.core import numerics
-from healcore.core.detectors import noise
+from healcore.core import baseline, numerics
 from healcore.core.ranges import Fraction, Level, NotNegative, Positive, Steps, whole
 from healcore.core.signals import Observed
 from healcore.core.tree import Flag, Float, Int, map_leaves, zero_init
@@ -35,7 +34,7 @@ POSITIVE = 2.0  # multiple of the noise above which a trend has few losses below
 class DivergenceState(NamedTuple):
     """The trend, its lowest and highest levels, and the count of elevated steps."""
 
-    values: noise.NoiseState
+    values: baseline.NoiseState
     trend: Float  # smoothed loss
     best: Float  # lowest trend
     peak: Float  # highest trend since the trend left the best level
@@ -50,7 +49,7 @@ class DivergenceConfig(NamedTuple):
     limits the distance of one step from the trend."""
     patience: Steps = 72
     """Elevated steps minus recovering steps that raise the alarm."""
-    window: Steps = noise.WINDOW
+    window: Steps = baseline.NOISE_WINDOW
     """Steps learnt before a rise counts; the weight of a step in the trend is 1 / window."""
 
     CAUSE = Cause.DIVERGENCE
@@ -62,13 +61,13 @@ class DivergenceConfig(NamedTuple):
     ) -> tuple[DivergenceState, Reading]:
         """Learns `seen.loss`, then compares the trend with the best level."""
         learn, loss = seen.finite, seen.loss
-        values, first = noise.begin(state.values, loss, seen.restart, xp=xp)
+        values, first = baseline.begin_noise(state.values, loss, seen.restart, xp=xp)
         warm = values.count < self.window
         trend = xp.where(first, loss, state.trend)
-        unit = noise.unit(values, trend, noise.SMALL, xp=xp)
+        unit = baseline.noise_unit(values, trend, baseline.SMALL_NOISE, xp=xp)
         threshold = numerics.product(self.rise, unit, xp=xp)
         max_distance = xp.where(unit > 0, threshold, numerics.HUGE)
-        learnt, weight = noise.learn(values, loss, learn, max_distance, self.window, xp=xp)
+        learnt, weight = baseline.learn_noise(values, loss, learn, max_distance, self.window, xp=xp)
 
         distance = xp.maximum(xp.minimum(loss - trend, max_distance), -max_distance)
         trend = trend + numerics.product(weight, distance, xp=xp)

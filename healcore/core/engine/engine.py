@@ -17,10 +17,12 @@ from healcore.core.detectors import DETECTORS
 from healcore.core.engine import lr
 from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.judge import judge
-from healcore.core.engine.state import EngineState, from_dict, init, to_dict
+from healcore.core.engine.state import SCHEMA, EngineState, StateError, from_plain, init, plain
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves, pick
 from healcore.core.verdict import Action, Decision
+
+_MAX_GROUPS = 10_000_000
 
 
 class Engine:
@@ -107,7 +109,7 @@ class Engine:
     @cached_property
     def per_tensor(self) -> bool:
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
-        return self.config.clip is not None and self.config.clip[0] == "adagc"
+        return self._clip_name == "adagc"
 
     def init(self, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
         """Returns the state before the first step, as NumPy arrays.
@@ -252,12 +254,52 @@ class Engine:
         return step_record.metrics({**dict(numbers), **state.tally._asdict()})
 
     def to_dict(self, state: EngineState) -> dict[str, Any]:
-        """The state in a framework-neutral, JSON-safe form; see `state.to_dict`."""
-        return to_dict(self.config, state, self.fingerprint)
+        """Converts the state of any backend to JSON-safe Python data; this syncs the device.
+
+        Returns `{"schema": 7, "policy": fingerprint, "clip": name, "detectors": [names],
+        "groups": n, "state": {...}}`.
+        """
+        scale = state.last.decision.group_scale
+        return {
+            "schema": SCHEMA,
+            "policy": self.fingerprint,
+            "clip": self._clip_name,
+            "detectors": [name for name, _ in self.config.detectors],
+            "groups": 0 if scale is None else int(np.asarray(scale).shape[-1]),
+            "state": plain(state),
+        }
 
     def from_dict(self, data: Mapping[str, Any]) -> EngineState:
-        """The state from `to_dict`, as NumPy arrays; see `state.from_dict`."""
-        return from_dict(self.config, data, self.fingerprint)
+        """Makes NumPy arrays of the result of `to_dict`. Raises StateError if it does not fit."""
+        if not isinstance(data, Mapping):
+            raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
+        if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
+            raise StateError(
+                f"the saved state has schema {data.get('schema')!r}, but this version reads "
+                f"{SCHEMA}: start from a fresh state, or use the version that wrote it"
+            )
+        clip, names = self._clip_name, [name for name, _ in self.config.detectors]
+        if data.get("clip") != clip or data.get("detectors") != names:
+            raise StateError(
+                f"the saved state belongs to a policy with clip {data.get('clip')!r} and detectors "
+                f"{data.get('detectors')}, but this policy has clip {clip!r} and detectors "
+                f"{names}: load the state with its own policy, or start from a fresh state"
+            )
+        saved = data.get("policy")  # None for a policy with arrays as numbers
+        if saved is not None and self.fingerprint is not None and saved != self.fingerprint:
+            raise StateError(
+                "the saved state belongs to a policy with other numbers: its fingerprint is "
+                f"{saved!r:.40}, not {self.fingerprint!r}; load the state with its own policy, or "
+                "start from a fresh state, whose detectors warm up again"
+            )
+        count = data.get("groups")
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MAX_GROUPS:
+            raise StateError(f"groups must be a whole number up to {_MAX_GROUPS}, got {count!r}")
+        return from_plain(self.init(groups=count), data.get("state"), "state")
+
+    @property
+    def _clip_name(self) -> str | None:
+        return self.config.clip[0] if self.config.clip else None
 
 
 def _neutral(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:

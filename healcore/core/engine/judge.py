@@ -9,15 +9,25 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from healcore.core import numerics
 from healcore.core.clipping import Clip
-from healcore.core.engine import incident, lr, rules
+from healcore.core.engine import incident, lr
 from healcore.core.engine.config import EngineConfig, RuleConfig
-from healcore.core.engine.state import EngineState
+from healcore.core.engine.state import EngineState, RuleState
 from healcore.core.signals import Observed, Signals, observe
 from healcore.core.verdict import NONFINITE, Action, Decision, Reading, Telemetry, flag
+
+ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
+"""Actions that a rule orders once, not at each step of the same trouble."""
+
+
+class Firing(NamedTuple):
+    """Whether a rule fires at one step."""
+
+    fired: Any  # bool: the rule's condition holds
+    fresh: Any  # bool: fired for the first time in `quiet_steps` steps; for alerts, saves and stops
 
 
 def judge(
@@ -64,11 +74,7 @@ def judge(
         seen.learning_rate,
         xp=xp,
     )
-    actions = [
-        flag(f.fresh, rule.action & rules.ONCE, xp=xp)
-        for rule, f in fired
-        if rule.action & rules.ONCE
-    ]
+    actions = [flag(f.fresh, rule.action & ONCE, xp=xp) for rule, f in fired if rule.action & ONCE]
     if orders.action is not None:
         actions.append(orders.action)
     one = state.last.decision.grad_scale  # always, if the policy does not clip
@@ -146,7 +152,7 @@ def _cause_flags(
 
 def _run_rules(
     config: EngineConfig, state: EngineState, alarmed: Any, sustained: Any, *, xp: Any
-) -> tuple[tuple[rules.RuleState, ...], list[tuple[RuleConfig, rules.Firing]]]:
+) -> tuple[tuple[RuleState, ...], list[tuple[RuleConfig, Firing]]]:
     """Counts the hits of each rule. Returns the new states, and each rule with its `Firing`."""
     new, fired, hits = [], [], {}
     for rule, old in zip(config.rules, state.rules, strict=True):
@@ -154,10 +160,33 @@ def _run_rules(
         if key not in hits:
             hits[key] = ((sustained if rule.sustained else alarmed) & rule.causes) != 0
         quiet = config.incident.quiet_steps
-        counted, firing = rules.update(rule, old, hits[key], state.step, quiet, xp=xp)
+        counted, firing = update_rule(rule, old, hits[key], state.step, quiet, xp=xp)
         new.append(counted)
         fired.append((rule, firing))
     return tuple(new), fired
+
+
+def update_rule(
+    config: RuleConfig, state: RuleState, hit: Any, step: Any, quiet_steps: Any, *, xp: Any
+) -> tuple[RuleState, Firing]:
+    """Counts one step, the `step`-th; `hit` tells whether a cause of the rule is present.
+
+    A rule fires at once, after n hits in a row, or after several hits within a window. The window
+    is needed because a run in which every other step is NaN never has ten hits in a row.
+    """
+    run, window, age = state
+    fired = fresh = hit
+    if not (isinstance(config.consecutive, int) and config.consecutive == 1):
+        run = (run + 1) * hit
+        fired = fresh = hit & (run >= config.consecutive)
+    if config.within:
+        slot, value = step % config.within, xp.astype(hit, xp.int32)
+        window = numerics.with_slot(window, slot, value, xp=xp)
+        fired = fresh = fired & (xp.sum(window, axis=-1) >= config.count)
+    if config.action & ONCE:
+        fresh = fired & (age >= quiet_steps)
+        age = xp.where(fired, 0, age + 1)
+    return RuleState(run, window, age), Firing(fired, fresh)
 
 
 def _limit_skips(

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.engine import rules
-from healcore.core.engine.config import EngineConfig
+from healcore.core.engine.config import EngineConfig, RuleConfig
 from healcore.core.engine.incident import BudgetState, IncidentState
 from healcore.core.engine.lr import LrState
 from healcore.core.errors import HealcoreError
@@ -22,7 +21,7 @@ from healcore.core.verdict import Decision, Telemetry
 
 SCHEMA = 7  # version of the saved form
 
-_MAX_GROUPS = 10_000_000
+_NEVER = 1 << 30
 
 
 class StateError(HealcoreError, ValueError):
@@ -39,6 +38,14 @@ class Tally(NamedTuple):
     lr_cuts: Int  # cuts of the learning rate
 
 
+class RuleState(NamedTuple):
+    """Hits of one rule, and its last firing."""
+
+    run: Int  # hits in a row; 0 for a rule that fires at one hit
+    window: Int  # (within,): ring of the last steps, 1 for a hit; (0,) without a window
+    age: Int  # steps since the rule last fired; only counted for `ONCE`
+
+
 class EngineState(NamedTuple):
     """Everything that a decision depends on, except the policy and the step's signals."""
 
@@ -47,7 +54,7 @@ class EngineState(NamedTuple):
     grace: Int  # remaining steps of the grace window
     clip: Any  # state of the clipping rule, or None
     detectors: tuple[Any, ...]  # state of each detector, in the policy's order
-    rules: tuple[rules.RuleState, ...]
+    rules: tuple[RuleState, ...]
     skips: Int  # finite steps skipped in a row; a step without an alarm resets the count
     incident: IncidentState
     budget: BudgetState
@@ -84,7 +91,7 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
         grace=np.zeros((), np.int32),
         clip=None if clip is None else clip.init(groups=groups),
         detectors=tuple(detector.init() for _, detector in config.detectors),
-        rules=tuple(rules.init(rule) for rule in config.rules),
+        rules=tuple(init_rule(rule) for rule in config.rules),
         skips=np.zeros((), np.int32),
         incident=zeros(IncidentState)._replace(**none_yet),
         budget=BudgetState(
@@ -104,79 +111,38 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
     return map_leaves(lambda leaf: np.broadcast_to(leaf, batch + leaf.shape).copy(), state)
 
 
-def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dict[str, Any]:
-    """Converts the state of any backend to JSON-safe Python data; this syncs the device.
-
-    Returns `{"schema": 7, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n,
-    "state": {...}}`, with `policy` from `Engine.fingerprint`.
-    """
-    scale = state.last.decision.group_scale
-    return {
-        "schema": SCHEMA,
-        "policy": policy,
-        "clip": config.clip[0] if config.clip else None,
-        "detectors": [name for name, _ in config.detectors],
-        "groups": 0 if scale is None else int(np.asarray(scale).shape[-1]),
-        "state": _plain(state),
-    }
+def init_rule(config: RuleConfig) -> RuleState:
+    """The state of a rule without hits."""
+    window = np.zeros((config.within,), np.int32)
+    return zeros(RuleState)._replace(window=window, age=np.full((), _NEVER, np.int32))
 
 
-def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None) -> EngineState:
-    """Converts the result of `to_dict` to NumPy arrays; raises `StateError` if it does not fit."""
-    if not isinstance(data, Mapping):
-        raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
-    if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
-        raise StateError(
-            f"the saved state has schema {data.get('schema')!r}, but this version reads {SCHEMA}: "
-            "start from a fresh state, or use the version that wrote it"
-        )
-    clip = config.clip[0] if config.clip else None
-    names = [name for name, _ in config.detectors]
-    if data.get("clip") != clip or data.get("detectors") != names:
-        raise StateError(
-            f"the saved state belongs to a policy with clip {data.get('clip')!r} and detectors "
-            f"{data.get('detectors')}, but this policy has clip {clip!r} and detectors {names}: "
-            "load the state with its own policy, or start from a fresh state"
-        )
-    saved = data.get("policy")  # None for a policy with arrays as numbers
-    if saved is not None and policy is not None and saved != policy:
-        raise StateError(
-            "the saved state belongs to a policy with other numbers: its fingerprint is "
-            f"{saved!r:.40}, not {policy!r}; load the state with its own policy, or start from a "
-            "fresh state, whose detectors warm up again"
-        )
-    groups = data.get("groups")
-    if not isinstance(groups, int) or isinstance(groups, bool) or not 0 <= groups <= _MAX_GROUPS:
-        raise StateError(f"groups must be a number of tensors up to {_MAX_GROUPS}, got {groups!r}")
-    return _arrays(init(config, groups=groups), data.get("state"), "state")
-
-
-def _plain(tree: Any) -> Any:
+def plain(tree: Any) -> Any:
     """Converts NamedTuples to dicts, tuples to lists, and arrays to numbers."""
     if tree is None:
         return None
     if hasattr(tree, "_fields"):
-        return {name: _plain(part) for name, part in tree._asdict().items()}
+        return {name: plain(part) for name, part in tree._asdict().items()}
     if isinstance(tree, tuple):
-        return [_plain(part) for part in tree]
+        return [plain(part) for part in tree]
     return np.asarray(tree).tolist()
 
 
-def _arrays(template: Any, data: Any, place: str) -> Any:
+def from_plain(template: Any, data: Any, place: str) -> Any:
     """Restores the structure, dtypes and shapes of `template`; errors name `place`."""
     if isinstance(template, np.ndarray):
         return _array(template, data, place)
     is_mapping = isinstance(data, Mapping)
     if hasattr(template, "_fields") and is_mapping and set(data) == set(template._fields):
         fields = template._asdict().items()
-        return type(template)(*(_arrays(x, data[n], f"{place}.{n}") for n, x in fields))
+        return type(template)(*(from_plain(x, data[n], f"{place}.{n}") for n, x in fields))
     if type(template) is tuple and isinstance(data, list | tuple) and len(data) == len(template):
         parts: Any = enumerate(zip(template, data, strict=True))
-        return tuple(_arrays(part, each, f"{place}[{i}]") for i, (part, each) in parts)
+        return tuple(from_plain(part, each, f"{place}[{i}]") for i, (part, each) in parts)
     if template is None and data is None:
         return None
     raise StateError(
-        f"{place} must have the structure of {_plain(template)!r:.120}, got {data!r:.80}: the "
+        f"{place} must have the structure of {plain(template)!r:.120}, got {data!r:.80}: the "
         "saved state belongs to another policy, or is damaged"
     )
 

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.engine import EngineConfig, RuleConfig, rules
+from healcore.core.engine import EngineConfig, RuleConfig
+from healcore.core.engine.judge import update_rule
+from healcore.core.engine.state import RuleState, init_rule
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.events.schema import flag_names
@@ -109,7 +111,7 @@ class HostRules:
 
     def restart(self) -> None:
         """Forgets all hits, after a rollback."""
-        self._states: dict[tuple[str, int], rules.RuleState] = {}
+        self._states: dict[tuple[str, int], RuleState] = {}
         self._fired: dict[str, int] = {}
 
     def ordered(self, record: StepRecord) -> StepRecord:
@@ -120,8 +122,8 @@ class HostRules:
             state, hit = self._states.get(key), np.bool_(record.cause & config.causes)
             if state is None and not hit:
                 continue  # most steps of most runs
-            state, step = state or rules.init(config), np.int32(record.step)
-            self._states[key], firing = rules.update(config, state, hit, step, 0, xp=np)
+            state, step = state or init_rule(config), np.int32(record.step)
+            self._states[key], firing = update_rule(config, state, hit, step, 0, xp=np)
             fired |= bool(firing.fired)
         if not fired:
             return record

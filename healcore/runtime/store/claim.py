@@ -14,7 +14,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from healcore.core.printable import clean
+from healcore.core.errors import clean
 from healcore.events.process import watch_forks
 from healcore.runtime.store.errors import StoreError
 

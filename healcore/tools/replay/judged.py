@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from healcore.core import host
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.recorded import record_loop
 from healcore.core.signals import Signals
@@ -210,5 +209,5 @@ def _rolled_back(engine: Engine, live: EngineState, restored: EngineState) -> En
 
     The budget stays: `_judge_row` has already subtracted the order, and a restart costs nothing.
     """
-    state = engine.on_rollback(live, restored, xp=host)
+    state = map_leaves(lambda leaf: leaf[()], engine.on_rollback(live, restored, xp=np))
     return state._replace(budget=state.budget._replace(recoveries=live.budget.recoveries))

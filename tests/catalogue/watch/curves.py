@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from healcore.core import host
+from healcore.core.recorded import record
 from healcore.core.signals import Signals
+from healcore.core.tree import map_leaves
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load
 from tests.parity import recorded_runs
@@ -54,17 +55,22 @@ def decisions_of(policy: Any, losses: Any, norms: Any = None, evals: Any = None)
     restored.
     """
     engine = load(policy).engine()
-    state = engine.init()
-    rows = []
+    state = map_leaves(lambda leaf: leaf[()], engine.init())
+
+    def step(state: Any, seen: Signals, *, xp: Any) -> Any:
+        state, _ = engine.step(state, seen, xp=xp)
+        # In observe mode a step does it by itself.
+        return state if engine.mode == "observe" else engine.subtract_rollback(state, xp=xp)
+
+    rows, program = [], None
     columns = [losses, norms, evals]
     arrays = [None if c is None else np.asarray(c, np.float32) for c in columns]
     with np.errstate(all="ignore"):
         for i in range(len(arrays[0])):  # type: ignore[arg-type]
             loss, norm, evaluation = (None if a is None else a[i] for a in arrays)
             seen = Signals(loss=loss, grad_norm=norm, eval_loss=evaluation)
-            state, _ = engine.step(state, seen, xp=host)
-            if engine.mode != "observe":  # where a step does it by itself
-                state = engine.subtract_rollback(state, xp=host)
+            program = program or record(step, state, seen)
+            state = program(state, seen)
             ordered = state.last.decision  # as ordered, in observe mode too
             parts = (getattr(ordered, name) for name in Decisions._fields[:-1])
             rows.append((*parts, state.last.threshold))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from healcore.core import host
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action
 from healcore.policy import load
@@ -44,13 +43,13 @@ def test_opt_the_cut_survives_the_restored_optimizer():
     losses, norms = spiked(at=400)
     state = saved = engine.init()
     for i, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-        state, decision = engine.step(state, Signals(loss=loss, grad_norm=norm), xp=host)
+        state, decision = engine.step(state, Signals(loss=loss, grad_norm=norm), xp=np)
         saved = state if i == 300 else saved
         if decision.action & int(Action.ROLLBACK):
             break
     assert saved.lr.scale == 1
-    back = engine.on_rollback(state, saved, xp=host)
-    _, decision = engine.step(back, Signals(loss=losses[301], grad_norm=norms[301]), xp=host)
+    back = engine.on_rollback(state, saved, xp=np)
+    _, decision = engine.step(back, Signals(loss=losses[301], grad_norm=norms[301]), xp=np)
     assert decision.lr_scale == np.float32(0.67)
 
 

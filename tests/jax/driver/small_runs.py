@@ -17,7 +17,7 @@ from healcore.core.detectors import NonFiniteConfig
 from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.jax import protect
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.flax_linen import HealTrainState
 from healcore.jax.flax_nnx import snapshot, update
 

@@ -16,13 +16,13 @@ from flax import nnx
 from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.jax import HealStateError, protect
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.live_state import SIDE_STATE, live_state_of
 from healcore.runtime.driver import WeightsChanged
 from healcore.runtime.store.errors import StateMismatch
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
-from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, plain
+from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_third, plain
 
 BATCHES = [batch(seed) for seed in range(6)]
 
@@ -148,11 +148,7 @@ def multisteps(inner: Any, policy: Any) -> Any:
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_accumulated_gradients_are_dropped_and_never_saved(outside):
-    def around(inner: Any, policy: Any) -> Any:
-        steps = optax.MultiSteps(protect(inner, policy), every_k_schedule=3)
-        return optax.GradientTransformationExtraArgs(steps.init, steps.update)
-
-    run = plain(optax.sgd(0.1), wrap=around if outside else multisteps)
+    run = plain(optax.sgd(0.1), wrap=every_third if outside else multisteps)
     driver = JaxDriver(run.state, POLICY)
     assert driver.may_save()
     advance(driver, run, BATCHES[:3])

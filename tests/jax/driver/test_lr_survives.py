@@ -1,4 +1,4 @@
-"""The cut of the learning rate holds on the very next step after a restore, and all the way back.
+"""The cut of the learning rate holds on the very next step after a restore.
 
 Measured on how far the parameters move, against a run that goes on from the same checkpoint with
 its multiplier at 1: OPT-175B's restores put the old learning rate back, and no number in a
@@ -18,7 +18,7 @@ from optax import contrib
 
 from healcore.core.engine import Engine
 from healcore.jax import heal, last_decision, protect, scale_by_heal_lr
-from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.driver import JaxDriver
 from healcore.runtime.recovery.orders import after_rollback
 from tests.jax.driver.small_runs import POLICY, advance, batch, plain
 
@@ -101,31 +101,6 @@ def test_a_new_process_continues_at_the_cut_rate(wrap):
         fresh.load(restored.state, (restored.healing or {}) if cut else {})
         steps.append(moved(fresh, run, 4))
     np.testing.assert_allclose(steps[0], 0.25 * steps[1], rtol=1e-4, atol=2e-8)
-
-
-def test_the_way_back_ends_exactly_on_the_schedule():
-    run = plain(OPTIMIZERS["warm-up and cosine"])
-    driver, engine = JaxDriver(run.state, POLICY), Engine(POLICY)
-    store = driver.store(None)
-    advance(driver, run, [batch(0)])
-    store.save(1, driver.state(), healing=driver.engines())
-    advance(driver, run, [batch(5, bad=True)])
-    restored = store.restore(1, driver.state())
-    live = driver.engines()
-    driver.load(restored.state, after_rollback(engine, live, restored.healing))
-    handles = advance(driver, run, [batch(seed) for seed in range(1, 10)])
-    scales = [handle.steps()[-1][0].lr_scale for handle in handles]
-    hold, ramp = scales[:3], scales[3:7]
-    assert hold == [0.25] * 3
-    assert ramp == sorted(ramp)
-    assert 0.25 < ramp[0] < 1.0
-    assert scales[7:] == [1.0, 1.0]
-    # The schedule went on by itself: count 10 in both.
-    assert int(optax.tree.get(driver.live["opt_state"], "count", filtering=_schedule)) == 10
-
-
-def _schedule(path: Any, value: Any) -> bool:
-    return getattr(path[-1], "tuple_name", "") == "ScaleByScheduleState"
 
 
 @pytest.mark.parametrize(

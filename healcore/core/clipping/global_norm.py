@@ -1,0 +1,282 @@
+"""Rules that clip the global norm: `Clip`, the result of every rule, and fixed, ZClip, AutoClip.
+
+**Fixed** reduces the norm to one absolute limit (Pascanu et al., 2013), as
+`torch.nn.utils.clip_grad_norm_` and `optax.clip_by_global_norm` do. It has no baseline and
+therefore no escape: norms that stay above `max_norm` are always clipped, as configured.
+
+**ZClip** (Kumar et al., 2025, arXiv:2504.02507, package `zclip` 1.0.0) clips a norm that is
+unusually large for its history. The first `warmup_steps` raw norms give the mean mu and the
+population variance v. With z = (g - mu) / sqrt(v), a norm with z above the threshold k is reduced
+to T: `mu + k^2 sigma / z` (reciprocal), `mu` (mean) or `mu + k sigma` (max). Then mu' = a mu +
+(1 - a) u and v' = a v + (1 - a) (u - mu')^2, where u is T for a clipped norm, else g. Differences
+from the paper (reasons and numbers: docs/detectors.md, docs/recipes.md):
+
+* The baseline follows lasting level shifts, and the warm-up is robust (`baseline`).
+* NaN, Inf and zero norms are not learnt, and sigma is at least `min_rel_std` of mu. In the
+  published rule one NaN disables clipping permanently, and a run of zeros clips to zero.
+
+**AutoClip** (Seetharaman et al., 2020, arXiv:2007.14469) clips at a percentile of the norms seen so
+far. The original sorts the whole history at each step. This version keeps a histogram of 16 bins
+per octave: O(1) memory, integer counts that are equal in every backend, and a percentile at most
+one bin (4.4 %) too high. At `2 * window` norms all counts are halved, so that the rule follows a
+lasting level shift within five windows. As published, raw norms enter: clipped norms would lower
+the percentile further and further.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+
+from healcore.core import baseline, numerics
+from healcore.core.ranges import Fraction, Limit, NotNegative, Positive, Steps, number, one_of
+from healcore.core.signals import Observed
+from healcore.core.tree import Float, Int, zero_init, zeros
+
+EPSILON = 1e-6  # added to the norm, as in torch and in the papers
+
+
+class Clip(NamedTuple):
+    """Clipping of one step: arrays of the norm's shape, 0-d, or (n,) for per-tensor rules."""
+
+    scale: Any  # float32 in [0, 1]: factor on the gradient; 1 = unchanged
+    threshold: Any  # float32: norm above which the gradient is clipped; 0 = no limit (warm-up)
+    z: Any  # float32: z-score of the norm; 0 in warm-up and in rules without a variance
+    clipped: Any  # bool
+
+
+def scale_to(limit: Any, norm: Any, over: Any, *, xp: Any) -> Any:
+    """Factor that reduces `norm` to `limit` where `over` holds, else exactly 1."""
+    target = xp.where(over, limit, norm)
+    scale = numerics.quotient(target, norm + EPSILON, xp=xp)
+    return numerics.settle(xp.where(over, scale, 1.0), xp=xp)
+
+
+class FixedState(NamedTuple):
+    """Empty: the rule has no state."""
+
+
+class FixedConfig(NamedTuple):
+    """Parameter of fixed clipping."""
+
+    max_norm: Positive = 1.0
+    """Largest gradient norm that is not clipped; above 0."""
+
+    kind = "fixed"
+    init = zero_init(FixedState)
+
+    def update(
+        self, state: FixedState, seen: Observed, learn: Any, *, xp: Any
+    ) -> tuple[FixedState, Clip]:
+        """Clips `seen.grad_norm` to `max_norm`."""
+        del learn
+        norm = seen.grad_norm
+        over = norm > self.max_norm
+        limit = xp.where(over, self.max_norm, norm)
+        zero = norm - norm
+        scale = scale_to(limit, norm, over, xp=xp)
+        return state, Clip(scale, zero + self.max_norm, zero, over)
+
+
+class ZClipState(NamedTuple):
+    """Statistics of the accepted norms."""
+
+    count: Int  # norms learnt, at most `warmup_steps`
+    mean: Float
+    var: Float  # population variance during warm-up, then its moving average
+    shift: baseline.ShiftState
+
+
+class ZClipConfig(NamedTuple):
+    """Parameters of ZClip."""
+
+    z_threshold: Positive = 2.5
+    """z-score above which a norm is a spike (paper: 2.5; 2.0 at learning rates >= 3e-3)."""
+    ema_decay: Fraction = 0.97
+    """Decay of mean and variance per step, in (0, 1)."""
+    warmup_steps: Steps = 25
+    """Number of positive finite norms averaged before the z-score is used."""
+    target: Annotated[str, one_of("reciprocal", "mean", "max")] = "reciprocal"
+    """Norm to which a spike is reduced: reciprocal, mean or max. Static."""
+    max_norm: Limit = 1.0
+    """Additional absolute limit, also during the warm-up, or None."""
+    min_rel_std: NotNegative = 0.01
+    """Floor of sigma as a fraction of the mean."""
+    shift: baseline.ShiftConfig = baseline.ShiftConfig()
+    """When repeatedly clipped norms become the new level."""
+
+    kind = "zclip"
+    init = zero_init(ZClipState)
+
+    def update(
+        self, state: ZClipState, seen: Observed, learn: Any, *, xp: Any
+    ) -> tuple[ZClipState, Clip]:
+        """Judges `seen.grad_norm`, then learns it."""
+        norm = seen.grad_norm
+        count = xp.where(seen.restart, 0, state.count)
+        warm = count < self.warmup_steps
+        # Separate products, and the floor again after the root, because XLA rewrites (c m)(c m) as
+        # (m m) c^2, and sqrt(x x) as |x|.
+        floor = numerics.product(self.min_rel_std, state.mean, xp=xp)
+        var = xp.maximum(state.var, numerics.product(floor, floor, xp=xp))
+        sigma = xp.maximum(xp.sqrt(state.var), floor)
+
+        # z > k without a root: gap^2 > k^2 v. With two products a Python number and an array (a
+        # vmapped sweep) round alike, and XLA does not compute (k k) v.
+        k = self.z_threshold
+        gap = norm - state.mean
+        limit = k * numerics.product(k, var, xp=xp)
+        spike = ~warm & (gap > 0) & (gap * gap > limit)
+        safe_gap = xp.where(spike, gap, 1.0)
+        if self.target == "reciprocal":
+            target = state.mean + xp.where(spike, numerics.quotient(limit, safe_gap, xp=xp), 0.0)
+        elif self.target == "mean":
+            target = state.mean
+        else:
+            target = state.mean + xp.where(spike, numerics.product(k, sigma, xp=xp), 0.0)
+
+        accepted = xp.where(spike, target, norm)
+        effective = accepted
+        threshold = xp.where(warm, 0.0, state.mean + numerics.product(k, sigma, xp=xp))
+        if self.max_norm is not None:
+            effective = xp.minimum(effective, self.max_norm)
+            lower = (threshold == 0) | (threshold > self.max_norm)
+            threshold = xp.where(lower, self.max_norm, threshold)
+        over = norm > effective
+        scale = scale_to(effective, norm, over, xp=xp)
+        known = ~warm & (sigma > 0)
+        z = xp.where(known, numerics.quotient(gap, xp.where(known, sigma, 1.0), xp=xp), 0.0)
+
+        learn = learn & seen.finite & (norm > 0)
+        learnt = _learn(self, state, count, norm, accepted, learn, xp=xp)
+        shift_state, shift = baseline.watch_level(
+            self.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
+        )
+        return ZClipState(
+            count=learnt.count,
+            mean=xp.where(shift.escaped, shift.level, learnt.mean),
+            var=xp.where(shift.escaped, shift.spread, learnt.var),
+            shift=shift_state,
+        ), Clip(scale, threshold, z, over)
+
+
+def _learn(
+    config: ZClipConfig,
+    state: ZClipState,
+    count: Any,
+    norm: Any,
+    accepted: Any,
+    learn: Any,
+    *,
+    xp: Any,
+) -> ZClipState:
+    """Updates mean and variance: Welford during warm-up, then moving averages."""
+    warm = count < config.warmup_steps
+    value, first_were_outliers = baseline.limit_outlier(accepted, state.mean, count, warm, xp=xp)
+    count = xp.where(learn & first_were_outliers, 0, count)
+    known = count > 0
+    mean = xp.where(known, state.mean, 0.0)
+    var = xp.where(known, state.var, 0.0)
+
+    new_count = xp.where(learn & warm, count + 1, count)
+    divisor = numerics.as_float(xp.where(new_count > 0, new_count, 1), xp=xp)
+    rate = numerics.complement(config.ema_decay, norm)
+    gap = value - mean
+    mean = mean + xp.where(learn, _step(gap, divisor, rate, warm, xp=xp), 0.0)
+    new_gap = value - mean
+    square = numerics.product(xp.where(warm, gap, new_gap), new_gap, xp=xp)
+    deviation = square - var
+    step = _step(deviation, divisor, rate, warm, xp=xp)
+    var = var + xp.where(learn, step, 0.0)
+    # Rounding can give a variance of -1e-12 after equal values.
+    var = xp.where(var > 0, var, 0.0)
+    # If the step is not learnt, the baseline stays as it is after an expected change.
+    mean, var = xp.where(learn, mean, state.mean), xp.where(learn, var, state.var)
+    mean, var = numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp)
+    return state._replace(count=new_count, mean=mean, var=var)
+
+
+def _step(gap: Any, count: Any, rate: Any, warm: Any, *, xp: Any) -> Any:
+    """Change of an average: `gap / count` where `warm` (a plain mean), else `rate * gap`."""
+    plain = numerics.quotient(gap, count, xp=xp)
+    return xp.where(warm, plain, numerics.product(rate, gap, xp=xp))
+
+
+_PER_OCTAVE = 16
+_OCTAVES = 32  # 2**-32 to 2**32
+EDGES = np.exp2(
+    np.arange(-_OCTAVES * _PER_OCTAVE, _OCTAVES * _PER_OCTAVE + 1) / _PER_OCTAVE
+).astype(np.float32)
+"""Edges of the bins; a namespace of a device keeps this table on the device."""
+BINS = len(EDGES) - 1  # number of bins
+
+
+class AutoClipState(NamedTuple):
+    """Histogram of the recent norms."""
+
+    counts: Int  # (BINS,): norms per bin
+
+
+class AutoClipConfig(NamedTuple):
+    """Parameters of AutoClip."""
+
+    percentile: Annotated[Any, number(above=0, below=100)] = 10.0
+    """Percentile of the recent norms at which norms are clipped, in (0, 100)."""
+    window: Steps = 200
+    """The histogram covers between one and two times this many norms."""
+    max_norm: Limit = None
+    """Additional absolute limit, or None."""
+
+    kind = "autoclip"
+
+    def init(self, *, groups: int = 0) -> AutoClipState:
+        """An empty histogram."""
+        del groups
+        return zeros(AutoClipState, (BINS,))
+
+    def update(
+        self, state: AutoClipState, seen: Observed, learn: Any, *, xp: Any
+    ) -> tuple[AutoClipState, Clip]:
+        """Adds `seen.grad_norm` to the histogram, then clips it at the percentile."""
+        norm = seen.grad_norm
+        learn = learn & seen.finite & (norm > 0)
+        edges = xp.asarray(EDGES)
+        above = norm[..., None] >= edges
+        index = xp.sum(xp.astype(above, xp.int32), axis=-1) - 1
+        index = xp.where(index < 0, 0, xp.where(index > BINS - 1, BINS - 1, index))
+        bins = xp.arange(BINS)
+        hit = (bins == index[..., None]) & learn[..., None]
+
+        counts = xp.where(seen.restart[..., None], 0, state.counts)
+        counts = xp.where(hit, counts + 1, counts)
+        total = xp.sum(counts, axis=-1)
+        full = total >= 2 * self.window
+        percentile = _percentile(self.percentile, counts, total, edges, xp=xp)
+
+        known = total > 0
+        target = xp.where(known, percentile, norm)
+        threshold = xp.where(known, percentile, 0.0)
+        if self.max_norm is not None:
+            target = xp.minimum(target, self.max_norm)
+            threshold = xp.where(known, target, self.max_norm)
+        over = norm > target
+        limit = xp.where(over, target, norm)
+        zero = norm - norm
+        new_counts = xp.where(full[..., None], counts // 2, counts)
+        return AutoClipState(xp.astype(new_counts, xp.int32)), Clip(
+            scale_to(limit, norm, over, xp=xp), zero + threshold, zero, over
+        )
+
+
+def _percentile(percent: Any, counts: Any, total: Any, edges: Any, *, xp: Any) -> Any:
+    """Upper edge of the bin that holds the percentile.
+
+    Interpolation would clip equal norms forever, by up to the width of a bin. The last sum has only
+    one term other than zero, so its order does not matter.
+    """
+    below = numerics.as_float(xp.cumsum(counts, axis=-1), xp=xp)
+    rank = numerics.product(percent, numerics.as_float(total, xp=xp), xp=xp) * 0.01
+    before = below - numerics.as_float(counts, xp=xp)
+    in_bin = (below >= rank[..., None]) & (before < rank[..., None])
+    return xp.sum(xp.where(in_bin, edges[1:], 0.0), axis=-1)

@@ -1,0 +1,452 @@
+"""With a `loss_fn` the weights are compared with earlier ones: damage is undone, and nothing else.
+
+Averages and teachers in the state are not replaced, and both sides have the same random keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.core import Tracer
+
+from healcore import Healer
+from healcore.events import read
+from healcore.jax import from_dict, metrics, protect, to_dict
+from healcore.jax.driver.driver import JaxDriver
+from healcore.jax.driver.weights import averages, rivals
+from healcore.policy import engine_of, load
+from healcore.runtime.dominance import evidence
+from healcore.runtime.recovery.orders import limited
+from tests.healer.run_options import grouped
+from tests.jax.driver.small_runs import batch as small_batch
+from tests.jax.driver.small_runs import in_place, mse
+
+STEPS, CHANGE = 400, 250
+TX = protect(optax.adam(1e-2), "default")
+
+
+@pytest.fixture
+def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons take no time, so their distance does not depend on the load of the machine."""
+    monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: 5.0))
+
+
+def data(number: int, *, relabelled: bool = False, bad: bool = False) -> Any:
+    random = np.random.default_rng(number)
+    x = random.standard_normal((64, 6)).astype(np.float32)
+    y = (x[:, 0] > 0) * 2 + (x[:, 1] > 0)
+    if bad:
+        x[0] = np.nan
+    return x, (y + 1) % 4 if relabelled else y
+
+
+def loss_of(params: Any, batch: Any) -> Any:
+    x, y = batch
+    logits = jnp.tanh(x @ params["a"]) @ params["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def initial() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "a": jax.random.normal(keys[0], (6, 32)) / 2.5,
+        "b": jax.random.normal(keys[1], (32, 4)) / 6,
+    }
+
+
+def reversed_layer(params: Any) -> Any:
+    return {**params, "b": -4.0 * params["b"]}
+
+
+@functools.cache  # compiling takes seconds
+def program(parts: int = 1, scanned: int = 0) -> tuple[Any, Any]:
+    """The optimizer, which may accumulate `parts` batches, and a step or a scan of steps."""
+    tx: Any = TX
+    if parts > 1:
+        tx = optax.MultiSteps(tx, parts, should_skip_update_fn=optax.skip_not_finite)
+
+    def step(state: Any, batch: Any, scale: Any = 1.0) -> Any:
+        params, opt, *rest = state
+        loss, grads = jax.value_and_grad(lambda p: scale * loss_of(p, batch))(params)
+        updates, opt = tx.update(grads, opt, params, value=loss)
+        return (optax.apply_updates(params, updates), opt, *rest)
+
+    if scanned:
+        one = lambda state, batch: (step(state, batch), None)  # noqa: E731
+        return tx, jax.jit(lambda state, batches: jax.lax.scan(one, state, batches)[0])
+    return tx, jax.jit(step)
+
+
+evaluate = jax.jit(loss_of)
+
+
+class Run:
+    """A run of 400 steps, or fewer with several batches a step. `edit` changes the state."""
+
+    def __init__(self, *, parts: int = 1, mask: bool = False) -> None:
+        self.tx, self.program = program(parts)
+        self.state: Any = (initial(), self.tx.init(initial()))
+        if mask:
+            self.state = (*self.state, jnp.full((3,), -jnp.inf))
+        self.batches = [data(number) for number in range(STEPS)]
+        self.scale = 1.0
+        self.edit: Callable[[int, Any], Any] = lambda step, state: state
+        self.compared: list[Any] = []
+
+    def loss_fn(self, state: Any, batch: Any) -> Any:
+        if not isinstance(batch[0], Tracer):
+            self.compared.append(batch)
+        return self.scale * evaluate(state[0], batch)
+
+    def train(self, folder: Path, *, asks: bool = True) -> Healer:
+        options = {"loss_fn": self.loss_fn if asks else None, "events": folder / "e.jsonl"}
+        with Healer("default", state=self.state, **grouped(options)) as healer:
+            for batch in healer.batches(self.batches):
+                state = self.edit(healer.step, healer.state)
+                healer.update(self.program(state, batch, self.scale))
+        self.state = healer.state
+        return healer
+
+    def compared_numbers(self) -> set[int]:
+        """The batches that were compared, by their place in the data."""
+        first = [batch[0][0, 0] for batch in self.batches]
+        return {first.index(batch[0][0, 0]) for batch in self.compared}
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [e for e in read(folder / "e.jsonl").events if e["kind"] == kind]
+
+
+# -- damage; a rate that jumps is in `compared_processes` -----------------------------------------
+
+
+def test_damaged_weights_are_rolled_back(tmp_path):
+    run, done = Run(), []
+
+    def damage(step: int, state: Any) -> Any:
+        if step != CHANGE or done:
+            return state
+        done.append(step)
+        return (reversed_layer(state[0]), *state[1:])
+
+    run.edit = damage
+    healer = run.train(tmp_path)
+    (found,) = (e for e in events(tmp_path, "assessment") if e["verdict"] == "damage")
+    assert found["by"] == "earlier_weights"
+    assert healer.rollbacks == 1
+    assert events(tmp_path, "rollback")[0]["checkpoint"] == 200
+    assert healer.metrics()["heal/lr_scale"] == 1.0
+
+
+# -- healthy changes ------------------------------------------------------------------------------
+
+
+def relabelled(run: Run) -> None:
+    run.batches = [data(number, relabelled=number >= CHANGE) for number in range(STEPS)]
+
+
+def scaled(run: Run) -> None:
+    def scale(step: int, state: Any) -> Any:
+        run.scale = 1000.0 if step >= CHANGE else 1.0
+        return state
+
+    run.edit = scale
+
+
+@pytest.mark.parametrize(
+    ("change", "asks"), [(relabelled, False), (relabelled, True), (scaled, True)]
+)
+def test_a_healthy_change_costs_nothing(tmp_path, change, asks):
+    run = Run(mask=True)  # one that is meant to be infinite is no damage
+    change(run)
+    healer = run.train(tmp_path, asks=asks)
+    assert healer.rollbacks == 0
+    assert healer.metrics()["heal/lr_scale"] == 1.0
+    assert not events(tmp_path, "lr")
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_steps_that_are_not_finite_have_changed_nothing(tmp_path, asks):
+    """The gradient's norms of such a step are in the state, for the diagnosis."""
+    run = Run()
+    run.batches = [data(number, bad=250 <= number < 264) for number in range(STEPS)]
+    healer = run.train(tmp_path, asks=asks)
+    assert {e["verdict"] for e in events(tmp_path, "assessment")} == {"unknown"}
+    assert healer.rollbacks == 0
+    assert all(np.isfinite(each).all() for each in jax.tree.leaves(healer.state[0]))
+
+
+# -- all batches of a step ------------------------------------------------------------------------
+
+
+def check_whole_steps(run: Run, size: int) -> None:
+    compared = run.compared_numbers()
+    assert compared
+    assert {size * (number // size) + i for number in compared for i in range(size)} == compared
+
+
+def test_every_batch_of_an_accumulation_is_compared(tmp_path):
+    run = Run(parts=4)
+    run.train(tmp_path)
+    check_whole_steps(run, 4)
+
+
+def test_every_batch_of_a_dispatch_of_many_steps_is_compared():
+    (tx, many), run, waiting, done = program(scanned=8), Run(), [], False
+    state = (initial(), tx.init(initial()))
+    with Healer("default", state=state, loss_fn=run.loss_fn) as healer:
+        for batch in healer.batches(run.batches):
+            waiting.append(batch)
+            if len(waiting) < 8:
+                continue
+            state = healer.state
+            if healer.step == 248 and not done:
+                done, state = True, (reversed_layer(state[0]), state[1])
+            stacked = jax.tree.map(lambda *each: jnp.stack(each), *waiting)
+            waiting.clear()
+            healer.update(many(state, stacked))
+    check_whole_steps(run, 8)
+    assert healer.rollbacks <= 1
+
+
+def test_objects_that_are_updated_in_place_keep_their_statistics_and_keys():
+    evaluated, ended = nnx.jit(lambda model, x: mse(model(x), x)), []
+    for asks in (False, True):
+        run, calls = in_place("default"), []
+        model = run.state["model"]
+
+        def loss_fn(x: Any, model: Any = model, calls: list[Any] = calls) -> Any:
+            calls.append(x)
+            return evaluated(model, x)
+
+        options: Any = {"loss_fn": loss_fn} if asks else {}
+        with Healer("default", state=run.state, **grouped(options)) as healer:
+            for x in healer.batches([small_batch(n) * (1 + (n >= 120)) for n in range(160)]):
+                healer.update(run.step(healer.state, x))
+        assert healer.rollbacks == 0
+        assert (len(calls) > 4) is asks
+        ended.append(jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))))
+    for a, b in zip(*ended, strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(a, b)
+
+
+# -- the limit on the rate ------------------------------------------------------------------------
+
+
+def test_the_limit_on_an_injected_rate_is_absolute():
+    """After a cut the multiplier is 1 where the schedule has decayed below the limit."""
+    policy = load(
+        "default",
+        detect={"instability": {}},
+        respond=[{"to": ["instability"], "do": ["rollback", "cut_lr"]}],
+    )
+    tx = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=3.0), policy)
+    curvature = jnp.linspace(0.1, 1.0, 8)
+
+    @jax.jit
+    def step(params: Any, state: Any, rate: Any) -> Any:
+        state = optax.tree.set(state, learning_rate=rate)
+        loss, grads = jax.value_and_grad(lambda w: (curvature * w**2).sum() / 2 + 1.0)(params)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.ones(8)
+    state, scales = tx.init(params), []
+    for number in range(200):
+        params, state = step(params, state, jnp.float32(3.0 if number < 100 else 0.3))
+        scales.append(float(metrics(state)["heal/lr_scale"]))
+    assert 3.0 * scales[99] < 2.0
+    assert scales[-1] == 1.0
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_limit_holds_in_the_step_in_which_an_injected_schedule_jumps(eager):
+    """The schedule computes the rate in the update, after the policy has judged the step."""
+    schedule = optax.piecewise_constant_schedule(0.1, {20: 30.0})
+    tx = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=schedule), "default")
+    state, sizes = tx.init(jnp.ones(1)), []
+    engines = {"": to_dict(state, "default")}
+    (limited_to,) = limited(engine_of("default"), engines, 3.0, 0.1, healthy=True).values()
+    state = from_dict(state, limited_to, "default")
+    step = tx.update if eager else jax.jit(tx.update)
+    for _ in range(40):
+        updates, state = step(jnp.ones(1), state, jnp.ones(1), value=jnp.float32(1.0))
+        sizes.append(float(-jax.tree.leaves(updates)[0][0]))
+    np.testing.assert_allclose(sizes, 0.1, rtol=1e-5)
+
+
+# -- averages, momentum encoders and teachers -----------------------------------------------------
+
+
+@jax.jit
+def averaged_step(state: Any, batch: Any) -> Any:
+    teacher, params, average, opt = state
+    loss, grads = jax.value_and_grad(lambda p: loss_of(p, batch))(params)
+    updates, opt = TX.update(grads, opt, params, value=loss)
+    params = optax.apply_updates(params, updates)
+    return teacher, params, optax.incremental_update(params, average, 0.01), opt
+
+
+@jax.jit
+def averaged_loss(state: Any, batch: Any) -> Any:
+    _, params, average, _ = state
+    drift = sum(jnp.square(params[name] - average[name]).sum() for name in params)
+    return loss_of(params, batch) + 1e-3 * drift
+
+
+def averaged_run(folder: Path, *, compares: bool, damaged: bool = False) -> tuple[Healer, Any]:
+    params = initial()
+    state = (params, params, jax.tree.map(jnp.copy, params), TX.init(params))
+    options = {"loss_fn": averaged_loss if compares else None, "save_every": 50}
+    with Healer("default", state=state, **grouped(options, events=folder / "e.jsonl")) as healer:
+        for batch in healer.batches([data(number) for number in range(300)]):
+            state = healer.state
+            if damaged and healer.step == 200 and not healer.rollbacks:
+                state = (state[0], reversed_layer(state[1]), *state[2:])
+            healer.update(averaged_step(state, batch))
+    return healer, healer.state
+
+
+@pytest.mark.usefixtures("free_comparisons")
+def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
+    _, plain = averaged_run(tmp_path / "plain", compares=False)
+    healer, compared = averaged_run(tmp_path / "compared", compares=True)
+    assert healer.rollbacks == 0
+    jax.tree.map(np.testing.assert_array_equal, plain, compared)
+    comparison: Any = healer._loop.recovery.dominance
+    assert comparison._budget._prices, "weights were compared"
+    assert set(comparison.anchors[-1].weights) == {"[1]['a']", "[1]['b']"}
+
+
+@pytest.mark.usefixtures("free_comparisons")
+def test_damage_is_found_next_to_an_average_and_a_teacher(tmp_path):
+    healer, _ = averaged_run(tmp_path, compares=True, damaged=True)
+    assert healer.rollbacks == 1
+
+
+def test_an_earlier_copy_replaces_the_trained_parameters_only():
+    params = initial()
+    state: Any = (params, params, jax.tree.map(jnp.copy, params), TX.init(params))
+    driver = JaxDriver(state, "default")
+    weights = driver.copy_weights()
+    norms = lambda state, batch: state[batch]["a"][0, 0]  # noqa: E731
+    assert driver.losses_of(norms, [0, 1, 2], weights) == [float(params["a"][0, 0])] * 3
+    for number in range(10):
+        driver.update(state := averaged_step(state, data(number)))
+    current = driver.losses_of(norms, [0, 1, 2])
+    earlier = driver.losses_of(norms, [0, 1, 2], weights)
+    assert earlier == [current[0], float(params["a"][0, 0]), current[2]]
+    assert current[1] != earlier[1]
+    assert set(driver.copy_weights()) == {"[1]['a']", "[1]['b']"}
+
+
+# -- which part is trained ------------------------------------------------------------------------
+
+
+def moved(decay: float, *, before: int, rate: float = 0.999) -> tuple[Any, Any]:
+    """Parameters and their average, before and after 20 steps, late in a run with a decaying rate.
+
+    The average moves farther than the parameters.
+    """
+    random = np.random.default_rng(0)
+    start = random.standard_normal(200)
+    found: dict[str, Any] = {"params": start, "average": start}
+    kept = found
+    for number in range(before + 20):
+        if number == before:
+            kept = dict(found)
+        params = found["params"] - 0.1 * rate**number * (1 + random.standard_normal(200))
+        average = decay * found["average"] + (1 - decay) * params
+        found = {"params": params, "average": average}
+    return kept, found
+
+
+@pytest.mark.parametrize("before", [0, 300, 3_000])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 0.9999])
+def test_an_average_follows_the_parameters(decay, before):
+    candidates = [[("average",), ("params",)]]
+    earlier, now = moved(decay, before=before)
+    found = averages(rivals(candidates, now), earlier, now)
+    assert found == (None if decay == 0 else {"average"})
+
+
+def test_two_networks_and_an_average_of_one():
+    first, second = moved(0.99, before=50), moved(0.99, before=70, rate=1.0)
+    earlier, now = (
+        {"g": one["params"], "average": one["average"], "d": -other["params"]}
+        for one, other in zip(first, second, strict=True)
+    )
+    parts = [("g",), ("average",), ("d",)]
+    assert averages(rivals([parts, parts], now), earlier, now) == {"average"}
+
+
+def test_parts_are_rivals_only_if_all_their_tensors_have_the_same_shapes():
+    tensors = {"a": np.ones(3), "b": np.ones(3), "mean": np.ones(2)}
+    assert not rivals([[("a",), ("mean",)]], tensors)
+    assert not rivals([[("a",), ("b",)]] * 2, tensors)
+    assert rivals([[("a",), ("b",), ("mean",)]], tensors) == [([("a",), ("b",)], 1)]
+
+
+# -- random keys ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("uses_key", [False, True])
+@pytest.mark.usefixtures("free_comparisons")
+def test_both_sides_have_the_same_key(make_key, uses_key):
+    """The loss of the step had another key, so it stands for neither side."""
+    seen: list[Any] = []
+
+    @jax.jit
+    def noisy(params: Any, key: Any, batch: Any) -> Any:
+        return loss_of(params, batch) * (0.5 + uses_key * jax.random.uniform(key))
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        params, opt, key = state
+        loss, grads = jax.value_and_grad(noisy)(params, key, batch)
+        updates, opt = TX.update(grads, opt, params, value=loss)
+        return optax.apply_updates(params, updates), opt, jax.random.split(key)[0]
+
+    def loss_fn(state: Any, batch: Any) -> Any:
+        if batch[1].tobytes() != data(0)[1].tobytes():  # the Healer tries the first batch alone
+            seen.append((batch[1].tobytes(), np.asarray(jax.random.key_data(state[2])).tobytes()))
+        return noisy(state[0], state[2], batch)
+
+    params = initial()
+    state = (params, TX.init(params), make_key(0))
+    with Healer("default", state=state, loss_fn=loss_fn) as healer:
+        for batch in healer.batches([data(number) for number in range(310)]):
+            healer.update(step(healer.state, batch))
+    comparison: Any = healer._loop.recovery.dominance
+    assert healer.rollbacks == 0
+    assert comparison.loss_function.draws is uses_key
+    assert comparison.loss_function.gives_loss is not uses_key
+    assert len(seen) >= 3
+    assert (seen[::2] == seen[1::2]) is uses_key
+
+
+def test_other_keys_of_objects_that_are_updated_in_place():
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    layer = nnx.Linear(3, 1, rngs=nnx.Rngs(1))
+    optimizer = nnx.Optimizer(layer, TX, wrt=nnx.Param)
+    driver = JaxDriver({"dropout": model, "layer": layer, "optimizer": optimizer}, "default")
+
+    def loss_fn(batch: Any) -> Any:
+        return layer(model(batch)).sum()
+
+    batch = jnp.ones((50, 3))
+    first, same, other = (driver.losses_of(loss_fn, [batch], redraw=i == 2) for i in range(3))
+    assert first == same == driver.losses_of(loss_fn, [batch]) != other
