@@ -73,7 +73,6 @@ def replay(
     from healcore.runtime.host_policy import HostPolicy
     from healcore.tools.replay import ReplayError, table
     from healcore.tools.replay import replay as replay_trace
-    from healcore.tools.replay.report import replay_report
 
     names = policy or ["default"]
     policies = {name: HostPolicy.of(load_policy(name, set_)) for name in names}
@@ -94,7 +93,7 @@ def replay(
         if jsonl:
             lines += result.lines()
         if report:
-            reports.append(replay_report(result))
+            reports.append(result.report())
     if summaries:
         # Before the table, whose reader may end early (`| head`).
         _write_files(jsonl, lines, report, reports)
