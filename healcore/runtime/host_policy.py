@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from healcore.core.engine import Engine, RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.policy import Policy, PolicyLike, dumps
+from healcore.policy.answers import Budget, Hang, Retry, Rollback, SkipBatch
 from healcore.policy.loader import resolve, with_limit
-from healcore.policy.recovery import Budget, Hang, Retry, Rollback, SkipBatch
 
 
 class HostPolicy(NamedTuple):
@@ -26,7 +26,7 @@ class HostPolicy(NamedTuple):
     rules: tuple[RuleConfig, ...]
     """Rules that the host applies; see `Policy.host_rules`."""
     faults: Mapping[Cause, frozenset[str]]
-    """Fault -> actions of its rule, such as "retry"; see `healcore.policy.respond`."""
+    """Fault -> actions of its rule, such as "retry"; see `healcore.policy.answers`."""
     retry: Retry
     skip_batch: SkipBatch
     hang: Hang

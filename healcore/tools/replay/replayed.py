@@ -188,8 +188,8 @@ class Replay:
             facts={name: str(value) for name, value in summary._asdict().items() if value},
             notes=(*notes, *first_lines("not read", trace.problems), *trace.notes),
             attempts=tuple(
-                RunAttempt(attempt.number, attempt.first_step, attempt.source or "recorded")
-                for attempt in trace.attempts
+                RunAttempt(number, attempt.first_step, attempt.source)
+                for number, attempt in enumerate(trace.attempts)
             ),
             alarms_outside=tuple(shown),
             stop=summary.stopped_step,
