@@ -34,16 +34,8 @@ def test_a_line_that_is_none(tmp_path, line):
     assert (outcome.status, outcome.out.count("start")) == (1, 1)
 
 
-POLICIES = {
-    "a dotted key": "a" + ".a" * 19_000 + " = 1\n",
-    "brackets": "x = " + "[" * 100_000 + "\n",
-    "digits": "schema = " + "9" * 900_000 + "\n",
-}
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_that_is_none(tmp_path, name):
+def test_a_dotted_key_of_a_policy_takes_little_memory(tmp_path):
     path = tmp_path / "p.toml"
-    path.write_text(POLICIES[name])
+    path.write_text("a" + ".a" * 19_000 + " = 1\n")
     outcome = reader.run("policy", "show", path)
     assert (outcome.status, outcome.out) == (2, "")
