@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from healcore.checkpoint_contents import Damaged, ProbeError, first_line
 from healcore.core.errors import HealcoreError
@@ -60,15 +60,6 @@ class LossInputs(_Inputs):
     weights: dict[LossCheck, Annotated[float, Field(ge=0)]] = _option(
         {}, "Weight of each check in the score; the default is 1."
     )
-
-    @model_validator(mode="after")
-    def _ordered(self) -> LossInputs:
-        if self.fail_regret < self.warn_regret:
-            raise ProbeError(
-                f"fail_regret is {self.fail_regret}, below warn_regret {self.warn_regret}: "
-                "pass the larger one as fail_regret"
-            )
-        return self
 
 
 class OptimizerInputs(_Inputs):
