@@ -18,6 +18,8 @@ from healcore.events.log import to_json
 
 _SCHEMA = 1
 EVENT_SIGMAS = 5.0
+MAD_TO_SIGMA = 1.4826
+"""Standard deviation of Gaussian noise divided by its median absolute deviation."""
 LossCheck = Literal[
     "finite", "final_loss", "progress", "convergence_ratio", "regret", "smoothness",
     "instability_events", "gradient_norm", "zero_loss", "eval_loss",
