@@ -166,7 +166,7 @@ def _read(path: str | os.PathLike[str]) -> str:
     except UnicodeDecodeError as error:
         reason, rule = f"not UTF-8 at byte {error.start}", "a text file in UTF-8"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
         rule = "a file that can be read"
     write = f"the path of a TOML file, or a preset: {', '.join(preset_names())}"
     raise _error(os.fsdecode(path), reason, rule, write, unreadable=True)
@@ -289,7 +289,7 @@ def with_limit(policy: Policy | Engine, limit: float | None) -> Policy | Engine:
         return policy
     if policy.clip.kind not in ("none", *_WITH_LIMIT):
         return policy
-    own = getattr(policy.clip, "max_norm", None)
+    own = to_dict(policy)["clip"].get("max_norm")
     if isinstance(own, int | float) and own <= limit:
         return policy
     return load(policy, clip={"max_norm": float(limit)})
