@@ -22,9 +22,8 @@ from healcore.core.engine import (
 )
 from healcore.core.ranges import StepsOrZero, listed, one_of, text, whole
 from healcore.core.verdict import NONFINITE, Action, Cause
+from healcore.policy.answers import FAULTS, Budget, Hang, Respond, Retry, Rollback, SkipBatch
 from healcore.policy.errors import Conflict, dotted
-from healcore.policy.recovery import Budget, Hang, Retry, Rollback, SkipBatch
-from healcore.policy.respond import FAULTS, Respond
 from healcore.policy.tables import rounded, written
 
 SCHEMA = 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -31,9 +30,6 @@ PolicyLike = PolicySource | Engine | EngineConfig
 """A `PolicySource`, or an Engine or EngineConfig, whose numbers may be traced arrays."""
 
 _MAX_FILE_BYTES = 1 << 20  # bytes; a policy has a few kB, so a larger file is no policy
-_MAX_KEY_PARTS = 32  # tomllib's memory grows with the square of the parts of a dotted key
-_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
-_LONG_KEY = re.compile(rf"""(?<![\w.'"-])(?:{_PART}){{{_MAX_KEY_PARTS}}}""")
 
 _Table = Mapping[str, Any]
 
@@ -124,10 +120,6 @@ def loads(text: str, *, source: str = "<text>") -> Policy:
 
 def _parse(text: str, source: str) -> dict[str, Any]:
     """Parses TOML without validation."""
-    long = (line for line in text.split("\n") if line.count(".") >= _MAX_KEY_PARTS)
-    if any(map(_LONG_KEY.search, long)):
-        rule = f"keys of at most {_MAX_KEY_PARTS} parts, as in clip.max_norm"
-        raise _error(source, "a dotted key of many parts", rule, "the keys of docs/policies.md")
     try:
         return tomllib.loads(text)
     # ValueError includes TOMLDecodeError, impossible dates and numbers with too many digits. A
@@ -174,7 +166,7 @@ def _read(path: str | os.PathLike[str]) -> str:
     except UnicodeDecodeError as error:
         reason, rule = f"not UTF-8 at byte {error.start}", "a text file in UTF-8"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
         rule = "a file that can be read"
     write = f"the path of a TOML file, or a preset: {', '.join(preset_names())}"
     raise _error(os.fsdecode(path), reason, rule, write, unreadable=True)
@@ -297,7 +289,7 @@ def with_limit(policy: Policy | Engine, limit: float | None) -> Policy | Engine:
         return policy
     if policy.clip.kind not in ("none", *_WITH_LIMIT):
         return policy
-    own = getattr(policy.clip, "max_norm", None)
+    own = to_dict(policy)["clip"].get("max_norm")
     if isinstance(own, int | float) and own <= limit:
         return policy
     return load(policy, clip={"max_norm": float(limit)})

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from healcore.core.engine import Engine, RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.policy import Policy, PolicyLike, dumps
+from healcore.policy.answers import Budget, Hang, Retry, Rollback, SkipBatch
 from healcore.policy.loader import resolve, with_limit
-from healcore.policy.recovery import Budget, Hang, Retry, Rollback, SkipBatch
 
 
 class HostPolicy(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -67,17 +66,6 @@ def test_a_damage_that_is_rolled_back_costs_the_undone_steps():
     assert found == pytest.approx(4.0 * 800 / DAY, rel=0.05, abs=4 * error)
 
 
-def test_a_restart_before_the_rollback_loses_the_evidence():
-    """Then a person repairs the damage: as under no policy."""
-    cluster = dataclasses.replace(IS_DAMAGED, failures_per_rank_day=0.1)  # every 864 s
-    slow = dataclasses.replace(
-        CARE, interval_s=60.0, rollbacks=((4000.0, 4100.0),), person_s=20_000.0
-    )
-    person = dataclasses.replace(slow, rolled_back=0.0)
-    found, error = mean(cluster, slow, "useful")
-    assert found == pytest.approx(mean(cluster, person, "useful")[0], abs=4 * error)
-
-
 @pytest.mark.parametrize("per_step", [1e-4, 1e-3])
 def test_needless_rollbacks_cost_what_renewal_theory_says(per_step):
     """`useful` steps of a cycle 1 / rate - undone, in a time of 1 / rate + restore."""
@@ -116,15 +104,3 @@ def test_the_parameters_are_those_of_the_raw_records(policy, committed):
         if task.kind == "healthy" and (not calm or task.family in calm):
             steps, needless = steps + row["steps"], needless + row.get("rollbacks", 0)
     assert (found.healthy_steps, found.needless) == (steps, needless)
-
-
-def test_the_simulation_uses_the_parameters(committed):
-    options = argparse.Namespace(
-        step_s=6.0, pass_share=0.5, gigabytes_per_rank=4.0, hang_timeout_s=600.0, person_s=1.0
-    )
-    measured = next(iter(committed.values()))
-    care = goodput._policy(measured, options)
-    assert care.rolled_back == measured.rolled_back_runs / measured.damaged_runs
-    assert care.needless_per_step == measured.needless / measured.healthy_steps
-    assert care.evidence_share == pytest.approx(measured.passes_per_step * 3.0 / 6.0)
-    assert care.rollbacks[0] == tuple(6.0 * each for each in measured.rollbacks[0])

@@ -6,15 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch._C._autograd import DeviceType
 
 from benchmarks.gpu_kit import __main__ as kit
-from benchmarks.gpu_kit.device import work_of
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with CUDA the kit itself runs: make gpu"
@@ -99,23 +96,3 @@ def test_without_jax_and_transformers_their_checks_are_skipped():
         "transformers is not installed",
         "passed",
     ]
-
-
-def test_launches_and_kernels_are_counted_apart():
-    """A graph is one launch of many kernels; copies are launches, annotations are not."""
-    names = {
-        DeviceType.CPU: (
-            "aten::add", "cudaLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync",
-            "cudaGraphLaunch", "cudaDeviceSynchronize",
-        ),
-        DeviceType.CUDA: (
-            "vectorized_elementwise_kernel", "triton_poi_fused_0",
-            "Memcpy DtoH (Device -> Pinned)", "Memset (Device)", "Optimizer.step#AdamW.step",
-        ),
-    }  # fmt: skip
-    events = [
-        SimpleNamespace(name=name, device_type=where, is_user_annotation="#" in name)
-        for where, each in names.items()
-        for name in each
-    ]
-    assert work_of(events) == {"launches": 4, "kernels": 2}

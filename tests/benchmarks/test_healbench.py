@@ -184,28 +184,6 @@ def test_a_metric_that_is_not_finite_is_infinitely_bad():
     assert not all_lost.worse
 
 
-def test_same_bits_are_the_metric_and_the_weights():
-    metrics = {"nothing": [1.0, 2.0], "healer": [1.0, 2.0], "healer_ask": [1.0 + 1e-15, 2.0]}
-    results = results_of(metrics, weights="abc") + results_of({"zclip": [1.0]})
-    results += results_of({"attach_default": [1.0, 2.0]}, weights="abd")
-    assert {cell.arm: [*cell.same.values()] for cell in compare(results, KEYED)} == {
-        "nothing": [True, True],
-        "healer": [True, True],
-        "healer_ask": [False, True],
-        "attach_default": [False, False],
-        "zclip": [],  # its weights are not known
-    }
-
-
-def test_a_sick_run_is_measured_in_units_of_the_undamaged_run():
-    results = results_of({"nothing": [1.0, 2.0]}, "well")
-    results += results_of({"healer": [2.0, 16.0], "attach_default": [NAN, 1e9]}, "ill")
-    cells = {(cell.task.name, cell.arm): cell for cell in compare(results, KEYED)}
-    assert cells["ill", "healer"].ratio == pytest.approx(4)  # 2 and 8
-    assert cells["ill", "attach_default"].ratio == pytest.approx(comparing.CAP)
-    assert math.isnan(cells["well", "nothing"].ratio)
-
-
 # -- the promise -----------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ import pytest
 
 from benchmarks.healbench import running, training
 from benchmarks.healbench.jax_tasks import ARMS, TASKS
-from benchmarks.healbench.jax_tasks.arms import Training
 from benchmarks.healbench.jax_tasks.problem import Problem
 from benchmarks.healbench.jax_tasks.problem import running as running_stats
 from benchmarks.healbench.tasks import TASKS as TORCH
@@ -32,15 +30,6 @@ def few_optimizations():
 def build(task: str) -> Problem:
     problem: Any = TASKS[task].build(0)
     return problem
-
-
-def run(arm: str, task: str, steps: slice) -> Training:
-    """A run on a part of the batches."""
-    problem = build(task)
-    problem.batches = problem.batches[steps]
-    with ARMS[arm](problem) as run:
-        run.train()
-    return run
 
 
 def close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> None:
@@ -114,17 +103,6 @@ def test_damage_reaches_the_moments_under_any_arm(arm):
 
 
 # -- arms ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("arm", ["nothing", "attach_default"])
-def test_nan_batches(arm):
-    burst = slice(740, 770)  # 12 of them
-    found = run(arm, "nan_burst", burst)
-    cured = arm == "attach_default"
-    assert math.isfinite(found.problem.evaluate()) == cured
-    assert found.counts.nonfinite_skips == (12 if cured else 0)
-    assert found.counts.finite_skips == 0
-    assert found.steps == 30
 
 
 def test_a_run_by_name():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from examples import trackers
-from healcore.policy import load
 from healcore.tools.traces import open_traces
 from tests import forked_programs
 from tests.forked_programs import ROOT, TRANSFORMERS
@@ -46,10 +45,6 @@ def test_a_run_that_moves_between_frameworks_is_healed_as_one_that_stays():
     ported, stayed = output("port_a_run")[0].splitlines()
     assert "alarms 2, skips 2" in ported
     assert ported.removeprefix("ported") == stayed.removeprefix("stayed")
-
-
-def test_the_policy_of_the_examples_loads():
-    assert load(ROOT / "examples" / "mine.toml").name == "mine"
 
 
 def test_a_call_that_fails_twice_is_repeated():

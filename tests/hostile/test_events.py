@@ -1,4 +1,4 @@
-"""Events files and policies that are crafted. The Healer reads both when it starts."""
+"""Events files that are crafted. The Healer reads them when it starts."""
 
 from __future__ import annotations
 
@@ -32,18 +32,3 @@ def test_a_line_that_is_none(tmp_path, line):
     path.write_bytes(EVENT + line + b"\n")
     outcome = reader.run("events", "show", path)
     assert (outcome.status, outcome.out.count("start")) == (1, 1)
-
-
-POLICIES = {
-    "a dotted key": "a" + ".a" * 19_000 + " = 1\n",
-    "brackets": "x = " + "[" * 100_000 + "\n",
-    "digits": "schema = " + "9" * 900_000 + "\n",
-}
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_that_is_none(tmp_path, name):
-    path = tmp_path / "p.toml"
-    path.write_text(POLICIES[name])
-    outcome = reader.run("policy", "show", path)
-    assert (outcome.status, outcome.out) == (2, "")

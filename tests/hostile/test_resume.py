@@ -194,28 +194,3 @@ def test_an_index_of_dcp_that_healcore_does_not_write(change, tmp_path, ran):
         store.restore(1, {"y": {"z": live}})
     assert not live.any()
     assert not ran.exists()
-
-
-# -- the structure of the state --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "node",
-    [
-        '{"list":' * 100_000 + "[]" + "}" * 100_000,
-        '{"array":{"name":"y.z","kind":"tensor","dtype":"load","shape":[4]}}',
-        '{"array":{"name":"y.z","kind":"tensor","dtype":"float32","shape":[-4]}}',
-        '{"os.system":"true"}',
-        '{"subclass":{"class":"os.system","context":null,"shape":[],"stride":[],"parts":[]}}',
-    ],
-)
-def test_a_structure_that_healcore_does_not_write(node, tmp_path):
-    store = DCPStore(tmp_path / "store")
-    store.save(1, {"y": Keeps(torch.arange(4.0))})
-    store.wait()
-    (folder,) = checkpoints(store.root)
-    text = '{"y":{"tree":{"dict":[["at",NODE]]},"stateful":true,"per_rank":false}}'
-    (folder / "state.json").write_text(text.replace("NODE", node))
-    sealed_again(folder)
-    with pytest.raises(StoreError):
-        store.restore(1, {"y": Keeps()})

@@ -38,10 +38,6 @@ def test_package_list_equals_the_folders():
     assert listed == sorted(found), f"write in [tool.setuptools] packages:\n{lines}"
 
 
-def test_package_dir_maps_each_source():
-    assert settings()["package-dir"] == SOURCES
-
-
 def test_symlinks_stand_for_the_mapped_folders():
     for name in ("jax", "torch", "policies"):
         link = ROOT / "healcore" / name

@@ -19,9 +19,8 @@ from typing import Any
 from healcore.core import engine
 from healcore.core.baseline import ShiftConfig
 from healcore.core.ranges import NONE
+from healcore.policy.answers import Budget, Respond, Rollback, When
 from healcore.policy.document import Detect, Policy
-from healcore.policy.recovery import Budget, Rollback
-from healcore.policy.respond import Respond, When
 from healcore.policy.tables import keys_of
 
 CORE: dict[type, type] = {

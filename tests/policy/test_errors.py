@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from healcore.policy import PolicyError, from_dict, load, loads
+from healcore.policy import PolicyError, load, loads
 
 HEAD = 'schema = 1\nname = "x"\n'
 ZCLIP = HEAD + '[clip]\nkind = "zclip"\n'
@@ -141,9 +141,3 @@ def test_files_that_are_no_policies(tmp_path):
     large.write_text("# " + "x" * (1 << 20))
     with pytest.raises(PolicyError, match="limit"):
         load(str(large))
-
-
-@pytest.mark.parametrize("data", [None, 3, [], "schema = 1", {1: 2}, {"schema": True}])
-def test_from_dict_takes_only_policies(data):
-    with pytest.raises(PolicyError):
-        from_dict(data)

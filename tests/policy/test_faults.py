@@ -7,8 +7,7 @@ import pytest
 from healcore.core.engine import EngineConfig
 from healcore.core.verdict import Cause
 from healcore.policy import dumps, fingerprint, load, loads, preset_names
-from healcore.policy.recovery import Retry, SkipBatch
-from healcore.policy.respond import FAULTS
+from healcore.policy.answers import FAULTS, Retry, SkipBatch
 from healcore.runtime.host_policy import HostPolicy
 
 HEAD = 'schema = 1\nname = "x"\n[detect.nonfinite]\n'

@@ -10,8 +10,8 @@ from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.verdict import Action
 from healcore.policy import Policy, load, loads
+from healcore.policy.answers import ACTIONS, FAULTS, When
 from healcore.policy.document import Detect, NoClip, detector_of
-from healcore.policy.respond import ACTIONS, FAULTS, When
 from healcore.policy.tables import keys_of, rounded
 from tests.packaging.test_pages import blocks
 from tests.policy import key_tables

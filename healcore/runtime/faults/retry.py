@@ -14,7 +14,7 @@ from typing import NamedTuple, ParamSpec, Protocol, TypeVar, cast
 from healcore import console
 from healcore.core.verdict import Cause
 from healcore.policy import PolicyLike
-from healcore.policy.recovery import Retry
+from healcore.policy.answers import Retry
 from healcore.runtime.faults.classify import classify
 from healcore.runtime.faults.failures import Fault
 from healcore.runtime.host_policy import HostPolicy

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -46,49 +46,33 @@ def show(
 ) -> None:
     """Print a line per event: time, step, kind. Lists damaged lines on standard error."""
     from healcore.events import read
-
-    if follow:
-        path = Path(file)
-        _follow(path / "healcore.events.jsonl" if path.is_dir() else path)
-    history = read(file)
-    run = None
-    for event in history.events:
-        run = _print(event, run)
-    for problem in history.problems:
-        echo(f"line {problem.line}: {problem.problem}", err=True)
-    raise typer.Exit(DAMAGED if history.problems else OK)
-
-
-def _print(event: dict[str, Any], run: str | None) -> str:
-    """Prints an event, after the id of its run if the id is not `run`. Returns the id."""
-    if event["run"] != run:
-        echo(f"run {event['run']}")
-    echo(_line(event))
-    return event["run"]
-
-
-def _follow(path: Path) -> NoReturn:
-    """Prints events as they are written, to the end of the run."""
-    from healcore.events import read
     from healcore.history import RunState, runs_of
 
-    events, problems, shown, gone = [], 0, None, False
-    if not path.exists():
+    path = Path(file)
+    if follow and path.is_dir():
+        path /= "healcore.events.jsonl"
+    if follow and not path.exists():
         echo(f"{path} does not exist yet: waiting for the run to start (Ctrl-C ends)", err=True)
-    try:
-        while True:
-            if path.exists():
+    events, reported, shown, gone = [], 0, None, False
+    while True:
+        try:
+            if path.exists() or not follow:
                 seen, history = events, read(path)
                 events = history.events
                 # The start of another file: the file that was read before has been replaced.
                 new = events if events[:1] != seen[:1] else events[len(seen) :]
                 for event in new:
-                    shown = _print(event, shown)
-                # The last line may not be complete yet.
-                damaged = [each for each in history.problems if "torn:" not in each.problem]
-                for each in damaged[problems:]:
-                    echo(f"a damaged line: {each.problem}", err=True)
-                problems = len(damaged)
+                    if event["run"] != shown:
+                        shown = event["run"]
+                        echo(f"run {shown}")
+                    echo(_line(event))
+                # The last line of a live run may not be complete yet.
+                damaged = [p for p in history.problems if not (follow and "torn:" in p.problem)]
+                for problem in damaged[reported:]:
+                    echo(f"line {problem.line} is damaged: {problem.problem}", err=True)
+                reported = len(damaged)
+                if not follow:
+                    raise typer.Exit(DAMAGED if damaged else OK)
                 run = runs_of(history.runs())[-1] if events else None
                 if run is not None and run.end is not None:
                     raise typer.Exit(OK if run.state is RunState.COMPLETED else DAMAGED)
@@ -98,8 +82,8 @@ def _follow(path: Path) -> NoReturn:
                 # The process may have written its end before it ended.
                 gone = run is not None and run.state is RunState.GONE
             time.sleep(POLL_INTERVAL)
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def _line(event: dict[str, Any]) -> str:

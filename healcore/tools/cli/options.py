@@ -35,33 +35,25 @@ JoinOption = Annotated[
 ]
 
 
-def parse_overrides(pairs: Iterable[str] | None) -> dict[str, Any]:
-    """Parses `KEY=VALUE` pairs to the keywords of `healcore.policy.load`.
+def load_policy(name: str, pairs: Iterable[str] | None = None) -> Policy:
+    """Loads a policy with the `KEY=VALUE` pairs of `--set`. Raises PolicyError.
 
-    A key is dotted. A value has the syntax of TOML, but a string needs no quotes. Raises
-    PolicyError.
+    A key is dotted. A value has the syntax of TOML, but a string needs no quotes.
     """
-    from healcore.policy.errors import PolicyError, Problem
+    from healcore.policy import PolicyError, Problem, load
     from healcore.policy.loader import merged
 
     overrides: dict[str, Any] = {}
     for pair in pairs or ():
-        key, equals, value = pair.partition("=")
+        key, _, value = pair.partition("=")
         texts = (f"{key} = {value}", f"{key} = {json.dumps(value.strip())}")
-        tables = [table for table in map(_parse_toml, texts) if table] if equals and value else []
+        tables = [table for table in map(_parse_toml, texts) if table] if value else []
         if not tables:
             rule = "must be KEY=VALUE with a dotted key; rules can be changed only in a file"
             problem = Problem("--set", pair, rule, "--set clip.max_norm=1.0, --set mode=observe")
             raise PolicyError("on the command line", (problem,))
         overrides = merged(overrides, tables[0])
-    return overrides
-
-
-def load_policy(name: str, pairs: Iterable[str] | None = None) -> Policy:
-    """Loads a policy with the values of `--set`. Raises PolicyError."""
-    from healcore.policy import load
-
-    return load(name, **parse_overrides(pairs))
+    return load(name, **overrides)
 
 
 def _parse_toml(text: str) -> dict[str, Any] | None:
@@ -77,8 +69,8 @@ def parse_columns(pairs: Iterable[str] | None) -> dict[str, str]:
 
     columns = {}
     for pair in pairs or ():
-        signal, equals, name = pair.partition("=")
-        if not (signal and equals and name):
+        signal, _, name = pair.partition("=")
+        if not (signal and name):
             raise TraceError(f"--column must be SIGNAL=NAME, like loss=train/ce, got {pair!r}")
         columns[signal] = name
     return columns

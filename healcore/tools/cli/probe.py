@@ -18,7 +18,6 @@ from pydantic import BaseModel, ValidationError
 from typer.core import TyperGroup
 
 from healcore import regular_file
-from healcore.checkpoint_contents import ProbeError
 from healcore.tools.cli.options import ColumnOption, JoinOption, fail, parse_columns
 from healcore.tools.output import clean, echo, echo_json
 from healcore.tools.probe.checks import (
@@ -171,13 +170,9 @@ def _validate(model: type[BaseModel], options: dict[str, Any], spec: Path | None
         return model(**{**given, **options})
     except ValidationError as error:
         first = error.errors()[0]
-        if not first["loc"]:  # a rule for several inputs
-            _fail(str(first.get("ctx", {}).get("error", first["msg"])))
         key = ".".join(map(str, first["loc"]))
         option = "--" + key.replace("_", "-") if key in options else f"{key} in {spec}"
         _fail(f"{option} is {first['input']!r}: {first['msg'].lower()}")
-    except ProbeError as error:
-        _fail(str(error))
 
 
 def _show(result: ProbeResult) -> None:

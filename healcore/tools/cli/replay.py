@@ -29,7 +29,6 @@ from healcore.tools.output import check_outputs, console, echo, echo_json, repla
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from rich.console import Console
 
-    from healcore.tools.report.run_report import RunReport
     from healcore.tools.traces import Trace
 
 OK, PARTIAL = 0, 1
@@ -73,7 +72,7 @@ def replay(
     from healcore.runtime.host_policy import HostPolicy
     from healcore.tools.replay import ReplayError, table
     from healcore.tools.replay import replay as replay_trace
-    from healcore.tools.replay.report import replay_report
+    from healcore.tools.report import page
 
     names = policy or ["default"]
     policies = {name: HostPolicy.of(load_policy(name, set_)) for name in names}
@@ -94,10 +93,17 @@ def replay(
         if jsonl:
             lines += result.lines()
         if report:
-            reports.append(replay_report(result))
+            reports.append(result.report())
     if summaries:
         # Before the table, whose reader may end early (`| head`).
-        _write_files(jsonl, lines, report, reports)
+        if jsonl == "-":
+            sys.stdout.writelines(lines)
+        elif jsonl:
+            with replacing(jsonl) as draft:
+                draft.write_text("".join(lines), encoding="ascii", newline="\n")
+        if report:
+            with replacing(report) as draft:
+                draft.write_text(page.render(reports), encoding="utf-8")
         printer = _printer(stderr=jsonl == "-")
         printer.print(table.summary_table(summaries))
         _print_first(printer, [each for trace in opened for each in trace.problems], "yellow")
@@ -120,21 +126,6 @@ def _open(paths: list[str], columns: list[str] | None, join: bool) -> tuple[list
 def _printer(*, stderr: bool = False) -> Console:
     known = sys.stdout.isatty() or os.environ.get("COLUMNS")
     return console(stderr=stderr, width=None if known else _PIPE_WIDTH)
-
-
-def _write_files(
-    jsonl: str | None, lines: Sequence[str], page: Path | None, reports: Sequence[RunReport]
-) -> None:
-    if jsonl == "-":
-        sys.stdout.writelines(lines)
-    elif jsonl:
-        with replacing(jsonl) as draft:
-            draft.write_text("".join(lines), encoding="ascii", newline="\n")
-    if page is not None:
-        from healcore.tools.report.page import render
-
-        with replacing(page) as draft:
-            draft.write_text(render(reports), encoding="utf-8")
 
 
 def _print_first(printer: Console, lines: Sequence[str], style: str) -> None:

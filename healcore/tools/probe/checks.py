@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from healcore.checkpoint_contents import Damaged, ProbeError, first_line
 from healcore.core.errors import HealcoreError
@@ -18,6 +18,8 @@ from healcore.events.log import to_json
 
 _SCHEMA = 1
 EVENT_SIGMAS = 5.0
+MAD_TO_SIGMA = 1.4826
+"""Standard deviation of Gaussian noise divided by its median absolute deviation."""
 LossCheck = Literal[
     "finite", "final_loss", "progress", "convergence_ratio", "regret", "smoothness",
     "instability_events", "gradient_norm", "zero_loss", "eval_loss",
@@ -60,15 +62,6 @@ class LossInputs(_Inputs):
     weights: dict[LossCheck, Annotated[float, Field(ge=0)]] = _option(
         {}, "Weight of each check in the score; the default is 1."
     )
-
-    @model_validator(mode="after")
-    def _ordered(self) -> LossInputs:
-        if self.fail_regret < self.warn_regret:
-            raise ProbeError(
-                f"fail_regret is {self.fail_regret}, below warn_regret {self.warn_regret}: "
-                "pass the larger one as fail_regret"
-            )
-        return self
 
 
 class OptimizerInputs(_Inputs):

@@ -21,7 +21,7 @@ from healcore.tools.probe.checks import (
     score,
 )
 from healcore.tools.probe.loss_curve import (
-    Events,
+    Event,
     Shape,
     block_medians,
     find_events,
@@ -30,7 +30,6 @@ from healcore.tools.probe.loss_curve import (
 from healcore.tools.traces import Trace, lineage
 
 _CURVE_POINTS = 512
-_MAX_EVENTS = 1000
 _MIN_VALUES_FOR_SMOOTHNESS = 30
 """Values from which the smoothness counts. For noise, its standard deviation is 2 / sqrt(n)."""
 _LASTING_NORMS, _MIN_EVALUATIONS = 3, 3
@@ -81,9 +80,8 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     if not len(curve.value):
         raise NothingToProbe(f"{trace.name} logs no loss: pass --column loss=NAME")
     finite = curve.finite
-    events = find_events(
-        curve.step[np.isfinite(curve.value)], finite, inputs.event_sigmas, inputs.rolling_window
-    )
+    steps = curve.step[np.isfinite(curve.value)]
+    found = find_events(steps, finite, inputs.event_sigmas, inputs.rolling_window)
     kept = thin(np.arange(len(curve.value)), {"value": curve.value}, _CURVE_POINTS)
     facts: dict[str, Any] = {
         "values": len(curve.value),
@@ -93,18 +91,17 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         "last_step": float(curve.step[-1]),
         "best": float(finite.min()) if len(finite) else None,
         "nonfinite": curve.nonfinite,
-        "events": events.events[:_MAX_EVENTS],
-        "jumps": events.jumps,
+        "events": found[0],
+        "jumps": found[1],
         "curve": {"step": curve.step[kept].tolist(), "value": curve.value[kept].tolist()},
     }
     checks = [_finite(curve, inputs)]
     if len(norms.value):
         checks.append(_gradient_norm(norms))
     if len(finite) < inputs.min_steps:
-        message = (
-            f"{counted(len(finite), 'finite value')}; a verdict needs at least {inputs.min_steps}"
-        )
-        checks.append(Check("length", SKIP, message, len(finite), inputs.min_steps))
+        number, least = len(finite), inputs.min_steps
+        message = f"{counted(number, 'finite value')}; a verdict needs at least {least}"
+        checks.append(Check("length", SKIP, message, number, least))
     else:
         shape = measure_shape(block_medians(finite))
         facts |= {"start": shape.start, "end": shape.end}
@@ -120,19 +117,15 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
             _convergence_ratio(shape, finite, inputs),
             _regret(shape, inputs),
             _smoothness(curve, inputs),
-            _events(events, inputs),
+            _events(*found, inputs),
         ]
     facts["score"] = score(checks, _FATAL, {**inputs.weights})
-    return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(_notes(trace)))
-
-
-def _notes(trace: Trace) -> list[str]:
     notes = list(trace.problems[:100])
-    if len(trace.problems) > len(notes):
-        notes.append(f"{len(trace.problems) - len(notes)} further problems in this trace")
+    if more := trace.problems[100:]:
+        notes.append(f"{len(more)} further problems in this trace")
     if trace.stale:
         notes.append(f"{trace.stale} rows were repeated by a resume; the last value counts")
-    return notes
+    return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(notes))
 
 
 def _finite(column: Column, inputs: LossInputs) -> Check:
@@ -182,10 +175,8 @@ def _eval_loss(evaluations: Column, training: Shape, inputs: LossInputs) -> Chec
     lost = shape.regret / fall
     # A minimum near 0 is no measure.
     small = shape.regret <= warn * min(fall, max(shape.best, fall / 10))
-    message = (
-        f"it has risen from {shape.best:.4g} to {shape.end:.4g}, while the training loss has "
-        f"fallen by {fall:.4g}"
-    )
+    risen = f"it has risen from {shape.best:.4g} to {shape.end:.4g}"
+    message = f"{risen}, while the training loss has fallen by {fall:.4g}"
     verdict = FAIL if lost > fail else PASS if small else WARN
     return Check("eval_loss", verdict, message, lost, bound)
 
@@ -207,10 +198,8 @@ def _progress(shape: Shape, finite: np.ndarray, inputs: LossInputs) -> Check:
     sign = math.copysign(1, rise)
     distance = rise / sigma if sigma > 0 else sign * math.inf if rise else 0.0
     span = f"from {shape.start:.4g} to {end}"
-    measured = (
-        f"trend {trend:+.1f} sigma, end against start {distance:+.1f} sigma; "
-        f"significant from {bound:g} sigma"
-    )
+    measured = f"trend {trend:+.1f} sigma, end against start {distance:+.1f} sigma"
+    measured += f"; significant from {bound:g} sigma"
     if rise and max(trend * sign, abs(distance)) > bound:
         verdict, verb = (FAIL, "rises") if rise > 0 else (PASS, "falls")
         value = trend if trend * sign > bound else distance
@@ -245,34 +234,30 @@ def _regret(shape: Shape, inputs: LossInputs) -> Check:
     if not shape.start > shape.best:
         message = "the curve was never better than at its start"
         return Check("regret", SKIP, message, None, bound, decides=False)
-    lost = shape.regret / (shape.start - shape.best)
+    lost, best = shape.regret / (shape.start - shape.best), f"{shape.best:.4g}"
     # The bound is doubled, because noise alone puts the lowest of many medians below the curve.
     if shape.regret <= 2 * inputs.trend_sigmas * shape.noise:
-        message = f"the curve ends at its best, {shape.best:.4g}, within the noise"
+        message = f"the curve ends at its best, {best}, within the noise"
         return Check("regret", PASS, message, lost, bound)
-    message = (
-        f"at the end, {lost:.1%} of the progress to the best ({shape.best:.4g}) is lost; "
-        f"WARN above {warn:.0%}, FAIL above {fail:.0%}"
-    )
+    message = f"at the end, {lost:.1%} of the progress to the best ({best}) is lost; "
+    message += f"WARN above {warn:.0%}, FAIL above {fail:.0%}"
     verdict = FAIL if lost > fail else WARN if lost > warn else PASS
     return Check("regret", verdict, message, lost, bound)
 
 
 def _smoothness(curve: Column, inputs: LossInputs) -> Check:
     """Compares 1 - var(dL) / var(L) of finite neighbours with its bound."""
-    bound, finite = inputs.min_smoothness, curve.finite
+    name, bound, finite = "smoothness", inputs.min_smoothness, curve.finite
     variance = _variance(finite)
     if not 0 < variance < math.inf:
-        message = "not defined for a constant curve"
-        return Check("smoothness", SKIP, message, None, bound, decides=False)
+        return Check(name, SKIP, "not defined for a constant curve", None, bound, decides=False)
     with np.errstate(invalid="ignore", over="ignore"):
         changes = np.diff(curve.value)
         changes = changes[np.isfinite(changes)]
         value = 1 - _variance(changes) / variance
     message = f"{value:.3f}; should be at least {bound:g} (noise around a level has -1)"
     reliable = len(finite) >= _MIN_VALUES_FOR_SMOOTHNESS
-    verdict = WARN if value < bound else PASS
-    return Check("smoothness", verdict, message, value, bound, decides=reliable)
+    return Check(name, WARN if value < bound else PASS, message, value, bound, decides=reliable)
 
 
 def _variance(values: np.ndarray) -> float:
@@ -280,19 +265,17 @@ def _variance(values: np.ndarray) -> float:
         return float(values.var()) if len(values) else 0.0
 
 
-def _events(found: Events, inputs: LossInputs) -> Check:
+def _events(events: list[Event], jumps: int, unfinished: bool, inputs: LossInputs) -> Check:
     """Judges the number of instability events, and whether the curve ends in one."""
-    count, bound = len(found.events), inputs.max_events
-    jumps = counted(found.jumps, "single high value")
-    if not count:
-        return Check("instability_events", PASS, f"none ({jumps})", 0, bound)
-    first = found.events[0]
-    message = (
-        f"{counted(count, 'event')} far above the level before, the first at step "
-        f"{first.step:.15g} for {first.values} values ({jumps})"
-    )
+    count, bound, message = len(events), inputs.max_events, "none"
+    if events:
+        message = (
+            f"{counted(count, 'event')} far above the level before, the first at step "
+            f"{events[0].step:.15g} for {events[0].values} values"
+        )
+    message += f" ({counted(jumps, 'single high value')})"
     verdict = WARN if count > bound else PASS
-    if found.unfinished:
-        message += f"; the curve ends in the event of step {found.events[-1].step:.15g}"
+    if unfinished:
+        message += f"; the curve ends in the event of step {events[-1].step:.15g}"
         verdict = FAIL
     return Check("instability_events", verdict, message, count, bound)

@@ -13,11 +13,9 @@ from healcore.core.detectors import LossSpikeConfig
 from healcore.core.recorded import record
 from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
-from healcore.tools.probe.checks import EVENT_SIGMAS
+from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
 
 BLOCKS = 1024
-MAD_TO_SIGMA = 1.4826
-"""Standard deviation of Gaussian noise divided by its median absolute deviation."""
 _MEDIAN_TO_MEAN_SIGMA = 1.2533
 """Standard deviation of a median divided by that of a mean, for many values: sqrt(pi / 2)."""
 _TREND_POINTS = 64
@@ -135,16 +133,13 @@ class Event(NamedTuple):
     last: float
 
 
-class Events(NamedTuple):
-    """Instability events of a curve, in order."""
-
-    events: tuple[Event, ...]
-    jumps: int  # number of high values outside events: bad batches
-    unfinished: bool  # whether the curve ends in the last event
-
-
-def find_events(steps: np.ndarray, values: np.ndarray, sigmas: float, window: int) -> Events:
+def find_events(
+    steps: np.ndarray, values: np.ndarray, sigmas: float, window: int
+) -> tuple[list[Event], int, bool]:
     """Finds the events of a curve, float64 (n,) both, with the spike detector.
+
+    Returns the events in order, the number of high values outside events (bad batches), and
+    whether the curve ends in the last event.
 
     `LossSpikeConfig` learns the noise of the run from `window` values. `sigmas` scales its
     threshold. It takes about 40 us per value, so a long curve is reduced to block medians.
@@ -177,17 +172,15 @@ def find_events(steps: np.ndarray, values: np.ndarray, sigmas: float, window: in
         length = (last + 1 - first) * size
         events.append(Event(float(steps[first]), length, height, back, float(steps[last])))
     unfinished = bool(events) and events[-1].last == steps[-1]
-    return Events(tuple(events), int(np.count_nonzero(high_outside)), unfinished)
+    return events, int(np.count_nonzero(high_outside)), unfinished
 
 
 def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns heights in standard deviations and sustained flags, each (n,)."""
-    losses = numerics.bounded(values.astype(np.float32), True, xp=np)
-    state = map_leaves(_scalar, config.init())
+    state, rows, update = map_leaves(_scalar, config.init()), [], None
     true, false = np.bool_(True), np.bool_(False)
-    rows, update = [], None
     with np.errstate(all="ignore"):  # as in the engine
-        for loss in losses:
+        for loss in numerics.bounded(values.astype(np.float32), True, xp=np):
             observed = Observed(loss, None, None, None, None, false, None, None, true, None, false)
             update = update or record(config.update, state, observed)
             state, reading = update(state, observed)

@@ -26,6 +26,7 @@ import numpy as np
 
 from healcore.tools.probe.checks import (
     FAIL,
+    MAD_TO_SIGMA,
     PASS,
     SKIP,
     WARN,
@@ -38,7 +39,6 @@ from healcore.tools.probe.checks import (
 )
 from healcore.tools.probe.child import probe_paths
 from healcore.tools.probe.formats import open_contents
-from healcore.tools.probe.loss_curve import MAD_TO_SIGMA
 from healcore.tools.probe.moments import Moments, Shape, Tree, find_moments, name_parameters
 
 _TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
@@ -171,29 +171,25 @@ def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Dev
     members: dict[tuple[str, Shape], list[tuple[str, float]]] = defaultdict(list)
     for each, log in logs:
         members[each.kind].append((each.layer, log))
-    members = {kind: found for kind, found in members.items() if len(found) >= _MIN_SIMILAR}
     centre = float(np.median([log for _, log in logs]))
     spread_of_all = _spread([log - centre for _, log in logs], _MIN_SPREAD_OF_ALL)
-    # Parameters without a name or a place may be of any layer, which has no level.
-    baselines = {
-        kind: _lowest_group(found) if kind[0] else {layer for layer, _ in found}
-        for kind, found in members.items()
-    }
-    by_kind = {
-        kind: np.array([log for layer, log in found if layer in baselines[kind]])
-        for kind, found in members.items()
-    }
-    centres = {kind: float(np.median(found)) for kind, found in by_kind.items()}
-    residuals = [found - centres[kind] for kind, found in by_kind.items()]
+    levels: dict[tuple[str, Shape], tuple[float, set[str], np.ndarray]] = {}
+    for kind, found in members.items():
+        if len(found) >= _MIN_SIMILAR:
+            # Parameters without a name or a place may be of any layer, which has no level.
+            baseline = _lowest_group(found) if kind[0] else {layer for layer, _ in found}
+            own = np.array([log for layer, log in found if layer in baseline])
+            levels[kind] = float(np.median(own)), baseline, own - float(np.median(own))
+    residuals = [residual for *_, residual in levels.values()]
     within = _spread(np.concatenate(residuals), _MIN_SPREAD) if residuals else _MIN_SPREAD
     # Some parameters vary more between layers than others (the first bias of a block).
-    spreads = {kind: _spread(found - centres[kind], within) for kind, found in by_kind.items()}
+    spreads = {kind: _spread(residual, within) for kind, (*_, residual) in levels.items()}
     compared = []
     for each, log in logs:
-        distance = log - centres.get(each.kind, centre)
+        level, baseline, _ = levels.get(each.kind, (centre, {each.layer}, None))
+        distance = log - level
         sigmas = distance / spreads.get(each.kind, spread_of_all)
         far = abs(distance) > math.log(inputs.outlier_ratio)
-        similar = each.kind in members
         compared.append(
             Deviation(
                 each.layer,
@@ -202,8 +198,8 @@ def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Dev
                 ratio=math.exp(min(distance, 700.0)),
                 sigmas=sigmas,
                 outlier=far and abs(sigmas) > inputs.outlier_sigmas,
-                similar=similar,
-                risen=similar and each.layer not in baselines[each.kind] and distance > 0,
+                similar=each.kind in levels,
+                risen=each.layer not in baseline and distance > 0,
             )
         )
     return compared

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,83 +22,51 @@ from healcore.tools.traces import Rows, Trace
 ALWAYS_PASSED = ("loss", "grad_norm")
 """Signals that every policy gets, because no update with a non-finite value is applied."""
 
-_RECORD = np.dtype(
-    {
-        "names": (
-            *("cause", "action", "skip", "grad_scale", "lr_scale"),
-            *("threshold", "z", "z_loss", "incident", "incident_open", "due"),
-        ),
-        "formats": (*("i4", "i4", "?", "f4", "f4"), *("f4", "f4", "f4", "i4", "?", "?")),
-    }
+_DECISION = np.dtype(
+    [
+        *(("cause", "i4"), ("action", "i4"), ("skip", "?"), ("grad_scale", "f4")),
+        *(("lr_scale", "f4"), ("threshold", "f4"), ("z", "f4"), ("z_loss", "f4")),
+        *(("incident", "i4"), ("incident_open", "?"), ("due", "?")),
+    ]
 )
+"""What the engine returns for a row: fields of `StepRecord`, the incident, a due rollback."""
+
+_JUDGED = np.dtype(
+    [
+        *(("index", "i8"), ("step", "f8"), ("attempt", "i8"), *_DECISION.descr),
+        *(("repeated", "?"), ("spent", "?"), ("clipped", "?"), ("ends_run", "?")),
+    ]
+)
+"""A judged row.
+
+- `index`, `step`, `attempt`: the row of the trace.
+- `action`: the orders, with ROLLBACK at each row where a rollback is due, even if the budget
+  denies it. Of the denied rollbacks of an incident only the first is due.
+- `repeated`: a rollback was due earlier in the same incident.
+- `spent`: a rollback is due, but the budget denies it.
+- `clipped`: the gradient is scaled down, and the step is not skipped.
+- `ends_run`: a live run ends here, even if all earlier rollbacks helped.
+"""
 
 
-@dataclass(frozen=True, eq=False)
-class JudgedRows:
-    """The judged rows of a trace. Arrays are (n,)."""
-
-    index: np.ndarray
-    """int64: rows of the trace."""
-    step: np.ndarray
-    """float64"""
-    attempt: np.ndarray
-    """int64"""
-    logged: dict[str, np.ndarray]
-    """bool by signal that the engine gets: whether the row logs the signal."""
-    record: np.recarray
-    """Decisions: fields of `StepRecord`."""
-    due: np.ndarray
-    """bool: a rollback is due, even if the budget denies it. Of the denied rollbacks of an incident
-    only the first is due."""
-    repeated: np.ndarray
-    """bool: a rollback was due earlier in the same incident."""
-    ends_run: np.ndarray
-    """bool: a live run ends here, even if all earlier rollbacks helped."""
-
-    @functools.cached_property
-    def spent(self) -> np.ndarray:
-        """bool: a rollback is due, but the budget denies it."""
-        return self.due & (self.record.action & int(Action.ROLLBACK) == 0)
-
-    @functools.cached_property
-    def action(self) -> np.ndarray:
-        """int32: the orders, with ROLLBACK at each row where a rollback is due."""
-        return self.record.action | np.where(self.due, int(Action.ROLLBACK), 0)
-
-    @functools.cached_property
-    def clipped(self) -> np.ndarray:
-        """bool: the gradient is scaled down, and the step is not skipped."""
-        return (self.record.grad_scale < 1) & ~self.record.skip
-
-    @functools.cached_property
-    def decided(self) -> np.ndarray:
-        """bool: the decision is not neutral."""
-        record = self.record
-        return (
-            (record.cause != 0)
-            | (record.action != 0)
-            | record.skip
-            | (record.grad_scale != 1)
-            | (record.lr_scale != 1)
-            | self.due
-        )
-
-
-def judge(engine: Engine, trace: Trace) -> JudgedRows:
-    """Judges the rows of a trace that log a loss or a gradient norm.
+def judge(engine: Engine, trace: Trace) -> np.recarray:
+    """Judges the rows of a trace that log a loss or a gradient norm. Returns `_JUDGED` rows (n,).
 
     As after a rollback, a resumed attempt has the detectors of its checkpoint, and the current
     budgets and LR multiplier. An attempt from scratch is a rollback to the first state.
     """
-    rows = trace.rows
-    index, combinations, kind = _choose_signals(engine, rows)
-    attempt = rows.attempt[index]
+    index, combinations, kind = _choose_signals(engine, trace.rows)
+    rows = np.zeros(len(index), _JUDGED).view(np.recarray)
+    rows.index, rows.step, rows.attempt = (
+        index,
+        trace.rows.step[index],
+        trace.rows.attempt[index],
+    )
     loops = [_recorded_loop(engine.config, names) for names in combinations]
-    inputs = [[rows.values[name][index] for name in names] for names in combinations]
-    record = np.zeros(len(index), _RECORD).view(np.recarray)
+    inputs = [[trace.rows.values[name][index] for name in names] for names in combinations]
 
     # Numbers of judged rows before each attempt, and up to the row that it resumes after.
-    begins = np.searchsorted(attempt, np.arange(len(trace.attempts))).tolist()
+    begins = np.searchsorted(rows.attempt, np.arange(len(trace.attempts))).tolist()
     last = [-1 if each.resumes_after is None else each.resumes_after for each in trace.attempts]
     resumes = dict(zip(begins, np.searchsorted(index, last, side="right").tolist(), strict=True))
     changes = (1 + np.flatnonzero(np.diff(kind))).tolist()
@@ -111,25 +78,27 @@ def judge(engine: Engine, trace: Trace) -> JudgedRows:
                 state = _rolled_back(engine, state, saved[resumes[start]])
             columns = [column[start:stop] for column in inputs[kind[start]]]
             state, decided = loops[kind[start]](state, zip(*columns, strict=True))
-            record[start:stop] = np.fromiter(decided, _RECORD, stop - start)
+            decisions = np.fromiter(decided, _DECISION, stop - start)
+            for name in _DECISION.names or ():
+                rows[name][start:stop] = decisions[name]
             saved[stop] = state
-    due = record.due
+    _find_rollbacks(rows)
+    return rows
+
+
+def _find_rollbacks(rows: np.recarray) -> None:
+    """Sets the fields that depend on the earlier rollbacks of an incident."""
     incident = np.flatnonzero(
-        (np.diff(attempt, prepend=-1) != 0) | (np.diff(record.incident, prepend=-1) != 0)
+        (np.diff(rows.attempt, prepend=-1) != 0) | (np.diff(rows.incident, prepend=-1) != 0)
     )
-    repeated = _count_before(due, incident) > 0
-    spent = due & (record.action & int(Action.ROLLBACK) == 0)
-    return JudgedRows(
-        index=index,
-        step=rows.step[index],
-        attempt=attempt,
-        logged={name: logged[index] for name, logged in rows.logged.items()},
-        record=record,
-        due=due & ~(spent & (_count_before(spent, incident) > 0)),
-        repeated=repeated,
-        # The engine orders STOP if it denies a due rollback. A rule may also order STOP.
-        ends_run=(record.action & int(Action.STOP) != 0) & ~(repeated & due),
-    )
+    denied = rows.due & (rows.action & int(Action.ROLLBACK) == 0)
+    rows.repeated = _count_before(rows.due, incident) > 0
+    # The engine orders STOP if it denies a due rollback. A rule may also order STOP.
+    rows.ends_run = (rows.action & int(Action.STOP) != 0) & ~(rows.repeated & rows.due)
+    rows.spent = denied & (_count_before(denied, incident) == 0)
+    rows.due &= ~denied | rows.spent
+    rows.action |= np.where(rows.due, int(Action.ROLLBACK), 0).astype(np.int32)
+    rows.clipped = (rows.grad_scale < 1) & ~rows.skip
 
 
 def _count_before(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -151,9 +120,8 @@ def _choose_signals(
     Returns:
         The rows, int (n,), the distinct sets of signals, and the place of each row's set, int (n,).
     """
-    names = [name for name in (*ALWAYS_PASSED, "update_norm") if name in rows.logged]
-    if "update_norm" not in engine.needs:
-        names = [name for name in names if name in ALWAYS_PASSED]
+    optional = ("update_norm",) if "update_norm" in engine.needs else ()
+    names = [name for name in (*ALWAYS_PASSED, *optional) if name in rows.logged]
     has_evaluations = "eval_loss" in engine.needs and rows.logged.get("eval_loss", np.False_).any()
     logged = np.array([rows.logged[name] for name in names])
     index = np.flatnonzero(logged[[name in ALWAYS_PASSED for name in names]].any(axis=0))
@@ -185,7 +153,7 @@ def _first_state(engine: Engine) -> EngineState:
 def _judge_row(
     engine: Engine, names: tuple[str, ...], state: EngineState, values: tuple[Any, ...], *, xp: Any
 ) -> tuple[EngineState, tuple[Any, ...]]:
-    """Judges one row. Returns the new state, and the fields of `_RECORD`.
+    """Judges one row. Returns the new state, and the fields of `_DECISION`.
 
     A live run rolls back when ordered, so the order is subtracted from the budget here.
     """

@@ -8,8 +8,8 @@ resumed or rolled back.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,11 +19,17 @@ from healcore.console import listed
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import Action, Cause, names
-from healcore.history import Incident, Mode
+from healcore.history import Counts, Curves, Incident, Mode
+from healcore.history.curves import thinned
+from healcore.history.incident import MOST_ALARMS
+from healcore.history.run import RunAttempt
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
-from healcore.tools.replay.judged import ALWAYS_PASSED, JudgedRows, judge
+from healcore.tools.replay.judged import ALWAYS_PASSED, judge
+from healcore.tools.report.run_report import RunReport, first_lines
 from healcore.tools.traces import Trace
+
+_ROLLBACK, _STOP, _CUT_LR = map(int, (Action.ROLLBACK, Action.STOP, Action.CUT_LR))
 
 
 class ReplayError(HealcoreError, ValueError):
@@ -50,12 +56,8 @@ class Decided(NamedTuple):
     """Whether the budget denied a due rollback. A live run ends here."""
 
 
-@dataclass(kw_only=True)
-class Summary:
-    """Counts of one trace under one policy.
-
-    `first_step`, `last_step` and `stopped_step` are steps.
-    """
+class Summary(NamedTuple):
+    """Counts of one trace under one policy: the last line of `healcore replay --jsonl`."""
 
     trace: str
     policy: str
@@ -88,7 +90,8 @@ class Summary:
     lowest_lr_first: float
     """The smallest multiplier without repeat cuts."""
     stopped_step: float | None
-    """Where a live run ends: a rule orders STOP, or an incident's first rollback is denied."""
+    """Step at which a live run ends: a rule orders STOP, or an incident's first rollback is
+    denied."""
     inactive: dict[str, tuple[str, ...]]
     """Inactive parts of the policy, by the signal that the trace does not log."""
     problems: int
@@ -99,66 +102,98 @@ class Summary:
         """Number of rollbacks that are the first of their incident."""
         return self.rollbacks - self.repeats
 
-    @property
-    def first_cuts(self) -> int:
-        """Number of cuts of the learning rate, without repeated cuts."""
-        return self.actions.get("CUT_LR", 0) - self.repeat_cuts
-
 
 @dataclass(frozen=True, eq=False)
 class Replay:
     """A finished replay: an iterable over the rows whose decision is not neutral."""
 
     trace: Trace
-    policy: str
-    """Name of the policy."""
     host: HostPolicy
-    judged: JudgedRows
+    rows: np.recarray
+    """The judged rows, see `healcore.tools.replay.judged`."""
     summary: Summary
     incidents: tuple[Incident, ...]
 
     def __iter__(self) -> Iterator[Decided]:
-        judged, record = self.judged, self.judged.record
-        action, spent = judged.action, judged.spent
-        columns = {name: record[name] for name in record.dtype.names or ()}
+        rows, config = self.rows, self.host.engine.config
+        decided = (rows.cause != 0) | (rows.action != 0) | rows.skip
+        decided |= (rows.grad_scale != 1) | (rows.lr_scale != 1)
         # A score of a row that does not log its signal is the score of an earlier row.
         scores = {}
-        config, per_tensor = self.host.engine.config, self.host.engine.per_tensor
-        if config.clip is not None and not per_tensor and "grad_norm" in judged.logged:
-            scores["grad_norm"] = (record.z, judged.logged["grad_norm"])
-        if "loss" in judged.logged and "loss_spike" in dict(config.detectors):
-            scores["loss"] = (record.z_loss, judged.logged["loss"])
-        for row in np.flatnonzero(judged.decided).tolist():
-            z = {name: shortest(values[row]) for name, (values, has) in scores.items() if has[row]}
+        if config.clip is not None and not self.host.engine.per_tensor:
+            scores["grad_norm"] = "z"
+        if "loss_spike" in dict(config.detectors):
+            scores["loss"] = "z_loss"
+        logged = self.trace.rows.logged
+        scored = [(name, field, logged[name]) for name, field in scores.items() if name in logged]
+        for row in rows[decided]:
+            z = {name: shortest(row[field]) for name, field, has in scored if has[row["index"]]}
             yield Decided(
-                index=int(judged.index[row]),
-                step=float(judged.step[row]),
-                cause=Cause(int(columns["cause"][row])),
-                action=Action(int(action[row])),
-                skip=bool(columns["skip"][row]),
-                grad_scale=shortest(columns["grad_scale"][row]),
-                lr_scale=shortest(columns["lr_scale"][row]),
+                index=int(row["index"]),
+                step=float(row["step"]),
+                cause=Cause(int(row["cause"])),
+                action=Action(int(row["action"])),
+                skip=bool(row["skip"]),
+                grad_scale=shortest(row["grad_scale"]),
+                lr_scale=shortest(row["lr_scale"]),
                 z=z,
-                threshold=shortest(columns["threshold"][row]) if "grad_norm" in z else None,
-                attempt=int(judged.attempt[row]),
-                spent=bool(spent[row]),
+                threshold=shortest(row["threshold"]) if "grad_norm" in z else None,
+                attempt=int(row["attempt"]),
+                spent=bool(row["spent"]),
             )
 
     def lines(self) -> Iterator[str]:
         """Yields a line of JSON for each decided row, and a line for the summary."""
+        trace, policy, *_ = self.summary
         for row in self:
             line = row._asdict() | {"cause": names(row.cause), "action": names(row.action)}
             spent = {"spent": True} if line.pop("spent") else {}
             if row.threshold is None:
                 del line["threshold"]
             line["step"] = _number(row.step)
-            yield _line({"trace": self.trace.name, **line, "policy": self.policy, **spent})
+            yield _line({"trace": trace, **line, "policy": policy, **spent})
         fields = {
             name: _number(value) if isinstance(value, float) else value
-            for name, value in asdict(self.summary).items()
+            for name, value in self.summary._asdict().items()
         }
-        steps = self.summary.rows - self.summary.unjudged
-        yield _line({"trace": fields.pop("trace"), "summary": True, "steps": steps, **fields})
+        yield _line(
+            {"trace": fields.pop("trace"), "summary": True, "steps": len(self.rows), **fields}
+        )
+
+    def report(self) -> RunReport:
+        """Returns the report of the replay for a page."""
+        summary, trace, rows = self.summary, self.trace, self.rows
+        alarms = rows.step[(rows.cause != 0) & ~rows.incident_open & ~rows.skip]
+        shown = alarms[:MOST_ALARMS].tolist()
+        notes = [inactive_line(*each) for each in summary.inactive.items()]
+        if len(alarms) > len(shown):
+            more = f"the plot marks the first {len(shown)}"
+            notes.append(f"{len(alarms):,} alarms outside of incidents: {more}")
+        return RunReport(
+            title=summary.trace,
+            mode=Mode.REPLAY,
+            policy_name=summary.policy,
+            policy_toml=self.host.text or "",
+            fingerprint=summary.fingerprint,
+            curves=thinned(_curves(trace, rows)),
+            incidents=self.incidents,
+            counts=Counts(
+                incidents=summary.incidents,
+                rollbacks=summary.first_rollbacks,
+                skips=summary.skips,
+                clips=summary.clips,
+                alarms=summary.alarms,
+            ),
+            # The fields of the summary's line of JSON, by the same names.
+            facts={name: str(value) for name, value in summary._asdict().items() if value},
+            notes=(*notes, *first_lines("not read", trace.problems), *trace.notes),
+            attempts=tuple(
+                RunAttempt(number, attempt.first_step, attempt.source)
+                for number, attempt in enumerate(trace.attempts)
+            ),
+            alarms_outside=tuple(shown),
+            stop=summary.stopped_step,
+        )
 
 
 def replay(trace: Trace, policy: PolicyLike | HostPolicy, *, name: str | None = None) -> Replay:
@@ -177,10 +212,36 @@ def replay(trace: Trace, policy: PolicyLike | HostPolicy, *, name: str | None = 
     host = policy if isinstance(policy, HostPolicy) else HostPolicy.of(policy)
     name = name or host.name
     inactive = _find_inactive(host.engine, trace, name)
-    judged = judge(host.engine, trace)
-    incidents = find_incidents(judged)
-    summary = summarize(trace, judged, incidents, name, host.engine.fingerprint or "", inactive)
-    return Replay(trace, name, host, judged, summary, tuple(incidents))
+    rows = judge(host.engine, trace)
+    incidents = _find_incidents(rows)
+    steps, lr_scale = trace.rows.step, rows.lr_scale
+    rollbacks, cuts = rows.action & _ROLLBACK != 0, rows.action & _CUT_LR != 0
+    stops = rows.step[rows.ends_run]
+    summary = Summary(
+        trace=trace.name,
+        policy=name,
+        fingerprint=host.engine.fingerprint or "",
+        rows=len(steps),
+        unjudged=len(steps) - len(rows),
+        first_step=float(steps[0]),
+        last_step=float(steps[-1]),
+        alarms=_count(rows.cause),
+        causes=_counts_by_flag(rows.cause, Cause),
+        actions=_counts_by_flag(rows.action, Action),
+        skips=_count(rows.skip),
+        clips=_count(rows.clipped),
+        incidents=len(incidents),
+        rollbacks=_count(rollbacks),
+        repeats=_count(rollbacks & rows.repeated),
+        spent=_count(rows.spent),
+        repeat_cuts=_count(cuts & rows.repeated),
+        lowest_lr=shortest(lr_scale.min(initial=np.float32(1))),
+        lowest_lr_first=shortest(lr_scale[cuts & ~rows.repeated].min(initial=np.float32(1))),
+        stopped_step=float(stops[0]) if stops.size else None,
+        inactive=inactive,
+        problems=len(trace.problems),
+    )
+    return Replay(trace, host, rows, summary, tuple(incidents))
 
 
 def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple[str, ...]]:
@@ -202,54 +263,6 @@ def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple
     return {signal: tuple(name for name, needs in parts if signal in needs) for signal in missing}
 
 
-def summarize(
-    trace: Trace,
-    judged: JudgedRows,
-    incidents: Sequence[Incident],
-    policy: str,
-    fingerprint: str,
-    inactive: Mapping[str, tuple[str, ...]],
-) -> Summary:
-    """Counts the decisions of a replay."""
-
-    def count(rows: np.ndarray) -> int:
-        return int(np.count_nonzero(rows))
-
-    record, action, lr_scale = judged.record, judged.action, judged.record.lr_scale
-    rollbacks = action & int(Action.ROLLBACK) != 0
-    cuts = action & int(Action.CUT_LR) != 0
-    stops = np.flatnonzero(judged.ends_run)
-    return Summary(
-        trace=trace.name,
-        policy=policy,
-        fingerprint=fingerprint,
-        rows=len(trace.rows.step),
-        unjudged=len(trace.rows.step) - len(judged.index),
-        first_step=float(trace.rows.step[0]),
-        last_step=float(trace.rows.step[-1]),
-        alarms=count(record.cause),
-        causes=_counts_by_flag(record.cause, Cause),
-        actions=_counts_by_flag(action, Action),
-        skips=count(record.skip),
-        clips=count(judged.clipped),
-        incidents=len(incidents),
-        rollbacks=count(rollbacks),
-        repeats=count(rollbacks & judged.repeated),
-        spent=count(judged.spent),
-        repeat_cuts=count(cuts & judged.repeated),
-        lowest_lr=shortest(lr_scale.min(initial=np.float32(1))),
-        lowest_lr_first=shortest(lr_scale[cuts & ~judged.repeated].min(initial=np.float32(1))),
-        stopped_step=float(judged.step[stops[0]]) if stops.size else None,
-        inactive=dict(inactive),
-        problems=len(trace.problems),
-    )
-
-
-def _counts_by_flag(flags: np.ndarray, kind: type[Cause] | type[Action]) -> dict[str, int]:
-    rows = {str(flag.name): int(np.count_nonzero(flags & int(flag))) for flag in kind}
-    return {name: count for name, count in rows.items() if count}
-
-
 def inactive_line(signal: str, parts: Sequence[str]) -> str:
     """Describes the parts of a policy that are inactive without a signal."""
     is_of_tensors = signal == "group_norms"
@@ -258,49 +271,75 @@ def inactive_line(signal: str, parts: Sequence[str]) -> str:
     return f"no {signal} {reason}: {listed(parts)} {verb} inactive"
 
 
-def find_incidents(judged: JudgedRows) -> list[Incident]:
+def _count(rows: np.ndarray) -> int:
+    return int(np.count_nonzero(rows))
+
+
+def _counts_by_flag(flags: np.ndarray, kind: type[Cause] | type[Action]) -> dict[str, int]:
+    rows = {str(flag.name): _count(flags & int(flag)) for flag in kind}
+    return {name: count for name, count in rows.items() if count}
+
+
+def _find_incidents(rows: np.recarray) -> list[Incident]:
     """Finds the incidents. Each has the rows with an alarm from its first row to the next one's."""
-    record = judged.record
-    opened = np.diff(record.incident, prepend=0) != 0
-    alarmed = (record.incident_open | record.skip) & (record.cause != 0)
+    opened = np.diff(rows.incident, prepend=0) != 0
+    alarmed = (rows.incident_open | rows.skip) & (rows.cause != 0)
     # An attempt ends the incident of the attempt before it.
-    begins = np.flatnonzero(opened | (np.diff(judged.attempt, prepend=0) != 0)).tolist()
+    begins = np.flatnonzero(opened | (np.diff(rows.attempt, prepend=0) != 0)).tolist()
     incidents = []
-    for start, end in pairwise([*begins, len(opened)]):
+    for start, end in pairwise([*begins, len(rows)]):
         if opened[start]:
-            rows = start + np.flatnonzero((opened | alarmed)[start:end])
-            incidents.append(_incident(judged, rows, len(incidents) + 1))
+            own = start + np.flatnonzero((opened | alarmed)[start:end])
+            before = rows.lr_scale[start - 1] if start else np.float32(1)
+            incidents.append(_incident(rows[own].view(np.recarray), before, len(incidents) + 1))
     return incidents
 
 
-def _incident(judged: JudgedRows, rows: np.ndarray, number: int) -> Incident:
-    """Builds an incident from the places of its rows among the judged rows, int (m,)."""
-    steps, lr_scale = judged.step[rows], judged.record.lr_scale
-    repeated, spent, action = judged.repeated[rows], judged.spent[rows], judged.action[rows]
-    action = np.where(judged.ends_run[rows], action, action & ~int(Action.STOP))
-    rollback = action & int(Action.ROLLBACK) != 0
-    orders = np.flatnonzero(action & int(Action.ROLLBACK | Action.STOP))
+def _incident(rows: np.recarray, lr_before: np.float32, number: int) -> Incident:
+    """Builds an incident from its rows, and the learning-rate multiplier before them."""
+    action = np.where(rows.ends_run, rows.action, rows.action & ~_STOP)
+    orders = np.flatnonzero(action & (_ROLLBACK | _STOP))
     all_orders = Action(int(np.bitwise_or.reduce(action)))
-    first = np.flatnonzero(~repeated)
-    before = lr_scale[rows[0] - 1] if rows[0] else np.float32(1)
-    after = lr_scale[rows[first[-1]]] if first.size else before
+    after = [lr_before, *rows.lr_scale[~rows.repeated]][-1]
+    rollback = action & _ROLLBACK != 0
     return Incident(
         number=number,
-        attempt=int(judged.attempt[rows[0]]),
-        onset_step=float(steps[0]),
+        attempt=int(rows.attempt[0]),
+        onset_step=float(rows.step[0]),
         # The place of an incident is its first order.
-        step=float(steps[orders[0] if orders.size else -1]),
-        last_step=float(steps[-1]),
-        cause=tuple(names(Cause(int(np.bitwise_or.reduce(judged.record.cause[rows]))))),
+        step=float(rows.step[orders[0] if orders.size else -1]),
+        last_step=float(rows.step[-1]),
+        cause=tuple(names(Cause(int(np.bitwise_or.reduce(rows.cause))))),
         action=tuple(names(all_orders)),
         mode=Mode.REPLAY,
-        skipped=int(np.count_nonzero(judged.record.skip[rows])),
-        clipped=int(np.count_nonzero(judged.clipped[rows])),
+        skipped=_count(rows.skip),
+        clipped=_count(rows.clipped),
         # A live run repeats a rollback only if the first did not help.
-        repeats=int(np.count_nonzero(repeated & rollback & ~spent)),
-        repeat_denied=bool((repeated & spent).any()),
-        denied=bool((~repeated & spent).any()),
-        lr_path=(shortest(before), shortest(after)) if Action.CUT_LR in all_orders else (),
+        repeats=_count(rows.repeated & rollback & ~rows.spent),
+        repeat_denied=bool((rows.repeated & rows.spent).any()),
+        denied=bool((~rows.repeated & rows.spent).any()),
+        lr_path=(shortest(lr_before), shortest(after)) if Action.CUT_LR in all_orders else (),
+    )
+
+
+def _curves(trace: Trace, judged: np.recarray) -> Curves:
+    rows = trace.rows
+    threshold, lr_scale = np.full((2, len(rows.step)), np.nan, np.float32)
+    # A threshold of 0 means no limit.
+    threshold[judged.index] = np.where(judged.threshold == 0, np.nan, judged.threshold)
+    lr_scale[judged.index] = judged.lr_scale
+    nonfinite = np.zeros(len(rows.step), bool)
+    for name in ("loss", "grad_norm"):
+        if name in rows.values:
+            nonfinite |= rows.logged[name] & ~np.isfinite(rows.values[name])
+    return Curves(
+        step=rows.step,
+        loss=rows.values.get("loss", np.full(len(rows.step), np.nan, np.float32)),
+        grad_norm=rows.values.get("grad_norm"),
+        threshold=threshold,
+        lr_scale=lr_scale,
+        attempt=rows.attempt,
+        nonfinite=nonfinite,
     )
 
 

@@ -10,11 +10,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from healcore.console import listed
+from healcore.console import counted, listed
 from healcore.tools.replay.replayed import Summary, inactive_line
 
-_COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
-_HEADS = (*_COUNTS, "lowest LR", "ends at")
+COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 _MAX_NAMED = 4
 """With more policies, the title has their number instead of their names."""
 
@@ -23,6 +22,11 @@ LEGEND = (
     "first of each incident; again: repeated orders, because a recorded curve does not recover; "
     "denied: beyond the budget. lowest LR: multiplier (cuts). ends at: earliest stop of a live run."
 )
+
+
+def total(summaries: Sequence[Summary], name: str) -> int:
+    """Sums a count over several summaries."""
+    return sum(getattr(each, name) for each in summaries)
 
 
 def summary_table(summaries: Sequence[Summary]) -> Table:
@@ -43,7 +47,7 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
     table.add_column("trace", overflow="fold")  # the only column that a narrow terminal wraps
     if len(policies) > 1:
         table.add_column("policy", no_wrap=True)
-    for name in _HEADS:
+    for name in (*COUNTS, "lowest LR", "ends at"):
         style = "red" if name == "ends at" else ""
         table.add_column(name, justify="right", no_wrap=True, style=style)
 
@@ -62,46 +66,31 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
 
 
 def _cells(summaries: Sequence[Summary]) -> list[str | Text]:
-    """Returns the cells of one summary, or the sums of several, below `_HEADS`."""
-    cuts = sum(each.first_cuts for each in summaries)
+    """Returns the cells of one summary, or the sums of several."""
+    cells: list[str | Text] = [f"{total(summaries, 'rows'):,}"]
+    for name in COUNTS[1:]:
+        count = total(summaries, "first_rollbacks" if name == "rollbacks" else name)
+        style = "" if name in ("skips", "clips") else "yellow"
+        cell = Text(f"{count:,}", style) if count else Text("-", "dim")
+        if name == "rollbacks" and total(summaries, name):
+            cell = Text(f"{count:,}", style)
+            for field, form, color in (
+                ("repeats", " +{:,} again", "dim"),
+                ("spent", " ({:,} denied)", "red"),
+            ):
+                number = total(summaries, field)
+                cell.append(form.format(number) if number else "", color)
+        cells.append(cell)
+    cuts = sum(each.actions.get("CUT_LR", 0) - each.repeat_cuts for each in summaries)
+    lowest = min(each.lowest_lr_first for each in summaries)
     ends = [each.stopped_step for each in summaries if each.stopped_step is not None]
-    if len(summaries) == 1:
-        end = f"{ends[0]:.15g}" if ends else "-"
-    else:
-        end = f"{len(ends)} end" if ends else "-"
-    return [
-        f"{sum(each.rows for each in summaries):,}",
-        _count(sum(each.alarms for each in summaries), "yellow"),
-        _count(sum(each.incidents for each in summaries), "yellow"),
-        _rollbacks(summaries),
-        _count(sum(each.skips for each in summaries)),
-        _count(sum(each.clips for each in summaries)),
-        f"{min(each.lowest_lr_first for each in summaries):.3g} ({cuts})" if cuts else "-",
-        end,
-    ]
-
-
-def _count(count: int, style: str = "") -> Text:
-    return Text(f"{count:,}", style) if count else Text("-", "dim")
-
-
-def _rollbacks(summaries: Sequence[Summary]) -> Text:
-    due = sum(each.rollbacks for each in summaries)
-    repeats = sum(each.repeats for each in summaries)
-    spent = sum(each.spent for each in summaries)
-    if not due:
-        return Text("-", "dim")
-    cell = Text(f"{due - repeats:,}", "yellow")
-    if repeats:
-        cell.append(f" +{repeats:,} again", "dim")
-    if spent:
-        cell.append(f" ({spent:,} denied)", "red")
-    return cell
+    end = f"{ends[0]:.15g}" if ends and len(summaries) == 1 else f"{len(ends)} end"
+    return [*cells, f"{lowest:.3g} ({cuts})" if cuts else "-", end if ends else "-"]
 
 
 def _common_folder(traces: Sequence[str]) -> str:
     """Returns the common folder of all traces with a final slash, or an empty string."""
-    folders = [os.path.dirname(trace) for trace in set(traces)]
+    folders = [os.path.dirname(trace) for trace in traces]
     if len({os.path.isabs(folder) for folder in folders}) > 1:
         return ""
     shared = os.path.commonpath(folders)
@@ -110,7 +99,7 @@ def _common_folder(traces: Sequence[str]) -> str:
 
 def notes(summaries: Sequence[Summary]) -> list[str]:
     """Describes inactive parts of the policies, and rows that were not judged."""
-    traces = len({each.trace for each in summaries})
+    unjudged = {each.trace: each.unjudged for each in summaries}
     several = len({each.policy for each in summaries}) > 1
     counts = Counter(
         (f"{each.policy}: " if several else "") + inactive_line(signal, parts)
@@ -118,11 +107,9 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
         for signal, parts in each.inactive.items()
     )
     lines = [
-        line if count == traces else f"{line} in {count} of {traces} traces"
+        line if count == len(unjudged) else f"{line} in {count} of {len(unjudged)} traces"
         for line, count in counts.items()
     ]
-    unjudged = sum({each.trace: each.unjudged for each in summaries}.values())
-    if unjudged:
-        rows = "1 row" if unjudged == 1 else f"{unjudged:,} rows"
-        lines.append(f"{rows} without a loss and a gradient norm: not judged")
+    if number := sum(unjudged.values()):
+        lines.append(f"{counted(number, 'row')} without a loss and a gradient norm: not judged")
     return lines

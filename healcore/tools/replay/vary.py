@@ -30,16 +30,16 @@ from healcore.policy import Policy, PolicyError, load
 from healcore.policy.loader import merged
 from healcore.runtime.host_policy import HostPolicy
 from healcore.tools.replay.replayed import Replay, ReplayError, replay
+from healcore.tools.replay.table import COUNTS, total
 from healcore.tools.traces import Trace
 
 MAX_VARIANTS = 100
 """A larger table is not read, and the best of many settings is the best by chance."""
-_COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 EARLY_ROWS, LATE_ROWS, IGNORED_ROWS, MIN_ROWS, IN_TIME_ROWS = 5, 40, 64, 200, 10
 
 
 class VaryError(HealcoreError, ValueError):
-    """An option `--vary` cannot be used. The message has the received value and the rule."""
+    """An option `--vary` or a file of labels cannot be used. The message has the rule."""
 
 
 def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
@@ -91,7 +91,8 @@ def count_variants(
 ) -> Iterator[dict[str, Any]]:
     """Yields the sums of each variant over the traces; adds to `problems` for the other traces.
 
-    With labels also `events`, `found`, `in_time`, `latency` (median, rows) and `false` (alarms).
+    With labels also `events`, `found`, `in_time` (within 10 rows of the onset), `latency` (median,
+    rows) and `false` (alarms).
     """
     for name, policy in policies.items():
         host = HostPolicy.of(policy)
@@ -108,13 +109,14 @@ def count_variants(
         if not summaries:
             continue
         row: dict[str, Any] = {"variant": name, "traces": len(summaries)}
-        row |= {key: sum(getattr(each, key) for each in summaries) for key in _COUNTS}
-        row["rollbacks"] -= sum(each.repeats for each in summaries)
+        row |= {key: total(summaries, key) for key in COUNTS}
+        row["rollbacks"] -= total(summaries, "repeats")
         if scores:
-            total = functools.reduce(Score.plus, scores)
-            row |= {"events": total.events, "found": len(total.latencies), "in_time": total.in_time}
-            row["latency"] = float(np.median(total.latencies)) if total.latencies else None
-            row["false"] = total.false
+            latencies = [latency for each in scores for latency in each.latencies]
+            row |= {"events": sum(each.events for each in scores), "found": len(latencies)}
+            row["in_time"] = sum(latency <= IN_TIME_ROWS for latency in latencies)
+            row["latency"] = float(np.median(latencies)) if latencies else None
+            row["false"] = sum(each.false for each in scores)
         yield row
 
 
@@ -127,18 +129,12 @@ def variant_table(rows: Sequence[dict[str, Any]], policy: str) -> Table:
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            Text(row["variant"]),
-            *("-" if row[name] is None else f"{row[name]:,}" for name in names),
-        )
+        cells = ("-" if row[name] is None else f"{row[name]:,}" for name in names)
+        table.add_row(Text(row["variant"]), *cells)
     return table
 
 
 # -- scores against labelled events ----------------------------------------------------------------
-
-
-class LabelError(HealcoreError, ValueError):
-    """A file of labels cannot be used. The message has the reason."""
 
 
 class Label(NamedTuple):
@@ -151,23 +147,13 @@ class Label(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Orders and events of one or several traces."""
+    """Orders and events of one trace."""
 
     events: int = 0
     latencies: tuple[int, ...] = ()
     """Rows from the onset to the first order, for each found event."""
     false: int = 0
     """Number of false alarms."""
-
-    @property
-    def in_time(self) -> int:
-        """Number of events with an order within 10 rows of the onset."""
-        return sum(latency <= IN_TIME_ROWS for latency in self.latencies)
-
-    def plus(self, other: Score) -> Score:
-        """Returns the sum of two scores."""
-        pairs: Any = zip(self, other, strict=True)
-        return Score(*(left + right for left, right in pairs))
 
 
 def score(orders: np.ndarray, nonfinite: np.ndarray, label: Label) -> Score:
@@ -196,15 +182,13 @@ def score(orders: np.ndarray, nonfinite: np.ndarray, label: Label) -> Score:
 
 def score_replay(replay: Replay, label: Label) -> Score:
     """Scores the most severe order in the policy's rules: rollbacks, stops, skips, else alarms."""
-    judged, rules = replay.judged, replay.host.engine.config.rules
-    rows = judged.record.cause != 0
-    if any(rule.skip for rule in rules):
-        rows = judged.record.skip
+    rows, rules = replay.rows, replay.host.engine.config.rules
+    ordered = rows.skip if any(rule.skip for rule in rules) else rows.cause != 0
     for action in (Action.STOP, Action.ROLLBACK):
         if any(rule.action & action for rule in rules):
-            rows = judged.action & int(action) != 0
+            ordered = rows.action & int(action) != 0
     loss = replay.trace.rows.values.get("loss", np.zeros(0))
-    return score(judged.index[rows], np.flatnonzero(~np.isfinite(loss)), label)
+    return score(rows.index[ordered], np.flatnonzero(~np.isfinite(loss)), label)
 
 
 def label_of(labels: Sequence[Label], trace: str) -> Label | None:
@@ -218,15 +202,13 @@ def label_of(labels: Sequence[Label], trace: str) -> Label | None:
 
 
 def read_labels(path: Path) -> list[Label]:
-    """Reads a JSON list of `{"file", "points", "spikes", "ambiguous"}`, or raises LabelError."""
+    """Reads a JSON list of `{"file", "points", "spikes", "ambiguous"}`, or raises VaryError."""
     try:
         return [_label(data) for data in json.loads(regular_file.read(path))]
     except OSError as error:
-        raise LabelError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (
-        ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError
-    ) as error:  # fmt: skip
-        raise LabelError(
+        raise VaryError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # damaged content may raise any error
+        raise VaryError(
             f'{path} is not a list of labels like [{{"file": "run.csv", "points": 1000, "spikes": '
             f'[{{"onset": 400, "end": 430}}], "ambiguous": []}}]: {type(error).__name__} {error}'
         ) from error

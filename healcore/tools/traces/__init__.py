@@ -5,8 +5,7 @@ rows = traces[0].rows
 rows.step, rows.values["loss"], rows.logged["loss"]
 """
 
-from healcore.tools.traces.columns import Attempt, Rows, Trace, Unreadable, lineage
-from healcore.tools.traces.logs import TraceError
+from healcore.tools.traces.columns import Attempt, Rows, Trace, TraceError, Unreadable, lineage
 from healcore.tools.traces.opening import open_traces
 
 __all__ = ["Attempt", "Rows", "Trace", "TraceError", "Unreadable", "lineage", "open_traces"]

@@ -1,4 +1,4 @@
-"""Defines traces: the recorded rows of a run as whole columns, joined from the logs of its files.
+"""Defines logs and traces: the rows of one file, and the rows of a run, as whole columns.
 
 Joining merges records of one step, and numbers the attempts. Steps increase within an attempt. A
 new attempt begins where a file begins at or before the last step, or where the step decreases
@@ -12,18 +12,156 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Container, Mapping, Sequence
+from array import array
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from healcore.tools.traces.logs import SIGNALS, STEP, RawLog, TraceError
+from healcore import regular_file
+from healcore.core.errors import HealcoreError
 
+SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss")
+"""Columns that are read from a log: signals of `healcore.core.signals`."""
+
+STEP = "step"
+
+JUDGED = ("loss", "grad_norm")
+"""A row can be judged if it has one of these. Only these show where a run was resumed."""
+
+KNOWN_FORMATS = (
+    "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
+    "output of a Trainer, a TensorBoard event file, or healcore's own metrics"
+)
+_HEAD_BYTES = 1 << 20
+_NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
+"""Texts of cells without a logged value. "nan" is a value."""
 _MAX_ATTEMPTS = 1000
 """More restarts mean that a file has several writers."""
 _JUDGED_BITS = ((), (1,), (2,), (1, 2))
 """Bits of the loss and of the gradient norm, by their sum."""
+
+
+class TraceError(HealcoreError, ValueError):
+    """A trace cannot be read. The message has the file, the rule and the remedy."""
+
+
+Problem = tuple[int, str]
+"""Unusable content: its line from 1, or 0 in a format without lines, and a description."""
+
+
+class RawLog(NamedTuple):
+    """The rows of one file, or of one run in a file, as written."""
+
+    path: str
+    run: str | None
+    """Name of the run in a file with several runs, or None."""
+    numbers: Mapping[str, np.ndarray]
+    """float64 (n,) by signal and "step", if the file has steps, which are finite."""
+    logged: Mapping[str, np.ndarray]
+    """bool (n,) by signal: whether the row logs the signal."""
+    problems: list[Problem]
+    notes: list[str]
+    """Remarks about usable content, each with the path."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(next(iter(self.logged.values())))
+
+
+def read_head(path: str) -> bytes:
+    """Returns the first megabyte of the content. Raises OSError."""
+    with open(path, "rb", opener=regular_file.opener) as file:
+        return file.read(_HEAD_BYTES)
+
+
+def open_text(path: str) -> TextIO:
+    """Opens a file as UTF-8, with unchanged line ends. Invalid bytes become U+FFFD."""
+    return open(
+        path, encoding="utf-8-sig", errors="replace", newline="", opener=regular_file.opener
+    )
+
+
+def parse_number(value: Any) -> float | None:
+    """Parses a cell or JSON value; returns None for no value. Raises ValueError for other text."""
+    if value is None or type(value) is float:
+        return value
+    if isinstance(value, str):
+        try:
+            if "_" not in value:  # float() would accept 1_000, which is Python syntax
+                return float(value)
+        except ValueError:
+            pass
+        if value.strip().lower() in _NOT_LOGGED:
+            return None
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:  # a whole number beyond float64
+            return math.inf if value > 0 else -math.inf
+    raise ValueError(f"{quote_excerpt(str(value))} is not a number")
+
+
+def quote_excerpt(text: str) -> str:
+    """Quotes the start of a damaged text."""
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")
+
+
+def parse_rows(
+    path: str,
+    run: str | None,
+    labels: Mapping[str, str],
+    rows: Iterable[tuple[int, Sequence[Any]]],
+    problems: list[Problem],
+    notes: list[str],
+) -> RawLog:
+    """Parses the cells of a file, and adds damaged cells to its problems.
+
+    Args:
+        path: the file.
+        run: name of the run in a file with several runs, or None.
+        labels: what problems call each column, by signal and "step", if the file has steps.
+        rows: line and cells or JSON values of each row, in the order of the labels. A row without
+            a finite step is skipped.
+        problems: unusable content found so far.
+        notes: remarks about usable content.
+    """
+    columns = {name: array("d") for name in labels}
+    logged = {name: bytearray() for name in labels if name != STEP}
+    for line, cells in rows:
+        numbers: list[float | None] = []
+        for (name, label), cell in zip(labels.items(), cells, strict=True):
+            number: float | None = None
+            problem: object = None
+            try:
+                number = parse_number(cell)
+            except ValueError as error:
+                problem = error
+            if name == STEP and (number is None or not math.isfinite(number)):
+                problem = problem or ("missing" if number is None else number)
+                problems.append((line, f"{label}: {problem}: the row is skipped"))
+                break
+            if problem:
+                problems.append((line, f"{label}: {problem}: the row is read without {name}"))
+            numbers.append(number)
+        else:
+            for name, number in zip(labels, numbers, strict=True):
+                columns[name].append(math.nan if number is None else number)
+                if name != STEP:
+                    logged[name].append(number is not None)
+    return RawLog(
+        path,
+        run,
+        {name: np.array(column) for name, column in columns.items()},
+        {name: np.array(mask, bool) for name, mask in logged.items()},
+        problems,
+        notes,
+    )
+
+
+# -- traces ----------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
@@ -52,7 +190,6 @@ class Rows(NamedTuple):
 class Attempt(NamedTuple):
     """The part of a run from one start or resume to the next."""
 
-    number: int
     source: str
     """Path of the file in which the attempt begins."""
     first_row: int
@@ -117,35 +254,32 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
 
     Raises TraceError after `_MAX_ATTEMPTS` restarts.
     """
-    begins = np.cumsum([0, *map(_size, logs)]).tolist()
-    step = np.arange(begins[-1], dtype=np.float64)
-    signals = [signal for signal in SIGNALS if any(signal in log.logged for log in logs)]
-    numbers = {signal: np.full(len(step), np.nan) for signal in signals}
-    masks = {signal: np.zeros(len(step), bool) for signal in signals}
+    begins = np.cumsum([0, *(log.rows for log in logs)]).tolist()
+    numbers = {signal: np.full(begins[-1], np.nan) for signal in SIGNALS}
+    masks = {signal: np.zeros(begins[-1], bool) for signal in SIGNALS}
+    numbers[STEP] = np.arange(begins[-1], dtype=np.float64)
     for log, begin in zip(logs, begins, strict=False):
-        part = slice(begin, begin + _size(log))
-        step[part] = log.numbers.get(STEP, step[part])
-        for signal, mask in log.logged.items():
-            numbers[signal][part], masks[signal][part] = log.numbers[signal], mask
-    row, first, starts = _merge(step, masks, begins)
+        for columns, own in ((numbers, log.numbers), (masks, log.logged)):
+            for signal, column in own.items():
+                columns[signal][begin : begin + log.rows] = column
+    signals = [signal for signal in SIGNALS if any(signal in log.logged for log in logs)]
+    row, first, starts = _merge(numbers[STEP], masks, begins)
     values = {signal: np.full(len(first), np.nan, np.float32) for signal in signals}
     logged = {signal: np.zeros(len(first), bool) for signal in signals}
-    for signal, mask in masks.items():
+    for signal in signals:
+        mask = masks[signal]
         with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
             values[signal][row[mask]] = numbers[signal][mask]
         logged[signal][row[mask]] = True
-    step = step[first]
+    step = numbers[STEP][first]
     sources = [logs[bisect.bisect(begins, first[start]) - 1].path for start in starts]
     resumed, replaced = _find_resumed_rows(step, starts)
-    attempts = [
-        Attempt(number, source, start, float(step[start]), after)
-        for number, (source, start, after) in enumerate(zip(sources, starts, resumed, strict=True))
-    ]
+    attempts = list(map(Attempt, sources, starts, step[starts].tolist(), resumed))
     notes = [note for log in logs for note in log.notes]
     notes += [
-        f"{each.source}: the run was resumed: attempt {each.number} begins at step "
+        f"{each.source}: the run was resumed: attempt {number} begins at step "
         f"{each.first_step:.15g}"
-        for each in attempts[1:]
+        for number, each in enumerate(attempts[1:], 1)
     ]
     problems = [
         f"{log.path}, line {line}: {text}" if line else f"{log.path}: {text}"
@@ -156,10 +290,6 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     rows = Rows(step, number, values, logged)
     files = len({log.path for log in logs})
     return Trace(name, rows, tuple(attempts), replaced, tuple(problems), tuple(notes), files)
-
-
-def _size(log: RawLog) -> int:
-    return len(next(iter(log.logged.values())))
 
 
 def _merge(

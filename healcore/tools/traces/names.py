@@ -10,8 +10,9 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
-from healcore.tools.traces.logs import SIGNALS, STEP, TraceError
+from healcore.tools.traces.columns import SIGNALS, STEP, TraceError
 
+SIGNALS_AND_STEP = (STEP, *SIGNALS)
 _NAMES = {
     STEP: (
         "step",
@@ -111,9 +112,16 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
     notes: list[str] = []
     chosen = set(columns.values())
     free = [(normalize(name), name) for name in names if name not in chosen]
-    for signal in (STEP, *SIGNALS):
+    for signal in SIGNALS_AND_STEP:
         if signal in columns:
-            found[signal] = _check_choice(signal, columns[signal], names)
+            name = found[signal] = columns[signal]
+            if name not in names:
+                raise TraceError(
+                    f"--column {signal}={name}: the log has no '{name}'; it has "
+                    f"{quote_names(names)}"
+                )
+            if list(names).count(name) > 1:
+                raise TraceError(f"two columns have the name '{name}': rename one of them")
             continue
         tiers = [(_TIER[signal, key], name) for key, name in free if (signal, key) in _TIER]
         if not tiers:
@@ -142,26 +150,6 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
             f"{quote_names(candidates or names)}. Name one: --column loss={example}"
         )
     return found, notes
-
-
-def _check_choice(signal: str, name: str, names: Sequence[str]) -> str:
-    if name not in names:
-        raise TraceError(
-            f"--column {signal}={name}: the log has no '{name}'; it has {quote_names(names)}"
-        )
-    if list(names).count(name) > 1:
-        raise TraceError(f"two columns have the name '{name}': rename one of them")
-    return name
-
-
-def check_columns(columns: Mapping[str, str]) -> None:
-    """Raises TraceError if a key of `columns` is not a signal."""
-    for signal in columns:
-        if signal not in (STEP, *SIGNALS):
-            raise TraceError(
-                f"--column {signal}=...: '{signal}' is not a signal. Use one of "
-                f"{', '.join((STEP, *SIGNALS))}"
-            )
 
 
 def quote_names(names: Sequence[str]) -> str:

@@ -8,11 +8,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from healcore.tools.traces import records
-from healcore.tools.traces.columns import Trace, Unreadable, join_logs
-from healcore.tools.traces.logs import JUDGED, KNOWN_FORMATS, Problem, RawLog, TraceError, read_head
-from healcore.tools.traces.names import check_columns, quote_names
-from healcore.tools.traces.tables import read_tables
+from healcore.tools.traces import formats
+from healcore.tools.traces.columns import (
+    JUDGED,
+    KNOWN_FORMATS,
+    Problem,
+    RawLog,
+    Trace,
+    TraceError,
+    Unreadable,
+    join_logs,
+    read_head,
+)
+from healcore.tools.traces.formats import read_tables
+from healcore.tools.traces.names import SIGNALS_AND_STEP, quote_names
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
@@ -38,35 +47,41 @@ def open_traces(
         TraceError: a key of `columns` is not a signal.
     """
     columns = columns or {}
-    check_columns(columns)
-    traces: list[Trace] = []
-    failed: list[Unreadable] = []
+    for signal in columns:
+        if signal not in SIGNALS_AND_STEP:
+            raise TraceError(
+                f"--column {signal}=...: '{signal}' is not a signal. Use one of "
+                f"{', '.join(SIGNALS_AND_STEP)}"
+            )
+    runs: list[tuple[str, list[RawLog]]] = []
     parts: list[RawLog] = []
+    failed: list[Unreadable] = []
     names = list(map(os.fspath, paths))
     for path in names:
         try:
-            read = _read_directory if os.path.isdir(path) else _read_file
-            logs, is_one_run = read(path, columns)
-            runs = [str(log.run) for log in logs if log.run is not None]
-            if join and runs:
-                raise TraceError(
-                    f"it has several runs ({quote_names(runs)}), which are not attempts of one run"
-                )
+            logs, is_one_run = (_read_directory if os.path.isdir(path) else _read_file)(
+                path, columns
+            )
+            several = [str(log.run) for log in logs if log.run is not None]
+            if join and several:
+                some = quote_names(several)
+                raise TraceError(f"it has several runs ({some}), which are not attempts of one run")
             if join:
                 parts += logs
-            elif not runs and (is_one_run or len(logs) == 1):
-                traces.append(join_logs(path, logs))
+            elif not several and (is_one_run or len(logs) == 1):
+                runs.append((path, logs))
             else:
-                for log in logs:
-                    traces.append(join_logs(log.path + (f"#{log.run}" if log.run else ""), [log]))
+                runs += [(log.path + (f"#{log.run}" if log.run else ""), [log]) for log in logs]
         except Exception as error:  # damaged bytes may raise any error
             failed.append(Unreadable(path, _reason(error)))
     if parts:
-        others = f" (+{len(names) - 1})" if len(names) > 1 else ""
+        runs.append((names[0] + (f" (+{len(names) - 1})" if names[1:] else ""), parts))
+    traces: list[Trace] = []
+    for name, logs in runs:
         try:
-            traces.append(join_logs(names[0] + others, parts))
+            traces.append(join_logs(name, logs))
         except TraceError as error:
-            failed.append(Unreadable(names[0], str(error)))
+            failed.append(Unreadable(name, str(error)))
     return traces, failed
 
 
@@ -106,19 +121,20 @@ def _read_directory(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog]
             unusable.append(f"{file}: {_reason(error)}")
         except TraceError:
             continue  # often weights and configurations
-    form = next((form for form in FORMATS if form.name in by_format), None)
-    if form is None and not states:
+    if not by_format and not states:
         raise TraceError("it is a directory without a file of a known format. Pass the files")
-    logs: list[RawLog] = []
-    for file in by_format[form.name] if form else [max(states)[1]]:
-        try:
-            logs += _read_file(file, columns)[0]
-        except (TraceError, OSError) as error:
-            unusable.append(f"{file}: {_reason(error)}")
-    if not logs:
-        raise TraceError("; ".join(unusable))
-    logs[0].notes.extend(unusable)
-    return logs, form is not None and form.is_one_run
+    by_format = by_format or {_DOCUMENT.name: [max(states)[1]]}
+    for form in (form for form in FORMATS if form.name in by_format):
+        logs: list[RawLog] = []
+        for file in by_format[form.name]:
+            try:
+                logs += _read_file(file, columns)[0]
+            except (TraceError, OSError) as error:
+                unusable.append(f"{file}: {_reason(error)}")
+        if logs:
+            logs[0].notes.extend(unusable)
+            return logs, form.is_one_run
+    raise TraceError("; ".join(unusable))
 
 
 def _natural(name: str) -> list[Any]:
@@ -134,7 +150,7 @@ def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], boo
     if form.read is None:
         logs = read_tables(path, columns)
     else:
-        logs = records.read_records(path, form.read, form.is_step, columns)
+        logs = formats.read_records(path, form.read, form.is_step, columns)
     usable = [
         log for log in logs if any(log.logged[name].any() for name in JUDGED if name in log.logged)
     ]
@@ -153,22 +169,22 @@ class Format(NamedTuple):
     """A format of logs."""
 
     name: str
-    read: Callable[[str, list[Problem]], records.Records] | None = None
+    read: Callable[[str, list[Problem]], formats.Records] | None = None
     """Yields the records of a file, and adds damage to the problems. None for tables."""
-    is_step: Callable[[records.Fields], bool] = bool
+    is_step: Callable[[formats.Fields], bool] = bool
     """Whether a record is a step of the run."""
     is_one_run: bool = False
     """Whether the files in one directory are one run, not a run each."""
 
 
-_TYPED = Format("typed records", records.json_lines, records.is_typed_step, is_one_run=True)
-_DOCUMENT = Format("trainer_state.json", records.json_document, records.is_no_summary)
+_TYPED = Format("typed records", formats.json_lines, formats.is_typed_step, is_one_run=True)
+_DOCUMENT = Format("trainer_state.json", formats.json_document, formats.is_no_summary)
 _TABLE = Format("CSV")
-_PLAIN = Format("JSON Lines", records.json_lines)
-_TENSORBOARD = Format("TensorBoard events", records.scalars, is_one_run=True)
-_CONSOLE = Format("console output", records.console_lines, records.is_no_summary)
+_PLAIN = Format("JSON Lines", formats.json_lines)
+_TENSORBOARD = Format("TensorBoard events", formats.scalars, is_one_run=True)
+_CONSOLE = Format("console output", formats.console_lines, formats.is_no_summary)
 FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE)
-"""Formats by preference. If a directory has several formats, only the first of these is read."""
+"""Formats by preference. In a directory only the first format with a usable log is read."""
 
 
 def detect_format(start: bytes) -> Format:
@@ -180,13 +196,13 @@ def detect_format(start: bytes) -> Format:
     text = start.decode("utf-8-sig", errors="replace").lstrip()
     if "\0" in text[:512]:
         raise TraceError(f"it is binary, and not {KNOWN_FORMATS}")
-    if any(records.printed_record(line) is not None for line in text.splitlines()):
+    if any(formats.printed_record(line) is not None for line in text.splitlines()):
         return _CONSOLE
-    if text.startswith("[") or records.LOG_HISTORY.search(text):
+    if text.startswith("[") or formats.LOG_HISTORY.search(text):
         return _DOCUMENT
     found = [record for line in text.splitlines()[:200] if (record := _parse(line)) is not None]
     if found:
-        return _TYPED if any(map(records.is_typed_step, found)) else _PLAIN
+        return _TYPED if any(map(formats.is_typed_step, found)) else _PLAIN
     if text.startswith("{"):
         raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN_FORMATS}")
     return _TABLE

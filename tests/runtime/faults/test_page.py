@@ -12,7 +12,7 @@ import pytest
 
 from healcore.core.verdict import NONFINITE, Cause
 from healcore.policy import dumps, load, loads
-from healcore.policy.respond import FAULTS
+from healcore.policy.answers import FAULTS
 from healcore.runtime.faults import FAILURES
 
 ROOT = Path(__file__).parents[3]

@@ -122,7 +122,7 @@ def _tensorboard(folder: Path) -> Stored:
     """The scalars with healcore's own reader of logs, the texts with TensorBoard's."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    from healcore.tools.traces.records import scalars
+    from healcore.tools.traces.formats import scalars
 
     rows: list[tuple[int, dict[str, float]]] = []
     texts = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,22 +70,6 @@ def test_diff(mine):
 def test_version():
     done = healcore_cli("--version")
     assert (done.exit_code, done.output) == (0, f"healcore {healcore.__version__}\n")
-
-
-def test_the_policy_commands_need_no_framework():
-    """In an interpreter that can import neither JAX nor torch."""
-    code = """
-import sys
-for name in ("jax", "torch", "optax", "flax", "matplotlib"):
-    sys.modules[name] = None  # importing it raises ModuleNotFoundError
-from healcore.tools.cli import app
-app(["policy", "check", "default"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("default: ok")
 
 
 def test_show_with_a_value_replaced_is_a_policy_to_keep():

@@ -130,7 +130,6 @@ def test_the_optimizer_probe(tmp_path):
         ["loss"],
         ["loss", "x.csv", "--min-steps", "1"],
         ["loss", "x.csv", "--column", "mood=a"],
-        ["loss", "x.csv", "--warn-regret", "0.9"],
         ["optimizer", "x.pt", "--fail-dead", "1.5"],
         ["bogus"],
         [],

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from healcore.tools.probe.loss_curve import Events, find_events
+from healcore.tools.probe.loss_curve import Event, find_events
 from tests.tools.probe.curves import falling, probe, probe_values, verdict_of, write
 
 RANDOM = np.random.default_rng(20261120)
@@ -207,7 +207,7 @@ NOISES = {
 }
 
 
-def events(values: np.ndarray, sigmas: float = 5.0) -> Events:
+def events(values: np.ndarray, sigmas: float = 5.0) -> tuple[list[Event], int, bool]:
     return find_events(np.arange(len(values), dtype=float), values, sigmas, 36)
 
 
@@ -218,7 +218,7 @@ def base(steps: int, noise: str = "gauss", size: float = 0.02) -> np.ndarray:
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_noise_is_no_event(noise):
-    assert events(base(5000, noise, 0.1)).events == ()
+    assert events(base(5000, noise, 0.1))[0] == []
 
 
 @pytest.mark.parametrize("length", [3, 5, 20, 60])
@@ -226,23 +226,22 @@ def test_noise_is_no_event(noise):
 def test_a_spike_that_lasts_is_one(noise, length):
     values = base(2000, noise)
     values[1200 : 1200 + length] += 3.0
-    found = events(values)
-    (event,) = found.events
+    (event,), _, unfinished = events(values)
     assert event.step == 1200
     assert event.back
     assert length - 2 <= event.values <= length + 2
     assert event.last == event.step + event.values - 1
-    assert not found.unfinished
-    assert events(values, sigmas=5000.0) == ((), 0, False)
-    assert events(values[: 1200 + length]).unfinished
+    assert not unfinished
+    assert events(values, sigmas=5000.0) == ([], 0, False)
+    assert events(values[: 1200 + length])[2]
 
 
 def test_one_high_value_is_a_jump_and_high_values_again_and_again_are_an_event(tmp_path):
     values = base(1000)
     values[[300, 500, 700]] += 3.0
-    assert events(values) == ((), 3, False)
+    assert events(values) == ([], 3, False)
     values[[502, 506, 508]] += 3.0
-    found = events(values)
-    assert [(event.step, event.last) for event in found.events] == [(500, 508)]
-    assert found.jumps == 2
+    found, jumps, _ = events(values)
+    assert [(event.step, event.last) for event in found] == [(500, 508)]
+    assert jumps == 2
     assert verdict_of(probe_values(tmp_path, values), "instability_events") == "WARN"

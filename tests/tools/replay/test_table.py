@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from rich.console import Console
 
 from healcore.tools.replay import replay
-from healcore.tools.replay.report import replay_report
 from healcore.tools.replay.table import notes, summary_table
 from tests.tools.replay import logs
 
@@ -40,14 +37,8 @@ def shown(summaries, width):
 
 @pytest.mark.parametrize("width", [100, 160])
 def test_numbers_are_never_cut(summaries, width):
-    troubled = replace(
-        summaries[0],
-        rollbacks=31,
-        repeats=15,
-        spent=3,
-        stopped_step=209_408.0,
-        lowest_lr_first=0.5,
-    )
+    counts = {"rollbacks": 31, "repeats": 15, "spent": 3}
+    troubled = summaries[0]._replace(**counts, stopped_step=209_408.0, lowest_lr_first=0.5)
     text = shown([troubled, *summaries[1:]], width)
     assert " 16 +15 again (3 denied) " in text
     assert "209408" in text
@@ -67,7 +58,7 @@ def test_alarms_that_change_nothing_are_in_the_table_and_the_plot(tmp_path):
     assert (result.summary.incidents, result.summary.alarms) == (0, 40)
     row = next(line.split() for line in shown([result.summary], 120).splitlines() if "hump" in line)
     assert row[1:4] == ["400", "40", "-"]
-    assert list(replay_report(result).alarms_outside) == list(range(200, 240))
+    assert list(result.report().alarms_outside) == list(range(200, 240))
 
 
 def test_what_is_inactive_is_reported_once_for_all_traces(tmp_path):

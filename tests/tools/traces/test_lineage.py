@@ -27,18 +27,6 @@ def test_a_step_back_begins_an_attempt_that_replaces_the_tail(tmp_path):
     assert note.endswith("run.csv: the run was resumed: attempt 1 begins at step 3")
 
 
-def test_files_are_joined_in_the_order_given(tmp_path):
-    first = write(tmp_path / "a.csv", csv([10, 20, 30, 40]))
-    second = write(tmp_path / "b.csv", csv([50, 60], 4))  # goes on: no new attempt
-    third = write(tmp_path / "c.csv", csv([40, 50, 60, 70], 6))  # its first step was the last but 2
-    (trace,), unreadable = open_traces([str(first), str(second), str(third)], join=True)
-    assert not unreadable
-    assert trace.name == f"{first} (+2)"
-    attempts = [(each.source, each.first_row, each.resumes_after) for each in trace.attempts]
-    assert attempts == [(str(first), 0, None), (str(third), 6, 2)]
-    assert lineage_of(trace) == [0, 1, 2, 6, 7, 8, 9]
-
-
 def test_rows_of_one_step_with_different_signals_are_one_row(tmp_path):
     """Also if an evaluation is written late, which is no resume."""
     text = "step,loss,eval_loss\n1,5,\n1,,4\n2,4,\n3,3,\n2,,9\n4,2,\n3,,8\n"
