@@ -71,7 +71,6 @@ class Metrics:
         self._automatic, self._tracked = automatic, tracked
         self._lines: list[str] = []
         self._flushed = time.monotonic()
-        self._newest: dict[str, tuple[int, int]] = {}  # engine -> step, and its count of steps
         self._logged: set[tuple[str, str]] = set()  # engine and received signal
 
     def write(self, step: int, record: StepRecord, *, several: bool) -> dict[str, Any] | None:
@@ -86,7 +85,7 @@ class Metrics:
         if not record.judged or not (written or self._tracked):
             return None
         try:
-            fields = self._fields(step, record, several)
+            fields = self._fields(record, several)
             if written:
                 head = {"schema": SCHEMA, "kind": "step", "run": self.run}
                 head |= {"time": round(time.time(), 3), "step": step}
@@ -114,13 +113,9 @@ class Metrics:
                     console.warning(f"metrics are being lost, training continues: {why}")
             self.lost += len(lines)
 
-    def _fields(self, step: int, record: StepRecord, several: bool) -> dict[str, Any]:
-        fields: dict[str, Any] = {"engine": record.engine} if several else {}
-        # If a GradScaler skips the update, the engine does not judge it and has old signals.
-        newest, judged = self._newest.get(record.engine, (-1, -1))
-        if judged != record.step or step <= newest:  # a smaller step: after a rollback
-            fields |= self._signals(record)
-        self._newest[record.engine] = step, record.step
+    def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
+        fields = {"engine": record.engine} if several else {}
+        fields |= self._signals(record)
         fields |= {name: to_json(float(getattr(record, name))) for name in _NUMBERS}
         flags = {"cause": names(record.cause), "action": names(record.action)}
         return fields | {"skip": record.skip, **flags}

@@ -153,6 +153,16 @@ class Counts(NamedTuple):
     lr_cuts: int = 0  # cuts of the learning rate, which only a live run counts
 
 
+def by_name(*, observes: bool, **counts: int) -> dict[str, int]:
+    """Name -> number of changes to the run. A policy that observes makes none of the changes.
+
+    Its orders have names of their own, such as `observed_skips`.
+    """
+    if not observes:
+        return counts
+    return dict.fromkeys(counts, 0) | {f"observed_{name}": n for name, n in counts.items()}
+
+
 def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> Counts:
     """Counts incidents and their responses. `counts` sets further fields or replaces counts."""
     return Counts(

@@ -7,6 +7,7 @@ from typing import Any
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action
+from healcore.history.incident import by_name
 
 COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 """Counts since the run began: keys of an engine's `tally`."""
@@ -24,12 +25,12 @@ class RunMetrics:
     Args:
         per_tensor: whether the policy clips each tensor by itself. Records do not show such
             clipping, so there is no metric `heal/clips`.
+        observes: whether the policy changes nothing.
     """
 
-    def __init__(self, *, per_tensor: bool) -> None:
-        counts = COUNTS[1:] if per_tensor else COUNTS
-        self._names = [*_LAST, "incidents", *counts]
-        """Names of all metrics, without the prefix `heal/`."""
+    def __init__(self, *, per_tensor: bool, observes: bool) -> None:
+        self._changes = ("skips", "lr_cuts") if per_tensor else ("clips", "skips", "lr_cuts")
+        self._observes = observes
         self._counts: dict[str, dict[str, int]] = {}
         self._last: dict[str, StepRecord] = {}
 
@@ -45,9 +46,7 @@ class RunMetrics:
         """Adds the records of one step."""
         for record in records:
             counts = self._counts.setdefault(record.engine, dict.fromkeys(COUNTS, 0))
-            last = self._last.get(record.engine)
-            # A step that a GradScaler skipped is not judged, and repeats the previous record.
-            if record.judged and (last is None or last.step != record.step):
+            if record.judged:
                 counts["clips"] += record.grad_scale < 1 and not record.skip
                 counts["skips"] += record.skip
                 counts["lr_cuts"] += bool(record.action and record.action & Action.CUT_LR)
@@ -64,8 +63,12 @@ class RunMetrics:
         for name, record in self._last.items():
             prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
             seen = {"incidents": record.incident, "loss": record.readings.loss}
-            numbers = record._asdict() | seen | self._counts[name]
-            metrics |= {f"{prefix}/{each}": float(numbers[each]) for each in self._names}
+            counts = self._counts[name]
+            numbers = {each: getattr(record, each) for each in _LAST} | seen
+            numbers |= {each: counts[each] for each in ("rollbacks", "alarms")}
+            changes = {each: counts[each] for each in self._changes}
+            numbers |= by_name(observes=self._observes, **changes)
+            metrics |= {f"{prefix}/{each}": float(number) for each, number in numbers.items()}
         return metrics
 
 

@@ -299,6 +299,8 @@ class _End:
         """
         loop, ending, error, notes = self.loop, self.ending, self.error, self.notes
         with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
+            loop.count_last_step()
+            loop.recovery.count_last_steps()
             loop.recovery.read_engines()
         why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
         exception = trace = None

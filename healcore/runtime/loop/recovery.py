@@ -285,6 +285,14 @@ class Recovery:
 
     # -- reports --------------------------------------------------------------------------------
 
+    def count_last_steps(self) -> None:
+        """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
+        for step in self.reader.due(all=True):
+            self.data.step += self.reader.count_correction()
+            self.log.records(step.index, step.records)
+            self.monitor.metrics.add(step.records)
+            self.ledger.skips += any(each.skip for each in step.records)
+
     def report(self, done: RollbackRecord, moved: RewindResult) -> None:
         """Writes the events and the console line of a rollback."""
         rollback = self.log.event(
@@ -334,6 +342,7 @@ class Recovery:
             fault: the cause of `error`.
             fields: further fields of the event.
         """
+        self.count_last_steps()
         end = self.run_end(Ending.STOPPED, why, fault=fault)
         text = explain(end)
         self.log.event(

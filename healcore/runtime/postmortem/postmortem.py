@@ -26,6 +26,7 @@ from healcore.events import log
 from healcore.events.metrics import stem
 from healcore.events.models import Ending, EventRecord
 from healcore.history import Run, runs_of
+from healcore.history.incident import by_name
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.store import files
 
@@ -50,17 +51,21 @@ def _safe(run: str) -> str:
     return re.sub(r"[^\w.-]", "_", run)
 
 
-def content(
+def write(
+    events: Path,
     end: RunEnd,
     *,
     trace: str | None = None,
     certain: bool = True,
     stacks: Iterable[dict[str, Any]] = (),
     lost: int | None = None,
-) -> dict[str, Any]:
-    """The content of the file as JSON values.
+) -> str | None:
+    """Writes the postmortem next to the events file, atomically.
+
+    Returns the error, if any, and never raises, because the run ends.
 
     Args:
+        events: the events file.
         end: how the run has ended.
         trace: the exception with its traceback, or None.
         certain: False for a run on another host, which is assumed to have ended because a new run
@@ -79,11 +84,9 @@ def content(
         "run": process.id,
         "ending": end.ending,
         "step": end.step,
-        "diagnosis": explain(end),
         "cause": end.cause | end.fault & Cause.HANG,
         "incidents": counts.incidents,
-        "clips": counts.clips or 0,
-        "skips": counts.skips,
+        **by_name(observes=run.observes, clips=counts.clips or 0, skips=counts.skips),
         "undone_skips": counts.undone_skips,
         "metrics": end.metrics,
         "rollbacks": [_rollback(event) for event in run.rollbacks],
@@ -99,7 +102,15 @@ def content(
         "certain": certain,
         "stacks": list(stacks),
     }
-    return log.to_json(fields)
+    path = path_for(events, process.id)
+    try:
+        fields["diagnosis"] = explain(end)
+        text = json.dumps(log.to_json(fields), indent=2)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, f"{text}\n".encode("ascii"))
+    except Exception as error:
+        return f"the postmortem {path} could not be written: {type(error).__name__}: {error}"
+    return None
 
 
 def _rollback(event: EventRecord) -> dict[str, Any]:
@@ -112,21 +123,6 @@ def _rollback(event: EventRecord) -> dict[str, Any]:
         "lr_scale": 1.0 if event.lr_scale is None else event.lr_scale,
         "skipped": len(event.batches or ()),
     }
-
-
-def write(events: Path, end: RunEnd, **facts: Any) -> str | None:
-    """Writes the postmortem next to the events file, atomically; `facts` as for `content`.
-
-    Returns the error, if any, and never raises, because the run ends.
-    """
-    path = path_for(events, end.run.processes[-1].id)
-    try:
-        text = json.dumps(content(end, **facts), indent=2)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, f"{text}\n".encode("ascii"))
-    except Exception as error:
-        return f"the postmortem {path} could not be written: {type(error).__name__}: {error}"
-    return None
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -52,7 +52,9 @@ class IncidentMonitor:
     def __init__(self, saver: Saver, hooks: Hooks) -> None:
         self.policy, self.ledger, self.hooks = saver.policy, saver.ledger, hooks
         self.ranks, self.log, self._driver = saver.ranks, saver.log, saver.driver
-        self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
+        self.metrics = RunMetrics(
+            per_tensor=self.policy.engine.per_tensor, observes=self.policy.observes
+        )
         self.unreported_alarms = 0
         self.nonfinite_row = self.last_trained = -1
         self.nonfinite_record: StepRecord | None = None
@@ -290,7 +292,7 @@ class IncidentMonitor:
             incident=incident.number if incident else 0,
             cause=names(record.cause),
             skip=record.skip,
-            skips=self.metrics.total("skips") if record.skip else None,
+            skips=self.metrics.total("skips") if record.skip and not self.policy.observes else None,
             grad_scale=None if self.policy.engine.per_tensor else record.grad_scale,
             lr=rate,
             lr_scale=record.lr_scale,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +14,7 @@ from healcore.history.incident import count_incidents
 from healcore.policy import load
 from healcore.tools.report.page import outcome, render
 from healcore.tools.report.run_report import RunReport, read_reports
-from tests.tools.report.small_runs import train
+from tests.tools.report.small_runs import lines_of, train
 
 
 def text_of(page: str) -> str:
@@ -46,10 +49,29 @@ def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
     assert "would stop at step 40" in page
 
 
+def postmortem_of(events: Path) -> dict[str, Any]:
+    """The content of the only postmortem next to an events file."""
+    (path,) = events.parent.glob("run.postmortem.*.json")
+    return json.loads(path.read_text())
+
+
+def test_a_stopped_run_has_the_same_skips_and_steps_everywhere(stopped):
+    """The policy stops the run while its last step is not read yet."""
+    written, rows = postmortem_of(stopped), lines_of(stopped.with_name("run.metrics.jsonl"))
+    (report,) = read_reports(stopped)
+    assert written["skips"] == written["metrics"]["heal/skips"] == report.counts.skips > 10
+    assert report.facts["Step at the end"] == str(written["step"]) == str(rows[-1]["step"] + 1)
+
+
 def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
     policy = load("pretraining", mode="observe")
-    (report,) = read_reports(train(tmp_path, range(300, 900), policy=policy, batches=900))
+    events = train(tmp_path, range(300, 900), policy=policy, batches=900)
+    written = postmortem_of(events)
+    assert (written["skips"], written["observed_skips"]) == (0, 600)
+    assert written["metrics"]["heal/skips"] == 0
+    assert written["metrics"]["heal/observed_skips"] == 600
+    (report,) = read_reports(events)
     (incident,) = report.incidents
     assert report.counts.skips == 600
     assert report.counts.alarms == 600
