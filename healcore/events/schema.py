@@ -290,7 +290,10 @@ KINDS: dict[str, EventKind] = {
         Trait.DURABLE | Trait.SEVERE,
     ),
     "skipped_batches": EventKind("The run skips exactly these batches.", ("batches",)),
-    "data": EventKind("The data was positioned after a restart or a rollback.", ("outcome",)),
+    "data": EventKind(
+        "The data was positioned after a restart or a rollback, or a loader is read first.",
+        ("outcome",),
+    ),
     "lr": EventKind(
         "The learning-rate multiplier was cut (`action`: `CUT_LR`), left 1, or returned to 1.",
         ("lr_scale_before", "lr_scale"),

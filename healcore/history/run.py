@@ -113,6 +113,7 @@ class Run:
     """Kind -> number of events."""
     answers: Counter[str] = field(default_factory=Counter)
     """Response to faults -> faults."""
+    settings: dict[str, Any] = field(default_factory=dict)  # of the program, newest values
     step: int | None = None  # steps done
     lr_scale: float | None = None  # current multiplier of the learning rate
     last_incident: Incident | None = None  # last incident that has an event or an alarm
@@ -176,6 +177,7 @@ class Run:
             self.step = record.step + has(kind, Trait.JUDGED)
         if record.lr_scale is not None:
             self.lr_scale = record.lr_scale
+        self.settings |= record.settings or {}
         self.lost += record.lost or 0
         self.unreported_alarms += record.unreported_alarms or 0
         handler = getattr(self, f"_on_{kind}", None)

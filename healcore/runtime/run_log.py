@@ -60,12 +60,8 @@ class RunLog:
     ) -> None:
         """Writes the event of a fault, and logs a warning, or an error without an answer.
 
-        Args:
-            step: current step of the run.
-            fault: the classified exception.
-            problem: description of the fault and of the answer to it.
-            answer: action of the policy's rule, or None if the exception propagates.
-            fields: further fields of the event.
+        `problem` describes the fault and the answer to it. `answer` is the action of the policy's
+        rule, or None if the exception propagates. `fields` are further fields of the event.
         """
         self.event(
             "fault",

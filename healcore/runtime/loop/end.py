@@ -307,7 +307,7 @@ class _End:
         if notes and notes[0].rank != self.ranks.rank and ending != Ending.EXCEPTION:
             why = f"rank {notes[0].rank}: {notes[0].why}"
         if notes and ending == Ending.EXCEPTION:
-            exception, trace = f"rank {notes[0].rank}: {notes[0].why}", traces(notes) or None
+            exception, trace = f"rank {notes[0].rank}: {notes[0].why}", traces(notes)
         elif ending == Ending.EXCEPTION and error is not None:
             exception, trace = described(error)
         cause = Cause(0) if self.fault is None else self.fault.cause

@@ -41,14 +41,14 @@ _MAX_TRACES = 4
 """Largest number of tracebacks in the postmortem."""
 
 
+def _safe(run: str) -> str:
+    return re.sub(r"[^\w.-]", "_", run)
+
+
 def path_for(events: str | os.PathLike[str], run: str, part: str = "postmortem") -> Path:
     """The file `run.<part>.<run id>.json` of a run, next to `run.events.jsonl`."""
     path = Path(events)
     return path.with_name(f"{stem(path)}.{part}.{_safe(run)}.json")
-
-
-def _safe(run: str) -> str:
-    return re.sub(r"[^\w.-]", "_", run)
 
 
 def write(
@@ -166,8 +166,8 @@ def of_killed(events: Path, run: Run) -> bool:
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
         last_good=run.last_good,
     )
-    stacks, trace = stacks_of(notes.found(hangs=True)), traces(raised) or None
-    problem = write(events, end, trace=trace, certain=bool(gone), stacks=stacks)
+    stacks = stacks_of(notes.found(hangs=True))
+    problem = write(events, end, trace=traces(raised), certain=bool(gone), stacks=stacks)
     if problem is not None:
         console.warning(f"the previous run was killed; {problem}")
     return problem is None
@@ -243,10 +243,10 @@ class RankNotes(NamedTuple):
         return sorted(self.events.parent.glob(f"{start}*.{run}.json"))
 
 
-def traces(notes: Iterable[RankNote]) -> str:
-    """The first few tracebacks, each with its rank, as text."""
+def traces(notes: Iterable[RankNote]) -> str | None:
+    """The first few tracebacks, each with its rank, as text, or None without one."""
     shown = [f"rank {note.rank}:\n{note.trace}" for note in notes if note.trace]
-    return "\n".join(shown[:_MAX_TRACES])
+    return "\n".join(shown[:_MAX_TRACES]) or None
 
 
 def stacks_of(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
@@ -261,8 +261,7 @@ def stacks_of(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
 
 def of_ranks(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
     """How each rank ended, for the field `of_ranks` of the event `end`."""
-    by_rank = sorted(notes, key=lambda note: note.rank)
     return [
         {"rank": note.rank, "outcome": note.ending, "why": f"step {note.step}: {note.why:.300}"}
-        for note in by_rank
+        for note in sorted(notes, key=lambda note: note.rank)
     ]

@@ -268,6 +268,7 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         "Faults": "; ".join(faults),
         "Step at the end": ends[-1].step if ends else written.get("step"),
         "Last known-good": written.get("last_good") if run.last_good is None else run.last_good,
+        "Settings": ", ".join(f"{n} {v}" for n, v in run.settings.items() if n != "policy"),
         "Saved every": None if start.save_every is None else f"{start.save_every} steps",
         "Checkpoints": start.store,
         "Host": start.host,
