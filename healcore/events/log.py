@@ -147,16 +147,8 @@ class Log:
     """Appends events to a file, to which other processes may write too.
 
     No method raises. The field `lost` of the next event has the number of lost events. The logger
-    `healcore` reports the first loss.
-
-    Args:
-        path: events file, or None to write nothing.
-        follow_links: as in `append`.
-
-    Attributes:
-        run: id of this process.
-        seq: number of the next event, from 0.
-        lost: number of lost events.
+    `healcore` reports the first loss. Without a `path` the log writes nothing. `run` is the id of
+    this process, `seq` the number of the next event, from 0.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, *, follow_links: bool = True) -> None:

@@ -21,6 +21,8 @@ SCHEMA = 1
 
 _NUMBERS = ("threshold", "z", "z_loss", "grad_scale", "lr_scale")
 """Fields of a `StepRecord` that every line has."""
+COMPARED = ("loss_ratio", "eval_loss", "eval_gap")
+"""Fields of a `StepRecord` that are None where they are unknown."""
 _FLUSH_SECONDS = 0.5
 """Time for which lines are buffered, because a system call per step would be slow."""
 _MAX_BUFFERED = 1000
@@ -46,10 +48,8 @@ class Metrics:
     the lines of the undone steps. A killed process loses up to half a second of lines.
     """
 
-    path: Path | None
-    """The file, or None to write nothing."""
-    run: str
-    """The run's id, as in its events."""
+    path: Path | None  # the file, or None to write nothing
+    run: str  # the run's id, as in its events
     automatic: bool = False
     """Whether healcore has chosen the path. Then links are not followed, as in `log.append`, and
     the file is thinned: after 50,000 steps it has only every second step, after 100,000 every
@@ -105,7 +105,8 @@ class Metrics:
     def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
         fields = {"engine": record.engine} if several else {}
         fields |= self._signals(record)
-        fields |= {name: to_json(float(getattr(record, name))) for name in _NUMBERS}
+        numbers = {name: getattr(record, name) for name in (*_NUMBERS, *COMPARED)}
+        fields |= {n: to_json(float(v)) for n, v in numbers.items() if v is not None}
         flags = {"cause": names(record.cause), "action": names(record.action)}
         return fields | {"skip": record.skip, **flags}
 

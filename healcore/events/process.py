@@ -25,8 +25,7 @@ class Process(NamedTuple):
 
     host: str
     pid: int
-    boot: str | None
-    """The kernel's id of the boot, or None on systems other than Linux."""
+    boot: str | None  # the kernel's id of the boot, or None on systems other than Linux
     born: int | None
     """Start time in clock ticks since the boot, or None. Distinguishes reused values of `pid`."""
 

@@ -15,20 +15,16 @@ MOST_ALARMS = 100  # limit of alarms with an event: per incident, and in total o
 class Mode(enum.StrEnum):
     """Whether the orders of the policy were carried out."""
 
-    HEAL = "heal"
-    """All orders were carried out."""
-    OBSERVE = "observe"
-    """No order was carried out during the run."""
-    REPLAY = "replay"
-    """The orders are from a later replay of recorded rows."""
+    HEAL = "heal"  # all orders were carried out
+    OBSERVE = "observe"  # no order was carried out during the run
+    REPLAY = "replay"  # the orders are from a later replay of recorded rows
 
 
 class IncidentOutcome(enum.StrEnum):
     """The outcome of an incident."""
 
     STOP = "stop"
-    ROLLBACK = "rollback"
-    """Includes incidents that later stopped the run."""
+    ROLLBACK = "rollback"  # includes incidents that later stopped the run
     SKIP = "skip"
     ALERT = "alert"
 

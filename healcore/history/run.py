@@ -30,10 +30,8 @@ class RunState(enum.StrEnum):
     INTERRUPTED = "interrupted"
     REQUESTED = "requested"
     KILLED = "killed"
-    ENDED = "ended"
-    """The run ended in a way that this version of healcore does not know."""
-    GONE = "gone"
-    """The process no longer exists and has written no event `end`."""
+    ENDED = "ended"  # the run ended in a way that this version of healcore does not know
+    GONE = "gone"  # the process no longer exists and has written no event `end`
     RUNNING = "running"
     UNKNOWN = "unknown"
     """No event `end`, and whether the process exists is unknown, for example on another host."""
@@ -109,10 +107,8 @@ class Run:
         default_factory=lambda: {kind: deque(maxlen=_MAX_NEWEST) for kind in KINDS}
     )
     """Kind -> its newest events."""
-    numbers: Counter[str] = field(default_factory=Counter)
-    """Kind -> number of events."""
-    answers: Counter[str] = field(default_factory=Counter)
-    """Response to faults -> faults."""
+    numbers: Counter[str] = field(default_factory=Counter)  # kind -> number of events
+    answers: Counter[str] = field(default_factory=Counter)  # response to faults -> faults
     settings: dict[str, Any] = field(default_factory=dict)  # of the program, newest values
     step: int | None = None  # steps done
     lr_scale: float | None = None  # current multiplier of the learning rate

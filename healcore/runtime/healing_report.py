@@ -108,9 +108,8 @@ class HealingReport:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
         undone = sum(incident.undone for incident in self.history)
         incidents = with_undone(str(len(self.history)), undone)
-        known_good = f"none{why_no_good_checkpoint(self.steps, self.probation)}"
-        if self.last_good is not None:
-            known_good = f"step {self.last_good}"
+        why_none = why_no_good_checkpoint(self.steps, self.probation)
+        known_good = f"none{why_none}" if self.last_good is None else f"step {self.last_good}"
         lines = [
             f"policy      {self.policy}",
             f"ending      {self.ending} at step {self.steps}, converged: {self.converged}",

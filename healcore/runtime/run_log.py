@@ -28,12 +28,9 @@ class RunLog:
     events: Log
     metrics: Metrics = field(default_factory=lambda: Metrics(None, run=""))
     console: Console = "auto"
-    silent: bool = False
-    """Whether to drop the lines."""
-    trackers: Trackers = field(default_factory=Trackers)
-    """Receive events and metrics."""
-    hooks: Hooks = field(default_factory=Hooks)
-    """The user's functions for events."""
+    silent: bool = False  # whether to drop the lines
+    trackers: Trackers = field(default_factory=Trackers)  # receive events and metrics
+    hooks: Hooks = field(default_factory=Hooks)  # the user's functions for events
     on_local: Callable[[str], object] | None = None
     """Called with the sentence of an event that may occur on this rank only, or None."""
     run: Run = field(default_factory=Run)
@@ -58,7 +55,7 @@ class RunLog:
     def fault(
         self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: Any
     ) -> None:
-        """Writes the event of a fault, and logs a warning, or an error without an answer.
+        """Writes the event of a fault, and logs a warning, or an error if the run ends.
 
         `problem` describes the fault and the answer to it. `answer` is the action of the policy's
         rule, or None if the exception propagates. `fields` are further fields of the event.
@@ -75,11 +72,10 @@ class RunLog:
             answer=answer,
             **fields,
         )
-        if answer:
+        if answer in (None, "save"):  # the exception ends the run
+            self.error(f"step {step}: {problem}. {fault.failure.diagnosis}")
+        else:
             self.warning(f"step {step}: {problem}")
-        elif not self.silent:
-            diagnosis = fault.failure.diagnosis
-            console.error(f"step {step}: {problem}. {diagnosis}", self.console)
 
     def records(self, index: int, records: list[StepRecord]) -> None:
         """Writes the metrics of one step."""
@@ -97,6 +93,11 @@ class RunLog:
         """Logs at WARNING."""
         if not self.silent:
             console.warning(line, self.console)
+
+    def error(self, line: str) -> None:
+        """Logs at ERROR."""
+        if not self.silent:
+            console.error(line, self.console)
 
     def report_trackers(self, step: int) -> None:
         """Logs the failures of trackers since the last call."""

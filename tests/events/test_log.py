@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,6 @@ def test_one_line_per_event(path):
     assert (second["seq"], second["kind"], second["step"]) == (1, "end", None)
     assert second["mono"] >= first["mono"]
     assert second["time"] >= first["time"]
-
-
-def test_start_has_the_process_and_its_environment(path):
-    start = Log(path).write("start", step=0, policy="default")
-    assert start["pid"] == os.getpid()
-    assert {"healcore", "python", "numpy"} <= start["environment"].keys()
 
 
 @pytest.mark.parametrize(

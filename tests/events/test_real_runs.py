@@ -83,3 +83,17 @@ def test_the_settings_of_a_run_are_in_its_events_and_its_report(framework, tmp_p
     assert read_first == {"batch size of loader 0": 1}
     (report,) = read_reports(path)
     assert "precision float32" in report.facts["Settings"]
+
+
+def test_lines_of_an_error_are_errors_with_their_diagnosis(caplog, tmp_path):
+    caplog.set_level("INFO", "healcore")
+    with pytest.raises(RunStopped):
+        train(loop_of("torch", Faults(always=range(9, 40))), rules(recoveries=1), range(40))
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop_of("torch"), "default", range(9), before=broken_at(7), store=tmp_path)
+    errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert "fully masked batch" in errors[0]
+    assert sum("fully masked batch" in line for line in errors) == 1, "once"
+    assert any("stopped by the policy (the budget of recoveries" in line for line in errors)
+    assert any("power" in line and "does not classify" in line for line in errors)
+    assert "ended by an exception" in errors[-1]

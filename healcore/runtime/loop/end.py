@@ -335,7 +335,8 @@ class _End:
                 "saved state; an empty directory begins a new run"
             )
         else:
-            loop.log.info(last_line(end, newest))
+            log = loop.log.error if ending in _FAULT_ENDINGS else loop.log.info
+            log(last_line(end, newest))
 
 
 def _incomplete_run_error(loop: Loop) -> BaseException | None:

@@ -65,7 +65,8 @@ class Recovery:
         """Processes a step that was read. Returns its order, or None."""
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         self.data.step += self.reader.count_correction()
-        step = step._replace(records=[self._host_rules.ordered(each) for each in step.records])
+        records = [self._host_rules.ordered(each) for each in step.records]
+        step = step._replace(records=self.monitor.metrics.compared(records))
         self.log.records(step.index, step.records)
         return self.monitor.process(step)
 

@@ -62,16 +62,9 @@ def write(
 ) -> str | None:
     """Writes the postmortem next to the events file, atomically.
 
-    Returns the error, if any, and never raises, because the run ends.
-
-    Args:
-        events: the events file.
-        end: how the run has ended.
-        trace: the exception with its traceback, or None.
-        certain: False for a run on another host, which is assumed to have ended because a new run
-            began.
-        stacks: the stacks of a run that hung, see `stacks_of`.
-        lost: number of lost events, or None for the number in the events.
+    Returns the error, if any, and never raises, because the run ends. docs/events.md explains the
+    fields. `trace` is the exception with its traceback, `stacks` is from `stacks_of`, and `lost` is
+    None for the number of lost events in the events.
     """
     run, counts, process = end.run, end.counts, end.run.processes[-1]
     start, last = process.start or EventRecord(), process.last or EventRecord()
@@ -182,34 +175,22 @@ class RankNote(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     rank: int
-    ending: Ending | None = None
-    """None for a rank that hangs."""
-    step: int
-    """Optimizer steps done."""
-    why: str
-    """The exception, the reason of a stop, or the signal, in one line."""
-    trace: str = ""
-    """The exception with its traceback, or the stacks of all threads."""
-    cause: list[str] = []
-    """Names of the causes of the exception."""
-    sign: str = ""
-    """Evidence for the causes: `Fault.sign`."""
+    ending: Ending | None = None  # None for a rank that hangs
+    step: int  # optimizer steps done
+    why: str  # the exception, the reason of a stop, or the signal, in one line
+    trace: str = ""  # the exception with its traceback, or the stacks of all threads
+    cause: list[str] = []  # names of the causes of the exception
+    sign: str = ""  # evidence for the causes: `Fault.sign`
     follows: bool = False
     """Whether another rank is the cause: a connection broke, or a rank was late."""
-    time: float
-    """Unix time."""
+    time: float  # Unix time
 
 
 class RankNotes(NamedTuple):
-    """The notes of one run.
+    """The notes of one run."""
 
-    Attributes:
-        events: events file of rank 0, or None for no notes.
-        run: id of rank 0's run.
-    """
-
-    events: Path | None
-    run: str
+    events: Path | None  # events file of rank 0, or None for no notes
+    run: str  # id of rank 0's run
 
     def leave(self, note: RankNote) -> None:
         """Writes the note of this rank. Never raises, because the run is ending."""

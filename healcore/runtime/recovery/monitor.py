@@ -16,7 +16,7 @@ from healcore.core.verdict import NONFINITE, Action, Cause, names
 from healcore.events.schema import sentence
 from healcore.history.incident import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
-from healcore.runtime.faults.failures import failures_of
+from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.incidents.run_metrics import RunMetrics
 from healcore.runtime.incidents.steps import StepResult, is_logged, passes_power_of_ten
@@ -71,6 +71,8 @@ class IncidentMonitor:
         """Incidents of this process without an event `over`."""
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
+        self._explained: set[str] = set()
+        """Diagnoses on the console so far."""
         self._alerts: Counter[tuple[int, Cause]] = Counter()
         """(Number of an incident or 0, causes) -> number of steps with an alert."""
 
@@ -305,7 +307,13 @@ class IncidentMonitor:
         )
         if has_line:
             which = f"incident {incident.number}: " if incident else ""
-            self.log.warning(f"step {step.index}: {which}{sentence(event)}")
+            line = f"step {step.index}: {which}{sentence(event)}"
+            failure = failures_of(record.cause)[0]
+            is_error = failure.severity is Severity.ERROR
+            if is_error and failure.diagnosis not in self._explained:
+                self._explained.add(failure.diagnosis)
+                line += f". {failure.diagnosis}"
+            (self.log.error if is_error else self.log.warning)(line)
 
     # -- orders ---------------------------------------------------------------------------------
 

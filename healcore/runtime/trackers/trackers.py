@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from healcore.core.step_record import StepRecord
+from healcore.events.metrics import COMPARED
 from healcore.events.process import Process
 from healcore.events.schema import ENVELOPE
 from healcore.extras import MissingExtraError
@@ -26,7 +27,10 @@ MAX_PENDING = 10_000
 _INTERVAL = 0.5
 """Seconds between two deliveries, because delivery at every step would compete for the GIL."""
 
-_FIELDS = ("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_scale", "skip")
+_FIELDS = (
+    *("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_scale", "skip"),
+    *COMPARED,
+)
 
 
 @runtime_checkable

@@ -228,9 +228,8 @@ class LightningHealingCallback(Callback):
         if self._progress is None or trainer.sanity_checking or self._eval_loss is None:
             return
         value = trainer.callback_metrics.get(self._eval_loss)
-        if value is not None:
-            for healing in self.healings.values():
-                healing.observe_eval(value)
+        if value is not None and self.healer is not None:
+            self.healer.observe(eval_loss=value)
 
     # -- within ---------------------------------------------------------------------------------
 
