@@ -63,6 +63,9 @@ class StepRecord(NamedTuple):
     rank_signals: tuple[float, float] | None = None
     judged: bool = True  # False: the step only accumulated gradients, or was not taken
     taken: bool = True  # False: the training step kept its old state, including the healing state
+    loss_ratio: float | None = None  # loss over the mean of recent healthy losses
+    eval_loss: float | None = None  # evaluation since the last step, or None
+    eval_gap: float | None = None  # `eval_loss` minus the mean of recent healthy losses
 
     @property
     def decision(self) -> Decision:

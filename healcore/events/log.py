@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import json
 import math
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from healcore import console, regular_file
 from healcore.events.process import current_process, environment
@@ -81,25 +82,16 @@ def _encode_value(value: Any) -> str:
 
 
 def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: bool = True) -> None:
-    """Appends whole lines in one call, so that O_APPEND keeps them together.
+    """Appends whole lines in one call, so that O_APPEND keeps them together. Raises OSError.
 
-    Opens the file for each call, so a rotated or forked file needs no care.
-
-    Args:
-        path: the file. It is created with its directory.
-        lines: whole lines.
-        durable: whether to wait until the disk has the lines.
-        follow_links: whether `path` may be a symbolic link. False for paths that healcore chose,
-            because another user may have created the link.
-
-    Raises:
-        OSError: the lines could not be written, or only in part.
+    Opens the file for each call, so a rotated or forked file needs no care. Creates the directory.
+    With `durable` it waits until the disk has the lines. `follow_links` is False for paths that
+    healcore chose, because another user may have created a link there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # O_RDWR and O_NONBLOCK: a pipe without a reader does not block.
-    names = ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK", *(() if follow_links else ("O_NOFOLLOW",)))
     flags = os.O_APPEND | os.O_CREAT | os.O_RDWR
-    for name in names:
+    for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK", "" if follow_links else "O_NOFOLLOW"):
         flags |= getattr(os, name, 0)
     handle = os.open(path, flags, 0o666)
     try:
@@ -117,7 +109,7 @@ def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: boo
         os.close(handle)
 
 
-def parse_line(line: bytes) -> dict[str, Any] | str:
+def parse_line(line: bytes) -> Event | str:
     """Returns the JSON object in a line, or the reason why the line has none."""
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
@@ -128,15 +120,24 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
     return parsed if isinstance(parsed, dict) else f"not a JSON object but {type(parsed).__name__}"
 
 
-def iter_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Iterates over the lines of a file, each cut to `MAX_LINE_BYTES` + 1 bytes."""
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        if len(line) > MAX_LINE_BYTES:
-            rest = line
-            while rest and not rest.endswith(b"\n"):
+def read_lines(
+    path: str | os.PathLike[str], parse: Callable[[bytes], Event | str]
+) -> Iterator[tuple[int, Event | str]]:
+    """Yields the number of each line, from 1, and its object or the reason why it has none.
+
+    Cuts lines to `MAX_LINE_BYTES` + 1 bytes. Raises OSError.
+    """
+    with open(path, "rb", opener=regular_file.opener) as file:
+        for number in itertools.count(1):
+            line = rest = file.readline(MAX_LINE_BYTES + 1)
+            while len(line) > MAX_LINE_BYTES and rest and not rest.endswith(b"\n"):
                 rest = file.readline(_BLOCK_BYTES)
-            line = line[:-1] + b"\n" if rest else line
-        yield line
+            if not line:
+                return
+            if line.strip():  # two writers may have added a newline to the same torn line
+                found = parse(line)
+                torn = isinstance(found, str) and not rest.endswith(b"\n")
+                yield number, f"torn: {found}" if torn else found
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -146,16 +147,8 @@ class Log:
     """Appends events to a file, to which other processes may write too.
 
     No method raises. The field `lost` of the next event has the number of lost events. The logger
-    `healcore` reports the first loss.
-
-    Args:
-        path: events file, or None to write nothing.
-        follow_links: as in `append`.
-
-    Attributes:
-        run: id of this process.
-        seq: number of the next event, from 0.
-        lost: number of lost events.
+    `healcore` reports the first loss. Without a `path` the log writes nothing. `run` is the id of
+    this process, `seq` the number of the next event, from 0.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, *, follow_links: bool = True) -> None:
@@ -182,7 +175,9 @@ class Log:
                     append(self.path, line, durable=durable, follow_links=links)
                     self._reported = lost
                 except Exception as error:
-                    self._count_lost(error)
+                    if not self.lost:
+                        warn_of_loss("events", self.path, error)
+                    self.lost += 1
             return json.loads(line)
 
     def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
@@ -202,12 +197,12 @@ class Log:
         pairs = (f"{json.dumps(name)}:{_encode_value(value)}" for name, value in fields.items())
         return f"{{{','.join(pairs)}}}\n".encode("ascii")
 
-    def _count_lost(self, error: Exception) -> None:
-        self.lost += 1
-        if self.lost == 1:
-            why = f"{self.path} ({type(error).__name__}: {error})"
-            with contextlib.suppress(Exception):  # from the user's logging handlers
-                console.warning(f"events are being lost, training continues: {why}")
+
+def warn_of_loss(what: str, path: Path, error: Exception) -> None:
+    """Logs that events or metrics cannot be written. Never raises."""
+    why = f"{path} ({type(error).__name__}: {error})"
+    with contextlib.suppress(Exception):  # from the user's logging handlers
+        console.warning(f"{what} are being lost, training continues: {why}")
 
 
 def now() -> str:
@@ -245,22 +240,16 @@ def read(path: str | os.PathLike[str]) -> History:
     Skips and lists damaged lines, such as lines torn by a kill, a full disk or a power cut. An
     incomplete last line counts as damaged. Uses about 30 bytes of memory per byte of the file.
     """
-    events: list[Event] = []
-    problems: list[LineProblem] = []
-    with open(path, "rb", opener=regular_file.opener) as file:
-        for number, line in enumerate(iter_lines(file), start=1):
-            if not line.strip():  # two writers added a newline to the same torn line
-                continue
-            event = parse(line)
-            if isinstance(event, str):
-                torn = "" if line.endswith(b"\n") else "torn: "
-                problems.append(LineProblem(number, f"{torn}{event}"))
-                continue
-            if event["schema"] > SCHEMA:
-                text = f"schema {event['schema']} needs a newer healcore"
-                problems.append(LineProblem(number, text))
-            events.append(event)
-    return History(events, problems)
+    history = History([], [])
+    for number, event in read_lines(path, parse):
+        if isinstance(event, str):
+            history.problems.append(LineProblem(number, event))
+            continue
+        if event["schema"] > SCHEMA:
+            text = f"schema {event['schema']} needs a newer healcore"
+            history.problems.append(LineProblem(number, text))
+        history.events.append(event)
+    return history
 
 
 def parse(line: bytes) -> Event | str:

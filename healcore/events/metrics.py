@@ -6,23 +6,23 @@ docs/events.md describes the fields.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from healcore import console
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
-from healcore.events.log import append, to_json
+from healcore.events.log import append, to_json, warn_of_loss
 
 SCHEMA = 1
 
 _NUMBERS = ("threshold", "z", "z_loss", "grad_scale", "lr_scale")
 """Fields of a `StepRecord` that every line has."""
+COMPARED = ("loss_ratio", "eval_loss", "eval_gap")
+"""Fields of a `StepRecord` that are None where they are unknown."""
 _FLUSH_SECONDS = 0.5
 """Time for which lines are buffered, because a system call per step would be slow."""
 _MAX_BUFFERED = 1000
@@ -40,38 +40,28 @@ def path_next_to(events: Path) -> Path:
     return events.with_name(f"{stem(events)}.metrics.jsonl")
 
 
+@dataclass(eq=False)
 class Metrics:
     """Appends a line per step and engine. No method raises.
 
     After a rollback or a restart the file continues with a smaller `step`: the new lines replace
     the lines of the undone steps. A killed process loses up to half a second of lines.
-
-    Args:
-        path: the file, or None to write nothing.
-        run: the run's id, as in its events.
-        automatic: whether healcore has chosen the path. Then links are not followed, as in
-            `log.append`, and the file is thinned: after 50,000 steps it has only every second step,
-            after 100,000 every fourth, and so on, and all steps with an alarm. A line for several
-            steps has the field `every`. The file grows by about 8 MB each time the run gets twice
-            as long.
-        tracked: `write` returns the fields of every step, for the run's trackers.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        *,
-        run: str,
-        automatic: bool = False,
-        tracked: bool = False,
-    ) -> None:
-        self.run = run
+    path: Path | None  # the file, or None to write nothing
+    run: str  # the run's id, as in its events
+    automatic: bool = False
+    """Whether healcore has chosen the path. Then links are not followed, as in `log.append`, and
+    the file is thinned: after 50,000 steps it has only every second step, after 100,000 every
+    fourth, and so on, and all steps with an alarm. A line for several steps has the field `every`.
+    The file grows by about 8 MB each time the run gets twice as long."""
+    tracked: bool = False
+    """Whether `write` returns the fields of every step, for the run's trackers."""
+
+    def __post_init__(self) -> None:
         self.lost = 0
-        self._path = None if path is None else Path(path)
-        self._automatic, self._tracked = automatic, tracked
         self._lines: list[str] = []
         self._flushed = time.monotonic()
-        self._newest: dict[str, tuple[int, int]] = {}  # engine -> step, and its count of steps
         self._logged: set[tuple[str, str]] = set()  # engine and received signal
 
     def write(self, step: int, record: StepRecord, *, several: bool) -> dict[str, Any] | None:
@@ -80,13 +70,13 @@ class Metrics:
         Returns the fields of the line. Returns None for a step without a line, except if `tracked`.
         """
         every = 1
-        if self._automatic and not record.cause:
+        if self.automatic and not record.cause:
             every <<= (step // _UNTHINNED).bit_length()
-        written = self._path is not None and step % every == 0
-        if not record.judged or not (written or self._tracked):
+        written = self.path is not None and step % every == 0
+        if not record.judged or not (written or self.tracked):
             return None
         try:
-            fields = self._fields(step, record, several)
+            fields = self._fields(record, several)
             if written:
                 head = {"schema": SCHEMA, "kind": "step", "run": self.run}
                 head |= {"time": round(time.time(), 3), "step": step}
@@ -102,26 +92,21 @@ class Metrics:
     def flush(self) -> None:
         """Writes the buffered lines."""
         self._flushed = time.monotonic()
-        if self._path is None or not self._lines:
+        if self.path is None or not self._lines:
             return
         lines, self._lines = self._lines, []
         try:
-            append(self._path, "".join(lines).encode("ascii"), follow_links=not self._automatic)
+            append(self.path, "".join(lines).encode("ascii"), follow_links=not self.automatic)
         except Exception as error:
             if not self.lost:
-                why = f"{self._path} ({error})"
-                with contextlib.suppress(Exception):  # from the user's logging handlers
-                    console.warning(f"metrics are being lost, training continues: {why}")
+                warn_of_loss("metrics", self.path, error)
             self.lost += len(lines)
 
-    def _fields(self, step: int, record: StepRecord, several: bool) -> dict[str, Any]:
-        fields: dict[str, Any] = {"engine": record.engine} if several else {}
-        # If a GradScaler skips the update, the engine does not judge it and has old signals.
-        newest, judged = self._newest.get(record.engine, (-1, -1))
-        if judged != record.step or step <= newest:  # a smaller step: after a rollback
-            fields |= self._signals(record)
-        self._newest[record.engine] = step, record.step
-        fields |= {name: to_json(float(getattr(record, name))) for name in _NUMBERS}
+    def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
+        fields = {"engine": record.engine} if several else {}
+        fields |= self._signals(record)
+        numbers = {name: getattr(record, name) for name in (*_NUMBERS, *COMPARED)}
+        fields |= {n: to_json(float(v)) for n, v in numbers.items() if v is not None}
         flags = {"cause": names(record.cause), "action": names(record.action)}
         return fields | {"skip": record.skip, **flags}
 

@@ -72,6 +72,7 @@ Time = Annotated[
 ]
 Texts = Annotated[list[str], Field(title="array of texts")]
 Versions = Annotated[dict[str, str], Field(title="object of texts")]
+Settings = Annotated[dict[str, Any], Field(title="object")]
 Causes = Annotated[list[str], _names(Cause), Field(title="array of causes")]
 Actions = Annotated[list[str], _names(Action), Field(title="array of actions")]
 BatchPair = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
@@ -213,6 +214,10 @@ class EventRecord(_EventsModel):
     framework: Literal["torch", "jax"] = _maybe("Framework of the run.")
     store: Text = _maybe("Location of the checkpoints.")
     save_every: PositiveInt = _maybe("Steps between saves.")
+    settings: Settings = _maybe(
+        "Settings of the program as far as known: `learning_rate`, `batch_size`, `accumulation`, "
+        "`precision`, and settings by the names of the framework or trainer."
+    )
     rank: NonNegativeInt = _maybe("Rank of this process in the run.")
     world: PositiveInt = _maybe("Number of processes of the run.")
     of_ranks: OfRanks = _maybe("Observations or proposal of each process, where they differ.")

@@ -10,7 +10,7 @@ import socket
 import weakref
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import healcore
 
@@ -25,8 +25,7 @@ class Process(NamedTuple):
 
     host: str
     pid: int
-    boot: str | None
-    """The kernel's id of the boot, or None on systems other than Linux."""
+    boot: str | None  # the kernel's id of the boot, or None on systems other than Linux
     born: int | None
     """Start time in clock ticks since the boot, or None. Distinguishes reused values of `pid`."""
 
@@ -86,24 +85,15 @@ def environment() -> dict[str, str]:
 
 # -- forked children ------------------------------------------------------------------------------
 
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
-class ForkAware(Protocol):
-    """An object that has threads or locks.
+
+def watch_forks(target: Any) -> None:
+    """Calls `target.forked()` in each later forked child, without keeping `target` alive.
 
     A forked child inherits locks but not the threads that hold them. Data loaders fork their
     workers while a save is in progress: without a reset, a worker would wait forever for the save.
     """
-
-    def forked(self) -> None:
-        """Replaces threads and locks. Called in the child before any other code."""
-        ...
-
-
-_watched: weakref.WeakSet[ForkAware] = weakref.WeakSet()
-
-
-def watch_forks(target: ForkAware) -> None:
-    """Calls `target.forked` in each later forked child, without keeping `target` alive."""
     _watched.add(target)
 
 

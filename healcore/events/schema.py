@@ -190,33 +190,22 @@ class Trait(enum.Flag):
 
     JUDGED = enum.auto()
     """`step` is the step that was judged; without this trait the number of steps done."""
-    CHECKPOINT = enum.auto()
-    """`step` is the step of an older checkpoint."""
+    CHECKPOINT = enum.auto()  # `step` is the step of an older checkpoint
     DURABLE = enum.auto()
     """The log waits for the disk, so that a power cut cannot lose the event.
 
     A kill loses no event: the kernel has the line when `write` returns. A power cut loses lines
     that the kernel has not yet written to the disk (on Linux about 30 s). Alarms are too many.
     """
-    SEVERE = enum.auto()
-    """Trackers alert on the event."""
-    LOCAL = enum.auto()
-    """The event may occur on one rank only, which then reports it to rank 0."""
-
-
-_STEPS = {
-    Trait.JUDGED: " `step` is the step that was judged.",
-    Trait.CHECKPOINT: " `step` is the checkpoint's.",
-}
+    SEVERE = enum.auto()  # trackers alert on the event
+    LOCAL = enum.auto()  # the event may occur on one rank only, which then reports it to rank 0
 
 
 class EventKind(NamedTuple):
     """One kind of event."""
 
-    when: str
-    """When the event is written."""
-    required: tuple[str, ...] = ()
-    """Required fields, in addition to `ENVELOPE`."""
+    when: str  # when the event is written
+    required: tuple[str, ...] = ()  # required fields, in addition to `ENVELOPE`
     sentence: str | Callable[[EventRecord], str] = ""
     """Template or function of the sentence about an event; empty for a kind without sentences."""
     traits: Trait = Trait(0)
@@ -224,7 +213,9 @@ class EventKind(NamedTuple):
     @property
     def about(self) -> str:
         """When the event is written, and what its `step` is."""
-        return self.when + "".join(text for trait, text in _STEPS.items() if trait in self.traits)
+        judged = " `step` is the step that was judged." if Trait.JUDGED in self.traits else ""
+        step = " `step` is the checkpoint's." if Trait.CHECKPOINT in self.traits else judged
+        return self.when + step
 
 
 KINDS: dict[str, EventKind] = {
@@ -290,7 +281,10 @@ KINDS: dict[str, EventKind] = {
         Trait.DURABLE | Trait.SEVERE,
     ),
     "skipped_batches": EventKind("The run skips exactly these batches.", ("batches",)),
-    "data": EventKind("The data was positioned after a restart or a rollback.", ("outcome",)),
+    "data": EventKind(
+        "The data was positioned after a restart or a rollback, or a loader is read first.",
+        ("outcome",),
+    ),
     "lr": EventKind(
         "The learning-rate multiplier was cut (`action`: `CUT_LR`), left 1, or returned to 1.",
         ("lr_scale_before", "lr_scale"),

@@ -11,14 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore import regular_file
-from healcore.events.log import iter_lines, parse_line
+from healcore.events.log import parse_line, read_lines
 from healcore.events.models import NONFINITE
 
 _MAX_ROWS = 9000  # at least 450 bins with all extremes
 _CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
-_MAX_DAMAGE = 1000
-"""Limit of listed damaged lines."""
 
 
 class Curves(NamedTuple):
@@ -109,17 +106,10 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
     """
     rows, damage = array("d"), list[str]()
     engine, last, attempt = None, ("", 0), -1
-    with open(path, "rb", opener=regular_file.opener) as file:
-        for number, text in enumerate(iter_lines(file), start=1):
-            if not text.strip():
-                continue
-            line = parse_metrics(text)
-            if isinstance(line, str):
-                if len(damage) < _MAX_DAMAGE:
-                    damage.append(f"line {number}: {line}")
-                continue
-            if line["run"] not in processes:
-                continue
+    for number, line in read_lines(path, parse_metrics):
+        if isinstance(line, str):
+            damage.append(f"line {number}: {line}")
+        elif line["run"] in processes:
             engine = line.get("engine", "") if engine is None else engine
             if line.get("engine", "") == engine:
                 attempt += line["run"] != last[0] or line["step"] <= last[1]
@@ -140,9 +130,7 @@ def parse_metrics(line: bytes) -> dict[str, Any] | str:
     step = parsed.get("step")
     if type(step) is not int or not 0 <= step < 1 << 53:
         return f"step is not a whole number from 0 to 2^53: {step!r:.80}"
-    if not isinstance(parsed.get("run"), str):
-        return "run is not a string"
-    return parsed
+    return parsed if isinstance(parsed.get("run"), str) else "run is not a string"
 
 
 def _values(line: Mapping[str, Any]) -> tuple[float, ...]:

@@ -15,20 +15,16 @@ MOST_ALARMS = 100  # limit of alarms with an event: per incident, and in total o
 class Mode(enum.StrEnum):
     """Whether the orders of the policy were carried out."""
 
-    HEAL = "heal"
-    """All orders were carried out."""
-    OBSERVE = "observe"
-    """No order was carried out during the run."""
-    REPLAY = "replay"
-    """The orders are from a later replay of recorded rows."""
+    HEAL = "heal"  # all orders were carried out
+    OBSERVE = "observe"  # no order was carried out during the run
+    REPLAY = "replay"  # the orders are from a later replay of recorded rows
 
 
 class IncidentOutcome(enum.StrEnum):
     """The outcome of an incident."""
 
     STOP = "stop"
-    ROLLBACK = "rollback"
-    """Includes incidents that later stopped the run."""
+    ROLLBACK = "rollback"  # includes incidents that later stopped the run
     SKIP = "skip"
     ALERT = "alert"
 
@@ -151,6 +147,16 @@ class Counts(NamedTuple):
     clips: int | None = None  # steps with clipped gradients, or None if unknown
     alarms: int | None = None  # steps with a cause, or None if unknown
     lr_cuts: int = 0  # cuts of the learning rate, which only a live run counts
+
+
+def by_name(*, observes: bool, **counts: int) -> dict[str, int]:
+    """Name -> number of changes to the run. A policy that observes makes none of the changes.
+
+    Its orders have names of their own, such as `observed_skips`.
+    """
+    if not observes:
+        return counts
+    return dict.fromkeys(counts, 0) | {f"observed_{name}": n for name, n in counts.items()}
 
 
 def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> Counts:

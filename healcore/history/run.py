@@ -14,8 +14,8 @@ from healcore.events.process import Process
 from healcore.events.schema import KINDS, Trait, has
 from healcore.history.incident import Counts, Incident, batch_ids, count_incidents
 
-_MAX_FIRST = 1000
-"""Limit of some lists, because a live run keeps them in memory: the first ones."""
+_MAX_OUTSIDE = 1000
+"""Limit of listed alarms outside of incidents."""
 _MAX_NEWEST = 20
 """Limit of kept events of a kind: the newest ones."""
 
@@ -30,10 +30,8 @@ class RunState(enum.StrEnum):
     INTERRUPTED = "interrupted"
     REQUESTED = "requested"
     KILLED = "killed"
-    ENDED = "ended"
-    """The run ended in a way that this version of healcore does not know."""
-    GONE = "gone"
-    """The process no longer exists and has written no event `end`."""
+    ENDED = "ended"  # the run ended in a way that this version of healcore does not know
+    GONE = "gone"  # the process no longer exists and has written no event `end`
     RUNNING = "running"
     UNKNOWN = "unknown"
     """No event `end`, and whether the process exists is unknown, for example on another host."""
@@ -105,16 +103,13 @@ class Run:
     rollbacks: list[EventRecord] = field(default_factory=list)
     malformed: list[tuple[EventRecord, list[str]]] = field(default_factory=list)
     """Events with fields of the wrong type, and the names of these fields."""
-    problems: list[EventRecord] = field(default_factory=list)
-    """The first events that report a problem."""
     newest: dict[str, deque[EventRecord]] = field(
         default_factory=lambda: {kind: deque(maxlen=_MAX_NEWEST) for kind in KINDS}
     )
     """Kind -> its newest events."""
-    numbers: Counter[str] = field(default_factory=Counter)
-    """Kind -> number of events."""
-    answers: Counter[str] = field(default_factory=Counter)
-    """Response to faults -> faults."""
+    numbers: Counter[str] = field(default_factory=Counter)  # kind -> number of events
+    answers: Counter[str] = field(default_factory=Counter)  # response to faults -> faults
+    settings: dict[str, Any] = field(default_factory=dict)  # of the program, newest values
     step: int | None = None  # steps done
     lr_scale: float | None = None  # current multiplier of the learning rate
     last_incident: Incident | None = None  # last incident that has an event or an alarm
@@ -124,6 +119,7 @@ class Run:
     incident_count: int = 0  # including incidents whose events were rotated away
     skips: int = 0  # skipped steps, including undone steps
     undone_skips: int = 0  # skipped steps that a rollback or a restart has undone
+    clips: int | None = None  # steps with clipped gradients, or None without a postmortem
     unreported_alarms: int = 0  # alarms without an event
     lost: int = 0  # events that could not be written
 
@@ -177,9 +173,7 @@ class Run:
             self.step = record.step + has(kind, Trait.JUDGED)
         if record.lr_scale is not None:
             self.lr_scale = record.lr_scale
-        reports = kind in ("problem", "save_failed", "damaged") and record.problem is not None
-        if reports and len(self.problems) < _MAX_FIRST:
-            self.problems.append(record)
+        self.settings |= record.settings or {}
         self.lost += record.lost or 0
         self.unreported_alarms += record.unreported_alarms or 0
         handler = getattr(self, f"_on_{kind}", None)
@@ -194,18 +188,19 @@ class Run:
             incidents=self.incident_count,
             skips=self.skips,
             undone_skips=self.undone_skips,
+            clips=self.clips,
             alarms=self.numbers["alarm"] + self.unreported_alarms,
         )
 
     def add_postmortem(self, written: Mapping[str, Any]) -> None:
-        """Adds the skips of a postmortem. Skips that were undone before they were read lack events.
+        """Adds the counts of a postmortem: clips, and skips without an event.
 
         A malformed count has no effect.
         """
-        for name in ("skips", "undone_skips"):
-            count = written.get(name)
+        for name in ("skips", "undone_skips", "clips"):
+            count = written.get(f"observed_{name}", written.get(name))
             if type(count) is int:
-                setattr(self, name, max(getattr(self, name), count))
+                setattr(self, name, max(getattr(self, name) or 0, count))
 
     def _track_good(self, event: EventRecord) -> None:
         step = event.step if event.checkpoint is None else event.checkpoint
@@ -269,7 +264,7 @@ class Run:
             self._skipped.append(step)
         if event.incident:
             self._on_order(event, step)
-        elif len(self.alarms_outside) < _MAX_FIRST:
+        elif len(self.alarms_outside) < _MAX_OUTSIDE:
             self.alarms_outside.append(step)
 
     def _on_order(self, event: EventRecord, step: float) -> None:

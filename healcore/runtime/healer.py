@@ -328,19 +328,21 @@ class Healer(Generic[State]):
             loss: one number, or a tensor with one element.
             optimizer: the optimizer's name in the state, or None for all optimizers.
             batch: the batch, if `loss` is the result of `loss_fn` for it. Saves another call.
-            eval_loss: an evaluation's loss, with or without `loss`.
+            eval_loss: an evaluation's loss. In JAX only metrics, because `tx.update` has its own.
         """
         run = self._live
-        if not hasattr(run.driver, "observe"):
+        driver: Any = run.driver
+        if eval_loss is not None:
+            if hasattr(driver, "observe_eval"):
+                driver.observe_eval(eval_loss, optimizer)
+            run.recovery.monitor.metrics.eval_loss = float(eval_loss)
+        if loss is None:
+            return
+        if not hasattr(driver, "observe"):
             raise HealerError(
                 "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
                 "tx.update"
             )
-        driver: Any = run.driver
-        if eval_loss is not None:
-            driver.observe_eval(eval_loss, optimizer)
-        if loss is None:
-            return
         weight = 1.0 if run.memory.part is None else run.memory.part.weight
         if batch is not None and run.data.observed(batch, weight):
             run.recovery.dominance.loss_function.gives_loss = True

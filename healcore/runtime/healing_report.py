@@ -11,6 +11,7 @@ from typing import Any
 from healcore.core.verdict import Cause, names
 from healcore.events.log import to_json
 from healcore.events.models import Ending
+from healcore.history.incident import by_name
 from healcore.runtime.data import BatchId
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.loop.loop import Loop
@@ -44,7 +45,8 @@ class HealingReport:
     """The rollbacks, oldest first."""
     counts: dict[str, int]
     """Name of a cause -> number of incidents. Other keys: `skips` and `clips` (steps),
-    `undone_skips` (skips that a rollback has undone), `lr_cuts`, and `shrinks` (micro-batch)."""
+    `undone_skips` (skips that a rollback has undone), `lr_cuts`, and `shrinks` (micro-batch).
+    A policy that observes has `observed_skips`, ..., for what it would have done."""
     skipped_batches: tuple[BatchId, ...]
     """Batches that rollbacks have left out, as (epoch, index) of any loader."""
     lr_scale: float
@@ -66,6 +68,12 @@ class HealingReport:
         end, ledger = loop.recovery.run_end(Ending.COMPLETED), loop.recovery.ledger
         causes = Counter(name for each in ledger.incidents for name in names(Cause(each.cause)))
         tallies = [engine["state"]["tally"] for engine in loop.driver.engines().values()]
+        changes = by_name(
+            observes=loop.policy.observes,
+            skips=end.counts.skips,
+            clips=sum(int(tally["clips"]) for tally in tallies),
+            lr_cuts=sum(int(tally["lr_cuts"]) for tally in tallies),
+        )
         events = loop.log.events
         written = None if events.path is None else path_for(events.path, events.run)
         return cls(
@@ -79,10 +87,8 @@ class HealingReport:
             rollbacks=tuple(ledger.rollbacks),
             counts={
                 **causes,
-                "skips": end.counts.skips,
+                **changes,
                 "undone_skips": end.counts.undone_skips,
-                "clips": sum(int(tally["clips"]) for tally in tallies),
-                "lr_cuts": sum(int(tally["lr_cuts"]) for tally in tallies),
                 "shrinks": loop.record.shrinks,
             },
             skipped_batches=tuple(sorted(loop.data.loaders.skipped_ids())),
@@ -102,9 +108,8 @@ class HealingReport:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
         undone = sum(incident.undone for incident in self.history)
         incidents = with_undone(str(len(self.history)), undone)
-        known_good = f"none{why_no_good_checkpoint(self.steps, self.probation)}"
-        if self.last_good is not None:
-            known_good = f"step {self.last_good}"
+        why_none = why_no_good_checkpoint(self.steps, self.probation)
+        known_good = f"none{why_none}" if self.last_good is None else f"step {self.last_good}"
         lines = [
             f"policy      {self.policy}",
             f"ending      {self.ending} at step {self.steps}, converged: {self.converged}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,12 +24,9 @@ def tables() -> Iterator[tuple[str, str]]:
         for name, kind in KINDS.items()
     )
     yield "kinds", _table("| kind | when; what `step` is | has |", kinds)
-    head = "| field | shape | meaning |"
-    yield "envelope", _table(head, (_row(name, SCHEMA) for name in ENVELOPE))
-    yield (
-        "fields",
-        _table(head, (_row(name, SCHEMA) for name in [*EventRecord.model_fields][len(ENVELOPE) :])),
-    )
+    fields = [*EventRecord.model_fields][len(ENVELOPE) :]
+    for table, names in {"envelope": ENVELOPE, "fields": fields}.items():
+        yield table, _table("| field | shape | meaning |", map(_row, names))
 
 
 def written(page: str) -> str:
@@ -47,16 +43,12 @@ def _table(head: str, rows: Iterable[str]) -> str:
     return "\n".join((head, re.sub(r"[^|]+", "---", head), *rows))
 
 
-def _row(name: str, of: dict[str, Any]) -> str:
-    shape: dict[str, Any] = of["properties"][name]
-    return f"| `{name}` | {_type_of(shape, of)} | {shape['description']} |"
-
-
-def _type_of(shape: dict[str, Any], of: dict[str, Any]) -> str:
-    shape = of["$defs"][shape["$ref"].split("/")[-1]] | shape if "$ref" in shape else shape
-    if "const" in shape:
-        return f"`{json.dumps(shape['const'])}`"
-    return "one of " + ", ".join(shape["enum"]) if "enum" in shape else shape["title"]
+def _row(name: str) -> str:
+    shape: dict[str, Any] = SCHEMA["properties"][name]
+    if "$ref" in shape:
+        shape = SCHEMA["$defs"][shape["$ref"].split("/")[-1]] | shape
+    kind = "one of " + ", ".join(shape["enum"]) if "enum" in shape else shape["title"]
+    return f"| `{name}` | {kind} | {shape['description']} |"
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 from healcore.events import Log, read
-from tests.events.processes import first_line, output, writer
+from tests.events.processes import first_line, output, python
 
 ROUNDS, ROUNDS_AT_MOST = 25, 100
 ENOUGH = 5
@@ -67,3 +70,25 @@ def test_writers_at_once_lose_nothing(tmp_path):
         assert numbers == list(range(numbers[0], numbers[0] + count + 2))
         assert [e["index"] for e in events[1:-1]] == list(range(count))
     assert history.problems == []
+
+
+def writer(path: Path, *, count: int = 0, size: int = 100) -> subprocess.Popen[str]:
+    """The program of this file. With `count` 0 it writes events until it is killed."""
+    return python("-m", "tests.events.test_killed_writers", path, count, size)
+
+
+def write(path: str, count: str, size: str) -> None:
+    log = Log(path)
+    log.write("start", step=0, policy="default", mode="heal")
+    print(log.run, flush=True)
+    padding = ["x" * 9000] * (int(size) // 9000) + ["x" * (int(size) % 9000)]
+    step = 0
+    while step < int(count) or not int(count):
+        log.write("alarm", step=step, index=step, padding=padding)
+        step += 1
+    log.write("end", step=step, ending="completed")
+    print(log.lost, flush=True)
+
+
+if __name__ == "__main__":
+    write(*sys.argv[1:])

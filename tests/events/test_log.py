@@ -1,12 +1,12 @@
-"""The writer: the content of a line, the numbering across runs, and no exceptions."""
+"""The content of a line, damaged lines and lost events: training continues, readers go on."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from healcore.core.step_record import Evidence
 from healcore.core.verdict import Action, Cause
 from healcore.events import Log, log, read
+from tests.runtime.store.disk_faults import read_only, small_disk
 
 
 @pytest.fixture
@@ -35,13 +36,6 @@ def test_one_line_per_event(path):
     assert (second["seq"], second["kind"], second["step"]) == (1, "end", None)
     assert second["mono"] >= first["mono"]
     assert second["time"] >= first["time"]
-
-
-def test_start_has_the_process_and_its_environment(path):
-    Log(path).write("start", step=0, policy="default")
-    (start,) = lines(path)
-    assert start["pid"] == os.getpid()
-    assert {"healcore", "python", "numpy"} <= start["environment"].keys()
 
 
 @pytest.mark.parametrize(
@@ -157,3 +151,102 @@ def test_a_signal_handler_may_write_in_the_middle_of_a_write(path):
     assert history.problems == []
     (in_order,) = history.runs().values()
     assert [(e["seq"], e["problem"]) for e in in_order] == [(0, "interrupted"), (1, "sig")]
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def event(seq: int, run: Any = "a", **fields) -> bytes:
+    return json.dumps({"schema": 1, "seq": seq, "run": run, "kind": "save", **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("junk", "reason"),
+    [
+        (b'{"schema": 1, "seq"', "not JSON"),
+        (b"\x00\x00\x00", "not JSON"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b"[" * 100_000, "not JSON (RecursionError)"),
+        (b"1" * 5000, "not JSON"),
+        (b"null", "not a JSON object but NoneType"),
+        (event(-1), "seq is not a whole number"),
+        (event(True), "seq is not a whole number"),
+        (event(1 << 60), "seq is not a whole number"),
+        (event(1, run=3), "run is not a string"),
+    ],
+    ids=range(10),
+)
+def test_a_damaged_line_is_listed_and_left_out(path, junk, reason):
+    path.write_bytes(b"\n".join([event(0), junk, event(1), b""]))
+    history = read(path)
+    assert [e["seq"] for e in history.events] == [0, 1]
+    (problem,) = history.problems
+    assert problem.line == 2
+    assert reason in problem.problem
+    path.write_bytes(b"\n".join([event(0), junk]))
+    assert read(path).events == [json.loads(event(0))]
+    assert "torn" in read(path).problems[0].problem
+
+
+def test_every_prefix_reads(path):
+    """Fault 39: a file cut anywhere still gives all its whole lines."""
+    log = Log(path)
+    for step in range(3):
+        log.write("alarm", step=step, why="ü\n" * step)
+    data = path.read_bytes()
+    for cut in range(len(data)):
+        path.write_bytes(data[:cut])
+        whole = data[:cut].count(b"\n")
+        ended = cut > 0 and data[cut : cut + 1] == b"\n"  # all but its line feed
+        history = read(path)
+        assert [e["step"] for e in history.events] == list(range(whole + ended))
+        assert len(history.problems) == (not ended and data[:cut][-1:] not in (b"", b"\n"))
+
+
+def test_a_newer_schema_is_read_with_a_warning(path):
+    path.write_bytes(event(0, schema=3) + b"\n")
+    history = read(path)
+    assert len(history.events) == 1
+    assert "newer healcore" in history.problems[0].problem
+
+
+# -- lost events: fault 40 -------------------------------------------------------------------------
+
+
+def test_events_lost_on_a_full_disk(tmp_path):
+    with small_disk(tmp_path / "disk", megabytes=1) as root:
+        path = root / "run.events.jsonl"
+        events = Log(path)
+        filler = root / "filler"
+        filler.write_bytes(b"x" * ((1 << 20) - 20_000))
+        written = 0
+        while events.write("alarm", step=written, why="y" * 500) and not events.lost:
+            written += 1
+        assert 5 < written < 50
+        for step in range(9):
+            events.write("alarm", step=step, why="y" * 500)
+        assert events.lost == 10
+        assert [problem.line for problem in read(path).problems] == [written + 1], "a torn line"
+        filler.unlink()
+        events.write("good", step=99)
+        events.write("good", step=100)
+        assert events.lost == 10
+        *_, reporting, after = read(path).events
+        assert (reporting["lost"], reporting["seq"]) == (10, written + 10)
+        assert "lost" not in after
+        assert len(read(path).events) == written + 2
+
+
+def test_events_lost_in_a_read_only_directory(tmp_path, caplog):
+    root = tmp_path / "root"
+    root.mkdir()
+    with read_only(root):
+        events = Log(root / "deeper" / "run.events.jsonl")
+        for step in (0, 1):
+            events.write("start", step=step)
+        assert events.lost == 2
+    assert [record.name for record in caplog.records] == ["healcore"], "the warning comes once"
+    assert "training continues" in caplog.text
+    assert events.write("save", step=1)
+    (event,) = read(root / "deeper" / "run.events.jsonl").events
+    assert event["lost"] == 2

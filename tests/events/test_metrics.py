@@ -15,13 +15,13 @@ from healcore import Logging
 from healcore.core.verdict import Cause
 from healcore.events.metrics import Metrics
 from healcore.runtime.healer import Healer
+from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from tests.healer.step_records import record
-from tests.healer.training_loops import Faults, loop_of, rules, same, train
+from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
-KNOWN = set(
-    re.findall(r"^\| `(\w+)`", PAGE.split("## The metrics file")[1].split("\n## ")[0], re.M)
-)
+TABLE = re.findall(r"^\|.*?\|", PAGE.split("## The metrics file")[1].split("\n## ")[0], re.M)
+KNOWN = set(re.findall(r"`(\w+)`", "".join(TABLE)))
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
@@ -85,6 +85,37 @@ def test_the_numbers_are_those_of_the_loop(tmp_path):
     found = lines(path)
     assert [line["loss"] for line in found] == losses
     assert [line["grad_norm"] for line in found] == pytest.approx(norms, rel=1e-6)
+
+
+@BOTH
+def test_an_evaluation_and_the_height_of_each_loss_are_metrics(framework, tmp_path):
+    path, logged = tmp_path / "m.jsonl", []
+
+    def before(healer: Healer, number: int) -> None:
+        logged.append(healer.metrics() if number else {})
+        if number == 6:
+            healer.observe(eval_loss=9.0)
+
+    loop = loop_of(framework, Faults(once=[4]), SKIPS)
+    train(loop, SKIPS, range(12), metrics=path, before=before)
+    mean, count = 0.0, 0
+    for row in lines(path):
+        assert ("loss_ratio" in row) == (row["loss"] != "nan")
+        if "eval_loss" in row:
+            assert (row["eval_loss"], row["eval_gap"]) == (9.0, pytest.approx(9.0 - mean))
+        if row["loss"] != "nan":
+            assert row["loss_ratio"] == pytest.approx(row["loss"] / mean if count else 1.0)
+            count += 1
+            mean += (row["loss"] - mean) / count
+    assert sum("eval_loss" in row for row in lines(path)) == 1
+    assert "heal/eval_gap" not in logged[6]
+    assert logged[-1]["heal/eval_loss"] == 9.0
+    logged.reverse()
+    changed = ChangedMetrics(logged.pop)
+    rows = [changed() for _ in range(12)]
+    (evaluated,) = [row for row in rows if "heal/eval_gap" in row]
+    assert "heal/loss_ratio" in evaluated
+    assert rows[-1] == {}, "nothing has changed"
 
 
 def test_a_restart_goes_on_in_the_same_file(tmp_path):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from healcore.core.verdict import Action
 from healcore.events import read
 from healcore.events.schema import KINDS
 from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import path_for
+from healcore.tools.report.run_report import read_reports
 from tests.events.sample_events import problems
 from tests.healer.run_directory import flip_a_bit
 from tests.healer.training_loops import Faults, broken_at, loop_of, rules, train
@@ -63,3 +66,34 @@ def test_on_a_disk_that_cannot_be_written(tmp_path):
         train(loop, rules(), range(24), store=store, events=path)
     assert [e["step"] for e in read(path).events if e["kind"] == "rollback"], "from memory"
     assert kinds_in(path) >= {"save_failed", "problem", "rollback", "end"}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_settings_of_a_run_are_in_its_events_and_its_report(framework, tmp_path):
+    loop, path = loop_of(framework, policy=rules()), tmp_path / "run.events.jsonl"
+    known = {"precision": "float32", "policy": "test (dc64ba47)"}
+    if framework == "torch":  # as a trainer does
+        sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        loop.optimizer.run_settings = sizes
+        known |= {"learning_rate": 0.01, "batch_size": 4, "accumulation": 2, "optimizer": "AdamW"}
+    data: Any = DataLoader(range(3), batch_size=1)  # type: ignore[arg-type]
+    train(loop, rules(), data, events=path)
+    start, read_first = (e["settings"] for e in read(path).events if "settings" in e)
+    assert start.items() >= known.items()
+    assert read_first == {"batch size of loader 0": 1}
+    (report,) = read_reports(path)
+    assert "precision float32" in report.facts["Settings"]
+
+
+def test_lines_of_an_error_are_errors_with_their_diagnosis(caplog, tmp_path):
+    caplog.set_level("INFO", "healcore")
+    with pytest.raises(RunStopped):
+        train(loop_of("torch", Faults(always=range(9, 40))), rules(recoveries=1), range(40))
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop_of("torch"), "default", range(9), before=broken_at(7), store=tmp_path)
+    errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert "fully masked batch" in errors[0]
+    assert sum("fully masked batch" in line for line in errors) == 1, "once"
+    assert any("stopped by the policy (the budget of recoveries" in line for line in errors)
+    assert any("power" in line and "does not classify" in line for line in errors)
+    assert "ended by an exception" in errors[-1]

@@ -8,7 +8,6 @@ import pytest
 
 from healcore.events.log import Event
 from healcore.history import IncidentOutcome, Mode, Run, RunState, runs_of
-from healcore.history.incident import count_incidents
 from healcore.runtime.postmortem.diagnosis import STATES
 from healcore.tools.report.page import outcome
 
@@ -50,18 +49,6 @@ def test_an_incident_with_its_rollback():
     assert (run.step, len(run.rollbacks), run.skips) == (3, 1, 2)
 
 
-def test_a_declined_order_is_no_rollback():
-    order = {"incident": 1, "cause": ["NONFINITE_LOSS"], "action": ["ROLLBACK"]}
-    declined = run_of(BEGIN, ("alarm", 4, NAN), ("order", 5, order))
-    (case,) = declined.incidents
-    assert case.action == ("ROLLBACK",)
-    assert (case.outcome, declined.rollbacks) == (IncidentOutcome.SKIP, [])
-    assert count_incidents(declined.incidents).rollbacks == 0
-    applied = run_of(BEGIN, ("alarm", 4, NAN), ("order", 5, order), ("rollback", 6, BACK))
-    assert applied.incidents[0].outcome is IncidentOutcome.ROLLBACK
-    assert count_incidents(applied.incidents).rollbacks == 1
-
-
 def test_a_declined_order_is_shown_as_declined():
     order = {"incident": 1, "cause": ["NONFINITE_LOSS"], "action": ["ROLLBACK", "STOP"]}
     declined = {"onset": 4, "cause": ["NONFINITE_LOSS"], "verdict": "unknown", "by": "nothing"}
@@ -69,6 +56,7 @@ def test_a_declined_order_is_shown_as_declined():
     run = run_of(BEGIN, ("alarm", 4, NAN), *twice)
     (case,) = run.incidents
     assert (case.outcome, case.stopped) == (IncidentOutcome.SKIP, False)
+    assert (case.action, run.counts().rollbacks, run.rollbacks) == (("ROLLBACK", "STOP"), 0, [])
     assert [each.kind for each in case.responses] == ["assessment"]
     assert outcome(case) == (
         "skipped 1 step; declined: no evidence that the current weights are worse"
@@ -97,15 +85,6 @@ def test_skips_without_an_event_are_in_the_postmortem():
     for malformed in ({}, {"skips": "9", "undone_skips": -1}, {"skips": 1, "undone_skips": 0}):
         run.add_postmortem(malformed)
         assert (run.skips, run.undone_skips) == (3, 2)
-
-
-def test_the_actions_that_an_observing_policy_would_have_taken():
-    order = {"incident": 1, "observed": True, "cause": ["NONFINITE_LOSS"]}
-    back, stop = {**order, "action": ["ROLLBACK"]}, {**order, "action": ["STOP"]}
-    run = run_of(BEGIN, ("order", 6, back), ("order", 8, back), ("order", 9, stop))
-    (case,) = run.incidents
-    assert (case.mode, case.action) == (Mode.OBSERVE, ("ROLLBACK", "STOP"))
-    assert run.rollbacks == []
 
 
 def test_a_hook_that_overrides_an_order():

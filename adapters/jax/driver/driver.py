@@ -198,7 +198,8 @@ class JaxDriver(Driver):
         names = short if len(set(short)) == len(short) else list(found)
         # The shortest decimal number: 0.001 instead of 0.0010000000474974513.
         values = [json_setting(float(str(each))) for each in found.values()]
-        return {**dict(zip(names, values, strict=True)), WEIGHTS: self._weights.digest()}
+        found = {"precision": self._weights.dtypes(), WEIGHTS: self._weights.digest()}
+        return {**dict(zip(names, values, strict=True)), **found}
 
     def learning_rate(self) -> float | None:
         """The injected rate, or else the rate that the last update received. One sync.

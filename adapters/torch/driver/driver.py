@@ -240,7 +240,12 @@ class TorchDriver(Driver):
 
     def settings(self) -> dict[str, Any]:
         """See `Driver.settings`."""
-        return {**live_state.hyperparameters(self._state), WEIGHTS: self._weights.digest()}
+        params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
+        return {
+            **live_state.hyperparameters(self._state),
+            "precision": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params})),
+            WEIGHTS: self._weights.digest(),
+        }
 
     def learning_rate(self) -> float | None:
         """The rate of the first optimizer's first group. A sync if it is a tensor on a device."""

@@ -122,7 +122,10 @@ class Data:
         number = self.loaders.begin(loader, epochs, epoch)
         if saved:
             self._restore_generators()
+        before = {*self._record.settings}
         change = change_of_batch_size(self._record.settings, number, loader)
+        if new := {n: v for n, v in self._record.settings.items() if n not in before}:
+            self._log.event("data", step=self.step, outcome="a loader is read", settings=new)
         if change:
             self._log.problem(
                 self.step,

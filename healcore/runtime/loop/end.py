@@ -293,6 +293,8 @@ class _End:
         """
         loop, ending, error, notes = self.loop, self.ending, self.error, self.notes
         with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
+            loop.count_last_step()
+            loop.recovery.count_last_steps()
             loop.recovery.read_engines()
         why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
         first = f"rank {notes[0].rank}: {notes[0].why}" if notes else ""
@@ -328,7 +330,8 @@ class _End:
                 "saved state; an empty directory begins a new run"
             )
         else:
-            loop.log.info(last_line(end, newest))
+            log = loop.log.error if ending in (Ending.EXCEPTION, Ending.STOPPED) else loop.log.info
+            log(last_line(end, newest))
 
 
 def _incomplete_run_error(loop: Loop) -> BaseException | None:

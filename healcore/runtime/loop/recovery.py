@@ -64,7 +64,8 @@ class Recovery:
         """Processes a step that was read. Returns its order, or None."""
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         self.data.step += self.reader.count_correction()
-        step = step._replace(records=[self._host_rules.ordered(each) for each in step.records])
+        records = [self._host_rules.ordered(each) for each in step.records]
+        step = step._replace(records=self.monitor.metrics.compared(records))
         self.log.records(step.index, step.records)
         return self.monitor.process(step)
 
@@ -276,6 +277,14 @@ class Recovery:
 
     # -- reports --------------------------------------------------------------------------------
 
+    def count_last_steps(self) -> None:
+        """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
+        for step in self.reader.due(all=True):
+            self.data.step += self.reader.count_correction()
+            self.log.records(step.index, step.records)
+            self.monitor.metrics.add(step.records)
+            self.ledger.skips += any(each.skip for each in step.records)
+
     def report(self, done: RollbackRecord, moved: RewindResult) -> None:
         """Writes the events and the console line of a rollback."""
         fields = {name: vars(done)[name] for name in _IN_EVENT}
@@ -306,6 +315,7 @@ class Recovery:
         fault: Cause = Cause(0),  # noqa: B008 -- immutable
     ) -> NoReturn:
         """Ends the run with a diagnosis; `error` with the cause `fault` is the reason, or None."""
+        self.count_last_steps()
         end = self.run_end(Ending.STOPPED, why, fault=fault)
         about = {"diagnosis": explain(end), "checkpoint": end.last_good, "cause": fault or None}
         self.log.event("stop", step=end.step, why=why, **about)

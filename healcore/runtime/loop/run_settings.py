@@ -54,10 +54,19 @@ def other_run(changes: Mapping[str, str]) -> str:
     return "that completed and began with other weights than this program" * bool(changed)
 
 
+def named(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
+    """The settings for events, with common names for the rate and the batch, without `hparams`."""
+    size = settings.get("per_device_train_batch_size", settings.get("batch_size"))
+    parts = settings.get("gradient_accumulation_steps", settings.get("accumulate_grad_batches"))
+    common = {"learning_rate": rate, "batch_size": size, "accumulation": parts}
+    every = {**settings, **{n: value for n, value in common.items() if value is not None}}
+    return {n: v for n, v in every.items() if n != WEIGHTS and not n.startswith("hparams.")}
+
+
 def batch_of(settings: Mapping[str, Any]) -> str:
     """The size of a batch if a trainer knows it: `8`, or `8 × 4 accumulated × 2 ranks`."""
-    size = settings.get("per_device_train_batch_size", settings.get("batch_size"))
-    parts = settings.get("gradient_accumulation_steps", settings.get("accumulate_grad_batches", 1))
+    found = named(settings, None)
+    size, parts = found.get("batch_size"), found.get("accumulation", 1)
     if size is None:
         return ""
     more = f" × {parts} accumulated" if parts > 1 else ""

@@ -200,7 +200,8 @@ def _events(events: Any, folder: Path | None, ranks: Ranks) -> Log:
 
 def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
     if ranks.rank or given != "auto":  # every rank has the same numbers
-        return Metrics(None if ranks.rank else given, run=log.run, tracked=tracked)
+        path = None if ranks.rank or given is None else Path(given)
+        return Metrics(path, run=log.run, tracked=tracked)
     to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
     path = path_next_to(log.path) if log.path is not None and to_file else None
     path = _unlinked(path, "metrics")
@@ -253,6 +254,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         world=ranks.world,
         save_every=loop.saver.every,
         store=str(store.root or type(store).__name__),
+        settings=run_settings.named(settings, loop.driver.learning_rate()),
         resumes=bool(saves),
     )
     if warning is not None:

@@ -56,33 +56,23 @@ _REPEATED = (
 class RunEnd(NamedTuple):
     """How a run has ended."""
 
-    run: Run
-    """The run by its events."""
-    ending: str
-    """One of `Ending`."""
-    step: int
-    """Optimizer steps done."""
-    counts: Counts
-    """Counts of the whole run; lower limits if the run was killed."""
-    why: str = ""
-    """Reason of a stop, or name of the signal."""
-    exception: str | None = None
-    """The exception in one line, or None without an exception."""
-    fault: Cause = Cause(0)
-    """Cause of the exception, or 0 without an exception."""
+    run: Run  # the run by its events
+    ending: str  # one of `Ending`
+    step: int  # optimizer steps done
+    counts: Counts  # counts of the whole run; lower limits if the run was killed
+    why: str = ""  # reason of a stop, or name of the signal
+    exception: str | None = None  # the exception in one line, or None without an exception
+    fault: Cause = Cause(0)  # cause of the exception, or 0 without an exception
     open: bool | None = None
     """Whether the last incident was open or the last step unhealthy, or None if unknown."""
     lr_scale: float = 1.0
-    last_good: int | None = None
-    """Step of the newest known-good checkpoint, or None without one."""
-    last_good_path: str | None = None
-    """Directory of the checkpoint `last_good`."""
+    last_good: int | None = None  # step of the newest known-good checkpoint, or None without one
+    last_good_path: str | None = None  # directory of the checkpoint `last_good`
     probation: int | None = None
     """Healthy steps after which a checkpoint is known-good, or None if unknown."""
     not_finite: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Step and array names of each checkpoint with disallowed NaN or Inf."""
-    metrics: Mapping[str, float] = MappingProxyType({})
-    """`Healer.metrics` at the end."""
+    metrics: Mapping[str, float] = MappingProxyType({})  # `Healer.metrics` at the end
 
     @property
     def cause(self) -> Cause:
@@ -244,9 +234,11 @@ def last_line(end: RunEnd, newest: int | None) -> str:
         done.append(f"rolled back {counted(end.counts.rollbacks, 'time')}")
     last_good = "none" if end.last_good is None else f"step {end.last_good}"
     disk = "" if newest is None else f"checkpoint {newest} is on disk, "
-    ended = (
-        f"ended by {end.why}" if end.ending == Ending.REQUESTED else STATES[RunState(end.ending)]
-    )
+    ended = STATES[RunState(end.ending)]
+    if end.ending == Ending.REQUESTED:
+        ended = f"ended by {end.why}"
+    elif end.ending == Ending.STOPPED:
+        ended += f" ({end.why})"
     what = ", ".join(f"{would}{each}" for each in done) or "no intervention"
     return f"{ended} after step {end.step}: {what}; {disk}newest known-good checkpoint: {last_good}"
 

@@ -26,6 +26,7 @@ from healcore.events import log
 from healcore.events.metrics import stem
 from healcore.events.models import Ending, EventRecord
 from healcore.history import Run, runs_of
+from healcore.history.incident import by_name
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.store import files
 
@@ -40,33 +41,30 @@ _MAX_TRACES = 4
 """Largest number of tracebacks in the postmortem."""
 
 
+def _safe(run: str) -> str:
+    return re.sub(r"[^\w.-]", "_", run)
+
+
 def path_for(events: str | os.PathLike[str], run: str, part: str = "postmortem") -> Path:
     """The file `run.<part>.<run id>.json` of a run, next to `run.events.jsonl`."""
     path = Path(events)
     return path.with_name(f"{stem(path)}.{part}.{_safe(run)}.json")
 
 
-def _safe(run: str) -> str:
-    return re.sub(r"[^\w.-]", "_", run)
-
-
-def content(
+def write(
+    events: Path,
     end: RunEnd,
     *,
     trace: str | None = None,
     certain: bool = True,
     stacks: Iterable[dict[str, Any]] = (),
     lost: int | None = None,
-) -> dict[str, Any]:
-    """The content of the file as JSON values.
+) -> str | None:
+    """Writes the postmortem next to the events file, atomically.
 
-    Args:
-        end: how the run has ended.
-        trace: the exception with its traceback, or None.
-        certain: False for a run on another host, which is assumed to have ended because a new run
-            began.
-        stacks: the stacks of a run that hung, see `stacks_of`.
-        lost: number of lost events, or None for the number in the events.
+    Returns the error, if any, and never raises, because the run ends. docs/events.md explains the
+    fields. `trace` is the exception with its traceback, `stacks` is from `stacks_of`, and `lost` is
+    None for the number of lost events in the events.
     """
     run, counts, process = end.run, end.counts, end.run.processes[-1]
     start, last = process.start or EventRecord(), process.last or EventRecord()
@@ -79,11 +77,9 @@ def content(
         "run": process.id,
         "ending": end.ending,
         "step": end.step,
-        "diagnosis": explain(end),
         "cause": end.cause | end.fault & Cause.HANG,
         "incidents": counts.incidents,
-        "clips": counts.clips or 0,
-        "skips": counts.skips,
+        **by_name(observes=run.observes, clips=counts.clips or 0, skips=counts.skips),
         "undone_skips": counts.undone_skips,
         "metrics": end.metrics,
         "rollbacks": [_rollback(event) for event in run.rollbacks],
@@ -99,7 +95,15 @@ def content(
         "certain": certain,
         "stacks": list(stacks),
     }
-    return log.to_json(fields)
+    path = path_for(events, process.id)
+    try:
+        fields["diagnosis"] = explain(end)
+        text = json.dumps(log.to_json(fields), indent=2)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, f"{text}\n".encode("ascii"))
+    except Exception as error:
+        return f"the postmortem {path} could not be written: {type(error).__name__}: {error}"
+    return None
 
 
 def _rollback(event: EventRecord) -> dict[str, Any]:
@@ -112,21 +116,6 @@ def _rollback(event: EventRecord) -> dict[str, Any]:
         "lr_scale": 1.0 if event.lr_scale is None else event.lr_scale,
         "skipped": len(event.batches or ()),
     }
-
-
-def write(events: Path, end: RunEnd, **facts: Any) -> str | None:
-    """Writes the postmortem next to the events file, atomically; `facts` as for `content`.
-
-    Returns the error, if any, and never raises, because the run ends.
-    """
-    path = path_for(events, end.run.processes[-1].id)
-    try:
-        text = json.dumps(content(end, **facts), indent=2)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, f"{text}\n".encode("ascii"))
-    except Exception as error:
-        return f"the postmortem {path} could not be written: {type(error).__name__}: {error}"
-    return None
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -170,8 +159,8 @@ def of_killed(events: Path, run: Run) -> bool:
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
         last_good=run.last_good,
     )
-    stacks, trace = stacks_of(notes.found(hangs=True)), traces(raised) or None
-    problem = write(events, end, trace=trace, certain=bool(gone), stacks=stacks)
+    stacks = stacks_of(notes.found(hangs=True))
+    problem = write(events, end, trace=traces(raised), certain=bool(gone), stacks=stacks)
     if problem is not None:
         console.warning(f"the previous run was killed; {problem}")
     return problem is None
@@ -186,34 +175,22 @@ class RankNote(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     rank: int
-    ending: Ending | None = None
-    """None for a rank that hangs."""
-    step: int
-    """Optimizer steps done."""
-    why: str
-    """The exception, the reason of a stop, or the signal, in one line."""
-    trace: str = ""
-    """The exception with its traceback, or the stacks of all threads."""
-    cause: list[str] = []
-    """Names of the causes of the exception."""
-    sign: str = ""
-    """Evidence for the causes: `Fault.sign`."""
+    ending: Ending | None = None  # None for a rank that hangs
+    step: int  # optimizer steps done
+    why: str  # the exception, the reason of a stop, or the signal, in one line
+    trace: str = ""  # the exception with its traceback, or the stacks of all threads
+    cause: list[str] = []  # names of the causes of the exception
+    sign: str = ""  # evidence for the causes: `Fault.sign`
     follows: bool = False
     """Whether another rank is the cause: a connection broke, or a rank was late."""
-    time: float
-    """Unix time."""
+    time: float  # Unix time
 
 
 class RankNotes(NamedTuple):
-    """The notes of one run.
+    """The notes of one run."""
 
-    Attributes:
-        events: events file of rank 0, or None for no notes.
-        run: id of rank 0's run.
-    """
-
-    events: Path | None
-    run: str
+    events: Path | None  # events file of rank 0, or None for no notes
+    run: str  # id of rank 0's run
 
     def leave(self, note: RankNote) -> None:
         """Writes the note of this rank. Never raises, because the run is ending."""
@@ -247,10 +224,10 @@ class RankNotes(NamedTuple):
         return sorted(self.events.parent.glob(f"{start}*.{run}.json"))
 
 
-def traces(notes: Iterable[RankNote]) -> str:
-    """The first few tracebacks, each with its rank, as text."""
+def traces(notes: Iterable[RankNote]) -> str | None:
+    """The first few tracebacks, each with its rank, as text, or None without one."""
     shown = [f"rank {note.rank}:\n{note.trace}" for note in notes if note.trace]
-    return "\n".join(shown[:_MAX_TRACES])
+    return "\n".join(shown[:_MAX_TRACES]) or None
 
 
 def stacks_of(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
@@ -265,8 +242,7 @@ def stacks_of(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
 
 def of_ranks(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
     """How each rank ended, for the field `of_ranks` of the event `end`."""
-    by_rank = sorted(notes, key=lambda note: note.rank)
     return [
         {"rank": note.rank, "outcome": note.ending, "why": f"step {note.step}: {note.why:.300}"}
-        for note in by_rank
+        for note in sorted(notes, key=lambda note: note.rank)
     ]

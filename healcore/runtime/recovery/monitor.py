@@ -17,8 +17,9 @@ from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
 from healcore.history.incident import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
-from healcore.runtime.faults.failures import failures_of
-from healcore.runtime.incidents.ledger import IncidentRecord, RunMetrics
+from healcore.runtime.faults.failures import Severity, failures_of
+from healcore.runtime.incidents.ledger import IncidentRecord
+from healcore.runtime.incidents.run_metrics import RunMetrics
 from healcore.runtime.incidents.steps import StepResult, is_logged, passes_power_of_ten
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery.orders import Order
@@ -68,7 +69,8 @@ class IncidentMonitor:
         config = self.policy.engine.config
         self._causes = incident_causes(config)
         self._quiet_steps = int(config.incident.quiet_steps)
-        self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
+        per_tensor, observes = self.policy.engine.per_tensor, self.policy.observes
+        self.metrics = RunMetrics(per_tensor=per_tensor, observes=observes)
         self.unreported_alarms = 0
         self.nonfinite_row = self.last_trained = -1
         self.nonfinite_record: StepRecord | None = None
@@ -85,6 +87,8 @@ class IncidentMonitor:
         """Incidents of this process without an event `over`."""
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
+        self._explained: set[str] = set()
+        """Diagnoses on the console so far."""
         self._alerts: Counter[tuple[int, Cause]] = Counter()
         """(Number of an incident or 0, causes) -> number of steps with an alert."""
 
@@ -285,7 +289,7 @@ class IncidentMonitor:
             "alarm",
             judged,
             skip=record.skip,
-            skips=self.metrics.total("skips") if record.skip else None,
+            skips=self.metrics.total("skips") if record.skip and not self.policy.observes else None,
             grad_scale=None if self.policy.engine.per_tensor else record.grad_scale,
             lr=rate,
             lr_scale=record.lr_scale,
@@ -296,7 +300,13 @@ class IncidentMonitor:
         )
         if has_line:
             which = f"incident {incident.number}: " if incident else ""
-            self.log.warning(f"step {step.index}: {which}{sentence(event)}")
+            line = f"step {step.index}: {which}{sentence(event)}"
+            failure = failures_of(record.cause)[0]
+            is_error = failure.severity is Severity.ERROR
+            if is_error and failure.diagnosis not in self._explained:
+                self._explained.add(failure.diagnosis)
+                line += f". {failure.diagnosis}"
+            (self.log.error if is_error else self.log.warning)(line)
 
     def _event(self, kind: str, judged: _Judged, **fields: Any) -> EventRecord:
         record = judged.record

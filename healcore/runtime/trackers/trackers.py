@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from healcore.core.step_record import StepRecord
+from healcore.events.metrics import COMPARED
 from healcore.events.process import Process
 from healcore.events.schema import ENVELOPE
 from healcore.extras import MissingExtraError
@@ -26,7 +27,10 @@ MAX_PENDING = 10_000
 _INTERVAL = 0.5
 """Seconds between two deliveries, because delivery at every step would compete for the GIL."""
 
-_FIELDS = ("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_scale", "skip")
+_FIELDS = (
+    *("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_scale", "skip"),
+    *COMPARED,
+)
 
 
 @runtime_checkable
@@ -54,11 +58,7 @@ class Tracker(Protocol):
 
 
 Selection = tuple[str, Callable[[], Tracker]]
-"""Name of a requested tracker, and a function that imports its library and creates it.
-
-The function is called in the thread of the training loop: active runs of mlflow and trackio belong
-to a thread.
-"""
+"""Name of a requested tracker, and a function that imports its library and creates it."""
 
 
 def select(trackers: Any) -> tuple[Selection, ...]:
@@ -117,20 +117,19 @@ class Trackers:
 
     def problems(self) -> list[str]:
         """Returns the failures since the last call. A tracker reports only its first failure."""
-        return [each.problems.pop() for each in self._deliveries if each.problems]
+        return [each.problems.popleft() for each in self._deliveries for _ in tuple(each.problems)]
 
     def close(self) -> list[str]:
         """Delivers the pending records, for at most `MAX_WAIT` seconds. Returns the failures."""
         for delivery in self._deliveries:
             delivery.ended.set()
-        deadline = time.monotonic() + MAX_WAIT
+        deadline, late = time.monotonic() + MAX_WAIT, f"within {MAX_WAIT:g} s: it loses records"
         for delivery in self._deliveries:
             if delivery.ident is not None:
                 delivery.join(max(0.0, deadline - time.monotonic()))
-        late = [each.name for each in self._deliveries if each.is_alive()]
-        text = f"has not finished within {MAX_WAIT:g} s: it loses records"
-        problems = [*self.problems(), *(f"{name} {text}" for name in late)]
-        self._deliveries = []
+            if delivery.is_alive():
+                delivery.problems.append(f"{delivery.name} has not finished {late}")
+        problems, self._deliveries = self.problems(), []
         return problems
 
     def _send(self, method: str, *arguments: Any) -> None:
@@ -146,12 +145,12 @@ class _Delivery(threading.Thread):
         self.ended = threading.Event()
         self.queue: deque[tuple[Any, ...]] = deque(maxlen=MAX_PENDING)
         """Calls: a method of the tracker, and its arguments."""
-        self.problems: list[str] = []
-        """The first failure, until it is reported."""
+        self.problems: deque[str] = deque()
+        """Failures that are not reported yet."""
         self._failed = False
         self._tracker: Tracker | None = None
         """The tracker, or None if it cannot be opened or started."""
-        try:
+        try:  # in the thread of the loop, to which active runs of mlflow and trackio belong
             self._tracker = open_tracker()
         except (Exception, SystemExit) as error:  # from the import or from the client
             self._fail(error)

@@ -182,12 +182,13 @@ def _report_on(path: Path, run: Run) -> RunReport:
     run.add_postmortem(written)
     curves, curve_notes = _read_curves(path_next_to(path), run)
     start = run.start or EventRecord()
-    clips, diagnosis = written.get("clips"), written.get("diagnosis")
+    diagnosis = written.get("diagnosis")
     state = _state_of(run, written)
     malformed = [
         f"event {event.seq} ({event.kind}): {', '.join(fields)}" for event, fields in run.malformed
     ]
-    problems = [f"step {event.step}: {event.problem}" for event in run.problems]
+    reported = [e for kind in ("save_failed", "damaged", "problem") for e in run.newest[kind]]
+    problems = [f"step {e.step}: {e.problem}" for e in reported if e.problem is not None]
     lost = [f"{run.lost} events are lost, because writing to the disk failed."] if run.lost else []
     return RunReport(
         title="/".join(path.absolute().parts[-2:]),
@@ -197,13 +198,7 @@ def _report_on(path: Path, run: Run) -> RunReport:
         fingerprint=start.fingerprint or "",
         curves=curves,
         incidents=tuple(run.incidents),
-        counts=count_incidents(
-            run.incidents,
-            alarms=run.numbers["alarm"] + run.unreported_alarms,
-            skips=run.skips,
-            undone_skips=run.undone_skips,
-            clips=clips if type(clips) is int else None,
-        ),
+        counts=run.counts()._replace(incidents=count_incidents(run.incidents).incidents),
         facts=_facts(run, state, written),
         state=state,
         notes=(
@@ -273,6 +268,7 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         "Faults": "; ".join(faults),
         "Step at the end": ends[-1].step if ends else written.get("step"),
         "Last known-good": written.get("last_good") if run.last_good is None else run.last_good,
+        "Settings": ", ".join(f"{n} {v}" for n, v in run.settings.items() if n != "policy"),
         "Saved every": None if start.save_every is None else f"{start.save_every} steps",
         "Checkpoints": start.store,
         "Host": start.host,

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.postmortem.postmortem import path_for
 from tests.events.processes import first_line, python
+from tests.events.sample_events import SAMPLES
 from tests.history.test_run import START
 from tests.history.test_run import events as events_of
 from tests.runtime.postmortem.test_diagnosis import ALARM, STOPPED, end_of
@@ -30,7 +33,8 @@ def events(tmp_path) -> Path:
 
 
 def waiting_run(path: Path) -> subprocess.Popen[str]:
-    return python("-m", "tests.runtime.postmortem.waiting_run", path)
+    """A run that writes its events, and then waits to be killed."""
+    return python("-m", "tests.runtime.postmortem.test_postmortem", path)
 
 
 def rewritten(path: Path, **changes) -> None:
@@ -90,7 +94,6 @@ def test_kill_9(events):
     run = waiting_run(events)
     name = first_line(run)
     assert of_killed(events) is None, "it is still there"
-    assert not path_for(events, name).exists()
     os.kill(run.pid, signal.SIGKILL)
     os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
     found = of_killed(events)  # a zombie that nobody has waited for is gone all the same
@@ -197,3 +200,20 @@ def test_counts_are_of_the_whole_run_and_the_step_is_of_the_last_process():
     assert (both.counts().skips, both.step) == (2, 9)
     new = processes(one, (START, ("save", 4, {})))
     assert (new.counts().skips, new.step) == (0, 4)
+
+
+if __name__ == "__main__":
+    log = Log(sys.argv[1])
+    for kind, step, more in (
+        ("start", 0, {}),
+        ("good", 300, {}),
+        ("good", 400, {}),
+        ("incident", 412, {"onset": 412, "incident": 2}),
+        ("alarm", 412, {}),
+        ("resume", 300, {"checkpoint": 300}),
+        ("rollback", 413, {}),
+        ("save", 350, {}),
+    ):
+        log.write(kind, step=step, **{**SAMPLES[kind], **more})
+    print(log.run, flush=True)
+    time.sleep(60)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from healcore.tools.report.page import outcome
-from healcore.tools.report.run_report import read_reports
-from tests.tools.report.small_runs import lines_of
+from healcore.history import Curves, Incident, Mode
+from healcore.history.incident import count_incidents
+from healcore.policy import load
+from healcore.tools.report.page import outcome, render
+from healcore.tools.report.run_report import RunReport, read_reports
+from tests.tools.report.small_runs import lines_of, train
+
+RUNS = pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
 
 
 def of_kind(events, kind):
     return [event for event in lines_of(events) if event["kind"] == kind]
 
 
-@pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
+def postmortems(events: Path) -> list[dict[str, Any]]:
+    """The content of each postmortem next to an events file."""
+    return [json.loads(p.read_text()) for p in events.parent.glob("run.postmortem.*.json")]
+
+
+@RUNS
 def test_every_incident_and_rollback_is_reported(run, request):
     events = request.getfixturevalue(run)
     (report,) = read_reports(events)
@@ -37,10 +50,8 @@ def test_every_incident_and_rollback_is_reported(run, request):
     ]
     skips = sum(event["skip"] for event in of_kind(events, "alarm") if event["incident"])
     assert sum(case.skipped for case in report.incidents) == skips > 10
-    written = [
-        json.loads(path.read_text())["undone_skips"]
-        for path in events.parent.glob("run.postmortem.*.json")
-    ]  # with the skips that were undone before they were read, which have no event
+    # With the skips that were undone before they were read, which have no event.
+    written = [each["undone_skips"] for each in postmortems(events)]
     assert report.counts.undone_skips == max(undone(events, "alarm"), *written)
     assert report.counts.undone_incidents == undone(events, "incident") >= len(back)
     assert report.notes == ()
@@ -59,7 +70,7 @@ def undone(path, kind):
     )
 
 
-@pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
+@RUNS
 def test_curves_are_the_metrics_row_by_row(run, request):
     events = request.getfixturevalue(run)
     (report,) = read_reports(events)
@@ -76,7 +87,7 @@ def test_curves_are_the_metrics_row_by_row(run, request):
         assert any(row["step"] == case.onset_step and row["cause"] for row in rows)
 
 
-@pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
+@RUNS
 def test_undone_steps_are_marked(run, request):
     events = request.getfixturevalue(run)
     (report,) = read_reports(events)
@@ -106,3 +117,70 @@ def test_a_resumed_run_is_one_report(resumed):
     assert len(report.facts["Run"].split(", ")) == 2
     assert "unknown (error): the loop raised RuntimeError: power" in report.facts["Faults"]
     assert [each.origin for each in report.attempts] == ["start", "rollback", "resume", "rollback"]
+
+
+# -- counts are the same everywhere ---------------------------------------------------------------
+
+
+def text_of(page: str) -> str:
+    """The text of a page, without its markup and its script."""
+    body = page[page.index("<body>") :]
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
+
+
+def case(number: int, at: float, *action: str, skipped: int = 0) -> Incident:
+    return Incident(number, 0, at, at, ("LOSS_SPIKE",), action, Mode.REPLAY, skipped=skipped)
+
+
+MIXED = (
+    case(1, 10, "ROLLBACK", "CUT_LR"),
+    case(2, 30, "ROLLBACK", "STOP"),
+    case(3, 60, "STOP"),
+    case(4, 80, skipped=3),
+)
+
+
+def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
+    step = np.arange(100.0)
+    report = RunReport(
+        title="runs/a.csv", mode=Mode.REPLAY, policy_name="pretraining", policy_toml="",
+        fingerprint="", curves=Curves(step, np.exp(-step / 50)), incidents=MIXED,
+        counts=count_incidents(MIXED), facts={}, stop=40.0,
+    )  # fmt: skip
+    assert report.counts.rollbacks == 2
+    assert [each.outcome for each in MIXED] == ["rollback", "rollback", "stop", "skip"]
+    page = text_of(render([report]))
+    assert "would have rolled back, then would have stopped" in page
+    assert "would stop at step 40" in page
+
+
+def test_a_stopped_run_has_the_same_skips_and_steps_everywhere(stopped):
+    """The policy stops the run while its last step is not read yet."""
+    (written,), rows = postmortems(stopped), lines_of(stopped.with_name("run.metrics.jsonl"))
+    (report,) = read_reports(stopped)
+    assert written["skips"] == written["metrics"]["heal/skips"] == report.counts.skips > 10
+    assert report.facts["Step at the end"] == str(written["step"]) == str(rows[-1]["step"] + 1)
+
+
+def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
+    """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
+    policy = load("pretraining", mode="observe")
+    events = train(tmp_path, range(300, 900), policy=policy, batches=900)
+    (written,) = postmortems(events)
+    assert (written["skips"], written["observed_skips"]) == (0, 600)
+    assert written["metrics"]["heal/skips"] == 0
+    assert written["metrics"]["heal/observed_skips"] == 600
+    (report,) = read_reports(events)
+    (incident,) = report.incidents
+    assert report.counts.skips == 600
+    assert report.counts.alarms == 600
+    assert incident.onset_step == 300.0
+    assert incident.lr_path[:4] == (1.0, 0.25, 0.0625, 0.015625)
+    assert report.counts.rollbacks == 1
+    assert "only observed" in outcome(incident)
+    assert not report.curves.undone().any()
+    page = text_of(render([report]))
+    assert "would have skipped 100 steps or more, rolled back, stopped the run" in page
+    assert "600 steps would be skipped" in page
+    assert "last finite loss" in page
+    assert "1 → 0.25 → 0.0625" in page

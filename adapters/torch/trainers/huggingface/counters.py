@@ -25,7 +25,7 @@ COUNTERS = ("current_flos", "_step", "_total_train_tokens")
 """Attributes of Trainer, of TRL's GRPO and RLOO, and of TRL's SFT and DPO. Each may be absent."""
 _SETTINGS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm"),
-    *("lr_scheduler_type", "warmup_steps", "label_smoothing_factor"),
+    *("lr_scheduler_type", "warmup_steps", "label_smoothing_factor", "bf16", "fp16"),
 )
 """Fields of `TrainingArguments`."""
 

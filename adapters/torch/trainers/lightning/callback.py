@@ -18,7 +18,7 @@ from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import with_limit
 from healcore.runtime.data.torch_loader import is_replayable, recorded
 from healcore.runtime.healer import Healer, loop_of
-from healcore.runtime.incidents.ledger import ChangedMetrics
+from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import driven, replaced
@@ -228,9 +228,8 @@ class LightningHealingCallback(Callback):
         if self._progress is None or trainer.sanity_checking or self._eval_loss is None:
             return
         value = trainer.callback_metrics.get(self._eval_loss)
-        if value is not None:
-            for healing in self.healings.values():
-                healing.observe_eval(value)
+        if value is not None and self.healer is not None:
+            self.healer.observe(eval_loss=value)
 
     # -- within ---------------------------------------------------------------------------------
 

@@ -1,8 +1,13 @@
-"""Each real client stores the numbers of the metrics file, goes back, and is continued."""
+"""Each real client stores the numbers of the metrics file, goes back, and is continued.
+
+Whatever a tracker does, the run ends with the same weights, and its failure is reported once.
+"""
 
 from __future__ import annotations
 
-import json
+import re
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,15 +16,19 @@ import pytest
 import wandb
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.trackers import select
+from healcore.runtime.trackers import select, trackers
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
 from tests.runtime.trackers.read_back import NAMES, asked, stored
+from tests.tools.report.small_runs import lines_of
 
 EACH = pytest.mark.parametrize("name", NAMES)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """The working directory; its name is the project in each tracker."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @EACH
@@ -34,7 +43,7 @@ def test_what_is_stored(name, folder):
     assert same(plain.weights(), loop.weights()), "tracking changes nothing"
     assert not [e for e in events(folder) if e["kind"] == "problem"]
     found = stored(name, folder)
-    expected = lines(metrics)
+    expected = lines_of(metrics)
     if name == "mlflow":  # its own reader sorts by time
         assert sorted(step for step, _ in found.rows) == sorted(e["step"] for e in expected)
     else:
@@ -48,7 +57,7 @@ def test_what_is_stored(name, folder):
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    return lines(folder / "c" / "healcore.events.jsonl")
+    return lines_of(folder / "c" / "healcore.events.jsonl")
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
@@ -127,3 +136,76 @@ def test_a_wandb_run_keeps_its_own_steps(folder):
     assert [row for _, row in rows][-1] == {"heal/grad_norm": 7.0}
     assert len(rows) <= 4, "rows are the user's"
     assert run.config["healcore"]["policy"] == "test"
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def run(folder: Path, **options: Any) -> list[Any]:
+    """The weights after a run with a rollback."""
+    loop = loop_of("torch", Faults(once=[13]))
+    facts = train(loop, rules(), range(20), events=folder / "run.events.jsonl", **options)
+    assert (facts["step"], facts["rollbacks"]) == (19, 1), "one bad batch is left out"
+    return loop.weights()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> list[Any]:
+    return run(tmp_path_factory.mktemp("plain"))
+
+
+def cannot_start(name: str, folder: Path, monkeypatch: Any) -> str:
+    """What each real client raises for a place that it cannot use."""
+    if name == "wandb":
+        return f"wandb:{'x' * 200}"
+    if name == "trackio":
+        monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9")
+        return "trackio"
+    if name == "mlflow":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://there")
+        return "mlflow"
+    (folder / "file").write_text("")
+    return f"tensorboard:{folder / 'file'}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_cannot_start(name, folder, monkeypatch, undisturbed, capsys):
+    weights = run(folder, trackers=cannot_start(name, folder, monkeypatch))
+    assert same(weights, undisturbed)
+    (problem,) = re.findall(r"tracker (\w+) fails, training continues", capsys.readouterr().err)
+    assert problem == name
+
+
+class Broken:
+    """A tracker that is broken from its tenth record on."""
+
+    def __init__(self, fault: Any) -> None:
+        self.fault, self.records = fault, 0
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self.records += 1
+        if self.records >= 10:
+            self.fault()
+
+    def event(self, event: Any) -> None:
+        pass
+
+
+def disk_full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(("fault", "text"), [(disk_full, "No space left"), (sys.exit, "SystemE")])
+def test_it_fails_later(fault, text, folder, undisturbed, capsys):
+    assert same(run(folder, trackers=Broken(fault)), undisturbed)
+    (problem,) = re.findall("tracker Broken fails.*", capsys.readouterr().err)
+    assert text in problem
+
+
+def test_it_blocks(folder, undisturbed, monkeypatch, capsys):
+    """The run does not wait for it, and its end waits for a bounded time."""
+    monkeypatch.setattr(trackers, "MAX_WAIT", 0.2)
+    released = threading.Event()
+    assert same(run(folder, trackers=Broken(released.wait)), undisturbed)
+    assert "tracker Broken has not finished within 0.2 s" in capsys.readouterr().err
+    released.set()
