@@ -98,8 +98,8 @@ class Feed:
         if len(data.unused) == 1:
             self._progress.begin_step()
         self.fetched += 1
-        number = data.loaders.number(loader)
-        is_last = number is not None and data.loaders[number].is_last()
+        known = data.loaders.find(loader)
+        is_last = known is not None and known.is_last()
         # A batch of the next epoch follows if the rest of this epoch is unreadable. It ends the
         # epoch, because Lightning's last step and validation have to follow a batch.
         ready = batch_progress.current.ready - (0 if data.unused[-1].epoch else self._done_before)
