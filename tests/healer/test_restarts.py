@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from healcore import Checkpoints, Healer
 from healcore import policy as policies
-from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.saver import Saver
 from tests.healer.crashes import crash
 from tests.healer.killed_runs import (
@@ -21,47 +18,7 @@ from tests.healer.killed_runs import (
     show_poison,
 )
 from tests.healer.run_directory import events
-from tests.healer.training_loops import RULES, Faults, broken_at, loop_of, rules, same, train
-
-
-def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
-    """A loop that calls `batches` once for every epoch."""
-
-    def go(drawn: list[float], folder: Any, die: bool = False) -> None:
-        state = loop_of("torch").state
-        with Healer(rules(), state=state, store=folder, checkpoints=Checkpoints(every=5)) as healer:
-            data = list(range(10))
-            for epoch in range(3):
-                for number in healer.batches(data):
-                    if die and (epoch, number) == (0, 7):
-                        healer._loop.saver.store.wait()
-                        raise RuntimeError("power")
-                    drawn.append(torch.rand(()).item())
-                    loss = state["model"](torch.ones(1, 4)).sum()
-                    healer.observe(loss)
-                    loss.backward()
-                    state["optimizer"].step()
-                    state["optimizer"].zero_grad()
-
-    clean, first, second = [], [], []
-    go(clean, tmp_path / "clean")
-    with pytest.raises(RuntimeError, match="power"):
-        go(first, tmp_path / "killed", die=True)
-    go(second, tmp_path / "killed")
-    assert second == clean[5:]
-
-
-def test_data_that_only_runs_forward_is_not_read_twice(tmp_path, monkeypatch):
-    def go(folder: str) -> Any:
-        loop = loop_of("torch", Faults(always=[23]))
-        return loop, train(loop, rules(), iter(range(50)), store=tmp_path / folder)
-
-    clean, expected = go("clean")
-    crash(monkeypatch, Recovery, "report", lambda *_: True, lambda: go("killed"))
-    loop, facts = go("killed")
-    assert facts["step"] == expected["step"]
-    assert same(loop.weights(), clean.weights())
-    assert loop.faults.order[0] == 25
+from tests.healer.training_loops import RULES, Faults, broken_at, loop_of, rules, train
 
 
 def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path, monkeypatch):
@@ -95,22 +52,6 @@ def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(framework, 
     assert not is_poisoned(loop)
     assert [event["checkpoint"] for event in events(tmp_path, "rollback")] == [10, 0]
     assert facts["rollbacks"] == 2
-
-
-def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypatch):
-    """Killed long after the first rollback; the second one goes past the first one's window."""
-    faults = Faults(always=[13, 31])
-
-    def go(before: Any = None) -> Any:
-        loop = loop_of("torch", faults)
-        return train(loop, rules(), range(50), store=tmp_path, before=before)
-
-    with pytest.raises(RuntimeError, match="power"):
-        go(broken_at(27))
-    go()
-    first, second = events(tmp_path, "rollback")
-    assert second["checkpoint"] < first["onset"], "the test needs a deep one"
-    assert faults.seen[13] == 1
 
 
 def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ numbered in the order of their first use, so that a restarted program finds each
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from healcore.runtime.data import position as positions
@@ -35,10 +35,15 @@ class RunLoader(Cursor):
     """
 
     def __init__(
-        self, number: int, loader: Any, epochs: int | None, left_out: set[BatchId]
+        self,
+        number: int,
+        loader: Any,
+        epochs: int | None,
+        left_out: set[BatchId],
+        limit: Callable[[int], int] | None,
     ) -> None:
         super().__init__(loader, epochs=epochs)
-        self.number, self.left_out = number, left_out
+        self.number, self.left_out, self.limit = number, left_out, limit
         self.start = self.position()
         self.finished = self.in_use = False
         self.in_loop = True
@@ -95,8 +100,14 @@ class LoaderRegistry:
         known = self.find(loader)
         return str(self._count if known is None else known.number) in self._saved
 
-    def begin(self, loader: Any, epochs: int | None, epoch: int | None = None) -> RunLoader:
-        """Begins to iterate over a loader for `epochs` more epochs.
+    def begin(
+        self,
+        loader: Any,
+        epochs: int | None,
+        epoch: int | None = None,
+        limit: Callable[[int], int] | None = None,
+    ) -> RunLoader:
+        """Begins to iterate over a loader for `epochs` more epochs of `limit` batches at most.
 
         After a restart the loader continues at its saved position. After a `break` it begins the
         next epoch, as any loader does. With `epoch`, it reads this epoch only (`read_only`).
@@ -104,7 +115,7 @@ class LoaderRegistry:
         found = self.find(loader)
         if found is None:
             number = self._count if epoch is None else self._number_in(epoch)
-            found = RunLoader(number, loader, epochs, self._left_out[number])
+            found = RunLoader(number, loader, epochs, self._left_out[number], limit)
             found.finished = self._saved_count > number and str(number) not in self._saved
             self._count = number + 1
             notice = f"after rollbacks the data continues forward: {found.why_not}"

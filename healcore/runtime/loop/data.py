@@ -114,12 +114,12 @@ class Data:
         """
         return 0 < self.passes >= self._record.passes and self.loaders.at_epochs
 
-    def begin(self, loader: Any, epochs: int | None, epoch: int | None = None) -> RunLoader:
-        """Begins to iterate over a loader."""
+    def begin(self, loader: Any, *args: Any) -> RunLoader:
+        """Begins to iterate over a loader; `args` as for `LoaderRegistry.begin`."""
         saved = self.loaders.has_saved(loader)
         if not saved:
             self._restore_generators()  # the loader began after the checkpoint
-        begun = self.loaders.begin(loader, epochs, epoch)
+        begun = self.loaders.begin(loader, *args)
         if saved:
             self._restore_generators()
         change = change_of_batch_size(self._record.settings, begun.number, loader)
@@ -241,13 +241,13 @@ class Data:
         return Retries(name, self._policy, self._report_attempt, self._termination.sleep)
 
     def _report_attempt(self, attempt: CallAttempt) -> None:
-        step, number, text, wait = self.step, attempt.number, str(attempt), attempt.wait_s
-        if attempt.fault is None:
-            self._log.event("retried", step=step, attempt=number, why=text)
-            self._log.info(text)
+        line, number, fault, wait = attempt
+        if fault is None:
+            self._log.event("retried", step=self.step, attempt=number, why=line)
+            self._log.info(line)
             return
         answer = None if wait is None else "retry"
-        self._log.fault(step, attempt.fault, text, answer=answer, attempt=number, wait_s=wait)
+        self._log.fault(self.step, fault, line, answer=answer, attempt=number, wait_s=wait)
 
     def _restore_generators(self) -> None:
         """Restores random states after a restart, because rewinding a loader draws from them.

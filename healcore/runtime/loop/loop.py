@@ -88,12 +88,12 @@ class Loop:
                 self.reached_end = True
                 return
 
-    def batches(self, loader: Any, epochs: int | None, epoch: int | None = None) -> Iterator[Any]:
-        """See `Healer.batches`."""
+    def batches(self, loader: Any, *args: Any) -> Iterator[Any]:
+        """See `Healer.batches`; `args` as for `LoaderRegistry.begin`."""
         data, guard = self.data, self.guard
         data.count_pass()
         self.after_step()  # for the last step of a loop that was left by `break`
-        begun = data.begin(loader, epochs, epoch)
+        begun = data.begin(loader, *args)
         while True:
             try:
                 guard.watch()
