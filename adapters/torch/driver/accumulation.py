@@ -278,11 +278,10 @@ def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Mo
 class DDPGradients:
     """DistributedDataParallel (DDP) when a part of a batch may run out of memory.
 
-    Implements `healcore.runtime.microbatches.parts.Synchronization`. DDP broadcasts buffers in the
-    forward pass, and reduces gradients in the backward pass. After a failure on one rank the other
-    ranks would wait there. Therefore buffers are broadcast before the first part of a batch, the
-    parts run as within `no_sync`, and the gradients are reduced after the last part, when all ranks
-    have voted that no part has failed.
+    DDP broadcasts buffers in the forward pass, and reduces gradients in the backward pass. After a
+    failure on one rank the other ranks would wait there. Therefore buffers are broadcast before the
+    first part of a batch, the parts run as within `no_sync`, and the gradients are reduced after
+    the last part, when all ranks have voted that no part has failed.
 
     Args:
         modules: the DDP modules. Without DDP the loop reduces gradients itself, after the parts.
@@ -312,7 +311,10 @@ class DDPGradients:
         self._handles = [each.register_step_pre_hook(check) for each in optimizers]
 
     def begin_batch(self, *, first: bool) -> None:
-        """Broadcasts buffers, as DDP's next forward pass would, and prevents other exchanges."""
+        """Broadcasts buffers, as DDP's next forward pass would, and prevents other exchanges.
+
+        `first`: whether it is the first batch since the last step, or of a repeated window.
+        """
         if self._within_batch:  # the loop has left the last batch early
             self._end_batch(self._broadcasts)
         if first:
@@ -328,8 +330,9 @@ class DDPGradients:
     def end_batch(self, failed: bool) -> bool:
         """Averages the gradients over each module's ranks, unless the loop uses `no_sync`.
 
-        One `all_reduce` on the host of a byte, and of a byte for each parameter of DDP. A gradient
-        that is missing on this rank only counts as 0.
+        Every rank calls it once per batch. Returns whether a part has failed on any rank. One
+        `all_reduce` on the host of a byte, and of a byte for each parameter of DDP. A gradient that
+        is missing on this rank only counts as 0.
         """
         has_gradient = [p.grad is not None for params in self._params for p in params]
         votes = self._ranks.largest([failed, *has_gradient])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +40,7 @@ class Cursor:
         loader: the loader.
         next_id: the id of the next batch.
         left_out: ids of the batches to skip, before and after the current position.
+        limit: number of batches after which an epoch ends, or None for all batches.
         unreadable: the batch whose reading made the last `next` raise, or None.
 
     Raises:
@@ -56,6 +57,7 @@ class Cursor:
         self.loader: Any = loader
         self.next_id = BatchId(0, 0)
         self.left_out: set[BatchId] = set()
+        self.limit: Callable[[int], int] | None = None
         self.unreadable: BatchId | None = None
         self._name = class_name(loader)
         self._sampler_epochs = SamplerEpochs(loader)
@@ -121,11 +123,13 @@ class Cursor:
 
     @property
     def length(self) -> int | None:
-        """Number of batches in an epoch, or None if the loader has no length."""
+        """Number of batches in the epoch, or None if the loader has no length."""
+        limit = None if self.limit is None else self.limit(self.next_id.epoch)
         try:
-            return len(self.loader)
+            length = len(self.loader)
         except TypeError:
-            return None
+            return limit
+        return length if limit is None else min(length, limit)
 
     def is_last(self) -> bool:
         """Whether the epoch is exhausted. False if the loader has no length.
@@ -162,6 +166,11 @@ class Cursor:
             self.next_id = BatchId(self.next_id.epoch + 1, 0)
             # Not between two epochs: the loader's own state still belongs to this epoch.
             self._batches, self._between = None, False
+
+    def close(self) -> None:
+        """Releases the loader's iterator with its workers. Nothing can be read afterwards."""
+        self._batches = None
+        self._adapter = LoaderAdapter(self.loader, why_not=f"{self._name} is closed")
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -234,6 +243,10 @@ class Cursor:
         batches, which = self._begin(), self.next_id
         following = BatchId(which.epoch, which.index + 1)
         self._error = None
+        if self.limit is not None and which.index >= self.limit(which.epoch) > 0:
+            self._ended = which
+            self.abandon()
+            raise StopIteration
         try:
             batch = next(batches)
             if isinstance(batch, UnreadableBatch):

@@ -209,14 +209,12 @@ class TolerantIterator:
 def adapter_for(loader: Any) -> LoaderAdapter:
     """The adapter for a loader. Begins an epoch if the loader's iterator must be examined.
 
-    A wrapper of a loader can have an attribute `why_not`: the reason why it cannot be rewound, or
-    None if its `state_dict` is exact.
+    A loader can have an attribute `why_not`: the reason why it cannot be rewound.
     """
-    has_state = hasattr(loader, "why_not") or _has_methods(loader, _STATE_DICT)
-    why_not = loader.why_not if hasattr(loader, "why_not") else why_no_state(loader)
+    why_not = loader.why_not if hasattr(loader, "why_not") else _why_no_state(loader)
     if why_not is None:
         return _StatefulLoader(loader)
-    if has_state:
+    if hasattr(loader, "why_not") or _has_methods(loader, _STATE_DICT):
         return LoaderAdapter(loader, why_not=why_not)
     if isinstance(loader, Sequence) or not hasattr(loader, "__iter__"):
         return _IndexedLoader(loader)
@@ -227,7 +225,7 @@ def adapter_for(loader: Any) -> LoaderAdapter:
     return LoaderAdapter(loader, why_not=why_not, first=first)
 
 
-def why_no_state(loader: Any) -> str | None:
+def _why_no_state(loader: Any) -> str | None:
     """Why a loader has no exact `state_dict`, and what to use instead, or None if it has one."""
     name = class_name(loader)
     if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher"):

@@ -48,11 +48,9 @@ def is_replayable(loader: Any) -> bool:
     )
 
 
-def recorded(loader: Any) -> Any:
-    """A copy of a replayable loader, whose sampler records the order. See `TorchLoader`."""
+def _recorded(loader: Any) -> Any:
+    """A copy of a replayable loader, whose sampler records the order."""
     base = _base(loader)
-    if isinstance(getattr(base, _order_name(base)), _Order):
-        return loader
     name = _order_name(base)
     # Accelerate reads one batch ahead.
     ahead = base.num_workers * (base.prefetch_factor or 0) + 1
@@ -86,27 +84,21 @@ def _with(loader: Any, **attributes: Any) -> Any:
 
 
 class TorchLoader(LoaderAdapter):
-    """Reads a recorded copy of the loader.
-
-    Args:
-        loader: a replayable loader, or the result of `recorded`.
-        begin: function that begins to iterate over the recorded copy, or None for `iter`.
-    """
+    """Reads a copy of a replayable loader, whose sampler records the order."""
 
     kind = "dataloader"
 
-    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]] | None = None) -> None:
+    def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self._copy = recorded(loader)
+        self._copy = _recorded(loader)
         self._base = _base(self._copy)
         self._order: _Order = getattr(self._base, _order_name(self._base))
         self._accelerated = self._base is not self._copy
-        self._begin_batches = begin or self._begin
         self._reading: Iterator[Any] | None = None  # between the first batch and the end
         self._index = 0
         self._draws_first = False  # the epoch of a restored state was begun before its order
 
-    def start(self, epoch: int = 0) -> Iterator[Any]:
+    def start(self, epoch: int) -> Iterator[Any]:
         """Begins an epoch when its first batch is read."""
         del epoch
         self._copy_iteration()
@@ -114,20 +106,14 @@ class TorchLoader(LoaderAdapter):
         self._reading, self._index, self._draws_first = None, 0, False
         return self
 
-    def adopt(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Continues with an iterator over the recorded copy of which no batch was read."""
-        self._reading = batches
-        return self
-
-    def state(self, *, ended: bool = False) -> dict[str, Any]:
+    def state(self, *, ended: bool) -> dict[str, Any]:
         """Random states before the epoch, and number and digest of the batches read from it."""
         del ended
         order = self._order
         if order.random is None:
             # A new iterator draws a seed for its workers, and running workers do not.
             running = self._base.persistent_workers and self._base._iterator is not None
-            begun = running or self._reading is not None or self._draws_first
-            return {"generators": order.states()[_GLOBAL:], "begun": begun}
+            return {"generators": order.states()[_GLOBAL:], "begun": running or self._draws_first}
         return self._state_before(self._index)
 
     def state_before(self, index: int) -> dict[str, Any] | None:
@@ -155,7 +141,7 @@ class TorchLoader(LoaderAdapter):
         """
         order, index = self._order, state.get("index")
         if index is None:
-            self.start()
+            self.start(0)
             order.set_states(state["generators"])
             self._draws_first = state["begun"]
             if not self._draws_first:
@@ -173,7 +159,7 @@ class TorchLoader(LoaderAdapter):
             if order.reads_ahead:  # begins when the random states of the step are restored
                 order.planned = [] if skip else list(state.get("ahead", ()))
             else:
-                self._reading = self._begin_batches()
+                self._reading = self._begin()
             current[_GLOBAL:] = after[_GLOBAL:]
         finally:
             order.set_states(current)
@@ -186,12 +172,12 @@ class TorchLoader(LoaderAdapter):
     def __next__(self) -> Any:
         if self._reading is None and self._draws_first:
             after = self._order.draw(self._order.states())
-            self._reading = self._begin_batches()
+            self._reading = self._begin()
             self._order.set_states(after)
         elif self._reading is None:
             if self._order.planned is not None:
                 self._order.planned.append(self._order.states())
-            self._reading = self._begin_batches()
+            self._reading = self._begin()
         try:
             batch = next(self._reading)
         except StopIteration:

@@ -29,20 +29,10 @@ _random = SystemRandom().random  # from 0 to 1, without changing the run's rando
 class CallAttempt(NamedTuple):
     """One attempt at a call, for the log."""
 
-    call: str  # name of the function
-    number: int  # of the attempt, from 1
-    error: BaseException | None = None  # None after a success
-    fault: Fault | None = None
+    line: str
+    number: int  # from 1
+    fault: Fault | None = None  # None after a success
     wait_s: float | None = None  # until the next attempt, or None for the last attempt
-
-    def __str__(self) -> str:
-        if self.fault is None:
-            return f"{self.call} has succeeded at attempt {self.number}"
-        then = "gives up" if self.wait_s is None else f"again in {self.wait_s:.1f} s"
-        error = f"{type(self.error).__name__}: {self.error}"
-        return (
-            f"{self.call} failed ({self.fault.sign}, attempt {self.number}), {then}: {error:.300}"
-        )
 
 
 class _Run(Protocol):
@@ -80,8 +70,8 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _Run = "default") -> Cal
 
 
 def _log(attempt: CallAttempt) -> None:
-    write = console.info if attempt.error is None else console.warning
-    write(str(attempt))
+    write = console.info if attempt.fault is None else console.warning
+    write(attempt.line)
 
 
 @dataclass
@@ -106,7 +96,10 @@ class Retries:
         # A longer wait that the server asks for has priority, even beyond `max_delay_s`.
         delay = _delay(rules, self.failed) * (1 - rules.jitter * _random())
         wait_s = max(delay, asked) if again else None
-        self.report(CallAttempt(self.name, self.failed, error, fault, wait_s))
+        then = "gives up" if wait_s is None else f"again in {wait_s:.1f} s"
+        line = f"{self.name} failed ({fault.sign}, attempt {self.failed}), {then}: "
+        line += f"{type(error).__name__}: {error}"[:300]
+        self.report(CallAttempt(line, self.failed, fault, wait_s))
         if wait_s is not None:
             self.sleep(wait_s)
         return again
@@ -114,7 +107,8 @@ class Retries:
     def succeeded(self) -> None:
         """Reports a success after failures."""
         if self.failed:
-            self.report(CallAttempt(self.name, self.failed + 1))
+            number = self.failed + 1
+            self.report(CallAttempt(f"{self.name} has succeeded at attempt {number}", number))
         self.failed = 0
 
 

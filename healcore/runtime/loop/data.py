@@ -6,12 +6,12 @@ import copy
 from collections import deque
 from collections.abc import MutableMapping, MutableSequence
 from contextlib import nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
 from healcore.runtime.dominance.evidence import ObservedBatch
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults import Fault, classify
@@ -24,10 +24,13 @@ from healcore.runtime.recovery.record import HostParts, HostState, Record
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
-P = ParamSpec("P")
-T = TypeVar("T")
-_Skip = tuple[BatchId, Fault, Exception]
-"""An unreadable batch that the policy skips, and why it cannot be read."""
+
+class _Unreadable(NamedTuple):
+    """A batch that the policy skips because it cannot be read."""
+
+    batch: BatchId
+    fault: Fault
+    error: Exception
 
 
 class Data:
@@ -42,6 +45,7 @@ class Data:
         loader_exhausted: Whether the training loader is exhausted.
         had_completed: Whether the run in the store had completed, and this process has its last
             state.
+        current: The loader of the last batch, or None before the first batch.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Data:
         self.step = self.steps_taken = 0
         self.loader_exhausted = self.had_completed = False
         self.passes = 0  # calls of `batches` in this process
+        self.current: RunLoader | None = None
         self._termination = termination
         self._log = log
         self._record = record
@@ -71,15 +76,10 @@ class Data:
         self._keeps_batches = keeps_batches
         self._loop_names_batches = False  # whether it calls `loss`, or `observe` with a batch
         self._last_ids: list[BatchId] = []  # of the last step's batches
-        self._most = 1  # largest number of batches of a step so far
-        self._current = 0  # number of the loader of the last batch
-        # By number of the loader:
-        self._ids: dict[int, list[BatchId]] = {}  # of the batches since the last step
-        # The batches since the last step, if weights are compared; at most as many as a step has
-        # had, because an evaluation takes no step.
-        self._contents: dict[int, list[ObservedBatch]] = {}
-        self._in_use: set[int] = set()  # the loop is still using their last batch
-        self._last_batches: dict[int, Any] = {}  # with several ranks
+        # Largest number of batches of a step so far. No more contents are kept, because an
+        # evaluation takes no step.
+        self._most = 1
+        self._own_batches: list[ObservedBatch] = []  # named by a loop without a loader
         self._generators: HostParts | None = None  # of the checkpoint, until the first batch
         self._started_at = 0
         self._resumed = False
@@ -114,16 +114,16 @@ class Data:
         """
         return 0 < self.passes >= self._record.passes and self.loaders.at_epochs
 
-    def begin(self, loader: Any, epochs: int | None, epoch: int | None = None) -> int:
-        """Begins to iterate over a loader; returns the loader's number."""
+    def begin(self, loader: Any, *args: Any) -> RunLoader:
+        """Begins to iterate over a loader; `args` as for `LoaderRegistry.begin`."""
         saved = self.loaders.has_saved(loader)
         if not saved:
             self._restore_generators()  # the loader began after the checkpoint
-        number = self.loaders.begin(loader, epochs, epoch)
+        begun = self.loaders.begin(loader, *args)
         if saved:
             self._restore_generators()
         before = {*self._record.settings}
-        change = change_of_batch_size(self._record.settings, number, loader)
+        change = change_of_batch_size(self._record.settings, begun.number, loader)
         if new := {n: v for n, v in self._record.settings.items() if n not in before}:
             self._log.event("data", step=self.step, outcome="a loader is read", settings=new)
         if change:
@@ -137,54 +137,53 @@ class Data:
             self._log.event("data", step=self.step, outcome=line)
             self._log.info(f"data: {line}")
         self.loaders.notices.clear()
-        return number
+        return begun
 
-    def next(self, number: int) -> Any:
+    def next(self, loader: RunLoader) -> Any:
         """Reads the next batch of a loader. Raises StopIteration after the last epoch."""
         alone = self._termination.waiting_for_data() if self.between_steps else nullcontext()
         with alone:
-            batch, batch_id = self._read(number)
-        self._current = number
-        ids = self._ids.setdefault(number, [])
-        ids.append(batch_id)
-        self._generators = None
-        if self._keeps_batches and not self._loop_names_batches and len(ids) <= self._most:
-            self._contents.setdefault(number, []).append(ObservedBatch(batch))
-        self._in_use.add(number)
+            batch, batch_id = self._read(loader)
+        self.current, self._generators = loader, None
+        loader.unused.append(batch_id)
+        keeps = self._keeps_batches and not self._loop_names_batches
+        if keeps and len(loader.unused) <= self._most:
+            loader.contents.append(ObservedBatch(batch))
+        loader.in_use = True
         return batch
 
-    def _read(self, number: int) -> tuple[Any, BatchId]:
+    def _read(self, loader: RunLoader) -> tuple[Any, BatchId]:
         """The next readable batch and its id. Raises StopIteration after the last batch.
 
         With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
         would end its epoch early, and the other ranks would wait for it.
         """
-        skip: _Skip | None = None  # carried out once the loader has yielded the batch after it
+        skip: _Unreadable | None = None  # carried out once the loader has yielded the batch after
         while True:
             self._reads += 1
             try:
-                result = self.loaders.next(number)
+                result = loader.next()
             except Exception as error:
-                if skip is not None and error is not skip[2]:
-                    self._skip(number, skip)
-                skip = self._skip_for(number, error)
+                if skip is not None and error is not skip.error:
+                    self._skip(loader, skip)
+                skip = self._skip_for(loader, error)
                 if skip is None:
                     raise
                 if not self._single_rank:
-                    self._skip(number, skip)
-                    self.loaders[number].unreadable = None  # it counts as read
-                    return _copied(self._last_batches[number]), skip[0]
+                    self._skip(loader, skip)
+                    loader.unreadable = None  # it counts as read
+                    return _copied(loader.last_batch), skip.batch
             else:
                 if skip is not None:
-                    self._skip(number, skip)
+                    self._skip(loader, skip)
                 self._consecutive_failures = 0
                 if not self._single_rank:
-                    self._last_batches[number] = _copied(result[0])
+                    loader.last_batch = _copied(result[0])
                 return result
 
-    def _skip_for(self, number: int, error: Exception) -> _Skip | None:
-        """The skip of a batch whose read has raised, or None if the error propagates."""
-        batch = self.loaders[number].unreadable
+    def _skip_for(self, loader: RunLoader, error: Exception) -> _Unreadable | None:
+        """The batch to skip, whose read has raised, or None if the error propagates."""
+        batch = loader.unreadable
         if batch is None or self._termination.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too
         fault = classify(error)
@@ -202,18 +201,19 @@ class Data:
                 f"{limits.within} were {done}, which is the limit of [skip_batch]"
             )
             return None
-        if not self._single_rank and number not in self._last_batches:
+        if not self._single_rank and loader.last_batch is None:
             return None
         failed.append(self._reads)
         self._consecutive_failures += 1
-        return batch, fault._replace(cause=Cause.DATA), error  # also an unknown error of a batch
+        # An unknown error of a batch is one of its data.
+        return _Unreadable(batch, fault._replace(cause=Cause.DATA), error)
 
-    def _skip(self, number: int, skip: _Skip) -> None:
+    def _skip(self, loader: RunLoader, skip: _Unreadable) -> None:
         """Skips the batch, unless another batch has replaced it, and logs the fault."""
         batch, fault, error = skip
         problem = f"{batch} cannot be read: {_one_line(error)}"
         if self._single_rank:
-            self.loaders[number].left_out.add(batch)
+            loader.left_out.add(batch)
         else:
             problem += "; the batch before comes again in its place"
         rows = batch.rows and [batch.rows]
@@ -221,28 +221,20 @@ class Data:
             self.step, fault, problem, answer="skip_batch", batches=[list(batch)], rows=rows
         )
 
-    def release_batch(self, number: int) -> None:
-        """Notes that the loop no longer uses its batch of a loader."""
-        self._in_use.discard(number)
-
-    def end(self, number: int) -> None:
+    def end(self, loader: RunLoader) -> None:
         """Ends the loop over a loader that has no further batch."""
-        if number == self.loaders.current:
+        if loader is self.loaders.current:
             self.loader_exhausted = True
             if self.loaders.names_epochs:  # code after the epoch draws from here on
                 self._generators = None
         else:  # an evaluation, whose batches belong to no step
-            self._ids.pop(number, None)
-            self._contents.pop(number, None)
-        self.loaders.close(number)
+            loader.unused = []
+            loader.contents.clear()
+        loader.in_loop = False
 
-    def at_last_batch(self, number: int | None) -> bool:
-        """Whether the loop is using the last batch of this loader."""
-        return number in self._in_use and self.loaders.at_end(number)
-
-    def log_skipped(self, number: int) -> None:
+    def log_skipped(self, loader: RunLoader) -> None:
         """Logs the batches that the loader has skipped since the last call."""
-        if batches := [list(each) for each in self.loaders[number].skipped()]:
+        if batches := [list(each) for each in loader.skipped()]:
             self._log.event("skipped_batches", step=self.step, batches=batches)
             text = counted(len(batches), "batch", "batches")
             self._log.info(f"step {self.step}: {text} skipped")
@@ -252,13 +244,13 @@ class Data:
         return Retries(name, self._policy, self._report_attempt, self._termination.sleep)
 
     def _report_attempt(self, attempt: CallAttempt) -> None:
-        step, number, text, wait = self.step, attempt.number, str(attempt), attempt.wait_s
-        if attempt.fault is None:
-            self._log.event("retried", step=step, attempt=number, why=text)
-            self._log.info(text)
+        line, number, fault, wait = attempt
+        if fault is None:
+            self._log.event("retried", step=self.step, attempt=number, why=line)
+            self._log.info(line)
             return
         answer = None if wait is None else "retry"
-        self._log.fault(step, attempt.fault, text, answer=answer, attempt=number, wait_s=wait)
+        self._log.fault(self.step, fault, line, answer=answer, attempt=number, wait_s=wait)
 
     def _restore_generators(self) -> None:
         """Restores random states after a restart, because rewinding a loader draws from them.
@@ -279,25 +271,27 @@ class Data:
             return False
         first, self._loop_names_batches = not self._loop_names_batches, True
         if first:
-            self._contents.clear()
-        self._contents.setdefault(self._current, []).append(ObservedBatch(batch, weight))
+            self._forget_contents()
+        self._contents.append(ObservedBatch(batch, weight))
         return first
 
     def forget_parts(self) -> None:
         """Forgets the parts of batches since the last step, which come again in smaller parts."""
         if self._loop_names_batches:
-            self._contents.clear()
+            self._forget_contents()
 
     def take(self, pending: PendingDispatch) -> StepResult:
         """Counts the steps of a dispatch, with the batches of the last loader that yielded."""
-        again = self._last_ids if self._current in self._in_use else []  # two updates on one batch
-        self._last_ids = ids = self._ids.get(self._current, again)
+        current = self.current
+        if current is not None:
+            if current.unused or not current.in_use:  # else a second update on the same batch
+                self._last_ids = current.unused
+            self.loaders.current = current
+        ids = self._last_ids
+        self.loaders.last = ids[-1] if ids else None
         self._most = max(self._most, len(ids))
-        self._ids.clear()  # a step may take batches of several loaders
-        self.loaders.stepped(self._current, ids[-1] if ids else None)
-        contents = tuple(self._contents.get(self._current, ()))
-        self._contents.clear()
-        first = StepResult(self.step, [], tuple(ids), contents)
+        first = StepResult(self.step, [], tuple(ids), tuple(self._contents))
+        self._forget_unused()  # a step may take batches of several loaders
         self.step += pending.count
         self.steps_taken += pending.count
         return first
@@ -305,9 +299,23 @@ class Data:
     def on_rollback(self, target: int) -> None:
         """Forgets the batches of the steps from `target` on."""
         self.step = target
-        self._ids.clear()
         self._last_ids = []
-        self._contents.clear()
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        self._forget_contents()
+        for loader in self.loaders:
+            loader.unused = []
+
+    @property
+    def _contents(self) -> list[ObservedBatch]:
+        """The batches since the last step of the current loader, or of a loop without a loader."""
+        return self._own_batches if self.current is None else self.current.contents
+
+    def _forget_contents(self) -> None:
+        self._own_batches.clear()
+        for loader in self.loaders:
+            loader.contents.clear()
 
     @property
     def between_steps(self) -> bool:
@@ -317,12 +325,7 @@ class Data:
     @property
     def unused(self) -> tuple[BatchId, ...]:
         """Ids of the current loader's batches since the last step."""
-        return tuple(self._ids.get(self._current, ()))
-
-    @property
-    def waiting(self) -> dict[int, BatchId]:
-        """Number of a loader -> its first batch since the last step."""
-        return {number: ids[0] for number, ids in self._ids.items() if ids}
+        return () if self.current is None else tuple(self.current.unused)
 
     @property
     def skipped_steps(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from healcore.core.verdict import Action, names
+from healcore.runtime.data.loader_registry import RunLoader
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.incidents.steps import StepResult
 from healcore.runtime.loop.out_of_memory import OutOfMemory
@@ -87,23 +88,23 @@ class Loop:
                 self.reached_end = True
                 return
 
-    def batches(self, loader: Any, epochs: int | None, epoch: int | None = None) -> Iterator[Any]:
-        """See `Healer.batches`."""
+    def batches(self, loader: Any, *args: Any) -> Iterator[Any]:
+        """See `Healer.batches`; `args` as for `LoaderRegistry.begin`."""
         data, guard = self.data, self.guard
         data.count_pass()
         self.after_step()  # for the last step of a loop that was left by `break`
-        number = data.begin(loader, epochs, epoch)
+        begun = data.begin(loader, *args)
         while True:
             try:
                 guard.watch()
-                batch = data.next(number)
+                batch = data.next(begun)
             except StopIteration:
                 guard.pause()
-                if not self._roll_back_at_end(number):
+                if not self._roll_back_at_end(begun):
                     break
                 continue
             finally:
-                data.log_skipped(number)
+                data.log_skipped(begun)
             guard.watch()
             try:
                 yield batch
@@ -111,9 +112,9 @@ class Loop:
                 guard.pause()
                 raise
             finally:
-                data.release_batch(number)
+                begun.in_use = False
             self.after_step()
-        data.end(number)
+        data.end(begun)
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
@@ -124,10 +125,10 @@ class Loop:
     def update(self, take_state: Callable[[], None]) -> None:
         """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
         take_state()
-        number = self.data.loaders.current
+        loader = self.data.loaders.current
         rolled_back = self._between_steps()
-        if not rolled_back and self.data.at_last_batch(number):
-            rolled_back = self._roll_back_at_end(number)
+        if not rolled_back and loader is not None and loader.in_use and loader.at_end:
+            rolled_back = self._roll_back_at_end(loader)
         self._update_rolled_back |= rolled_back
 
     def _between_steps(self, *, last: bool = False) -> bool:
@@ -163,9 +164,9 @@ class Loop:
         self.saver.after_step()
         return True
 
-    def _roll_back_at_end(self, number: int | None = None) -> bool:
+    def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it. True if it did."""
-        alone, of_training = self.ranks.world == 1, number in (None, self.data.loaders.current)
+        alone, of_training = self.ranks.world == 1, loader in (None, self.data.loaders.current)
         if not alone and not of_training:
             return False  # one rank may evaluate alone, and reading steps is collective
         if self.read(all=True):
@@ -254,7 +255,10 @@ class Loop:
     @property
     def break_place(self) -> str:
         """Place at which a `break` has left the loop before its last epoch ended, or ""."""
-        return "" if self.has_trainer else self.data.loaders.left_at()
+        current = self.data.loaders.current
+        if self.has_trainer or current is None or not current.in_loop:
+            return ""
+        return current.break_place
 
     # -- reports --------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from healcore.runtime.microbatches.parts import (
     Count,
     Microbatch,
     MicrobatchError,
-    Synchronization,
     UnsplittableBatch,
     count_samples,
     part_weights,
@@ -76,7 +75,7 @@ class OutOfMemory:
         self._why_not = ""  # reason why the window cannot be repeated in smaller parts, or ""
         self._redoable = True  # whether all gradients come from the parts of this window
         self._held: list[Any] = []  # values of the failed part that variables of the loop refer to
-        self._joint: Synchronization | None = None  # or None if each rank decides alone
+        self._joint: Any = None  # torch's `DDPGradients`, or None if each rank decides alone
         self._no_joint = ""  # reason why several ranks cannot repeat a window, or an empty string
 
     def parts(

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from healcore.core.verdict import NONFINITE, Action, Cause
 from healcore.events.models import Ending
 from healcore.events.schema import sentence
-from healcore.runtime.data.loader_registry import RewindResult
 from healcore.runtime.incidents.steps import (
     FROM_START,
     IN_A_ROW,
@@ -258,7 +257,7 @@ class Recovery:
             late = self.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *late))
         try:
-            done, moved = self.restorer.roll_back(order)
+            done, why_not = self.restorer.roll_back(order)
         except StoreError as error:
             expected = isinstance(error, NoGoodCheckpoint | StateMismatch)
             if order.better is None or not expected:
@@ -266,7 +265,7 @@ class Recovery:
             problem = f"the weights of step {order.better} are better, but {error}"
             self.log.problem(self.data.step, f"{problem}; the run continues without a rollback")
             return None
-        self.report(done, moved)
+        self.report(done, why_not)
         self.data.on_rollback(done.target)
         self.monitor.on_rollback(done.target)
         self.reader.clear()
@@ -285,7 +284,7 @@ class Recovery:
             self.monitor.metrics.add(step.records)
             self.ledger.skips += any(each.skip for each in step.records)
 
-    def report(self, done: RollbackRecord, moved: RewindResult) -> None:
+    def report(self, done: RollbackRecord, why_not: str) -> None:
         """Writes the events and the console line of a rollback."""
         fields = {name: vars(done)[name] for name in _IN_EVENT}
         fields |= {"cause": Cause(done.cause), "checkpoint": done.target, "outcome": "done"}
@@ -296,8 +295,8 @@ class Recovery:
         fields |= {"by": None if done.better is None else "earlier_weights"}
         fields |= {"moments_reset": self.policy.rollback.reset_moments or None}
         rollback = self.log.event("rollback", step=done.step, **fields)
-        data = "rewound" if moved.rewound else f"continues forward: {moved.why_not}"
-        self.log.event("data", step=done.target, outcome=data, rewound=moved.rewound)
+        data = f"continues forward: {why_not}" if why_not else "rewound"
+        self.log.event("data", step=done.target, outcome=data, rewound=not why_not)
         cause = cause_text(done.cause) or "ordered by a hook"
         if done.arrays:
             cause = nonfinite_save(done)

@@ -432,13 +432,12 @@ class Saver:
         changes by these batches cannot be undone.
         """
         loaders = self.data.loaders
-        batches = {**loaders.all_unreadable(), **self.data.waiting}
-        if not batches or not self._resumes_exactly:
+        if not loaders.has_unused or not self._resumes_exactly:
             yield
             return
         if why_not := self.driver.undo_window():
             raise StoreError(why_not)
-        position = loaders.position_before(batches)
+        position = loaders.position_after_step()
         if position is None:
             raise StoreError("the loader cannot be rewound to the first batch of the step")
         with self.data.host.before_batches(position):

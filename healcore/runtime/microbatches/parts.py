@@ -97,30 +97,8 @@ class Gradients(Protocol):
             clear_cache: whether to return unused memory of the framework's allocator.
         """
 
-    def between_ranks(self, ranks: Ranks) -> Synchronization | str:
-        """The synchronization of several ranks, or a sentence why they cannot repeat a window."""
-        ...
-
-
-class Synchronization(Protocol):
-    """Synchronizes several ranks although a part may fail on any of them.
-
-    No rank may wait for another rank within a part, so the framework's exchanges happen before the
-    first part or after the last part of a batch.
-    """
-
-    def begin_batch(self, *, first: bool) -> None:
-        """Does the exchanges of a forward pass. Called before the first part of a batch.
-
-        `first`: whether it is the first batch since the last step, or of a repeated window.
-        """
-
-    def end_batch(self, failed: bool) -> bool:
-        """Reduces the batch's gradients over the ranks, unless any rank has failed.
-
-        Every rank calls it once per batch. Returns whether any rank has failed.
-        """
-        ...
+    def between_ranks(self, ranks: Ranks) -> Any:
+        """The `DDPGradients` of torch, or a sentence why several ranks cannot repeat a window."""
 
 
 def count_samples(batch: Any) -> int:

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from healcore.runtime.data import position as positions
-from healcore.runtime.data.loader_registry import RewindResult
 from healcore.runtime.dominance.evidence import ComparisonState
 from healcore.runtime.driver import check_engines
 from healcore.runtime.loop.saver import Saver
@@ -74,8 +73,8 @@ class Restorer:
 
     # -- rollback -------------------------------------------------------------------------------
 
-    def roll_back(self, order: Order) -> tuple[RollbackRecord, RewindResult]:
-        """Carries out an order.
+    def roll_back(self, order: Order) -> tuple[RollbackRecord, str]:
+        """Carries out an order. Also returns why the data were not rewound, or "".
 
         Raises NoGoodCheckpoint without a usable checkpoint, StateMismatch if the checkpoints are of
         another state, and any other StoreError of the store; the live state is then unchanged.
@@ -131,13 +130,13 @@ class Restorer:
         done, saved = self._load_first_intact(choice.order, load, step)
         self.ledger.on_rollback(done, saved.record and saved.record.ledger)
         extra = self.policy.rollback.skip_batches if order.batches else 0
-        moved = self.loaders.rewind(saved.position, order.batches, extra, order.read_again)
+        why_not = self.loaders.rewind(saved.position, order.batches, extra, order.read_again)
         if saved.host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(saved.host)
         saver.dominance.on_rollback(done.target)
         saver.begin_attempt(done.target)
         self._commit_rollback(done)
-        return done, moved
+        return done, why_not
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""

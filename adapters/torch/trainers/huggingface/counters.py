@@ -21,7 +21,8 @@ _STATE = (
 )
 """Fields of `TrainerState` that count. Other fields (max_steps, save_steps, ...) are settings."""
 _LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
-COUNTERS = ("current_flos", "_step", "_total_train_tokens")
+_TOKENS = "_total_train_tokens"
+_COUNTERS = ("current_flos", "_step", _TOKENS)
 """Attributes of Trainer, of TRL's GRPO and RLOO, and of TRL's SFT and DPO. Each may be absent."""
 _SETTINGS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm"),
@@ -30,15 +31,21 @@ _SETTINGS = (
 """Fields of `TrainingArguments`."""
 
 
-class LossCounts:
-    """A copy of the counts that TRL's trainers change in `compute_loss`: metrics and tokens.
+class CountsBefore:
+    """The trainer's counts before a micro-batch. Copies one tensor, without a sync.
 
-    The metrics are lists with one entry per micro-batch since the last log.
+    TRL's trainers also count tokens and metrics in `compute_loss`. The metrics are lists with one
+    entry per micro-batch since the last log.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._tokens = copy.deepcopy(getattr(trainer, "_total_train_tokens", None))
+        self.step = trainer.state.global_step
+        self.tokens_seen = trainer.state.num_input_tokens_seen
+        self.tr_loss = trainer._tr_loss.clone()
+        self.buffered = getattr(trainer, "_buffered_inputs", None)
+        """GRPO's and RLOO's generated batches. A later micro-batch of the step replaces them."""
+        self.counters = copy.deepcopy(_counters_of(trainer))
         metrics = getattr(trainer, "_metrics", None)
         self._lists = {
             mode: {name: (values, len(values)) for name, values in lists.items()}
@@ -46,29 +53,16 @@ class LossCounts:
             if isinstance(lists, dict)
         }
 
-    def restore(self) -> None:
-        """Restores the counts. Removes the list entries that were added since."""
-        if self._tokens is not None:
-            self._trainer._total_train_tokens = self._tokens
+    def restore_in_loss(self) -> None:
+        """Restores what `compute_loss` counts. Removes the list entries that were added since."""
+        if _TOKENS in self.counters:
+            setattr(self._trainer, _TOKENS, copy.deepcopy(self.counters[_TOKENS]))
         for mode, lists in self._lists.items():
             metrics = self._trainer._metrics[mode]
             metrics.clear()
             for name, (values, length) in lists.items():
                 del values[length:]
                 metrics[name] = values
-
-
-class WindowCounts:
-    """The counts before the first micro-batch of a step. Copies one tensor, without a sync."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.step = trainer.state.global_step
-        self.in_loss = LossCounts(trainer)
-        self.tokens_seen = trainer.state.num_input_tokens_seen
-        self.tr_loss = trainer._tr_loss.clone()
-        self.buffered = getattr(trainer, "_buffered_inputs", None)
-        """GRPO's and RLOO's generated batches. A later micro-batch of the step replaces them."""
-        self.counters = copy.deepcopy(_counters_of(trainer))
 
 
 class Counters:
@@ -88,7 +82,7 @@ class Counters:
 
     def __init__(self, trainer: Any, feed: EpochFeed | None, callback: object) -> None:
         self.trainer = trainer
-        self.before: WindowCounts | None = None
+        self.before: CountsBefore | None = None
         self._feed = feed
         self._callback = callback
         self._max_steps: int | None = None
@@ -177,7 +171,7 @@ class Counters:
 
 
 def _counters_of(trainer: Any) -> dict[str, Any]:
-    return {name: getattr(trainer, name) for name in COUNTERS if hasattr(trainer, name)}
+    return {name: getattr(trainer, name) for name in _COUNTERS if hasattr(trainer, name)}
 
 
 def _as_number(value: Any) -> Any:

@@ -192,6 +192,5 @@ class EpochFeed:
 
     def _next_id(self) -> BatchId:
         """The id of the next batch that the Healer reads."""
-        loaders = loop_of(self.healer).data.loaders
-        number = loaders.number(self._loader)
-        return BatchId(0, 0) if number is None else loaders[number].next_id
+        known = loop_of(self.healer).data.loaders.find(self._loader)
+        return BatchId(0, 0) if known is None else known.next_id

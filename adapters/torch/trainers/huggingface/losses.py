@@ -19,7 +19,7 @@ from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copied
 from healcore.torch.trainers import replaced
-from healcore.torch.trainers.huggingface.counters import LossCounts
+from healcore.torch.trainers.huggingface.counters import CountsBefore
 
 
 @contextmanager
@@ -91,11 +91,11 @@ def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:
     def loss_of(batch: Any) -> Any:
         # compute_loss may change its inputs, and in TRL the metrics of the next log.
         inputs = copied(batch)
-        counts = LossCounts(trainer)
+        counts = CountsBefore(trainer)
         try:
             with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
         finally:
-            counts.restore()
+            counts.restore_in_loss()
 
     return loss_of

@@ -20,7 +20,7 @@ from transformers import Trainer
 
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.microbatches.parts import count_samples
-from healcore.torch.trainers.huggingface.counters import Counters, WindowCounts
+from healcore.torch.trainers.huggingface.counters import Counters, CountsBefore
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers whose batch has first all chosen rows, then all rejected rows."""
@@ -65,7 +65,7 @@ class SplitSteps:
                 cannot be split; a network failure, after the retries of `[retry]`; any other error.
         """
         if self._begins:
-            self._counters.before = WindowCounts(self._trainer)
+            self._counters.before = CountsBefore(self._trainer)
             self._accumulated, self._tokens = False, 0
         losses: list[Tensor] = []
         batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
@@ -112,7 +112,7 @@ class SplitSteps:
         """Restores the trainer's counts before the window."""
         trainer, before = self._trainer, self._counters.before
         assert before is not None
-        before.in_loss.restore()
+        before.restore_in_loss()
         if "_step" in before.counters:
             trainer._step, trainer._buffered_inputs = before.counters["_step"], before.buffered
         trainer.state.num_input_tokens_seen -= self._tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -16,13 +17,13 @@ from healcore.core.errors import AttachError
 from healcore.extras import require
 from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import with_limit
-from healcore.runtime.data.torch_loader import is_replayable, recorded
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
+from healcore.runtime.loop.loop import Loop
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import driven, replaced
-from healcore.torch.trainers.lightning.feed import Feed, Progress
+from healcore.torch.trainers.lightning.feed import Progress, replaced_fetcher
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -117,11 +118,13 @@ class LightningHealingCallback(Callback):
         if limit and self._policy.mode != "observe":
             self._fit_policy = _with_limit(trainer, self._policy, float(limit))
             self._changes.enter_context(replaced(trainer, "gradient_clip_val", None))
-        self._record_orders(trainer)
+        self._progress = progress = Progress(trainer)
+        opened = functools.partial(self._open, trainer, progress)
+        self._changes.enter_context(replaced_fetcher(trainer, progress, opened))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Inserts the Healer between Lightning and its dataloaders. Not with `fast_dev_run`."""
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        """Begins a new run, which opens its Healer with the first batch."""
+        if self._progress is None:
             return
         if trainer.ckpt_path is not None and self._options["store"] is not None:
             raise AttachError(
@@ -130,14 +133,8 @@ class LightningHealingCallback(Callback):
                 "and pass an empty store"
             )
         self.healer = None
-        self._progress = Progress(trainer)
         self._replace_hooks(trainer.fit_loop)
-        self._feed(trainer)
         self._pending_losses.clear()
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wraps dataloaders that were reloaded (`reload_dataloaders_every_n_epochs`)."""
-        self._feed(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the run, which saves the last state."""
@@ -233,53 +230,29 @@ class LightningHealingCallback(Callback):
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _record_orders(self, trainer: Any) -> None:
-        """Makes plain train dataloaders record their order, before Lightning begins to read."""
-        setup_data, process = trainer.fit_loop.setup_data, trainer.strategy.process_dataloader
-
-        def processed(loader: Any) -> Any:
-            loader = process(loader)
-            return recorded(loader) if is_replayable(loader) else loader
-
-        def setup_recorded_data() -> None:
-            with replaced(trainer.strategy, "process_dataloader", processed):
-                setup_data()
-
-        self._changes.enter_context(replaced(trainer.fit_loop, "setup_data", setup_recorded_data))
-
-    def _feed(self, trainer: Any) -> None:
-        """Wraps the dataloaders in a `Feed`, again if Lightning has reloaded them."""
-        fit = trainer.fit_loop
-        if self._progress is None or isinstance(fit._data_fetcher, Feed):
-            return
-        if any(c.__name__ == "_DataLoaderIterDataFetcher" for c in type(fit._data_fetcher).__mro__):
-            raise AttachError(
-                "training_step takes dataloader_iter and reads the data itself, so a rollback "
-                "cannot rewind the data: write training_step(self, batch, batch_idx), or heal the "
-                "optimizer with healcore.torch.attach"
-            )
-        fit._data_fetcher = Feed(trainer, fit._data_fetcher, self._progress, self._open)
-
-    def _open(self, trainer: Any, rewinds_data: bool) -> Healer[Any]:
-        """Returns the Healer. The first call opens it and resumes the run in its store.
+    def _open(self, trainer: Any, progress: Progress) -> Loop:
+        """Returns the run. The first call opens the Healer and resumes the run in its store.
 
         Lightning requests the first batch then. Every checkpoint is therefore taken at the same
         point of the loop, so a rollback can restore the loop's counters.
         """
-        assert self._progress is not None
-        if self.healer is None:
-            options = dict(self._options)
-            if (loss_fn := options["loss_fn"]) is not None:
-                to_device = trainer.strategy.batch_to_device
-                options["loss_fn"] = lambda batch: loss_fn(to_device(batch[0]))
-            healer = Healer(self._fit_policy, state=_state(trainer, self._progress), **options)
-            self.healer = healer.__enter__()
-            self._metrics = ChangedMetrics(healer.metrics)
-            self._progress.within_step = lambda: bool(loop_of(healer).data.unused)
-            if trainer.ckpt_path is not None:
-                driven.load_engines(healer, self._engines)
-        self._progress.rewinds_data = rewinds_data
-        return self.healer
+        if self.healer is not None:
+            return loop_of(self.healer)
+        options = dict(self._options)
+        if (loss_fn := options["loss_fn"]) is not None:
+            to_device, fit = trainer.strategy.batch_to_device, trainer.fit_loop
+            options["loss_fn"] = lambda batch: loss_fn(
+                to_device(fit._data_fetcher.as_passed(batch))
+            )
+        healer = Healer(self._fit_policy, state=_state(trainer, progress), **options)
+        self.healer = healer.__enter__()
+        self._metrics = ChangedMetrics(healer.metrics)
+        run = loop_of(healer)
+        progress.within_step = lambda: bool(run.data.unused)
+        progress.rewinds_data = lambda: run.data.loaders.can_rewind
+        if trainer.ckpt_path is not None:
+            driven.load_engines(healer, self._engines)
+        return run
 
     def _replace_hooks(self, fit: Any) -> None:
         """Replaces two methods of Lightning's loops, because no callback runs at their moment."""

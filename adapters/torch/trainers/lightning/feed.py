@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
+from contextlib import AbstractContextManager
 from typing import Any
 
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from healcore.core.errors import AttachError
 from healcore.runtime.data import EmptyLoader
-from healcore.runtime.data.loader_adapters import (
-    TolerantIterator,
-    why_no_state,
-)
-from healcore.runtime.data.torch_loader import TorchLoader, is_replayable, recorded
+from healcore.runtime.data.loader_adapters import TolerantIterator, UnreadableBatch
 from healcore.runtime.driver import json_setting
-from healcore.runtime.healer import Healer, loop_of
+from healcore.runtime.loop.loop import Loop
+from healcore.torch.trainers import replaced
 
 _END = object()
 
 
 class Feed:
-    """Replaces `trainer.fit_loop._data_fetcher`, with the attributes that Lightning's loops use.
+    """Lightning's data fetcher of a fit, which passes the batches of a Healer.
 
     Lightning requests the next batch between two steps. The Healer then saves, rolls back or ends
-    the run.
+    the run. The Healer reads the train dataloader itself. Several dataloaders, and a dataloader
+    without a length, are read through `CombinedBatches` and cannot be rewound.
+
+    Args:
+        trainer: the Trainer.
+        progress: the counters of the fit.
+        open_run: returns the run of the open Healer, and opens the Healer on the first call.
 
     Attributes:
         fetched: number of batches of this epoch so far.
@@ -30,39 +37,41 @@ class Feed:
         nothing_to_do: whether the run in the store is complete.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        fetcher: Any,
-        progress: Progress,
-        open_healer: Callable[[Any, bool], Healer[Any]],
-    ) -> None:
-        self._trainer = trainer
-        self._fetcher = fetcher
+    def __init__(self, trainer: Any, progress: Progress, open_run: Callable[[], Loop]) -> None:
+        self._fit = trainer.fit_loop
         self._progress = progress
-        self._open = open_healer
-        self._loop = trainer.fit_loop.epoch_loop
-        self._loader: TrainLoader | None = None
+        self._open = open_run
+        self._run: Loop | None = None
+        self._loader: Any = None
         """The loader that the Healer reads, or None before the first batch."""
+        self._length: int | None = None
+        """Number of batches of an epoch, or None if unknown."""
         self._done_before = 0
         """Number of batches of the first epoch that precede Lightning's checkpoint."""
-        self._healer: Healer | None = None
         self._batches: Iterator[Any] | None = None
+        self._begun = False
         self.fetched = 0
         self.done = self.nothing_to_do = False
         self._start_profiler: Callable[[], None]  # set by Lightning
         self._stop_profiler: Callable[[], None]
 
-    @property
-    def combined_loader(self) -> Any:
-        """Lightning's loader of all train dataloaders."""
-        return self._fetcher.combined_loader
+    def setup(self, combined_loader: Any) -> None:
+        """Receives Lightning's loader of all train dataloaders.
+
+        Lightning then asks for the loader's length, which requires its iterator. That iterator does
+        not begin, because the Healer reads the dataloaders.
+        """
+        self.combined_loader = combined_loader
+        modes = sys.modules[type(combined_loader).__module__]._SUPPORTED_MODES
+        iterator = modes[combined_loader._mode]["iterator"]
+        combined_loader._iterator = iterator(combined_loader.flattened, combined_loader.limits)
 
     def __iter__(self) -> Feed:
-        """Begins an epoch. Lightning calls this before every epoch except the first."""
-        if self._loader is None:
-            iter(self._fetcher)  # Lightning begins reloaded dataloaders twice
-        elif self.fetched and not self.done:
+        """Begins an epoch."""
+        if self._run is None and self._begun:
+            iter(self.combined_loader)  # Lightning begins reloaded dataloaders twice, which draws
+        self._begun = True
+        if self.fetched and not self.done:
             self._batches = None  # the epoch ended early: the Healer begins the next epoch
         self.reset()
         return self
@@ -78,37 +87,60 @@ class Feed:
             self._stop_profiler()
 
     def _next(self) -> tuple[Any, int, int]:
-        batch_progress = self._loop.batch_progress
-        if self._loader is None:  # created here, after Lightning has loaded its own checkpoint
+        batch_progress = self._fit.epoch_loop.batch_progress
+        if self._run is None:  # opened here, after Lightning has loaded its own checkpoint
             self._done_before = batch_progress.current.ready
-            limit = self._trainer.fit_loop.max_batches
-            length = None if limit == float("inf") else int(limit)
-            self._loader = TrainLoader(self._fetcher, length, self._done_before)
-            self._healer = self._open(self._trainer, self._loader.why_not is None)
-            had_completed = loop_of(self._healer).data.had_completed
+            if self._fit.max_batches != float("inf"):
+                self._length = int(self._fit.max_batches)
+            self._loader = self._train_loader()
+            self._run = self._open()
+            had_completed = self._run.data.had_completed
             self.nothing_to_do = self._progress.is_complete(had_completed=had_completed)
-        healer, loader = self._healer, self._loader
-        if self.nothing_to_do or healer is None:
+        if self.nothing_to_do:
             raise StopIteration
+        data = self._run.data
         if self._batches is None:
             # One iterator for all epochs, because a rollback may return to an earlier epoch.
-            self._batches = healer.batches(loader, epochs=None)
-        fetched = next(self._batches)
-        data = loop_of(healer).data
+            limit = None if self._length is None else self._length_of
+            self._batches = self._run.batches(self._loader, None, None, limit)
+        batch = next(self._batches)
         if len(data.unused) == 1:
             self._progress.begin_step()
         self.fetched += 1
-        number = data.loaders.number(loader)
-        is_last = number is not None and data.loaders[number].is_last()
+        known = data.loaders.find(self._loader)
+        is_last = known is not None and known.is_last()
+        if isinstance(self._loader, CombinedBatches):
+            is_last = is_last or self._loader.exhausted
         # A batch of the next epoch follows if the rest of this epoch is unreadable. It ends the
         # epoch, because Lightning's last step and validation have to follow a batch.
-        ready = batch_progress.current.ready - (0 if data.unused[-1].epoch else self._done_before)
-        self.done = loader.exhausted or is_last or data.unused[-1].index < ready
-        if self.done and loader.full_length is not None:
+        epoch, index = data.unused[-1]
+        self.done = is_last or index < batch_progress.current.ready - self._before(epoch)
+        if self.done and self._length is not None:
             # Lightning validates at the end of an epoch only if its count reaches the length.
-            skipped = loader.full_length - 1 - batch_progress.current.ready
+            skipped = self._length - 1 - batch_progress.current.ready
             batch_progress.increment_by(max(skipped, 0))
-        return fetched
+        return self.as_passed(batch), index, 0
+
+    def as_passed(self, batch: Any) -> Any:
+        """The batch of the Healer as Lightning passes it, in the structure of the dataloaders."""
+        if isinstance(self._loader, CombinedBatches):
+            return batch
+        structure = self.combined_loader.iterables
+        kind = type(self._loader)
+        return apply_to_collection(structure, kind, lambda _: batch)
+
+    def _train_loader(self) -> Any:
+        flattened = self.combined_loader.flattened
+        if len(flattened) == 1 and self._length is not None:
+            return flattened[0]
+        return CombinedBatches(self.combined_loader, self._length)
+
+    def _before(self, epoch: int) -> int:
+        return 0 if epoch else self._done_before
+
+    def _length_of(self, epoch: int) -> int:
+        assert self._length is not None
+        return max(self._length - self._before(epoch), 0)
 
     def reset(self) -> None:
         """Resets the counts, as Lightning's data fetcher does."""
@@ -117,105 +149,67 @@ class Feed:
     def teardown(self) -> None:
         """Shuts down the workers of the dataloaders."""
         self._batches = None
-        self._fetcher.teardown()
+        known = None if self._run is None else self._run.data.loaders.find(self._loader)
+        if known is not None:
+            known.close()
+        self.combined_loader.reset()
 
 
-class TrainLoader:
-    """Lightning's train dataloaders as one loader, within `limit_train_batches`.
+class CombinedBatches:
+    """Lightning's train dataloaders as one loader.
 
     If the length is unknown, reads one batch ahead, because Lightning has to know which batch is
     the last.
 
-    Args:
-        fetcher: Lightning's data fetcher, which has begun the first epoch.
-        length: number of batches per epoch, or None if unknown.
-        done: number of batches of the first epoch that precede Lightning's checkpoint.
-
     Attributes:
-        full_length: number of batches per epoch, or None if unknown.
-        length: number of batches of the current epoch, or None if unknown.
+        why_not: why the loader cannot be rewound.
         exhausted: whether the last batch is known to be the last of its epoch, without a length.
-        why_not: reason why the loader cannot be rewound, or None.
     """
 
-    def __init__(self, fetcher: Any, length: int | None, done: int) -> None:
-        self._combined = fetcher.combined_loader
-        # iter(combined) would restart the epoch with other random numbers.
-        rest = iter(self._combined.__next__, _END)
-        first_epoch: Iterator[Any] = chain(getattr(fetcher, "batches", ()), rest)
-        loaders = self._combined.flattened
-        self._only: Any = loaders[0] if len(loaders) == 1 else None
-        self._plain: TorchLoader | None = None
-        if is_replayable(self._only) and recorded(self._only) is self._only:
-            self._plain = TorchLoader(self._only, begin=lambda: iter(self._combined))
-            first_epoch = self._plain.adopt(first_epoch)
-        self._first_epoch: Iterator[Any] | None = first_epoch
-        self._index = 0
-        self.full_length = length
-        self.length = None if length is None else max(length - done, 0)
+    def __init__(self, combined: Any, length: int | None) -> None:
+        self._combined, self._length = combined, length
+        self.why_not = "the fit has several train dataloaders, and only one can be rewound"
+        if length is None:
+            self.why_not = "the train dataloader has no length, so one batch is always read ahead"
         self.exhausted = False
-        self._loaded: Mapping[str, Any] | None = None
-        self.why_not = self._why_not()
-        # The Healer saves the generators of these samplers, and calls their `set_epoch`.
-        self.sampler = getattr(self._only, "sampler", None)
-        self.batch_sampler = getattr(self._only, "batch_sampler", None)
-        self.dataset = getattr(self._only, "dataset", None)
-
-    def __len__(self) -> int:
-        """The number of batches of the current epoch; TypeError if unknown."""
-        if self.length is None:
-            raise TypeError("the train dataloader has no length")
-        return self.length
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields Lightning's (batch, index, dataloader index), or an `UnreadableBatch`."""
-        batches, self.exhausted = TolerantIterator(self._begin()), False
-        if self.length is not None:
-            for batch in islice(batches, self.length - self._index):
-                self._index += 1
-                yield batch
+        """Yields batches, and an `UnreadableBatch` where reading raises."""
+        fetched, self.exhausted = TolerantIterator(iter(self._combined)), False
+        batches = (each if isinstance(each, UnreadableBatch) else each[0] for each in fetched)
+        if self._length is not None:
+            yield from batches
             return
-        ahead: Any = next(batches, _END)
+        ahead = next(batches, _END)
         while ahead is not _END:
             batch, ahead = ahead, next(batches, _END)
-            self._index += 1
             self.exhausted = ahead is _END
             yield batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position of a dataloader that can be rewound."""
-        state = self._only.state_dict() if self._plain is None else self._plain.state()
-        return {"loader": state, "index": self._index, "length": self.length}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the position for the next `iter`."""
-        if self._plain is None:
-            self._only.load_state_dict(state["loader"])
-        else:
-            self._plain.resume(state["loader"], 0)
-        self._loaded, self._first_epoch = state, None
+def replaced_fetcher(
+    trainer: Any, progress: Progress, open_run: Callable[[], Loop]
+) -> AbstractContextManager[None]:
+    """Makes the fit read through a `Feed`, also after Lightning has reloaded its dataloaders.
 
-    def _begin(self) -> Iterator[Any]:
-        """The batches of the next epoch, or the rest of an epoch that is begun or loaded."""
-        loaded, self._loaded = self._loaded, None
-        first_epoch, self._first_epoch = self._first_epoch, None
-        if first_epoch is not None:
-            return first_epoch
-        self._index, self.length = 0, self.full_length
-        if loaded is not None:
-            self._index, self.length = loaded["index"], loaded["length"]
-        if self._plain is None:
-            return iter(self._combined)
-        return self._plain.start() if loaded is None else self._plain
+    Raises AttachError within the fit if `training_step` reads the data itself.
+    """
+    module = sys.modules[trainer.fit_loop.setup_data.__module__]
+    select = module._select_data_fetcher
 
-    def _why_not(self) -> str | None:
-        if self._only is None:
-            return "the fit has several train dataloaders, and only one can be rewound"
-        if self.length is None:
-            return "the train dataloader has no length, so one batch is always read ahead"
-        if self._plain is not None:
-            return None
-        return why_no_state(self._only)
+    def selected(owner: Any, *args: Any) -> Any:
+        fetcher = select(owner, *args)
+        if owner is not trainer:
+            return fetcher
+        if any(c.__name__ == "_DataLoaderIterDataFetcher" for c in type(fetcher).__mro__):
+            raise AttachError(
+                "training_step takes dataloader_iter and reads the data itself, so a rollback "
+                "cannot rewind the data: write training_step(self, batch, batch_idx), or heal the "
+                "optimizer with healcore.torch.attach"
+            )
+        return Feed(trainer, progress, open_run)
+
+    return replaced(module, "_select_data_fetcher", selected)
 
 
 class Progress:
@@ -230,8 +224,8 @@ class Progress:
 
     def __init__(self, trainer: Any) -> None:
         self._fit = trainer.fit_loop
-        self.rewinds_data = True
-        """Whether a rollback rewinds the data to the checkpoint."""
+        self.rewinds_data: Callable[[], bool] = lambda: True
+        """Returns whether a rollback rewinds the data to the checkpoint."""
         self.within_step: Callable[[], bool] = bool
         """Returns whether batches have been fetched since the last step."""
         self._before: dict[str, Any] = {}
@@ -308,7 +302,7 @@ class Progress:
         """Sets the counters of the running loops."""
         self._saved_limits = dict(state["limits"])
         for name, counter in self._counters().items():
-            if self.rewinds_data or name not in ("epoch", "batch"):
+            if self.rewinds_data() or name not in ("epoch", "batch"):
                 counter.load_state_dict(state[name])
         self._fit.epoch_loop._batches_that_stepped = state["batches_that_stepped"]
 

@@ -85,6 +85,16 @@ def fit(module: type, loaders: Any, *callbacks: Any, **options: Any):
     return fitted, running
 
 
+class Reloaded(Regression):
+    def train_dataloader(self) -> Any:
+        return shuffled()
+
+
+class Structured(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"], batch_idx)
+
+
 class Several(Regression):
     """Takes its batches from two loaders of different lengths."""
 
@@ -106,6 +116,9 @@ CASES: dict[str, Any] = {
         *(Regression, ITERABLE),
         {"limit_train_batches": 5, "accumulate_grad_batches": 2},
     ),
+    "limited": (Regression, lambda: [stateful()], {"limit_train_batches": 5}),
+    "reloaded": (Reloaded, list, {"reload_dataloaders_every_n_epochs": 1}),
+    "one of a structure": (Structured, lambda: [{"a": shuffled()}], {}),
     "several": (Several, lambda: [{"a": shuffled(), "b": DataLoader(data(3), 8, True)}], {}),
 }
 
