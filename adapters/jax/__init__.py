@@ -20,7 +20,9 @@ require("jax", "jax", "optax")
 from healcore.jax.commit import commit  # noqa: E402
 from healcore.jax.heal_state import HealState, HealStateError  # noqa: E402
 from healcore.jax.opt_state import (  # noqa: E402
+    expect_change,
     from_dict,
+    gradient_norms,
     last_decision,
     metrics,
     to_dict,
@@ -38,7 +40,9 @@ __all__ = [
     "HealStateError",
     "OrbaxStore",
     "commit",
+    "expect_change",
     "from_dict",
+    "gradient_norms",
     "heal",
     "heal_zclip",
     "last_decision",
