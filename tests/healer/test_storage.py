@@ -8,7 +8,7 @@ import torch
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.start import AlreadyCompleted, StoreNotEmpty
 from healcore.runtime.loop.termination import LastStateNotSaved
-from healcore.runtime.store import StateMismatch
+from healcore.runtime.store import StateMismatch, StoreInUse
 from healcore.torch.store import DCPStore
 from tests.healer.run_directory import events, new_process, postmortems
 from tests.healer.training_loops import Faults, broken_at, loop_of, rules, train
@@ -110,3 +110,11 @@ def test_a_completed_store_is_of_one_run(framework, tmp_path):
         run(1)
     with pytest.raises(AlreadyCompleted):
         run(0)
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path):
+    def open_again(healer, number):
+        with pytest.raises(StoreInUse, match="this process"):
+            Healer(rules(), state=loop_of("torch").state, store=tmp_path).__enter__()
+
+    train(loop_of("torch"), rules(), range(2), store=tmp_path, before=open_again)

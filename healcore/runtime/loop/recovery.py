@@ -31,8 +31,6 @@ from healcore.runtime.run_options import Hooks
 from healcore.runtime.store import NoGoodCheckpoint, Saved, StateMismatch, StoreError
 
 _SERIOUS = Action.ROLLBACK | Action.STOP
-_IN_EVENT = ("number", "onset", "lr", "lr_limit", "lr_scale", "repeated", "initial")
-"""Fields of a `RollbackRecord` that have the same name in its event."""
 _NONFINITE_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
 
@@ -166,8 +164,10 @@ class Recovery:
         )
 
     def _assess(self, order: Order, verdict: str, by: str) -> None:
-        about = {"onset": order.onset, "cause": Cause(order.cause)}
-        self.log.event("assessment", step=order.index, verdict=verdict, by=by, **about)
+        onset, cause = order.onset, Cause(order.cause)
+        self.log.event(
+            "assessment", step=order.index, onset=onset, cause=cause, verdict=verdict, by=by
+        )
 
     def _decline(self, order: Order, by: str, why: str) -> None:
         """Declines an order, and logs that the run continues without it."""
@@ -241,8 +241,10 @@ class Recovery:
             )
             return None
         why = f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}"
-        about = {"cause": [], "action": action, "observed": policy.observes}
-        self.log.event("order", step=order.index, why=why, **about)
+        watches = policy.observes
+        self.log.event(
+            "order", step=order.index, cause=[], action=action, why=why, observed=watches
+        )
         return self.carry_out(order) if action & _SERIOUS and not policy.observes else None
 
     def roll_back(self, order: Order) -> RollbackRecord | None:
@@ -286,15 +288,26 @@ class Recovery:
 
     def report(self, done: RollbackRecord, why_not: str) -> None:
         """Writes the events and the console line of a rollback."""
-        fields = {name: vars(done)[name] for name in _IN_EVENT}
-        fields |= {"cause": Cause(done.cause), "checkpoint": done.target, "outcome": "done"}
-        fields |= {"batches": [list(each) for each in done.batches]}
-        fields |= {"lr_scale_before": self.monitor.lr_scale_before}
-        fields |= {"lr_at_fault": None if done.lr is None else done.lr_at_fault}
-        fields |= {"why": done.numbers_text or None}
-        fields |= {"by": None if done.better is None else "earlier_weights"}
-        fields |= {"moments_reset": self.policy.rollback.reset_moments or None}
-        rollback = self.log.event("rollback", step=done.step, **fields)
+        rollback = self.log.event(
+            "rollback",
+            step=done.step,
+            number=done.number,
+            onset=done.onset,
+            cause=Cause(done.cause),
+            checkpoint=done.target,
+            by=None if done.better is None else "earlier_weights",
+            outcome="done",
+            lr=done.lr,
+            lr_limit=done.lr_limit,
+            lr_at_fault=None if done.lr is None else done.lr_at_fault,
+            lr_scale_before=self.monitor.lr_scale_before,
+            lr_scale=done.lr_scale,
+            batches=[list(each) for each in done.batches],
+            repeated=done.repeated,
+            initial=done.initial,
+            why=done.numbers_text or None,
+            moments_reset=self.policy.rollback.reset_moments or None,
+        )
         data = f"continues forward: {why_not}" if why_not else "rewound"
         self.log.event("data", step=done.target, outcome=data, rewound=not why_not)
         cause = cause_text(done.cause) or "ordered by a hook"
@@ -316,9 +329,9 @@ class Recovery:
         """Ends the run with a diagnosis; `error` with the cause `fault` is the reason, or None."""
         self.count_last_steps()
         end = self.run_end(Ending.STOPPED, why, fault=fault)
-        about = {"diagnosis": explain(end), "checkpoint": end.last_good, "cause": fault or None}
-        self.log.event("stop", step=end.step, why=why, **about)
-        raise RunStopped(about["diagnosis"], why, end.last_good) from error
+        text, good, cause = explain(end), end.last_good, fault or None
+        self.log.event("stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=cause)
+        raise RunStopped(text, why, good) from error
 
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
         """How the run ends. `why` is the reason of a stop, or the signal."""

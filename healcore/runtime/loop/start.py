@@ -355,7 +355,8 @@ def _resume(loop: Loop, newest: Record | None) -> None:
         raise _no_usable_checkpoint(loop, wrong) from error
     loop.data.restore(step, generators)
     loop.log.event("resume", step=step, checkpoint=step)
-    lost = {at: why for at, why in wrong.items() if why != "abandoned"} | _damage(loop)
+    abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
+    lost = {at: why for at, why in wrong.items() if at not in abandoned} | _damage(loop)
     lost = {at: why for at, why in sorted(lost.items()) if at > step}
     if lost:
         which = "; ".join(f"{at} ({why})" for at, why in lost.items())

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from healcore.core.engine.incident import causes as incident_causes
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
-from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
 from healcore.history.incident import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
@@ -234,9 +233,15 @@ class IncidentMonitor:
         if first.rank_signals is not None and self.ranks.world > 1:
             values = enumerate(self.ranks.gather(first.rank_signals))
             of_ranks = [{"rank": r, "loss": loss, "grad_norm": norm} for r, (loss, norm) in values]
-        about = {"incident": incident.number, "onset": incident.onset, "of_ranks": of_ranks}
-        cause = Cause(incident.cause)
-        self.log.event("incident", step=step.index, cause=cause, **about, **_data_of(step))
+        self.log.event(
+            "incident",
+            step=step.index,
+            incident=incident.number,
+            onset=incident.onset,
+            cause=Cause(incident.cause),
+            of_ranks=of_ranks,
+            **_data_of(step),
+        )
 
     def _report_over(self, step: StepResult) -> None:
         """Writes an event for each incident after which the run was quiet for long enough."""
@@ -285,9 +290,12 @@ class IncidentMonitor:
         if has_line:
             with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
                 rate = self._driver.learning_rate()
-        event = self._event(
+        event = self.log.event(
             "alarm",
-            judged,
+            step=step.index,
+            engine=record.engine,
+            incident=judged.number,
+            cause=record.cause,
             skip=record.skip,
             skips=self.metrics.total("skips") if record.skip and not self.policy.observes else None,
             grad_scale=None if self.policy.engine.per_tensor else record.grad_scale,
@@ -296,6 +304,7 @@ class IncidentMonitor:
             action=record.action,
             readings=record.readings,
             evidence=record.evidence,
+            observed=self.policy.observes,
             **_data_of(step),
         )
         if has_line:
@@ -307,12 +316,6 @@ class IncidentMonitor:
                 self._explained.add(failure.diagnosis)
                 line += f". {failure.diagnosis}"
             (self.log.error if is_error else self.log.warning)(line)
-
-    def _event(self, kind: str, judged: _Judged, **fields: Any) -> EventRecord:
-        record = judged.record
-        about = {"engine": record.engine, "incident": judged.number, "cause": record.cause}
-        observed = self.policy.observes
-        return self.log.event(kind, step=judged.step.index, observed=observed, **about, **fields)
 
     # -- orders ---------------------------------------------------------------------------------
 
@@ -332,7 +335,15 @@ class IncidentMonitor:
         if action & Action.ALERT:
             self._alert(judged, action)
         if self.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
-            self._event("order", judged, action=action, depth=depth)
+            self.log.event(
+                "order",
+                step=step.index,
+                incident=judged.number,
+                cause=record.cause,
+                action=action,
+                depth=depth,
+                observed=self.policy.observes,
+            )
         if self.policy.observes or not action & _ORDERS:
             return None
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)
@@ -372,13 +383,17 @@ class IncidentMonitor:
         if before if judged.number else not passes_power_of_ten(before, before + 1):
             return
         rows = failures_of(judged.record.cause)
-        self._event(
+        self.log.event(
             "alert",
-            judged,
+            step=judged.step.index,
+            incident=judged.number,
+            engine=judged.record.engine,
+            cause=judged.record.cause,
             action=action,
             severity=rows[0].severity,
             diagnosis=" ".join(row.diagnosis for row in rows),
             references=list(dict.fromkeys(each for row in rows for each in row.references)),
+            observed=self.policy.observes,
         )
 
 
