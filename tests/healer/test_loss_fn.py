@@ -46,14 +46,14 @@ def jax_run(loss_fn: Any) -> None:
 @pytest.mark.parametrize(
     ("run", "loss_fn", "said"),
     [
-        (torch_run, lambda model: 0.0, "loss_fn raised TypeError on the first batch.*loss_fn"),
+        (torch_run, lambda model: 0.0, r"TypeError on the first batch.*loss_fn\(batch\)"),
         (torch_run, lambda model, batch: torch.ones(2), "one number, got shape"),
-        (torch_run, lambda model, batch: None, "must be a number, got None"),
-        (torch_run, lambda model, batch: (0.5, 0.1), r"a tuple of 2.* instead of \(loss, aux\)"),
-        (torch_run, lambda model, batch: {"loss": 0.5}, "got a dict of 1.*the number alone"),
-        (jax_run, lambda batch: 0.0, "loss_fn raised TypeError on the first batch"),
+        (torch_run, lambda model, batch: None, "a number, got None"),
+        (torch_run, lambda model, batch: (0.5, 0.1), r"a tuple of 2.*of \(loss, aux\)"),
+        (torch_run, lambda model, batch: {"loss": 0.5}, "a dict of 1.*the number alone"),
+        (jax_run, lambda batch: 0.0, "TypeError on the first batch"),
         (jax_run, lambda state, batch: batch, r"one number, got shape \(2,\)"),
-        (jax_run, lambda state, batch: (batch.sum(), batch), r"a tuple of 2.*loss instead of"),
+        (jax_run, lambda state, batch: (batch.sum(), batch), r"a tuple of 2.*of \(loss, aux\)"),
     ],
 )
 def test_a_wrong_loss_fn_is_an_error_at_the_first_batch(run, loss_fn, said):
