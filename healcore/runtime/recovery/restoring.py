@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from healcore.runtime.data import position as positions
+from healcore.runtime.data.loader_adapters import position_of_other_ranks
 from healcore.runtime.dominance.anchor import ComparisonState
 from healcore.runtime.driver import check_engines
 from healcore.runtime.loop.saver import Saver
@@ -353,7 +353,7 @@ class Restorer:
         if first is None:
             return saved._replace(host=None)
         data = {
-            name: positions.of_other_ranks(each, saved_by) if isinstance(each, Mapping) else each
+            name: position_of_other_ranks(each, saved_by) if isinstance(each, Mapping) else each
             for name, each in first.items()
         }
         return saved._replace(host=HostParts(None, None, None, data))
@@ -370,7 +370,7 @@ def _with(own: HostParts | None, forward: Mapping[str, Any]) -> dict[str, Any]:
         each["ranks"] for each in data.values() if isinstance(each, Mapping) and "ranks" in each
     ]
     if ranks:
-        forward = {n: positions.of_other_ranks(each, ranks[0]) for n, each in forward.items()}
+        forward = {n: position_of_other_ranks(each, ranks[0]) for n, each in forward.items()}
     return {**data, **forward}
 
 
