@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 
-import numpy as np
 import pytest
 import torch
 
@@ -38,18 +37,6 @@ def test_observe_changes_nothing_and_logs_the_same(framework, tmp_path):
     assert all(order["observed"] for order in orders)
     assert "ROLLBACK" in orders[0]["action"]
     assert events(tmp_path, "rollback") == []
-
-
-@BOTH
-def test_the_host_reads_a_step_one_step_later(framework, tmp_path):
-    loop = loop_of(framework, Faults(always=[23]), rules())
-    facts = train(loop, rules(), range(40), store=tmp_path)
-    (rollback,) = events(tmp_path, "rollback")
-    assert rollback["step"] == 25
-    assert rollback["onset"] == 23
-    assert rollback["batches"] == [[0, 23]]
-    assert facts["step"] == 39
-    assert all(np.isfinite(each).all() for each in loop.weights())
 
 
 def test_a_hook_may_override(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,20 +35,6 @@ do = ["alert"]
 )
 
 
-class Alerts:
-    """A tracker that keeps the alerts."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        pass
-
-    def event(self, event: Any) -> None:
-        if event["kind"] == "alert":
-            self.seen.append(event)
-
-
 def run(folder: Path, losses: list[float], *, evaluates: bool, **options: Any) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -70,12 +57,10 @@ def test_an_alert_names_severity_diagnosis_action_and_reference(cause: str, tmp_
         losses = [3.0] * 40
     if cause == "NONFINITE_LOSS":
         losses[30] = losses[31] = float("nan")
-    alerts, contexts = Alerts(), []
-
-    def hook(incident: IncidentContext) -> None:
-        contexts.append(incident)
-
-    run(tmp_path, losses, evaluates=cause == "OVERFIT", trackers=alerts, on_incident=hook)
+    tracked, contexts = list[Any](), list[IncidentContext]()
+    tracker = SimpleNamespace(metrics=lambda *_: None, event=tracked.append)
+    options = {"trackers": tracker, "on_incident": contexts.append}
+    run(tmp_path, losses, evaluates=cause == "OVERFIT", **options)
     mine = [each for each in events(tmp_path, "alert") if cause in each["cause"]]
     alert = mine[0]
     assert "ALERT" in alert["action"]
@@ -83,6 +68,7 @@ def test_an_alert_names_severity_diagnosis_action_and_reference(cause: str, tmp_
     assert alert["severity"] == ("error" if cause == "NONFINITE_LOSS" else "warning")
     assert alert["diagnosis"]
     assert alert["references"]
-    assert [each["cause"] for each in alerts.seen] == [each["cause"] for each in mine]
+    sent = [each["cause"] for each in tracked if each["kind"] == "alert"]
+    assert sent == [each["cause"] for each in mine]
     assert contexts[0].failures[0].severity == alert["severity"]
     assert set(contexts[0].failures[0].references) <= {*alert["references"]}
