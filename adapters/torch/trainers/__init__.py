@@ -1,10 +1,94 @@
-"""Integrations with the trainers of other libraries, each imported on first use."""
+"""Integrations with the trainers of other libraries, each imported on first use.
+
+Each opens a `Healer` inside the training loop of the library, with what this file defines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
+
+from healcore import console
+from healcore.core.engine import Engine, StateError
+from healcore.policy import Overrides, Policy, PolicyLike
+from healcore.policy.loader import resolve
+from healcore.runtime.healer import Healer, loop_of
+from healcore.runtime.run_options import Checkpoints, Hooks, Logging
+from healcore.torch.store import MemoryStore
+
+
+class TrainerOptions(Overrides, total=False):
+    """Further arguments of `healcore.Healer`, and values to replace in the policy."""
+
+    checkpoints: Checkpoints
+    logging: Logging
+    trackers: object
+    hooks: Hooks
+    resume: bool | Literal["auto"]
+    attach: Mapping[str, object] | None
+    stop_file: str | os.PathLike[str] | None
+
+
+def resolve_options(
+    policy: PolicyLike, options: Mapping[str, Any]
+) -> tuple[Policy | Engine, dict[str, Any]]:
+    """Separates `TrainerOptions`: the policy with its replaced values, and Healer arguments.
+
+    Raises PolicyError, ValueError or TypeError for an invalid policy or option.
+    """
+    healer_options = dict(options)
+    names = Overrides.__annotations__.keys() & healer_options.keys()
+    policy = resolve(policy, {name: healer_options.pop(name) for name in names})
+    Healer(policy, state={}, **healer_options)  # raises if an option is invalid
+    return policy, healer_options
+
+
+class TrainerCheckpoints(MemoryStore):
+    """The store of a run without rollbacks, whose checkpoints the trainer saves. It holds nothing.
+
+    Args:
+        save_now: called if the policy orders a checkpoint.
+    """
+
+    def __init__(self, save_now: Callable[[], None]) -> None:
+        super().__init__()
+        self._save_now = save_now
+
+    def accepts(self, why: str) -> bool:
+        """Passes an ordered checkpoint on to the trainer. Returns False: nothing is copied."""
+        if why == "ordered":
+            self._save_now()
+        return False
+
+    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+        """Does nothing: the trainer's checkpoint has the state of the policy."""
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """An empty tuple, because the check would copy the state."""
+        del state
+        return ()
+
+
+def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
+    """Loads the engine states of a trainer's checkpoint, by name of the optimizer.
+
+    Without usable states, warns and keeps the initial baselines.
+    """
+    driver: Any = loop_of(healer).driver
+    known = {name: state for name, state in engines.items() if name in driver.healings}
+    problem = "" if known else "it has none"
+    try:
+        driver.load(None, known)
+    except StateError as error:
+        problem = str(error)
+    if problem:
+        console.warning(
+            "the policy's state in the trainer's checkpoint was not loaded, so baselines, budgets "
+            f"and the learning-rate multiplier are reset: {problem}"
+        )
+    loop_of(healer).recovery.read_engines()
 
 
 @contextmanager

@@ -9,18 +9,24 @@ from contextlib import suppress
 from typing import Any
 
 from healcore.console import counted
-from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_adapters import (
+    BatchId,
+    DataError,
+    EmptyLoader,
     Loader,
     LoaderAdapter,
-    SamplerEpochs,
+    Position,
     UnreadableBatch,
+    UnusableLoader,
     adapter_for,
+    check_division,
+    checked_ids,
     class_name,
-    division,
+    decode_position,
+    encode_position,
+    state_to_text,
 )
-from healcore.runtime.data.position import BatchId, DataError, EmptyLoader, Position, UnusableLoader
-from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
+from healcore.runtime.data.torch_loader import SamplerEpochs, TorchLoader, division, is_replayable
 
 _MAX_POSITIONS = 4  # that `position_before` can start from
 
@@ -222,7 +228,7 @@ class Cursor:
             ids: batch ids, or pairs; DataError otherwise. Ids after the end of an epoch have no
                 effect on the next epoch.
         """
-        self.left_out |= positions.checked_ids(ids)
+        self.left_out |= checked_ids(ids)
 
     def skipped(self) -> list[BatchId]:
         """Ids of the batches skipped since the last call, in order."""
@@ -307,7 +313,7 @@ class Cursor:
             # Beginning the next epoch for its state would read ahead.
             if self.can_rewind and not self._between:
                 self._begin()
-            text = positions.state_to_text(self._adapter.state(ended=self._between))
+            text = state_to_text(self._adapter.state(ended=self._between))
         except Exception as error:  # the loader's code may raise anything
             why_not = f"the state of {self._name} cannot be taken: {_text(error)}"
             self._adapter = LoaderAdapter(self.loader, why_not=why_not)
@@ -330,7 +336,7 @@ class Cursor:
             batch = self._ended  # the next epoch's order may be drawn when it begins
         same = batch.epoch == self.next_id.epoch
         if same and (state := self._adapter.state_before(batch.index)) is not None:
-            return self._encoded(batch, positions.state_to_text(state))
+            return self._encoded(batch, state_to_text(state))
         for known, position in reversed(self._captures):
             if known == batch or (known.epoch == batch.epoch and 0 < known.index < batch.index):
                 behind = position["behind"] + batch.index - known.index
@@ -371,7 +377,7 @@ class Cursor:
         except Exception as error:  # the loader's code may raise anything
             self._rewind_error = f"{self._name} does not accept the position: {_text(error)}"
             try:
-                self._restore(positions.decode(before))
+                self._restore(decode_position(before))
             except Exception:
                 raise DataError(
                     f"{self._name} can continue neither from the new position nor from the old: "
@@ -428,22 +434,13 @@ class Cursor:
         self._error = None
 
     def _decoded(self, position: Any) -> Position:
-        target = positions.decode(position)
-        positions.check_division(position, division(self.loader), self._name)
+        target = decode_position(position)
+        check_division(position, division(self.loader), self._name)
         return target
 
     def _encoded(self, batch: BatchId, text: str | None) -> dict[str, Any]:
-        """A position as dictionaries, lists, numbers and strings, for a checkpoint."""
-        return {
-            "version": positions.VERSION,
-            "kind": self._adapter.kind,
-            "epoch": batch.epoch,
-            "index": batch.index,
-            "state": text,
-            "told_epoch": self._sampler_epochs.number(batch.epoch),
-            "behind": 0,
-            "division": division(self.loader),
-        }
+        number = self._sampler_epochs.number(batch.epoch)
+        return encode_position(self._adapter.kind, batch, text, number, division(self.loader))
 
 
 def _text(error: Exception) -> str:

@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from healcore.runtime.data import position as positions
 from healcore.runtime.data.cursor import Cursor
-from healcore.runtime.data.position import BatchId, DataError
+from healcore.runtime.data.loader_adapters import BatchId, DataError, decode_position
 
 _MAX_LOADERS = 8  # to keep; a loop may make a new loader for every epoch
 # Keys next to the positions: the number of loaders so far, and the epoch of the program's own loop
@@ -217,7 +216,7 @@ class LoaderRegistry:
         """Checks positions of an earlier process before `resume`. Raises DataError."""
         for key, value in position.items():
             if key not in (_COUNT, _EPOCH):
-                positions.decode(value)
+                decode_position(value)
             elif type(value) is not int or value < 0:
                 raise DataError(f"the {key} of loaders is a whole number >= 0, not {value!r:.80}")
 

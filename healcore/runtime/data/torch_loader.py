@@ -12,20 +12,21 @@ import random
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from healcore.runtime.data.loader_adapters import (
+    MAX_ROWS,
+    DataError,
     LoaderAdapter,
     TolerantIterator,
     generators_of,
     is_type,
     samplers_of,
 )
-from healcore.runtime.data.position import MAX_ROWS, DataError
 
 _END = object()
 _KEPT = 64  # number of recent batches to whose beginning a rewind is exact
@@ -331,3 +332,69 @@ class _Order:
 def _digested(item: Any, recent: deque[tuple[Any, int]]) -> tuple[Any, int]:
     """The item with the digest of all items up to it."""
     return item, zlib.crc32(repr(item).encode(), recent[-1][1])
+
+
+# -- epochs and ranks of samplers -----------------------------------------------------------------
+
+
+def division(loader: Any) -> list[Any] | None:
+    """[unit, number] that must not change with the number of ranks, or None if unknown.
+
+    If it is equal, batch i has the same rows. It is the number of batches for a list or a loader in
+    order, where every rank reads the same batches, else the rows per global batch.
+    """
+    if isinstance(loader, Sequence):
+        return ["batches", len(loader)]
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    rows = getattr(batch_sampler, "batch_size", None)
+    for sampler in samplers_of(loader):
+        replicas = getattr(sampler, "num_replicas", None)
+        distributed = sampler is not batch_sampler and hasattr(sampler, "set_epoch")
+        if distributed and type(rows) is int and type(replicas) is int:
+            return ["rows of a global batch", rows * replicas]
+        if is_type(sampler, "torch.utils.data", "SequentialSampler") and hasattr(loader, "__len__"):
+            return ["batches", len(loader)]
+    return None
+
+
+class SamplerEpochs:
+    """Calls `set_epoch` on samplers and records its arguments: epoch of the cursor -> number.
+
+    DistributedSampler and others need `set_epoch` with the next number for a new order, and with
+    the earlier number after a rewind. A user's loop over epochs usually calls `set_epoch`; the
+    number is then read, not overwritten.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        owners: list[Any] = [loader, *samplers_of(loader), getattr(loader, "dataset", None)]
+        self._owners = [each for each in owners if callable(getattr(each, "set_epoch", None))]
+        self._numbers: dict[int, int] = {}
+
+    def begin(self, epoch: int, *, by_user: bool) -> None:
+        """Sets the epoch's number, or reads it if the user's loop began the epoch (`by_user`)."""
+        if epoch not in self._numbers and by_user:
+            self._numbers[epoch] = self._read(default=epoch)
+            return
+        number = self.number(epoch)
+        self.restore(epoch, epoch if number is None else number)
+
+    def number(self, epoch: int) -> int | None:
+        """The number of an epoch that has begun or is next, or None if unknown."""
+        before = self._numbers.get(epoch - 1)
+        return self._numbers.get(epoch, None if before is None else before + 1)
+
+    def restore(self, epoch: int, number: int | None) -> None:
+        """Sets the number of an epoch of a saved position."""
+        if number is not None:
+            self._numbers[epoch] = number
+            for owner in self._owners:
+                owner.set_epoch(number)
+
+    def _read(self, default: int) -> int:
+        for owner in self._owners:
+            # Accelerate's loader counts its epochs itself.
+            accelerated = is_type(owner, "accelerate.data_loader", "DataLoaderShard")
+            number = getattr(owner, "iteration" if accelerated else "epoch", None)
+            if type(number) is int:
+                return number
+        return default

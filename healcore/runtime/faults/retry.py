@@ -15,8 +15,7 @@ from healcore import console
 from healcore.core.verdict import Cause
 from healcore.policy import PolicyLike
 from healcore.policy.answers import Retry
-from healcore.runtime.faults.classify import classify
-from healcore.runtime.faults.failures import Fault
+from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.host_policy import HostPolicy
 
 P = ParamSpec("P")

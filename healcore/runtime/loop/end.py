@@ -17,8 +17,7 @@ from healcore.console import counted
 from healcore.core.verdict import Cause, names
 from healcore.events.models import Ending
 from healcore.runtime.faults import Fault, classify
-from healcore.runtime.faults.classify import is_broken_connection
-from healcore.runtime.faults.failures import causes_of
+from healcore.runtime.faults.failures import causes_of, is_broken_connection
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.termination import (
     EndRequested,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from healcore.runtime.data import position as positions
+from healcore.runtime.data.loader_adapters import position_of_other_ranks
 from healcore.runtime.dominance.evidence import ComparisonState
 from healcore.runtime.driver import check_engines
 from healcore.runtime.loop.saver import Saver
@@ -196,7 +196,7 @@ class Restorer:
             places = saved.position or {}
             ranks = [each["ranks"] for each in _places(places).values() if "ranks" in each]
             if ranks:
-                moved = positions.of_other_ranks
+                moved = position_of_other_ranks
                 forward = {name: moved(each, ranks[0]) for name, each in forward.items()}
             self.loaders.resume({**places, **forward}, source.left_out)
             return own
@@ -350,7 +350,7 @@ class Restorer:
         )
         if parts[0] is None:
             return saved._replace(host=None)
-        moved = {n: positions.of_other_ranks(at, saved_by) for n, at in _places(parts[0]).items()}
+        moved = {n: position_of_other_ranks(at, saved_by) for n, at in _places(parts[0]).items()}
         return saved._replace(host=HostParts(None, None, None, {**parts[0], **moved}))
 
 

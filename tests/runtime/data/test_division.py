@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Cursor
-from healcore.runtime.data import position as positions
-from healcore.runtime.data.position import DataError
+from healcore.runtime.data.loader_adapters import DataError, position_of_other_ranks
 
 ROWS = 96
 
@@ -41,7 +40,7 @@ def test_the_same_global_batches_with_another_number_of_ranks(kind, before, now,
     cursors = [Cursor(each, epochs=2) for each in loaders(kind, *before)]
     for _ in range(read):
         _ = [cursor.next() for cursor in cursors]
-    position = positions.of_other_ranks(cursors[0].position(), before[0])
+    position = position_of_other_ranks(cursors[0].position(), before[0])
     expected = global_batches(cursors)
     assert len(expected) == 24 - read
     others = [Cursor(each, epochs=2) for each in loaders(kind, *now)]
@@ -67,7 +66,7 @@ def test_the_same_global_batches_with_another_number_of_ranks(kind, before, now,
 def test_another_division_is_refused(before, now, why):
     cursor = Cursor(before)
     cursor.next()
-    position = positions.of_other_ranks(cursor.position(), 2)
+    position = position_of_other_ranks(cursor.position(), 2)
     other = Cursor(now)
     assert not other.rewind(position)
     with pytest.raises(DataError, match=why) as error:

@@ -20,7 +20,7 @@ from healcore.core.errors import AttachError
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.loop.termination import EndRequested
 from healcore.runtime.store import CheckpointStore
-from healcore.torch.trainers import driven
+from healcore.torch.trainers import TrainerOptions, resolve_options
 from healcore.torch.trainers.deepspeed import engine_state
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def arctic_callbacks(
     policy: PolicyLike = "default",
     *,
     store: str | os.PathLike[str] | CheckpointStore | Literal["auto"] | None = "auto",
-    **options: Unpack[driven.TrainerOptions],
+    **options: Unpack[TrainerOptions],
 ) -> list[tuple[str, Callable[..., None]]]:
     """Callbacks that heal an ArcticTraining trainer: clip and skip steps, roll back, resume.
 
@@ -58,7 +58,7 @@ def arctic_callbacks(
         healcore.policy.PolicyError: the policy does not exist or is invalid.
         ValueError, TypeError: an option is out of range or unknown.
     """
-    resolved, healer_options = driven.resolve_options(policy, options)
+    resolved, healer_options = resolve_options(policy, options)
 
     def heal_before_training(self: Any) -> None:
         if self.global_step:

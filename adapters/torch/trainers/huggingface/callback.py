@@ -26,12 +26,17 @@ from healcore.runtime.run_options import LOGGING
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.store import MemoryStore
-from healcore.torch.trainers import driven, replaced
-from healcore.torch.trainers.huggingface import checkpoints, losses
+from healcore.torch.trainers import (
+    TrainerCheckpoints,
+    TrainerOptions,
+    load_engines,
+    replaced,
+    resolve_options,
+)
+from healcore.torch.trainers.huggingface import checkpoints, steps
 from healcore.torch.trainers.huggingface.counters import Counters
 from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
 from healcore.torch.trainers.huggingface.epochs import EpochFeed
-from healcore.torch.trainers.huggingface.memory import SplitSteps
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput
@@ -88,11 +93,11 @@ class HealingCallback(TrainerCallback, ExportableState):
         *,
         store: Store = None,
         loss_fn: Callable[[Any], Any] | Literal["auto"] | None = "auto",
-        **options: Unpack[driven.TrainerOptions],
+        **options: Unpack[TrainerOptions],
     ) -> None:
         if isinstance(policy, Mapping):
             policy = from_dict(policy)
-        self.policy, self._options = driven.resolve_options(policy, options)
+        self.policy, self._options = resolve_options(policy, options)
         self._store = store
         self._loss_fn = loss_fn
         self.trainer: Any = None
@@ -172,7 +177,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         # transformers 5.23 raises KeyError at the next save if the checkpoint lacked this entry.
         entry = exported.setdefault(name, {})
         entry = entry[0] if isinstance(entry, list) else entry
-        driven.load_engines(healer, entry.get("attributes", {}).get("engines", {}))
+        load_engines(healer, entry.get("attributes", {}).get("engines", {}))
         loop_of(healer).data.step = state.global_step
 
     # -- the Trainer's events -------------------------------------------------------------------
@@ -245,15 +250,15 @@ class HealingCallback(TrainerCallback, ExportableState):
             feed.healer, feed.nothing_to_do = healer, counters.had_completed(healer)
         elif state.global_step:
             self._load_state(healer, state)
-        split = SplitSteps(trainer, healer, counters, stack)
+        split = steps.SplitSteps(trainer, healer, counters, stack)
         for name, replacement in (
             ("training_step", split.training_step),
             ("_run_epoch", self._run_epoch),
         ):
             call = functools.partial(replacement, getattr(trainer, name))
             stack.enter_context(replaced(trainer, name, call))
-        stack.enter_context(losses.unclipped(trainer, limit))
-        stack.enter_context(losses.extended_log(trainer, healer.metrics))
+        stack.enter_context(steps.unclipped(trainer, limit))
+        stack.enter_context(steps.extended_log(trainer, healer.metrics))
         self._running = healer
 
     def _healer(self, trainer: Any, policy: Any, counters: Counters) -> Healer[Any]:
@@ -268,9 +273,9 @@ class HealingCallback(TrainerCallback, ExportableState):
                 events = os.path.join(folder, "healcore.events.jsonl")
                 options["logging"] = dataclasses.replace(logging, events=events)
         if store is None:
-            store, loss_fn = driven.TrainerCheckpoints(functools.partial(_save, trainer)), None
+            store, loss_fn = TrainerCheckpoints(functools.partial(_save, trainer)), None
         elif loss_fn == "auto":
-            loss_fn = losses.loss_fn_of(trainer)
+            loss_fn = steps.loss_fn_of(trainer)
         state = {
             "model": trainer.accelerator.unwrap_model(trainer.model),
             "optimizer": trainer.optimizer,
@@ -326,7 +331,7 @@ def heal_trainer(
     *,
     store: Store = "auto",
     loss_fn: Callable[[Any], Any] | Literal["auto"] | None = "auto",
-    **options: Unpack[driven.TrainerOptions],
+    **options: Unpack[TrainerOptions],
 ) -> HealingCallback:
     """Adds a `HealingCallback` with a store to a Trainer, in place of an earlier callback.
 

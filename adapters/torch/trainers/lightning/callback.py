@@ -22,7 +22,7 @@ from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import Healing
-from healcore.torch.trainers import driven, replaced
+from healcore.torch.trainers import TrainerOptions, load_engines, replaced, resolve_options
 from healcore.torch.trainers.lightning.feed import Progress, replaced_fetcher
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ class LightningHealingCallback(Callback):
         store: str | os.PathLike[str] | CheckpointStore | None = None,
         loss_fn: Callable[[Any], Any] | None = None,
         eval_loss: str | None = None,
-        **options: Unpack[driven.TrainerOptions],
+        **options: Unpack[TrainerOptions],
     ) -> None:
-        self._policy, self._options = driven.resolve_options(
+        self._policy, self._options = resolve_options(
             policy, {**options, "store": store, "loss_fn": loss_fn}
         )
         self._fit_policy = self._policy
@@ -251,7 +251,7 @@ class LightningHealingCallback(Callback):
         progress.within_step = lambda: bool(run.data.unused)
         progress.rewinds_data = lambda: run.data.loaders.can_rewind
         if trainer.ckpt_path is not None:
-            driven.load_engines(healer, self._engines)
+            load_engines(healer, self._engines)
         return run
 
     def _replace_hooks(self, fit: Any) -> None:
