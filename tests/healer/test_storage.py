@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from healcore.runtime.healer import Healer
+from healcore.runtime.loop import saver
 from healcore.runtime.loop.start import AlreadyCompleted, StoreNotEmpty
 from healcore.runtime.loop.termination import LastStateNotSaved
 from healcore.runtime.store import StateMismatch, StoreInUse
@@ -31,6 +34,32 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypa
     failed = events(tmp_path, "save_failed")
     assert failed[0]["step"] in (15, 20), "a slow disk may still be at the one before"
     assert "No space left" in failed[0]["problem"]
+
+
+@pytest.mark.parametrize("every", [None, 5])
+def test_saves_take_a_small_share_of_the_time_unless_their_distance_is_given(
+    tmp_path, monkeypatch, caplog, every
+):
+    """By a clock of the test: a step takes a second, and a save takes eight."""
+    now, save = [0.0], DCPStore.save
+
+    def slow(store, *args, **options):
+        now[0] += 8.0
+        save(store, *args, **options)
+
+    def tick(healer, number):
+        now[0] += 1.0
+
+    monkeypatch.setattr(saver, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(DCPStore, "save", slow)
+    options = {"store": tmp_path, "before": tick, "save_every": every}
+    train(loop_of("torch"), rules(), range(900), **options)
+    saved = [each["step"] for each in events(tmp_path, "save") if each["why"] == "regular"]
+    if every:
+        assert saved == list(range(5, 901, 5))
+        return
+    assert saved == [4, 8, 576]
+    assert caplog.text.count("Checkpoints(every=N) saves every N steps") == 1
 
 
 def test_an_edited_policy_does_not_make_checkpoints_useless(tmp_path):

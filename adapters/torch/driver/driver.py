@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -106,6 +107,9 @@ class TorchDriver(Driver):
     ) -> None:
         """Reports a loss, by default to all optimizers. See `Healing.observe`."""
         self._observed = True
+        kind = loss.device.type if isinstance(loss, Tensor) else "cpu"
+        mixed = torch.is_autocast_enabled(kind)
+        self._weights.autocast = (kind, torch.get_autocast_dtype(kind)) if mixed else None
         for healing in self._healings_of(optimizer):
             healing.observe(loss, weight=weight)
 

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -40,10 +40,22 @@ class TorchWeights:
         self._state, self._healings, self._accumulations = state, healings, accumulations
         self._differentiates = False
         """Whether `loss_fn` computes gradients, as for adversarial examples."""
+        self.autocast: tuple[str, torch.dtype] | None = None
+        """Device type and dtype of the `torch.autocast` in which the loop computes its loss."""
 
     def copy(self) -> dict[int, Tensor]:
-        """Parameter's id -> copy on the host: an accelerator's memory holds one set of weights."""
-        return {key: part.detach().to("cpu", copy=True) for key, part in self._trained().items()}
+        """Parameter's id -> copy on the host. The host waits once for all copies from CUDA.
+
+        They are in pinned memory, which torch gives to later copies too. An H100 copies 1 GB to
+        other memory, one part at a time, in 0.7 s, and to pinned memory in 0.02 s.
+        """
+        parts, copies = self._trained(), {}
+        for key, part in parts.items():
+            empty = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+            copies[key] = empty.copy_(part.detach(), non_blocking=True)
+        for device in {part.device for part in parts.values() if part.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
 
     def digest(self) -> str:
         """See `Driver.settings`. Parameters without data (lazy, meta) do not count."""
@@ -69,8 +81,9 @@ class TorchWeights:
             if shapes[0] != shapes[1]:
                 raise WeightsChanged
         try:
-            with undone(), self._restoring(), torch.set_grad_enabled(self._differentiates):
-                current = None if weights is None else self.copy()
+            mixed = torch.autocast(*self.autocast) if self.autocast else nullcontext()
+            with undone(), self._restoring(), torch.set_grad_enabled(self._differentiates), mixed:
+                current = None if weights is None else self._current()
                 try:
                     self._write(weights or {})
                     if redraw:
@@ -86,6 +99,15 @@ class TorchWeights:
                 raise
         self._differentiates = True
         return self.losses_of(loss_fn, batches, weights, redraw=redraw)
+
+    def _current(self) -> dict[int, Tensor]:
+        """A copy for the time of a comparison: on the devices, or on the host without room there.
+
+        Between two steps the memory of activations is free.
+        """
+        with suppress(torch.OutOfMemoryError):
+            return {key: part.detach().clone() for key, part in self._trained().items()}
+        return self.copy()
 
     def reshard(self) -> None:
         """Frees parameters that a forward pass of FSDP2 has gathered. They hide the shards."""
@@ -120,7 +142,7 @@ class TorchWeights:
     def _write(self, weights: Mapping[int, Tensor]) -> None:
         trained = self._trained()  # reshards, so that later steps see the shards
         for key, saved in weights.items():
-            trained[key].data.copy_(saved)
+            trained[key].data.copy_(saved, non_blocking=True)
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:

@@ -55,3 +55,23 @@ def test_an_expected_change_drops_the_copies(tmp_path):
     comparison = healer._loop.recovery.dominance
     assert comparison.anchors
     assert all(each.step > CHANGE for each in comparison.anchors)
+
+
+def test_a_comparison_has_the_autocast_of_the_loop(tmp_path):
+    """Some attention kernels take no float32: a loop writes `with autocast: healer.loss(batch)`."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    driver = TorchDriver({"model": model, "optimizer": optimizer})
+    weights, seen = driver.copy_weights(), list[Any]()
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        out = model(torch.ones(1, 2))
+        seen.append(out.dtype)
+        return out.sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        driver.observe(loss_fn(None))
+    driver.losses_of(loss_fn, [None], weights)
+    driver.observe(loss_fn(None))
+    driver.losses_of(loss_fn, [None], weights)
+    assert seen == [torch.bfloat16] * 2 + [torch.float32] * 2
