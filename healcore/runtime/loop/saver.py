@@ -94,8 +94,6 @@ class Saver:
         self._failures, self._saved_once = 0, False
         self._finite: dict[int, bool] = {}
         """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
-        self._unreadable: set[str] = set()
-        """Reported errors of the directory: each listing of the checkpoints repeats them."""
         self._lost: set[int] = set()
         """Steps of damaged checkpoints without another copy."""
         self._left_alone: set[int] = set()
@@ -354,16 +352,14 @@ class Saver:
 
     def report_failures(self) -> None:
         """Reports failed saves, and errors for which another copy was used."""
-        for error in {str(error): error for error in self.store.failures()}.values():
+        for error in self.store.failures():
             if isinstance(error, SaveFailed):
                 self._save_failed(error.step, error)
             elif isinstance(error, CheckpointDamaged):
                 self.report_damage(error)
                 self.log.warning(f"{error}; another copy was used")
-            elif str(error) not in self._unreadable:
-                self._unreadable.add(str(error))
-                line = f"{error}; the run continues with the checkpoints in memory"
-                self.log.problem(self.data.step, line)
+            else:
+                self.log.problem(self.data.step, f"{error}; the copies in memory are used")
 
     def _save_failed(self, step: int, error: Exception) -> None:
         if step not in self.store.ring.copies:

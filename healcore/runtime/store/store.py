@@ -79,6 +79,7 @@ class CheckpointStore(Writer):
         self._inspected = threading.Event()
         """Set when the last copy is inspected, and in the ring, or has failed."""
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
+        self._unreadable = ""
         if root is None:
             return
         self.root = Path(root).absolute()  # the program may change its working directory
@@ -347,7 +348,9 @@ class CheckpointStore(Writer):
         except StoreError as error:
             if not self.ring.copies:
                 raise
-            self._failures.append(error)
+            if str(error) != self._unreadable:  # once, not at each listing
+                self._unreadable = str(error)
+                self._failures.append(error)
             return manifest.scan(None)
 
     def _locate(self, step: int) -> tuple[HostCopy | None, StoredCheckpoint | None]:
