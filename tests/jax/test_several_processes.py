@@ -17,10 +17,8 @@ from healcore.jax import protect
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.store import OrbaxStore
 from tests.jax import trained_together
-from tests.jax.compared_processes import FAULT
-from tests.jax.compared_processes import FAULTS as KINDS
 from tests.jax.processes import Program
-from tests.jax.trained_together import FAULTS, FEWER_STEPS, SPECS, STEPS
+from tests.jax.trained_together import FAULT, FAULTS, FEWER_STEPS, KINDS_OF_FAULT, SPECS, STEPS
 from tests.jax.two_processes import BAD, GOES_BACK, initial
 from tests.runtime.store.programs import run
 
@@ -196,12 +194,12 @@ the difference. At 100 times the rate training is chaotic: those current weights
 
 
 def compared(world: int, devices: int = 1) -> Program:
-    scenarios = (f"compared_processes:run:{fault}" for fault in KINDS)
+    scenarios = (f"trained_together:compared:{fault}" for fault in KINDS_OF_FAULT)
     return Program("", *scenarios, world=world, devices=devices)
 
 
 def outcomes_of(found: Program, fault: str) -> list[Any]:
-    return found.of(f"compared_processes:run:{fault}")
+    return found.of(f"trained_together:compared:{fault}")
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +228,7 @@ def check(found: Any, one: Any, fault: str) -> None:
 
 
 def test_one_device_goes_back_from_faults_only(one_device: Program):
-    [damage], [rate], [healthy] = (outcomes_of(one_device, fault) for fault in KINDS)
+    [damage], [rate], [healthy] = (outcomes_of(one_device, fault) for fault in KINDS_OF_FAULT)
     assert [each["checkpoint"] for each in damage["rollbacks"]] in ([40], [60])  # before the fault
     assert damage["rollbacks"][0]["lr_limit"] is None
     assert [each["checkpoint"] for each in rate["rollbacks"]] in ([40], [60])
@@ -242,14 +240,14 @@ def test_one_device_goes_back_from_faults_only(one_device: Program):
 @pytest.mark.slow
 def test_four_devices_of_one_process_decide_as_one(one_device: Program):
     found = compared(1, devices=4)
-    for fault in KINDS:
+    for fault in KINDS_OF_FAULT:
         check(outcomes_of(found, fault)[0], outcomes_of(one_device, fault)[0], fault)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_decide_as_one(world: int, one_device: Program):
     found = compared(world)
-    for fault in KINDS:
+    for fault in KINDS_OF_FAULT:
         outcomes = outcomes_of(found, fault)
         assert all(each == outcomes[0] for each in outcomes)  # to the bit
         check(outcomes[0], outcomes_of(one_device, fault)[0], fault)

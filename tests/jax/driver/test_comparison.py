@@ -127,7 +127,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [e for e in read(folder / "e.jsonl").events if e["kind"] == kind]
 
 
-# -- damage; a rate that jumps is in `compared_processes` -----------------------------------------
+# -- damage; a rate that jumps is in `trained_together` -----------------------------------------
 
 
 def test_damaged_weights_are_rolled_back(tmp_path):
