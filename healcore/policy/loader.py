@@ -5,11 +5,13 @@ The policies of healcore are TOML files in `healcore.policies`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -260,6 +262,27 @@ def merged(data: _Table, overrides: _Table) -> dict[str, Any]:
         else:
             new[key] = {"kind": "none"} if key == "clip" and value is None else value
     return new
+
+
+def parse_overrides(pairs: Iterable[str], option: str) -> dict[str, Any]:
+    """Parses the `KEY=VALUE` pairs of an option of a command to the keywords of `load`.
+
+    A key is dotted. A value has the syntax of TOML, but a string needs no quotes. Raises
+    PolicyError.
+    """
+    overrides: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        for text in (f"{key} = {value}", f"{key} = {json.dumps(value.strip())}"):
+            with contextlib.suppress(ValueError):
+                if table := tomllib.loads(text if value else ""):
+                    overrides = merged(overrides, table)
+                    break
+        else:
+            rule = "must be KEY=VALUE with a dotted key; rules can be changed only in a file"
+            write = f"{option} clip.max_norm=1.0, {option} mode=observe"
+            raise _error("on the command line", pair, rule, write, key=option)
+    return overrides
 
 
 # -- a trainer's own gradient clipping -------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import tomllib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -36,31 +34,11 @@ JoinOption = Annotated[
 
 
 def load_policy(name: str, pairs: Iterable[str] | None = None) -> Policy:
-    """Loads a policy with the `KEY=VALUE` pairs of `--set`. Raises PolicyError.
+    """Loads a policy with the `KEY=VALUE` pairs of `--set`. Raises PolicyError."""
+    from healcore.policy import load
+    from healcore.policy.loader import parse_overrides
 
-    A key is dotted. A value has the syntax of TOML, but a string needs no quotes.
-    """
-    from healcore.policy import PolicyError, Problem, load
-    from healcore.policy.loader import merged
-
-    overrides: dict[str, Any] = {}
-    for pair in pairs or ():
-        key, _, value = pair.partition("=")
-        texts = (f"{key} = {value}", f"{key} = {json.dumps(value.strip())}")
-        tables = [table for table in map(_parse_toml, texts) if table] if value else []
-        if not tables:
-            rule = "must be KEY=VALUE with a dotted key; rules can be changed only in a file"
-            problem = Problem("--set", pair, rule, "--set clip.max_norm=1.0, --set mode=observe")
-            raise PolicyError("on the command line", (problem,))
-        overrides = merged(overrides, tables[0])
-    return load(name, **overrides)
-
-
-def _parse_toml(text: str) -> dict[str, Any] | None:
-    try:
-        return tomllib.loads(text)
-    except ValueError:
-        return None
+    return load(name, **parse_overrides(pairs or (), "--set"))
 
 
 def parse_columns(pairs: Iterable[str] | None) -> dict[str, str]:

@@ -80,8 +80,8 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     if not len(curve.value):
         raise NothingToProbe(f"{trace.name} logs no loss: pass --column loss=NAME")
     finite = curve.finite
-    steps = curve.step[np.isfinite(curve.value)]
-    found = find_events(steps, finite, inputs.event_sigmas, inputs.rolling_window)
+    steps, sigmas = curve.step[np.isfinite(curve.value)], inputs.event_sigmas
+    events, jumps, unfinished = find_events(steps, finite, sigmas, inputs.rolling_window)
     kept = thin(np.arange(len(curve.value)), {"value": curve.value}, _CURVE_POINTS)
     facts: dict[str, Any] = {
         "values": len(curve.value),
@@ -91,8 +91,8 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         "last_step": float(curve.step[-1]),
         "best": float(finite.min()) if len(finite) else None,
         "nonfinite": curve.nonfinite,
-        "events": found[0],
-        "jumps": found[1],
+        "events": events,
+        "jumps": jumps,
         "curve": {"step": curve.step[kept].tolist(), "value": curve.value[kept].tolist()},
     }
     checks = [_finite(curve, inputs)]
@@ -117,7 +117,7 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
             _convergence_ratio(shape, finite, inputs),
             _regret(shape, inputs),
             _smoothness(curve, inputs),
-            _events(*found, inputs),
+            _events(events, jumps, unfinished, inputs),
         ]
     facts["score"] = score(checks, _FATAL, {**inputs.weights})
     notes = list(trace.problems[:100])

@@ -9,11 +9,9 @@ points are too short for a score.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -27,7 +25,7 @@ from healcore import regular_file
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import Action
 from healcore.policy import Policy, PolicyError, load
-from healcore.policy.loader import merged
+from healcore.policy.loader import parse_overrides
 from healcore.runtime.host_policy import HostPolicy
 from healcore.tools.replay.replayed import Replay, ReplayError, replay
 from healcore.tools.replay.table import COUNTS, total
@@ -56,31 +54,22 @@ def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
         VaryError: an option has another form, the policy rejects a value, or there are more than
             `MAX_VARIANTS` combinations.
     """
-    axes = [_parse(text) for text in vary]
+    axes: list[list[str]] = []
+    for text in vary:
+        key, _, values = text.partition("=")
+        settings = [f"{key.strip()}={value.strip()}" for value in values.split(",")]
+        axes.append(list(dict.fromkeys(settings)))
     count = math.prod(map(len, axes))
     if count > MAX_VARIANTS:
         raise VaryError(f"--vary makes {count:,} variants; at most {MAX_VARIANTS} are compared")
     found = {policy.name: policy}
     for settings in itertools.product(*axes):
-        overrides: dict[str, Any] = functools.reduce(merged, map(tomllib.loads, settings), {})
         name = " ".join(settings)
         try:
-            found[name] = load(policy, **overrides)
+            found[name] = load(policy, **parse_overrides(settings, "--vary"))
         except PolicyError as error:
-            raise VaryError(f"--vary {name}: {error}") from None
+            raise VaryError(f"--vary KEY=A,B,C: {name}: {error}") from None
     return found
-
-
-def _parse(text: str) -> list[str]:
-    """The settings `KEY=VALUE` of one option, each a line of TOML."""
-    key, _, values = text.partition("=")
-    settings = [f"{key.strip()}={value.strip()}" for value in values.split(",")]
-    try:
-        for setting in settings:
-            tomllib.loads(setting)
-    except ValueError as error:
-        raise VaryError(f"--vary {text!r}: write KEY=A,B,C with numbers ({error})") from None
-    return list(dict.fromkeys(settings))
 
 
 def count_variants(

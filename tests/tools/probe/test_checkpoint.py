@@ -16,14 +16,11 @@ from healcore.runtime.store.claim import claim
 from healcore.tools.probe.checkpoint import judge
 from healcore.tools.probe.checks import CheckpointInputs, ProbeResult, judged
 from tests.runtime.store.store_cases import DISKS, TIERS, StoreCase, mark_good, over
+from tests.tools.probe.trained_networks import verdicts
 
 
 def probe(path: Path, **inputs: object) -> ProbeResult:
     return judged("checkpoint", str(path), judge, path, CheckpointInputs.model_validate(inputs))
-
-
-def verdicts(result: ProbeResult) -> dict[str, str]:
-    return {check.name: check.verdict.value for check in result.checks}
 
 
 def filled(case: StoreCase, root: Path, *statuses: str) -> list[Path]:
