@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.gpu_kit import device
 from benchmarks.gpu_kit.device import CUDA, finish, regression
-from healcore import Checkpoints, Healer
+from healcore import Checkpoints, Healer, Logging
+from healcore.events import read
 from healcore.torch.driver import TorchDriver
 from healcore.torch.store import MemoryStore
 
@@ -173,7 +174,12 @@ def out_of_memory() -> dict[str, Any]:
     sizes: list[int] = []
     failed, found = 0, []
     state = {"model": model, "optimizer": optimizer}
-    with Healer("default", state=state, attach={"compile": False}) as healer:
+    folder = tempfile.TemporaryDirectory()
+    logging = Logging(events=Path(folder.name) / "run.events.jsonl")
+    with (
+        folder,
+        Healer("default", state=state, attach={"compile": False}, logging=logging) as healer,
+    ):
         for number, each in enumerate(healer.batches([small, large] * 3)):
             for part in healer.microbatches(each):
                 with part:
@@ -186,6 +192,11 @@ def out_of_memory() -> dict[str, Any]:
                 found = found or gradients()
                 optimizer.step()
                 optimizer.zero_grad()
+        fault = next(e for e in read(Path(folder.name) / "run.events.jsonl").events if "sign" in e)
+        profiles = [*Path(folder.name).glob("run.memory.*.txt")]
+        assert len(profiles) == CUDA, profiles
+        assert "Largest owner of memory: " in fault["problem"], fault["problem"]
+        assert not CUDA or ("activations" in fault["problem"] and profiles[0].stat().st_size > 100)
     assert healer.step == 3
     assert failed > 0, "memory did not run out"
     assert max(sizes) < len(large), "the parts are not smaller"

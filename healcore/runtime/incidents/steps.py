@@ -30,8 +30,7 @@ class StepResult(NamedTuple):
     index: int
     records: list[StepRecord]
     """One record per engine, or more if an engine judged several times in the step."""
-    batches: tuple[BatchId, ...]
-    """Ids of the step's batches; several with gradient accumulation."""
+    batches: tuple[BatchId, ...]  # ids of the step's batches; several with gradient accumulation
     contents: tuple[Any, ...] = ()
     """Content of the batches if weights are compared on them. The last step of a dispatch has the
     batches of all its steps, and the other steps have none."""

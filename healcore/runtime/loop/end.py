@@ -96,6 +96,7 @@ class _End:
         self.fault: Fault | None = None
         self.notes: list[RankNote] = []
         self.problems: list[str] = []
+        self.memory = ""  # sentence about an out-of-memory error
 
     def attempt(self, what: str, action: Callable[[], object]) -> Exception | None:
         """Calls an action. Returns its exception, which is a problem named `what`."""
@@ -257,6 +258,9 @@ class _End:
                 why_not = f"{type(problem).__name__}: {problem}"
             answer = None if why_not else "save"
         problem = f"the loop raised {described(error)[0]:.600}"
+        if Cause.OOM in fault.cause:
+            self.memory = f". {loop.memory.profile()}"
+            problem += self.memory
         loop.log.fault(self.data.step, fault, problem, answer=answer)
         if why_not:
             loop.warn(f"no checkpoint was saved at the exception: {why_not}")
@@ -310,6 +314,7 @@ class _End:
             exception, trace = f"rank {notes[0].rank}: {notes[0].why}", traces(notes)
         elif ending == Ending.EXCEPTION and error is not None:
             exception, trace = described(error)
+            exception += self.memory
         cause = Cause(0) if self.fault is None else self.fault.cause
         end = loop.recovery.run_end(ending, why, exception=exception, fault=cause)
         events = loop.log.events
