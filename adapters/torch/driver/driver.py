@@ -270,7 +270,7 @@ class TorchDriver(Driver):
             owners["activations"] = max(0, other)
             if path is not None:
                 path.with_suffix(".txt").write_text(torch.cuda.memory_summary())
-                if any(torch.cuda.memory._snapshot()["device_traces"]):
+                if any(torch.cuda.memory._snapshot().get("device_traces", ())):
                     torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
         return owners
 

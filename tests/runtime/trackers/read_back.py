@@ -32,7 +32,7 @@ def asked(name: str, folder: Path) -> str:
 def stored(name: str, folder: Path) -> Stored:
     """What the tracker `name` has."""
     readers = _wandb, _trackio, _mlflow, _tensorboard
-    return dict(zip(NAMES, readers, strict=True))[name](folder)
+    return dict[str, Any](zip(NAMES, readers, strict=True))[name](folder)
 
 
 def _wandb(folder: Path) -> Stored:
