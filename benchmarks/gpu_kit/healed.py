@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.gpu_kit import device
 from benchmarks.gpu_kit.device import CUDA, finish, regression
-from healcore import Checkpoints, Healer
+from healcore import Checkpoints, Healer, Logging
+from healcore.events import read
 from healcore.torch.driver import TorchDriver
 from healcore.torch.store import MemoryStore
 
@@ -25,17 +26,9 @@ def trained(*, harmed: bool) -> tuple[float, int, int]:
     model, batch, loss_fn = regression()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     state = {"model": model, "optimizer": optimizer}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Healer(
-            "default",
-            state=state,
-            store=Path(folder),
-            loss_fn=loss_fn,
-            checkpoints=Checkpoints(every=50),
-            attach={"compile": CUDA and harmed},
-        ) as healer,
-    ):
+    options: Any = {"state": state, "loss_fn": loss_fn, "checkpoints": Checkpoints(every=50)}
+    options["attach"] = {"compile": CUDA and harmed}
+    with tempfile.TemporaryDirectory() as at, Healer("default", store=at, **options) as healer:
         for each in healer.batches([batch(number) for number in range(STEPS)]):
             for group in optimizer.param_groups:
                 group["lr"] = 1.0 if harmed and healer.step in HARMED else 0.01
@@ -173,7 +166,9 @@ def out_of_memory() -> dict[str, Any]:
     sizes: list[int] = []
     failed, found = 0, []
     state = {"model": model, "optimizer": optimizer}
-    with Healer("default", state=state, attach={"compile": False}) as healer:
+    folder = Path(tempfile.mkdtemp())
+    logging = Logging(events=folder / "run.events.jsonl")
+    with Healer("default", state=state, attach={"compile": False}, logging=logging) as healer:
         for number, each in enumerate(healer.batches([small, large] * 3)):
             for part in healer.microbatches(each):
                 with part:
@@ -186,6 +181,10 @@ def out_of_memory() -> dict[str, Any]:
                 found = found or gradients()
                 optimizer.step()
                 optimizer.zero_grad()
+    problem = next(e for e in read(folder / "run.events.jsonl").events if "sign" in e)["problem"]
+    profiles = [each.name for each in folder.glob("run.memory.*.txt") if each.stat().st_size]
+    assert len(profiles) == CUDA, (problem, profiles)
+    assert "Largest owner of memory: " in problem, problem
     assert healer.step == 3
     assert failed > 0, "memory did not run out"
     assert max(sizes) < len(large), "the parts are not smaller"

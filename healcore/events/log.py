@@ -28,8 +28,7 @@ MAX_LINE_BYTES = 1 << 24
 """Length limit of a line. Readers treat a longer line as damaged and do not buffer it."""
 
 _BLOCK_BYTES = 1 << 16
-_MAX_CHARACTERS = 10_000
-"""Length limit of a string. Exception messages may contain whole tensors."""
+_MAX_CHARACTERS = 10_000  # length limit of a string. Exception messages may contain whole tensors.
 Event = dict[str, Any]
 
 
@@ -37,11 +36,10 @@ Event = dict[str, Any]
 
 
 def to_json(value: Any) -> Any:
-    """Converts a value to types that `json` can encode.
+    """Converts any value to types that `json` can encode.
 
-    Flags become lists of names, NamedTuples and dataclasses become objects, and 0-d arrays become
-    numbers. NaN and Inf become strings that `float` reads, because null means "unknown". Values of
-    other types become strings too.
+    Flags become lists of names. NaN and Inf become strings that `float` reads, because null means
+    "unknown". Values of unknown types become strings too.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -181,11 +179,7 @@ class Log:
             return json.loads(line)
 
     def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
-        """The event as a JSON object with a final newline.
-
-        The line is ASCII, so that a torn line does not end inside a character. If a field cannot be
-        encoded, the line has a string with the type of the error instead.
-        """
+        """The event as a line in ASCII, so that a torn line does not end inside a character."""
         fields = {name: value for name, value in fields.items() if value is not None}
         if kind == "start":
             fields = {**current_process()._asdict(), "environment": environment(), **fields}
@@ -237,8 +231,8 @@ class History(NamedTuple):
 def read(path: str | os.PathLike[str]) -> History:
     """Reads an events file, to which a process may still write. Raises OSError.
 
-    Skips and lists damaged lines, such as lines torn by a kill, a full disk or a power cut. An
-    incomplete last line counts as damaged. Uses about 30 bytes of memory per byte of the file.
+    Skips and lists damaged lines, such as an incomplete last line. Uses about 30 bytes of memory
+    per byte of the file.
     """
     history = History([], [])
     for number, event in read_lines(path, parse):
@@ -260,7 +254,5 @@ def parse(line: bytes) -> Event | str:
     for name in ("schema", "seq"):
         if type(event.get(name)) is not int or not 0 <= event[name] < 1 << 53:
             return f"{name} is not a whole number from 0 to 2^53: {event.get(name)!r:.80}"
-    for name in ("run", "kind"):
-        if not isinstance(event.get(name), str):
-            return f"{name} is not a string: {event.get(name)!r:.80}"
-    return event
+    wrong = [name for name in ("run", "kind") if not isinstance(event.get(name), str)]
+    return f"{wrong[0]} is not a string: {event.get(wrong[0])!r:.80}" if wrong else event

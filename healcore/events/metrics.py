@@ -26,8 +26,7 @@ COMPARED = ("loss_ratio", "eval_loss", "eval_gap")
 _FLUSH_SECONDS = 0.5
 """Time for which lines are buffered, because a system call per step would be slow."""
 _MAX_BUFFERED = 1000
-_UNTHINNED = 50_000
-"""Steps after which a thinned file doubles the number of steps per line."""
+_UNTHINNED = 50_000  # steps after which a thinned file doubles the number of steps per line
 
 
 def stem(path: Path) -> str:
@@ -67,7 +66,7 @@ class Metrics:
     def write(self, step: int, record: StepRecord, *, several: bool) -> dict[str, Any] | None:
         """Adds a line for a step of one engine, with its name if the run has `several` engines.
 
-        Returns the fields of the line. Returns None for a step without a line, except if `tracked`.
+        Returns the fields of the line, or None for a step without a line, unless `tracked`.
         """
         every = 1
         if self.automatic and not record.cause:
@@ -111,10 +110,9 @@ class Metrics:
         return fields | {"skip": record.skip, **flags}
 
     def _signals(self, record: StepRecord) -> dict[str, Any]:
-        """Returns the loss and norm of the step, without signals that the engine does not receive.
+        """Returns the loss and norm of the step; "nan" replaces the last finite value.
 
-        The engine starts with zeros, so a signal that has always been 0 is missing. After a
-        non-finite signal the record has an earlier, finite value; "nan" replaces this value.
+        The engine starts with zeros, so a signal that has always been 0 is not received.
         """
         signals: dict[str, Any] = {}
         for name, value, nonfinite in (

@@ -10,22 +10,14 @@ import enum
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from healcore.core.verdict import Action, Cause
 
 NONFINITE = ("nan", "inf", "-inf")
 """Numbers that JSON cannot express, as strings that `float` reads."""
 
-_MAX_INT = 2**53
-"""Largest whole number. Readers with only 64-bit floats round larger numbers."""
+_MAX_INT = 2**53  # largest whole number. Readers with only 64-bit floats round larger numbers.
 
 
 class Ending(enum.StrEnum):

@@ -1,7 +1,4 @@
-"""Defines the kinds of events: when each is written, its required fields, and its sentence.
-
-Also exports the format as JSON Schema.
-"""
+"""Defines the kinds of events: when each is written, its required fields, and its sentence."""
 
 from __future__ import annotations
 
@@ -192,11 +189,7 @@ class Trait(enum.Flag):
     """`step` is the step that was judged; without this trait the number of steps done."""
     CHECKPOINT = enum.auto()  # `step` is the step of an older checkpoint
     DURABLE = enum.auto()
-    """The log waits for the disk, so that a power cut cannot lose the event.
-
-    A kill loses no event: the kernel has the line when `write` returns. A power cut loses lines
-    that the kernel has not yet written to the disk (on Linux about 30 s). Alarms are too many.
-    """
+    """The log waits for the disk. A power cut loses other lines, on Linux those of about 30 s."""
     SEVERE = enum.auto()  # trackers alert on the event
     LOCAL = enum.auto()  # the event may occur on one rank only, which then reports it to rank 0
 

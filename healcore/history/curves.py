@@ -46,10 +46,9 @@ class Curves(NamedTuple):
 def thin(index: np.ndarray, curves: Mapping[str, np.ndarray], limit: int) -> np.ndarray:
     """Returns the places of at most `limit` rows that show the extremes of aligned curves.
 
-    Rows are grouped by index, int64 (n,), into bins of equal width. For each curve, a bin keeps the
-    rows of the smallest, the largest and the first non-finite value. The width doubles until the
-    rows are few enough. The first and the last row are kept. Largest-triangle-three-buckets, the
-    usual method, may drop a spike of one row.
+    Rows are grouped by index, int64 (n,), into bins of equal width, which doubles until the rows
+    are few enough. For each curve, a bin keeps the rows of the smallest, the largest and the first
+    non-finite value. Largest-triangle-three-buckets may drop a spike of one row.
     """
     places, width = np.arange(len(index)), 1
     most = max(limit, 3 * max(1, len(curves)) + 2)

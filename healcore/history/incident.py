@@ -66,10 +66,7 @@ class Incident:
 
     @property
     def rolled_back(self) -> bool:
-        """Whether a rollback was carried out, or ordered if the mode is not HEAL.
-
-        In mode HEAL an order alone does not count, because a hook may have declined it.
-        """
+        """Whether a rollback was carried out, or only ordered if the mode is not HEAL."""
         if self.mode is Mode.HEAL:
             return any(event.kind == "rollback" for event in self.responses)
         return "ROLLBACK" in self.action
@@ -150,13 +147,9 @@ class Counts(NamedTuple):
 
 
 def by_name(*, observes: bool, **counts: int) -> dict[str, int]:
-    """Name -> number of changes to the run. A policy that observes makes none of the changes.
-
-    Its orders have names of their own, such as `observed_skips`.
-    """
-    if not observes:
-        return counts
-    return dict.fromkeys(counts, 0) | {f"observed_{name}": n for name, n in counts.items()}
+    """Name -> number of changes to the run; with `observes` all 0, beside `observed_skips`, ..."""
+    observed = {f"observed_{name}": number for name, number in counts.items()}
+    return dict.fromkeys(counts, 0) | observed if observes else counts
 
 
 def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> Counts:

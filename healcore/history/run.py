@@ -14,10 +14,8 @@ from healcore.events.process import Process
 from healcore.events.schema import KINDS, Trait, has
 from healcore.history.incident import Counts, Incident, batch_ids, count_incidents
 
-_MAX_OUTSIDE = 1000
-"""Limit of listed alarms outside of incidents."""
-_MAX_NEWEST = 20
-"""Limit of kept events of a kind: the newest ones."""
+_MAX_OUTSIDE = 1000  # limit of listed alarms outside of incidents
+_MAX_NEWEST = 20  # limit of kept events of a kind: the newest ones
 
 
 class RunState(enum.StrEnum):
@@ -92,10 +90,7 @@ class RunAttempt(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Run:
-    """A training run: its first process, and the processes that resumed from its checkpoints.
-
-    Events are added in file order.
-    """
+    """A training run: its first process, and the processes that resumed from its checkpoints."""
 
     processes: list[RunProcess] = field(default_factory=list)
     attempts: list[RunAttempt] = field(default_factory=list)
@@ -193,10 +188,7 @@ class Run:
         )
 
     def add_postmortem(self, written: Mapping[str, Any]) -> None:
-        """Adds the counts of a postmortem: clips, and skips without an event.
-
-        A malformed count has no effect.
-        """
+        """Adds the well-formed counts of a postmortem: clips, and skips without an event."""
         for name in ("skips", "undone_skips", "clips"):
             count = written.get(f"observed_{name}", written.get(name))
             if type(count) is int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from healcore import adapter_registry
@@ -185,6 +186,13 @@ class Driver(Protocol):
         Raises:
             WeightsChanged: `weights` is a copy of other parameters. `loss_fn` was not called.
             SignalError: `loss_fn` changes its batch.
+        """
+        ...
+
+    def memory(self, path: Path | None) -> dict[str, int]:
+        """Bytes by owner after an out-of-memory error; `activations` are all other memory.
+
+        Writes the framework's profile to `path` with another suffix, unless `path` is None.
         """
         ...
 

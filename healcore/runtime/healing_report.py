@@ -31,34 +31,23 @@ class HealingReport:
     policy: str
     ending: str
     """An `Ending` (completed, stopped, exception, signal, ...), or "running" before the end."""
-    converged: bool
-    """Whether the run completed, with finite weights and no open incident."""
-    steps: int
-    """Optimizer steps done. A rollback decreases the number."""
-    attempts: int
-    """Number of rollbacks."""
-    recoveries: int
-    """Number of incidents that have ended."""
-    history: tuple[IncidentRecord, ...]
-    """The incidents, oldest first."""
-    rollbacks: tuple[RollbackRecord, ...]
-    """The rollbacks, oldest first."""
+    converged: bool  # whether the run completed, with finite weights and no open incident
+    steps: int  # optimizer steps done. A rollback decreases the number.
+    attempts: int  # number of rollbacks
+    recoveries: int  # number of incidents that have ended
+    history: tuple[IncidentRecord, ...]  # the incidents, oldest first
+    rollbacks: tuple[RollbackRecord, ...]  # the rollbacks, oldest first
     counts: dict[str, int]
     """Name of a cause -> number of incidents. Other keys: `skips` and `clips` (steps),
     `undone_skips` (skips that a rollback has undone), `lr_cuts`, and `shrinks` (micro-batch).
     A policy that observes has `observed_skips`, ..., for what it would have done."""
     skipped_batches: tuple[BatchId, ...]
     """Batches that rollbacks have left out, as (epoch, index) of any loader."""
-    lr_scale: float
-    """Current multiplier of the schedule's learning rate."""
-    last_good: int | None
-    """Step of the newest known-good checkpoint, or None without one."""
-    probation: int | None
-    """Healthy steps after which a checkpoint is known-good."""
-    postmortem: Path | None
-    """Path of this process's postmortem, or None without such a file."""
-    diagnosis: str
-    """Diagnosis of the stop, or an empty string if the policy did not stop the run."""
+    lr_scale: float  # current multiplier of the schedule's learning rate
+    last_good: int | None  # step of the newest known-good checkpoint, or None without one
+    probation: int | None  # healthy steps after which a checkpoint is known-good
+    postmortem: Path | None  # path of this process's postmortem, or None without such a file
+    diagnosis: str  # diagnosis of the stop, or an empty string if the policy did not stop the run
     optimizers: Mapping[str, object]
     """Name -> `Healing.report()`: how the optimizer is healed. Empty in JAX."""
 

@@ -118,30 +118,6 @@ def test_an_evaluation_and_the_height_of_each_loss_are_metrics(framework, tmp_pa
     assert rows[-1] == {}, "nothing has changed"
 
 
-def test_a_restart_goes_on_in_the_same_file(tmp_path):
-    path = tmp_path / "m.jsonl"
-
-    def begin(until: int) -> None:
-        loop = loop_of("torch")
-
-        def stop(healer: Healer, number: int) -> None:
-            if number == until:
-                raise KeyboardInterrupt
-
-        train(loop, rules(), range(20), store=tmp_path / "store", metrics=path, before=stop)
-
-    with pytest.raises(KeyboardInterrupt):
-        begin(11)
-    with path.open("ab") as file:
-        file.write(b'{"schema":1,"kind":"st')  # as a power cut leaves it
-    begin(99)
-    whole = [line for line in path.read_text().splitlines() if line.endswith("}")]
-    found = [json.loads(line) for line in whole]
-    assert len({line["run"] for line in found}) == 2
-    assert [line["step"] for line in found][-1] == 19
-    assert sorted({line["step"] for line in found}) == list(range(20))
-
-
 def test_metrics_lie_next_to_the_events_by_default(tmp_path):
     train(loop_of("torch", Faults(), rules()), rules(), range(12), store=tmp_path / "checkpoints")
     assert len(lines(tmp_path / "checkpoints" / "healcore.metrics.jsonl")) == 12

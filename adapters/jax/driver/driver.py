@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Mapping
 from operator import is_not
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -191,6 +193,22 @@ class JaxDriver(Driver):
         """Whether all parameters are finite that were finite at the start."""
         return set(self.nonfinite_weights()) <= self._not_finite
 
+    def memory(self, path: Path | None) -> dict[str, int]:
+        """See `Driver.memory`. The activations are of the peak, which a failed step may exceed."""
+
+        def size(leaves: list[Any]) -> int:  # on one device; of deleted arrays too
+            arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+            shapes = [array.sharding.shard_shape(array.shape) for array in arrays]
+            return sum(a.dtype.itemsize * math.prod(s) for a, s in zip(arrays, shapes, strict=True))
+
+        params, whole = size(self._weights.arrays()), size(jax.tree.leaves(self._live.read()))
+        sizes = {"parameters": params, "optimizer state": whole - params}
+        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+        sizes["activations"] = max(0, peak - whole)
+        if path is not None:
+            jax.profiler.save_device_memory_profile(str(path.with_suffix(".prof")))
+        return sizes
+
     def settings(self) -> dict[str, Any]:
         """Returns the hyperparameters of optax.inject_hyperparams, and a digest of the weights."""
         found = jax.device_get(injected_hyperparameters(self._live.read()))
@@ -198,7 +216,8 @@ class JaxDriver(Driver):
         names = short if len(set(short)) == len(short) else list(found)
         # The shortest decimal number: 0.001 instead of 0.0010000000474974513.
         values = [json_setting(float(str(each))) for each in found.values()]
-        found = {"precision": self._weights.dtypes(), WEIGHTS: self._weights.digest()}
+        dtypes = sorted({str(leaf.dtype) for leaf in self._weights.arrays()})
+        found = {"precision": ", ".join(dtypes), WEIGHTS: self._weights.digest()}
         return {**dict(zip(names, values, strict=True)), **found}
 
     def learning_rate(self) -> float | None:

@@ -50,9 +50,9 @@ class JaxWeights:
         """Path -> copy of each trained parameter, in host memory."""
         return {path: _copy(leaf) for path, leaf in self._trained().items()}
 
-    def dtypes(self) -> str:
-        """Dtypes of the parameters, such as `bfloat16, float32`."""
-        return ", ".join(sorted({str(leaf.dtype) for leaf in self._all().values()}))
+    def arrays(self) -> list[Any]:
+        """The parameters, or all floating arrays of the state if the parameters are unknown."""
+        return list(self._all().values())
 
     def digest(self) -> str:
         """See `Driver.settings`. One sync per parameter."""

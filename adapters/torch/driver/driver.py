@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -241,6 +242,28 @@ class TorchDriver(Driver):
             return []
         found = [p for p, norm in zip(params, norms, strict=True) if not norm.isfinite()]
         return live_state.parameter_names(self._state, found)
+
+    def memory(self, path: Path | None) -> dict[str, int]:
+        """See `Driver.memory`: CUDA's summary, and its snapshot if its history is recorded."""
+
+        def size(values: Iterable[Any]) -> int:
+            return sum(gradients.local(t).nbytes for t in values if isinstance(t, Tensor))
+
+        optimizers = [healing.optimizer for healing in self.healings.values()]
+        params = {p for each in optimizers for p in gradients.parameters(each)}
+        for each in self._state.values():  # with frozen parameters
+            params.update(each.parameters() if isinstance(each, nn.Module) else ())
+        moments = (m for each in optimizers for s in each.state.values() for m in s.values())
+        owners = {"parameters": size(params), "gradients": size(p.grad for p in params)}
+        owners["optimizer state"] = size(moments)
+        if torch.cuda.is_initialized():
+            other = torch.cuda.memory_allocated() - sum(owners.values())
+            owners["activations"] = max(0, other)
+            if path is not None:
+                path.with_suffix(".txt").write_text(torch.cuda.memory_summary())
+                if any(torch.cuda.memory._snapshot().get("device_traces", ())):
+                    torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+        return owners
 
     def settings(self) -> dict[str, Any]:
         """See `Driver.settings`."""

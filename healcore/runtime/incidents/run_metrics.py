@@ -16,20 +16,15 @@ COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 _LAST = ("loss", "threshold", "grad_scale", "lr_scale")
 """Numbers of the newest step, named as in `StepRecord`."""
 
-_MEAN_STEPS = 100
-"""Number of healthy losses that the mean covers."""
+_MEAN_STEPS = 100  # number of healthy losses that the mean covers
 
 
 class RunMetrics:
     """Metrics from the records that the host reads `LAG` steps later, without a further sync.
 
     The counts come from the engines' states at the start of a run and after a rollback, when these
-    are on the host. Each record then adds to the counts.
-
-    Args:
-        per_tensor: whether the policy clips each tensor by itself. Records do not show such
-            clipping, so there is no metric `heal/clips`.
-        observes: whether the policy changes nothing.
+    are on the host. Each record then adds to the counts. Records do not show the clips of a policy
+    that clips each tensor by itself (`per_tensor`): such a run has no metric `heal/clips`.
     """
 
     def __init__(self, *, per_tensor: bool, observes: bool) -> None:
@@ -93,10 +88,9 @@ class RunMetrics:
         metrics: dict[str, float] = {}
         for name, record in self._last.items():
             prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
-            seen = {"incidents": record.incident, "loss": record.readings.loss}
             counts = self._counts[name]
-            known = {n: v for n in (*_LAST, *COMPARED) if (v := getattr(record, n)) is not None}
-            numbers = known | seen
+            numbers = {n: v for n in (*_LAST, *COMPARED) if (v := getattr(record, n)) is not None}
+            numbers |= {"incidents": record.incident, "loss": record.readings.loss}
             numbers |= {each: counts[each] for each in ("rollbacks", "alarms")}
             changes = {each: counts[each] for each in self._changes}
             numbers |= by_name(observes=self._observes, **changes)

@@ -93,6 +93,7 @@ class _End:
         self.fault: Fault | None = None
         self.notes: list[RankNote] = []
         self.problems: list[str] = []
+        self.memory = ""  # sentence about an out-of-memory error
 
     def attempt(self, what: str, action: Callable[[], object]) -> Exception | None:
         """Calls an action. Returns its exception, which is a problem named `what`."""
@@ -252,6 +253,9 @@ class _End:
                 why_not = f"{type(problem).__name__}: {problem}"
             answer = None if why_not else "save"
         problem = f"the loop raised {described(self.raised):.600}"
+        if Cause.OOM in fault.cause:
+            self.memory = f". {loop.memory.profile()}"
+            problem += self.memory
         loop.log.fault(self.data.step, fault, problem, answer=answer)
         if why_not:
             loop.warn(f"no checkpoint was saved at the exception: {why_not}")
@@ -303,7 +307,7 @@ class _End:
         if notes and ending == Ending.EXCEPTION:
             exception, trace = first, traces(notes) or None
         elif ending == Ending.EXCEPTION and error is not None:
-            exception, trace = described(error), _trace(error)
+            exception, trace = described(error) + self.memory, _trace(error)
         cause = Cause(0) if self.fault is None else self.fault.cause
         end = loop.recovery.run_end(ending, why, exception=exception, fault=cause)
         events = loop.log.events

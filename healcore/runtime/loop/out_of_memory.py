@@ -5,6 +5,7 @@ A step of one rank is also repeated, unchanged, after a transient failure in the
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from healcore.runtime.microbatches.parts import (
     released,
     split,
 )
+from healcore.runtime.postmortem.postmortem import path_for
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import RankFailed, Ranks
 
@@ -70,6 +72,7 @@ class OutOfMemory:
         self._gradients = driver.window
         self._last_resort: Callable[[], str] = str
         self.part: Microbatch[Any] | None = None
+        self._driver, self._absence_reported = driver, False
         self._batches: list[tuple[Any, Count]] = []  # since the last step, with their `count`
         self._whole = ""  # reason why the run's batches cannot be split, or an empty string
         self._why_not = ""  # reason why the window cannot be repeated in smaller parts, or ""
@@ -124,6 +127,22 @@ class OutOfMemory:
                 self._data.forget_parts()
         finally:
             self.part = None
+
+    def profile(self) -> str:
+        """Writes the framework's memory profile beside the events. Names the largest owner."""
+        events = self._log.events
+        path = None if events.path is None else path_for(events.path, events.run, "memory")
+        try:
+            sizes = self._driver.memory(path)
+        except Exception as error:  # the device may fail again
+            return f"The memory could not be profiled: {type(error).__name__}: {error:.100}"
+        owner, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
+        text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
+        files = [] if path is None else [*path.parent.glob(f"{glob.escape(path.stem)}.*")]
+        if files:
+            return f"{text}; profile: {', '.join(file.name for file in files)}"
+        known, self._absence_reported = self._absence_reported or path is None, True
+        return text if known else f"{text}; this device offers no memory profile"
 
     # -- the window -----------------------------------------------------------------------------
 
@@ -242,6 +261,8 @@ class OutOfMemory:
             except UnsplittableBatch as reason:
                 why_not = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        if not why_not:
+            line += f". {self.profile()}"
         return _Overrun(samples, parts, fault, line, why_not)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, rank: str) -> None:

@@ -241,9 +241,9 @@ class Recovery:
             )
             return None
         why = f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}"
-        watches = policy.observes
+        observed = policy.observes
         self.log.event(
-            "order", step=order.index, cause=[], action=action, why=why, observed=watches
+            "order", step=order.index, cause=[], action=action, why=why, observed=observed
         )
         return self.carry_out(order) if action & _SERIOUS and not policy.observes else None
 

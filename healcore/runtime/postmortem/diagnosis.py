@@ -1,8 +1,4 @@
-"""Writes the diagnosis of a run's end: observations, actions and advice.
-
-The text depends on the `RunEnd` alone, which a live run and the next start of a killed run make in
-the same way: from the events.
-"""
+"""Writes the diagnosis of a run's end, live or killed: observations, actions and advice."""
 
 from __future__ import annotations
 

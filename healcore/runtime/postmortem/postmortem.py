@@ -1,9 +1,7 @@
 """Writes and reads the postmortem, a JSON file about how a run ended, and the notes of its ranks.
 
-A rank that ends alone or hangs cannot use collectives, and only rank 0 writes events and the
-postmortem: such a rank leaves a note, a file next to the events file. Rank 0 reads the notes when
-its own run ends. The next start reads them if rank 0 was killed. docs/events.md describes the
-fields of the postmortem.
+A rank that ends alone or hangs cannot use collectives, so it leaves a note next to the events file.
+Rank 0 reads the notes at its end, or the next start after a kill. docs/events.md has the fields.
 """
 
 from __future__ import annotations
@@ -35,10 +33,8 @@ SCHEMA = 2
 _NOTES = {False: "end.rank", True: "hang.rank"}
 """Whether a rank hangs -> part of the file name after the stem of the events file."""
 _MAX_NOTE_BYTES = 1 << 20
-_MAX_TEXT = 200_000
-"""Largest number of characters of a traceback or of stacks."""
-_MAX_TRACES = 4
-"""Largest number of tracebacks in the postmortem."""
+_MAX_TEXT = 200_000  # largest number of characters of a traceback or of stacks
+_MAX_TRACES = 4  # largest number of tracebacks in the postmortem
 
 
 def _safe(run: str) -> str:
@@ -62,9 +58,8 @@ def write(
 ) -> str | None:
     """Writes the postmortem next to the events file, atomically.
 
-    Returns the error, if any, and never raises, because the run ends. docs/events.md explains the
-    fields. `trace` is the exception with its traceback, `stacks` is from `stacks_of`, and `lost` is
-    None for the number of lost events in the events.
+    Returns the error, if any, and never raises, because the run ends. `trace` is the exception with
+    its traceback, `stacks` is from `stacks_of`; `lost` is None for the number in the events.
     """
     run, counts, process = end.run, end.counts, end.run.processes[-1]
     start, last = process.start or EventRecord(), process.last or EventRecord()
@@ -139,8 +134,7 @@ def last_run(events: Path) -> Run | None:
 def of_killed(events: Path, run: Run) -> bool:
     """Writes the postmortem of a run that was killed. Returns whether it was written.
 
-    The next process calls it before it writes its own `start`. A run that has written its end or
-    is still running has no such postmortem.
+    The next process calls this function before it writes its own `start`.
     """
     process = run.processes[-1].process()
     gone = False if run.end is not None or process is None else process.gone()

@@ -1,8 +1,7 @@
 """Logs to Weights & Biases, Trackio, MLflow and TensorBoard.
 
 Each client logs to the user's active run, or to a new run that a restarted program continues.
-Arguments of the constructors: project, experiment or directory, or None for the active run or a
-default.
+The argument of a constructor is a project, experiment or directory, or None.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ _MAX_CHARACTERS = 1000
 class TrackedRun(NamedTuple):
     """The identity and the configuration of a run, for its trackers."""
 
-    id: str
-    """Id of the run, the same in all processes and after a resume."""
-    config: dict[str, Any]
-    """Fields of the event `start`, such as policy, mode and framework."""
+    id: str  # id of the run, the same in all processes and after a resume
+    config: dict[str, Any]  # fields of the event `start`, such as policy, mode and framework
 
 
 def event_text(event: Mapping[str, Any]) -> str:

@@ -1,7 +1,4 @@
-"""Selects trackers and delivers metrics and events to them in threads.
-
-A tracker cannot delay the run.
-"""
+"""Selects trackers and delivers metrics and events to them in threads, without delaying the run."""
 
 from __future__ import annotations
 
@@ -20,10 +17,8 @@ from healcore.events.schema import ENVELOPE
 from healcore.extras import MissingExtraError
 from healcore.runtime.trackers.clients import CLIENTS, TrackedRun
 
-MAX_WAIT = 10.0
-"""Seconds for which the end of a run waits for its trackers."""
-MAX_PENDING = 10_000
-"""Limit of pending records of a slow tracker, which then loses the oldest."""
+MAX_WAIT = 10.0  # seconds for which the end of a run waits for its trackers
+MAX_PENDING = 10_000  # limit of pending records of a slow tracker, which then loses the oldest
 _INTERVAL = 0.5
 """Seconds between two deliveries, because delivery at every step would compete for the GIL."""
 

@@ -94,13 +94,6 @@ def test_a_completed_run_gets_no_lecture():
     assert "the run has had" not in stopped
 
 
-def test_observing_tries_nothing():
-    observed = ("start", None, {"mode": "observe"})
-    text = explain(end_of("stopped", 7, observed, WITH_A_CAUSE))
-    assert "Tried: nothing: the policy only observes." in text
-    assert "rolled back" not in text
-
-
 def test_an_exception_adds_what_it_means():
     end = end_of("exception", 7, exception="OSError: [Errno 5] input/output error")
     assert "Look at" not in explain(end)

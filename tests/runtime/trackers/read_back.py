@@ -31,12 +31,8 @@ def asked(name: str, folder: Path) -> str:
 
 def stored(name: str, folder: Path) -> Stored:
     """What the tracker `name` has."""
-    return {
-        "wandb": _wandb,
-        "trackio": _trackio,
-        "mlflow": _mlflow,
-        "tensorboard": _tensorboard,
-    }[name](folder)
+    readers = _wandb, _trackio, _mlflow, _tensorboard
+    return dict[str, Any](zip(NAMES, readers, strict=True))[name](folder)
 
 
 def _wandb(folder: Path) -> Stored:

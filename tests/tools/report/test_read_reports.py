@@ -168,6 +168,7 @@ def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     events = train(tmp_path, range(300, 900), policy=policy, batches=900)
     (written,) = postmortems(events)
     assert (written["skips"], written["observed_skips"]) == (0, 600)
+    assert "Tried: nothing: the policy only observes." in written["diagnosis"]
     assert written["metrics"]["heal/skips"] == 0
     assert written["metrics"]["heal/observed_skips"] == 600
     (report,) = read_reports(events)
