@@ -55,10 +55,10 @@ class Faults:
 
         torch.Tensor.backward = counted_backward  # type: ignore[method-assign]
         torch.optim.Optimizer.__init__ = remembered  # type: ignore[method-assign]
-        library = torch.library.Library("torchvision", "DEF")
-        for name in _VISION.split():
-            library.define(f"{name}(Tensor x) -> Tensor")
-        self._library = library  # its operators end with the object
+        if torch.version.cuda is None:
+            self._library = torch.library.Library("torchvision", "DEF")  # its operators end with it
+            for name in _VISION.split():
+                self._library.define(f"{name}(Tensor x) -> Tensor")
 
     def parameters(self) -> list[Any]:
         """The parameters of all optimizers."""
