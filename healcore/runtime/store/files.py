@@ -33,7 +33,7 @@ _WORTH_THREADS = 8 << 20
 """Least number of bytes that are worth several threads."""
 _MAX_SEALED = 1 << 26
 """Largest size of a sealed file: enough for a manifest of half a million files."""
-_TEMPORARY = re.compile(r"\.tmp-healcore-[0-9a-f]{16}")
+TEMPORARY = re.compile(r"\.tmp-healcore-[0-9a-f]{16}")
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -105,11 +105,6 @@ def entries_of(folder: Path) -> list[Path]:
 def new_temporary() -> str:
     """A new name for work in progress."""
     return f".tmp-healcore-{secrets.token_hex(8)}"
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a name is a name for work in progress."""
-    return _TEMPORARY.fullmatch(name) is not None
 
 
 # -- digests ----------------------------------------------------------------------------------

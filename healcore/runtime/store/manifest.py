@@ -170,7 +170,7 @@ def sweep(root: Path) -> list[str]:
         path.relative_to(root).as_posix()
         for folder in folders
         for path in files.entries_of(folder)
-        if files.is_temporary(path.name) and files.discard(path)
+        if files.TEMPORARY.fullmatch(path.name) and files.discard(path)
     ]
 
 

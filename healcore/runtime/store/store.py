@@ -7,11 +7,11 @@ it to the directory, whose files `manifest` describes.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from healcore import console
@@ -76,8 +76,10 @@ class CheckpointStore(Writer):
         """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
         self.processes = ranks or Alone()
         """The ranks that save together. Exchange over them only while nothing is being written."""
-        self._inspected = threading.Event()
-        """Set when the last copy is inspected, and in the ring, or has failed."""
+        self._inspected, self._written = Event(), Event()
+        """Set when the last copy is inspected and in the ring, or written, or has failed."""
+        self._inspected.set()
+        self._written.set()
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
         self._unreadable = ""
         if root is None:
@@ -123,15 +125,16 @@ class CheckpointStore(Writer):
             UnsavableState: the state holds something that cannot be saved.
             SaveFailed: the state could not be copied. `wait` raises later failures.
         """
-        self.join()  # at most one copy is pending
+        if self.busy:  # never in a forked child
+            self._written.wait()  # at most one copy is pending; deletions may be
         try:
             copy = self.format.copy(step, state, healing)
         except Exception as error:
             if self.processes.world > 1:  # the other ranks would wait for this rank
                 self.submit(step, partial(self._fail_on_others, error))
             raise
-        self._inspected = threading.Event()
-        self.submit(copy.step, partial(self._complete, copy, self._inspected))
+        self._inspected, self._written = inspected, written = Event(), Event()
+        self.submit(copy.step, partial(self._complete, copy, inspected, written))
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         """Step and array names of each save since the last call with disallowed NaN or Inf."""
@@ -145,7 +148,8 @@ class CheckpointStore(Writer):
         Raises:
             UnsavableState: the state holds something that cannot be saved.
         """
-        self.join()  # the save in progress exchanges messages with the other ranks too
+        if self.processes.world > 1:
+            self.join()  # the save in progress exchanges messages with the other ranks too
         found = ranks.together(self.processes, lambda: self.format.nonfinite_in(state))
         return ranks.union_of_names(found)
 
@@ -268,7 +272,7 @@ class CheckpointStore(Writer):
 
     # -- saving, in the background --------------------------------------------------------------
 
-    def _complete(self, copy: HostCopy, inspected: threading.Event) -> None:
+    def _complete(self, copy: HostCopy, inspected: Event, written: Event) -> None:
         """Inspects a copy, adds it to memory, and writes it to disk. Every rank calls it."""
         unused: HostCopy | None = copy
         try:
@@ -287,6 +291,7 @@ class CheckpointStore(Writer):
             inspected.set()  # also after a failure
             if unused is not None:
                 self.format.release(unused)
+            written.set()
 
     def _inspect(self, copy: HostCopy) -> tuple[tuple[str, ...], bool]:
         """The names of arrays with NaN or Inf, and whether memory has room for more copies."""

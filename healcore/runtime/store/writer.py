@@ -74,8 +74,7 @@ class Writer:
     def failures(self) -> list[StoreError]:
         """The errors since the last call that no call has raised. Does not wait.
 
-        SaveFailed: a save failed. For any other error another copy was used: CheckpointDamaged
-        means a damaged copy in memory, another StoreError an unreadable directory.
+        Except for SaveFailed, another copy was used: from memory or from the directory.
         """
         return [self._failures.pop(0) for _ in range(len(self._failures))]
 
