@@ -10,6 +10,7 @@ from torch.optim import SGD, AdamW
 
 from healcore.core.verdict import Cause
 from healcore.torch.driver import TorchDriver
+from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import NAN, ROLLS_BACK, single_record
 from tests.torch.optimizer_cases import host_and_device
 
@@ -77,3 +78,33 @@ def test_parameters_of_several_modules_and_of_none_have_longer_names():
         "head.weight",
         "optimizer.param_groups[1]['params'][1]",
     ]
+
+
+@host_and_device
+def test_added_parameters_are_judged_named_and_skipped(where: str):
+    torch.manual_seed(0)
+    body, head = nn.Linear(3, 2), nn.Linear(2, 1)
+    optimizer = AdamW(body.parameters(), lr=0.01)
+    state = {"body": body, "head": head, "optimizer": optimizer}
+    driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        head.zero_grad()
+        head(body(torch.ones(4, 3))).mean().backward()
+
+    for i in range(WARMUP + 1):
+        if i == WARMUP:
+            optimizer.add_param_group({"params": head.parameters(), "lr": 0.02})
+        backward()
+        optimizer.step()
+        assert single_record(driver).cause == 0
+    before = snapshot(optimizer)
+    backward()
+    assert head.weight.grad is not None
+    head.weight.grad.fill_(NAN)
+    optimizer.step()
+    record = single_record(driver)
+    assert record.skip
+    assert [each.name for each in record.evidence] == ["head.weight"]
+    assert_same(snapshot(optimizer), before)
