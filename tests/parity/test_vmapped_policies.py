@@ -136,8 +136,8 @@ def test_vmap_over_policies_equals_one_run_each():
     averages = last.detectors[1 + [*WATCHING].index("grad_ema")].mean
     for values in (last.clip.mean, averages):
         assert len({float(x) for x in values}) > VARIANTS // 2, "the variants do differ"
-    for values in (decisions.cause, decisions.lr_scale):
-        assert len({tuple(each) for each in values}) > VARIANTS // 10, "and what they decide"
+    for values, least in ((decisions.cause, VARIANTS // 10), (decisions.lr_scale, VARIANTS // 2)):
+        assert len({tuple(each) for each in values}) > least, "and what they decide"
 
 
 def test_the_same_in_numpy_with_a_policy_per_lane():
