@@ -15,8 +15,8 @@ from healcore import adapter_registry
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
-from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.microbatches.parts import Gradients
+from healcore.runtime.recovery.orders import HealthyRange
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.values import attribute
@@ -94,10 +94,7 @@ class Driver(Protocol):
     # -- the state ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The live state to save, without engines: name -> tree, or object with `state_dict`.
-
-        Returns references: the store copies the state.
-        """
+        """References to the state to save: name -> tree or object with `state_dict`; no engines."""
         ...
 
     def engines(self) -> dict[str, dict[str, Any]]:
@@ -111,16 +108,11 @@ class Driver(Protocol):
         *,
         reset_moments: bool = False,
     ) -> None:
-        """Replaces the live state, and the named engine states.
+        """Replaces the live state, unless it is None, and the named engine states.
 
         Drops steps that `steps` has not returned. A new state zeroes accumulated gradients, also in
-        optax.MultiSteps: no step has used them.
-
-        Args:
-            state: `Restored.state`, or None to keep the live state.
-            engines: engine name -> `Engine.to_dict`. All other engines stay as they are.
-            reset_moments: whether to reset moments and bias correction to their initial values.
-                Schedules are unchanged. Requires an empty `moments_obstacle`.
+        optax.MultiSteps: no step has used them. `reset_moments` resets moments and bias correction
+        to their initial values and leaves schedules unchanged.
 
         Raises:
             StateMismatch: the state does not fit; the live state is unchanged.
@@ -136,9 +128,7 @@ class Driver(Protocol):
     def may_save(self, patience: int | None = None) -> bool:
         """Whether no gradients are accumulated, which a checkpoint does not hold.
 
-        Args:
-            patience: number of steps after which gradients of an optimizer that no longer steps
-                count as abandoned, or None for no such number.
+        After `patience` steps, gradients of an optimizer that no longer steps count as abandoned.
         """
         ...
 
@@ -181,10 +171,9 @@ class Driver(Protocol):
     ) -> list[Any]:
         """The result of `loss_fn` for each batch, on the host, in training mode.
 
-        Without gradients, unless `loss_fn` computes some; `.grad` is unchanged afterwards.
-
-        Every call draws the random numbers that the next step will draw, so that two calls differ
-        by the weights only. The run's state is unchanged afterwards.
+        Without gradients, unless `loss_fn` computes some; `.grad` is unchanged afterwards. Every
+        call draws the random numbers that the next step will draw, so that two calls differ by the
+        weights only; with `redraw` other numbers. The run's state is unchanged afterwards.
 
         Args:
             loss_fn: the user's function of a batch, or of state and batch if the state is a value.
@@ -300,8 +289,7 @@ def framework_of(state: Any) -> str:
 def driver_for(state: Any, engine: Engine, attach: Mapping[str, Any]) -> Driver:
     """Creates the driver of a state, and imports only its framework.
 
-    `attach` holds options of `healcore.torch.attach`. Raises UnknownState if no driver supports the
-    state.
+    `attach` holds options of `healcore.torch.attach`. Raises UnknownState without a driver.
     """
     name = framework_of(state)
     if attach and name != "torch":

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Generic,
-    Literal,
-    ParamSpec,
-    Self,
-    SupportsFloat,
-    TypeVar,
-    Unpack,
-    cast,
-)
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack, cast
 
 from healcore.core.errors import HealcoreError
 from healcore.events.models import Ending
@@ -41,14 +30,12 @@ if TYPE_CHECKING:
 
 State = TypeVar("State")
 Batch = TypeVar("Batch")
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Batches(Iterator[Batch]):
     """The batches of a loop, see `Healer.batches`."""
 
-    def __init__(self, batches: Iterator[Batch], loader: object, epochs: int | None) -> None:
+    def __init__(self, batches: Iterator[Batch], loader: Any, epochs: int | None) -> None:
         self._batches, self._loader, self._epochs = batches, loader, epochs
 
     def __next__(self) -> Batch:
@@ -59,7 +46,7 @@ class Batches(Iterator[Batch]):
         if self._epochs is None:
             raise TypeError("batches(..., epochs=None) has no len")
         try:
-            return self._epochs * len(cast("Sized", self._loader))
+            return self._epochs * len(self._loader)
         except TypeError as error:
             name = type(self._loader).__name__
             raise TypeError(f"{name} has no len, so batches(loader) has no len") from error
@@ -96,12 +83,11 @@ class Healer(Generic[State]):
         store: a directory for checkpoints (with copies in host memory), a
             `CheckpointStore`, or None for host memory only, which is lost with the process.
         loss_fn: returns the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
-            `loss_fn(state, batch)` if the state is a pytree. The Healer calls it with
-            current and with earlier weights, without gradients unless it computes some: better
-            earlier weights are evidence for a rollback (docs/how-it-decides.md). Every rank
-            evaluates its own batches, and the mean decides. Without `loss_fn`, "default" rolls
-            back only if weights are not finite.
-            SignalError after the first step if the call raises or does not return one number.
+            `loss_fn(state, batch)` if the state is a pytree. The Healer calls it with current and
+            with earlier weights, without gradients unless it computes some: better earlier weights
+            are evidence for a rollback (docs/how-it-decides.md). Every rank evaluates its own
+            batches, and the mean decides. Without `loss_fn`, "default" rolls back only if weights
+            are not finite. SignalError after the first step if it does not return one number.
         checkpoints: when to save checkpoints and how many to keep, see `healcore.Checkpoints`.
         logging: files for events and metrics, and console lines, see `healcore.Logging`.
         trackers: receive metrics and events: "wandb", "trackio", "mlflow" or "tensorboard", with a
@@ -120,9 +106,9 @@ class Healer(Generic[State]):
 
     Args:
         attach: options of `healcore.torch.attach`.
-        stop_file: path of a file that asks the run to end, or None for no such file. Every rank
-            looks for the file once a second. All ranks end at the same step, with the last state
-            saved and exit status 0. The file is not removed, and no run starts while it exists.
+        stop_file: path of a file that asks the run to end, or None. Every rank looks for the file
+            once a second. All ranks end at the same step, with the last state saved and exit status
+            0. The file is not removed, and no run starts while it exists.
 
     Raises:
         healcore.policy.PolicyError: the policy does not exist or is invalid.
@@ -177,11 +163,8 @@ class Healer(Generic[State]):
         """Attaches to the optimizers, then resumes an earlier run or takes the first snapshot.
 
         Raises:
-            AlreadyCompleted: the run in the store had completed; a SystemExit of status 0.
-            EndRequested: the stop file exists; a SystemExit of status 0.
-            StoreNotEmpty: `resume` is False and the store holds checkpoints, or `resume` is "auto"
-                and the run in the store had completed with other hyperparameters or initial
-                weights, or in this process.
+            AlreadyCompleted, EndRequested: nothing to do, or the stop file exists; status 0.
+            StoreNotEmpty: the store holds a run that `resume` does not permit to continue.
             NoGoodCheckpoint: the store holds checkpoints, and none of them is usable.
             StateMismatch: the checkpoints are of another state.
             StoreError: the store cannot be used.
@@ -200,10 +183,9 @@ class Healer(Generic[State]):
         """Waits for pending checkpoints, writes the postmortem, detaches.
 
         Raises:
-            LastStateNotSaved: the loop has ended, and no checkpoint holds its last state; a
-                SystemExit of status 1.
+            LastStateNotSaved: the loop has ended, and no checkpoint holds its state; status 1.
             IncompleteRun: the loop has ended, and the Healer has seen no step, or the loop called
-                neither `batches` nor `after_step`; a SystemExit of status 1.
+                neither `batches` nor `after_step`; status 1.
             RunStopped: more than half of the steps, or of their batches, were skipped.
         """
         run = self._live
@@ -252,10 +234,10 @@ class Healer(Generic[State]):
 
         After a rollback a loader that can be rewound (lists, torch's `DataLoader`, `state_dict` and
         `load_state_dict`, `get_state` and `set_state`) continues from the checkpoint and skips the
-        bad batches.
-        Any other loader continues at its current position. Within `for epoch in ...` call `batches`
-        once per epoch. After a `break` before the last batch, the next start trains the remaining
-        batches. With `epochs=None`, or a loader without a length, a `break` completes the run.
+        bad batches. Any other loader continues at its current position. Call `batches` once per
+        epoch within `for epoch in ...`. After a `break` before the last batch, the next start
+        trains the remaining batches. With `epochs=None`, or a loader without a length, a `break`
+        completes the run.
 
         Args:
             loader: any iterable of batches.
@@ -264,8 +246,7 @@ class Healer(Generic[State]):
                 epoch 0 again after a restart. One epoch is read.
 
         Returns:
-            An iterator. Its `len` is the number of batches of all passes, of which a restart has
-            to read only the rest.
+            An iterator. Its `len` counts the batches of all passes, also after a restart.
 
         Raises:
             DataError: `epoch` cannot be the next epoch of the loader.
@@ -288,10 +269,8 @@ class Healer(Generic[State]):
         If a part runs out of memory and the policy's rule for `oom` has `shrink_microbatch`, the
         Healer frees the part's memory and drops gradients and observed losses since the last
         optimizer step. Then it yields all batches since this step again, in parts of half the size.
-        The sum of the parts' gradients is the gradient of the whole batch.
-
-        After a transient failure in the network, a run of one rank waits as `retrying` does, and
-        repeats the step unchanged.
+        The sum of the parts' gradients is the gradient of the whole batch. After a transient
+        failure in the network, a run of one rank waits as `retrying` does, and repeats the step.
 
         Args:
             batch: an array or a structure of arrays, split along their first axis, or a list of
@@ -309,31 +288,19 @@ class Healer(Generic[State]):
     def after_step(self, *, last: bool = False) -> bool:
         """Does the work between two steps in a loop without `batches`.
 
-        Args:
-            last: whether the loop would end after this step. The Healer then reads all pending
-                steps and saves nothing: the end of the block saves.
+        With `last` the loop would end after this step: the Healer reads all pending steps and saves
+        nothing, because the end of the block saves.
 
-        Returns:
-            Whether the run was rolled back. Then `step` has changed, in JAX also `state`, and the
-            loop has to continue, even after the last step.
-
-        Raises:
-            RunStopped, Terminated, EndRequested: as in `batches`.
+        Returns whether the run was rolled back. Then `step` has changed, in JAX also `state`, and
+        the loop has to continue, even after the last step. Raises as `batches`.
         """
         return self._live.after_step(last=last)
 
     def loss(self, batch: object, optimizer: str | None = None) -> Tensor:
         """torch: calls `loss_fn` on one (micro-)batch, and observes the loss.
 
-        Args:
-            batch: the argument of `loss_fn`.
-            optimizer: as for `observe`.
-
-        Returns:
-            Result of `loss_fn`, for `backward`.
-
-        Raises:
-            HealerError: the Healer has no `loss_fn`.
+        Returns the result of `loss_fn`, for `backward`. `optimizer` is as for `observe`. Raises
+        HealerError if the Healer has no `loss_fn`.
         """
         loss_fn = self._options.loss_fn
         if loss_fn is None:
@@ -390,8 +357,7 @@ class Healer(Generic[State]):
                 objects, which change in place.
 
         Returns:
-            State to start the next step from. It differs from the argument after a rollback or
-            `expect_change`.
+            State to start the next step from: another one after a rollback or `expect_change`.
 
         Raises:
             HealStateError: `state` has another structure, shape or dtype, or was computed from a

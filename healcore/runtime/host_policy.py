@@ -17,16 +17,12 @@ class HostPolicy(NamedTuple):
     """The engine of a policy, and the policy's values for the Healer."""
 
     name: str
-    fingerprint: str | None
-    text: str | None
-    """The policy as TOML with every key, or None if the user passed an engine."""
+    text: str | None  # the policy as TOML with every key, or None if the user passed an engine
     engine: Engine
     rollback: Rollback
     budget: Budget
-    rules: tuple[RuleConfig, ...]
-    """Rules that the host applies; see `Policy.host_rules`."""
-    faults: Mapping[Cause, frozenset[str]]
-    """Fault -> actions of its rule, such as "retry"; see `healcore.policy.respond`."""
+    rules: tuple[RuleConfig, ...]  # applied by the host, see `Policy.host_rules`
+    faults: Mapping[Cause, frozenset[str]]  # actions of its rule, such as "retry"
     retry: Retry
     skip_batch: SkipBatch
     hang: Hang
@@ -53,7 +49,6 @@ class HostPolicy(NamedTuple):
             text, engine = dumps(resolved), resolved.engine()
         return cls(
             resolved.name,
-            engine.fingerprint,
             text,
             engine,
             resolved.rollback,

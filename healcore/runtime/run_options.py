@@ -64,17 +64,6 @@ EventHook = Callable[[Mapping[str, Any]], object]
 _KNOWN = sum(int(action) for action in Action)
 
 
-class HookResult(NamedTuple):
-    """Combined result of the hooks for one incident."""
-
-    action: Action | None
-    """Actions that replace the ordered actions, or None to keep them."""
-    hook: str
-    """Name of the hook that returned `action`, or an empty string."""
-    problems: tuple[str, ...] = ()
-    """One message for each hook that raised or returned an invalid value."""
-
-
 class Hooks:
     """Functions to call at incidents, saves and rollbacks, in the given order.
 
@@ -111,8 +100,12 @@ class Hooks:
     def __len__(self) -> int:
         return len(self._hooks)
 
-    def run(self, incident: IncidentContext) -> HookResult:
-        """Calls every `on_incident` hook. A hook that raises has no effect on the actions."""
+    def run(self, incident: IncidentContext) -> tuple[Action | None, str, list[str]]:
+        """Calls every `on_incident` hook. A hook that raises has no effect on the actions.
+
+        Returns the actions that replace the ordered actions, or None; the name of the hook that
+        returned the actions; and a message for each hook that raised or returned another value.
+        """
         action, name, problems = None, "", []
         for hook in self._hooks:
             try:
@@ -131,7 +124,7 @@ class Hooks:
                 continue
             action, name = returned, _name(hook)
             incident = incident._replace(decision=incident.decision._replace(action=returned))
-        return HookResult(action, name, tuple(problems))
+        return action, name, problems
 
     def on_event(self, event: Mapping[str, Any]) -> list[str]:
         """Calls the hooks of an event. Returns a message for each hook that raised."""
@@ -219,8 +212,8 @@ class Logging:
 
     def __post_init__(self) -> None:
         console.checked(self.console)
-        for name, path in (("events", self.events), ("metrics", self.metrics)):
-            if "\0" in str(path):
+        for name in ("events", "metrics"):
+            if "\0" in str(path := vars(self)[name]):
                 raise ValueError(f"{name} is a path without the NUL character, not {str(path)!r}")
 
 

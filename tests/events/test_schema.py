@@ -127,5 +127,5 @@ def test_the_hook_on_the_page_runs():
     assert isinstance(hooks, Hooks)
     order = Decision(1.0, False, 1.0, int(Action.ALERT), int(Cause.LOSS_SPIKE), 0)
     incident = IncidentContext(1, 8, 8, Cause.LOSS_SPIKE, order, Readings(*[1.0] * 5))
-    assert hooks.run(incident).action is None
-    assert hooks.run(incident._replace(number=3)).action == Action.STOP
+    assert hooks.run(incident)[0] is None
+    assert hooks.run(incident._replace(number=3))[0] == Action.STOP

@@ -19,7 +19,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Checkpoints, Healer
 from healcore.torch.store import DCPStore
-from tests.healer.killed_process import BACK, SAVE, WRITE, watch_phases
+from tests.healer.test_killed import BACK, SAVE, WRITE, watch_phases
 from tests.healer.training_loops import rules
 
 WORLD = 2
@@ -61,10 +60,8 @@ class Aim(NamedTuple):
 
     rank: int
     phase: str
-    occurrence: int
-    """How often the phase has begun by then, from 1."""
-    delay: float
-    """Seconds after its beginning."""
+    occurrence: int  # how often the phase has begun by then, from 1
+    delay: float  # seconds after its beginning
 
 
 def aim_of(seed: int, start: int, kills: int) -> Aim | None:
@@ -102,15 +99,13 @@ class Watched:
         self._begun[phase] += 1
         found = self._actions.get((phase, self._begun[phase]))
         if found is not None:
-            threading.Thread(target=self._act, args=found, daemon=True).start()
+            timer = threading.Timer(*found)
+            timer.daemon = True
+            timer.start()
 
     def end(self, phase: str) -> None:
         """Marks it as done."""
         self._shared[PHASES.index(phase)] = 0
-
-    def _act(self, delay: float, action: Callable[[], None]) -> None:
-        time.sleep(delay)
-        action()
 
 
 def actions_of(aim: Aim | None) -> dict[tuple[str, int], Action]:

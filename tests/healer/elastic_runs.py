@@ -46,10 +46,8 @@ the run or behind its end."""
 class Ended(NamedTuple):
     """How the ranks of one start ended."""
 
-    statuses: list[int]
-    """Exit statuses; of a killed rank the negative number of the signal."""
-    errors: list[str]
-    """What each wrote to standard error."""
+    statuses: list[int]  # exit statuses; of a killed rank the negative number of the signal
+    errors: list[str]  # what each wrote to standard error
 
 
 def run_ranks(

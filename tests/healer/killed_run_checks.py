@@ -64,24 +64,18 @@ def same_as(root: Path, clean: dict[tuple[int, int, int], list[Any]]) -> None:
         assert clean.get(at) == state, f"{root}: {at} {state} {clean.get(at)}"
 
 
-def rollbacks_of(root: Path) -> set[tuple[Any, ...]]:
-    """Every logged rollback: number, onset and checkpoint."""
-    found: dict[int, tuple[Any, ...]] = {}
+def logged_changes(root: Path) -> set[tuple[Any, ...]]:
+    """Each rollback (number, onset, checkpoint) and change of the rate's multiplier, as logged."""
+    found: set[tuple[Any, ...]] = set()
+    numbers: list[int] = []
     for event in read(root / "store" / NAME).events:
         if event["kind"] == "rollback":
-            number = event["number"]
-            assert number not in found, f"{root}: rollback {number} is logged twice"
-            found[number] = event["onset"], event["checkpoint"]
-    return {(number, *rollback) for number, rollback in found.items()}
-
-
-def rates_of(root: Path) -> set[tuple[Any, ...]]:
-    """Every change of the learning rate's multiplier that is logged."""
-    return {
-        (event["step"], event["lr_scale_before"], event["lr_scale"])
-        for event in read(root / "store" / NAME).events
-        if event["kind"] == "lr"
-    }
+            numbers.append(event["number"])
+            found.add((event["number"], event["onset"], event["checkpoint"]))
+        if event["kind"] == "lr":
+            found.add(("lr", event["step"], event["lr_scale_before"], event["lr_scale"]))
+    assert len({*numbers}) == len(numbers), f"{root}: a rollback is logged twice: {numbers}"
+    return found
 
 
 def goes_on(root: Path, before: bytes) -> bytes:
@@ -103,8 +97,8 @@ def whole(root: Path, clean: Path) -> None:
 
     A kill between the commit of a rollback and its event loses the event.
     """
-    for logged in (rollbacks_of, rates_of):
-        assert logged(root) <= logged(clean), f"{root}: {logged(root)}, not {logged(clean)}"
+    logged, expected = logged_changes(root), logged_changes(clean)
+    assert logged <= expected, f"{root}: {logged}, not {expected}"
     path = root / "store" / NAME
     for name, events in read(path).runs().items():
         if events[0]["kind"] != "start":

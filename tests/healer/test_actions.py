@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from healcore import Checkpoints, Healer, Hooks
+from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.core.verdict import Action
-from healcore.jax import store as jax_stores
-from healcore.runtime.loop.termination import IncompleteRun, LastStateNotSaved
-from healcore.torch import store as torch_stores
-from tests.healer.run_directory import events, events_of
+from healcore.runtime.loop.termination import IncompleteRun
+from tests.healer.run_directory import events
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
 
@@ -40,18 +39,6 @@ def test_observe_changes_nothing_and_logs_the_same(framework, tmp_path):
     assert events(tmp_path, "rollback") == []
 
 
-@BOTH
-def test_the_host_reads_a_step_one_step_later(framework, tmp_path):
-    loop = loop_of(framework, Faults(always=[23]), rules())
-    facts = train(loop, rules(), range(40), store=tmp_path)
-    (rollback,) = events(tmp_path, "rollback")
-    assert rollback["step"] == 25
-    assert rollback["onset"] == 23
-    assert rollback["batches"] == [[0, 23]]
-    assert facts["step"] == 39
-    assert all(np.isfinite(each).all() for each in loop.weights())
-
-
 def test_a_hook_may_override(tmp_path):
     seen = []
 
@@ -70,7 +57,6 @@ def test_a_hook_may_override(tmp_path):
 
 
 def test_two_optimizers_are_one_run(tmp_path):
-
     torch.manual_seed(0)
     models = [torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
@@ -109,14 +95,11 @@ def test_used_where_it_cannot_be():
         Healer(rules(), state={}).__enter__()
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH
 def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_path):
     replaced = {"rollback": {"probation": 3}, "max_skips": 2}
     policy = policies.load(SKIPS, **replaced)
-    loop = loop_of(framework, policy=policy)
-    with Healer(SKIPS, state=loop.state, store=tmp_path, **grouped(replaced)) as healer:
-        for number in healer.batches(range(4)):
-            loop.step(healer, number)
+    train(loop_of(framework, policy=policy), SKIPS, range(4), store=tmp_path, **replaced)
     (start,) = events(tmp_path, "start")
     assert policies.loads(start["policy_toml"]) == policy
     assert start["fingerprint"] == policies.fingerprint(policy) != policies.fingerprint(SKIPS)
@@ -124,41 +107,34 @@ def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_pa
 
 @BOTH
 def test_hooks_receive_saves_and_rollbacks_and_the_report_is_a_plain_dict(framework, tmp_path):
-    saved, rolled_back = [], []
+    """The host reads a step one step later: the bad step is 23, and the rollback begins at 25."""
+    saved, rolled_back, running = [], [], []
 
     def broken(event):
         raise RuntimeError("a hook of the user")
 
+    def before(healer, number):
+        running[:] = [healer, healer.report().ending]
+
     loop = loop_of(framework, Faults(always=[23]), rules())
-    with Healer(
-        rules(),
-        state=loop.state,
-        store=tmp_path,
-        checkpoints=Checkpoints(every=5),
-        hooks=Hooks(on_saved=[broken, saved.append], on_rollback=rolled_back.append),
-    ) as healer:
-        for number in healer.batches(range(40)):
-            loop.step(healer, number)
-        assert healer.report().ending == "running"
+    hooks = {"on_saved": [broken, saved.append], "on_rollback": rolled_back.append}
+    train(loop, rules(), range(40), store=tmp_path, before=before, **hooks)
     (logged,) = events(tmp_path, "rollback")
     (seen,) = rolled_back
-    assert seen["kind"] == "rollback"
-    assert {name: seen[name] for name in ("step", "checkpoint", "onset")} == {
-        name: logged[name] for name in ("step", "checkpoint", "onset")
-    }
+    assert (seen["kind"], seen["checkpoint"]) == ("rollback", logged["checkpoint"])
+    for each in (seen, logged):
+        assert (each["step"], each["onset"], each["batches"]) == (25, 23, [[0, 23]])
     assert [each["step"] for each in saved] == [each["step"] for each in events(tmp_path, "save")]
     problems = [each["problem"] for each in events(tmp_path, "problem")]
     assert sum("a hook of the user" in each for each in problems) == len(saved)
+    assert all(np.isfinite(each).all() for each in loop.weights())
 
-    report = healer.report()
+    report = running[0].report()
     found = report.to_dict()
     assert json.loads(json.dumps(found)) == found
-    assert found["ending"] == "completed"
-    assert found["converged"] is True
-    assert found["steps"] == 39
-    assert found["attempts"] == 1
-    assert found["counts"]["NONFINITE_LOSS"] == 1
-    assert found["counts"]["skips"] == 1
+    assert (running[1], found["ending"], found["converged"]) == ("running", "completed", True)
+    assert (found["steps"], found["attempts"]) == (39, 1)
+    assert (found["counts"]["NONFINITE_LOSS"], found["counts"]["skips"]) == (1, 1)
     assert found["rollbacks"][0]["target"] == logged["checkpoint"]
     assert found["history"][0]["onset"] == 23
     assert list(found["optimizers"]) == (["optimizer"] if framework == "torch" else [])
@@ -173,40 +149,80 @@ ROWS = policies.loads(
 
 
 @BOTH
-@pytest.mark.parametrize("stored", ["rarely", "until step 12"])
 def test_the_onset_is_the_first_step_of_the_row_with_no_checkpoint_on_probation(
-    framework, stored, tmp_path, monkeypatch
+    framework, tmp_path
 ):
-    """Also where the newest checkpoint has long passed its probation, and no other was saved."""
-    store = {"torch": torch_stores.DCPStore, "jax": jax_stores.OrbaxStore}[framework]
-    write = store._write
-
-    def fails_after_step_12(self, captured, folder):
-        if healers and healers[0].step > 12:
-            raise OSError(28, "No space left on device")
-        return write(self, captured, folder)
-
-    healers = []
-    if stored != "rarely":
-        monkeypatch.setattr(store, "_write", fails_after_step_12)
-    every = 20 if stored == "rarely" else 4
+    """The newest checkpoint, of step 20, has long passed its probation."""
     loop = loop_of(framework, Faults(always=range(33, 39)), ROWS)
-
-    def before(healer, number):
-        healers[:] = [healer]
-
-    log = tmp_path / "events.jsonl"
-    with contextlib.suppress(LastStateNotSaved):
-        train(
-            loop,
-            ROWS,
-            range(60),
-            store=store(tmp_path / "run"),
-            events=log,
-            before=before,
-            save_every=every,
-        )
-    (rollback,) = [event for event in events_of(log) if event["kind"] == "rollback"]
-    assert rollback["onset"] == 33
+    facts = train(loop, ROWS, range(60), store=tmp_path, save_every=20)
+    (rollback,) = events(tmp_path, "rollback")
+    assert (rollback["onset"], facts["step"]) == (33, 54)
     assert rollback["batches"] == [[0, number] for number in range(33, 39)]
-    assert healers[0].step == 54
+
+
+ALERTS = policies.loads(
+    """
+schema = 1
+name = "alerts"
+[detect.nonfinite]
+[detect.plateau]
+window = 5
+patience = 2
+[detect.overfit]
+max_gap = 0.5
+patience = 1
+[[respond]]
+to = ["nonfinite"]
+do = ["skip", "alert"]
+[[respond]]
+to = ["plateau", "overfit"]
+do = ["alert"]
+"""
+)
+
+
+class Events(list[Any]):
+    """A tracker that keeps the events."""
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        pass
+
+    def event(self, event: Any) -> None:
+        self.append(event)
+
+
+def alerted(folder: Path, losses: list[float], *, evaluates: bool, **options: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    state = {"model": model, "optimizer": optimizer}
+    with Healer(ALERTS, state=state, store=folder, **grouped(options)) as healer:
+        for _, wanted in zip(healer.batches(list(losses)), losses, strict=False):
+            loss = (model(torch.ones(1)) * 0).sum() + wanted
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates and healer.step == 35:
+                healer.observe(eval_loss=9.0)
+
+
+@pytest.mark.parametrize("cause", ["PLATEAU", "OVERFIT", "NONFINITE_LOSS"])
+def test_an_alert_names_severity_diagnosis_action_and_reference(cause: str, tmp_path: Path):
+    losses = [3.0 - 0.05 * step for step in range(40)]
+    if cause == "PLATEAU":
+        losses = [3.0] * 40
+    if cause == "NONFINITE_LOSS":
+        losses[30] = losses[31] = float("nan")
+    tracked, contexts = Events(), []
+    options = {"trackers": [tracked], "on_incident": contexts.append}
+    alerted(tmp_path, losses, evaluates=cause == "OVERFIT", **options)
+    mine = [each for each in events(tmp_path, "alert") if cause in each["cause"]]
+    alert = mine[0]
+    assert "ALERT" in alert["action"]
+    assert [each["step"] - alert["step"] for each in mine] in ([0], [0, 9])
+    assert alert["severity"] == ("error" if cause == "NONFINITE_LOSS" else "warning")
+    assert alert["diagnosis"]
+    assert alert["references"]
+    assert [each for each in tracked if each["kind"] == "alert"] == mine
+    assert contexts[0].failures[0].severity == alert["severity"]
+    assert set(contexts[0].failures[0].references) <= {*alert["references"]}

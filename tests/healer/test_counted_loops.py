@@ -8,8 +8,8 @@ import pytest
 
 from healcore import Checkpoints, Healer
 from healcore.errors import IncompleteRun
-from tests.healer.crashes import Crash, end_without_log
 from tests.healer.run_directory import events
+from tests.healer.test_crashes import Crash, end_without_log
 from tests.healer.training_loops import EVERY_5, Faults, loop_of, rules
 
 LENGTH = 10
@@ -107,7 +107,7 @@ def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_p
             start("torch", tmp_path, program)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH
 def test_an_evaluation_inside_the_loop(framework, tmp_path):
     loop = loop_of(framework, Faults(always=[23]), rules())
     validation, seen = list(range(100, 103)), []

@@ -6,17 +6,17 @@ one. The test with SIGKILL at random moments is test_killed.py; here each point 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.loop.end import release
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.store import CheckpointStore, files
-from tests.healer.crashes import Crash, end_without_log
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 POINTS = [
@@ -29,6 +29,41 @@ POINTS = [
     (Restorer, "_report_store_errors"),
 ]
 BAD = [23, 26]
+
+
+class Crash(BaseException):
+    """Stands for the kill: not caught, and no cleanup runs after it; see `crashing`."""
+
+
+def end_without_log(run: Any, error: BaseException | None) -> None:
+    """Ends a run as its process's death does, without a word in its log."""
+    run.saver.wait()
+    run.ranks.termination.stop()
+    run.driver.close()
+    release(run)
+    assert error is None or isinstance(error, Crash)
+
+
+def crash(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    when: Callable[..., bool],
+    run: Callable[[], Any],
+) -> None:
+    """Runs something up to a call, and no further: as if the process were killed there."""
+    function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if when(*args, **kwargs):
+            raise Crash
+        return function(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, call)
+        patch.setattr("healcore.runtime.healer.close", end_without_log)
+        with pytest.raises(Crash):
+            run()
 
 
 @contextmanager
@@ -62,9 +97,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         for kind, name in POINTS:
             patch.setattr(kind, name, counted(kind, name))
         # A killed process logs nothing at its end.
-        patch.setattr(
-            "healcore.runtime.healer.close", lambda run, error: end_without_log(run, error)
-        )
+        patch.setattr("healcore.runtime.healer.close", end_without_log)
         yield passed
 
 

@@ -25,18 +25,20 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def largest(folder: Path) -> Path:
+    return max((folder / "data").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+
+
 def flip_manifest(folder: Path) -> None:
     flip(folder / "manifest.json", 400)
 
 
 def shorten_data(folder: Path) -> None:
-    path = max((folder / "data").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
-    path.write_bytes(path.read_bytes()[:-1])
+    largest(folder).write_bytes(largest(folder).read_bytes()[:-1])
 
 
 def flip_data(folder: Path) -> None:
-    path = max((folder / "data").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
-    flip(path, 4 * path.stat().st_size)
+    flip(largest(folder), 4 * largest(folder).stat().st_size)
 
 
 def remove_state(folder: Path) -> None:

@@ -1,18 +1,179 @@
-"""A rank ends alone: the job ends, the next start repeats few steps, and rank 0 says why."""
+"""A rank ends alone: the job ends, the next start repeats few steps, and rank 0 says why.
+
+The runs of three ranks are this file as a program: python -m tests.healer.test_ending_ranks ROOT.
+It imports torch once and forks the ranks of every start, as a launcher starts them: when one has
+ended with an error, the others get SIGTERM and then SIGKILL. Each case is a start in which
+something happens to rank 1, and a start in which nothing does. Prints a JSON line for each.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
 import json
+import os
 import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from healcore.events import read
+from healcore.runtime.healer import Healer
+from healcore.torch.store import gloo
 from tests.events.processes import run
-from tests.healer.ending_ranks import AT, CASES, EVERY, GRACE, RAISES, TIMEOUT, WORLD
+from tests.healer.elastic_runs import run_ranks
 from tests.healer.run_directory import postmortems
+from tests.healer.run_options import grouped
+from tests.healer.training_loops import rules
+
+WORLD, STEPS, AT = 3, 12, 7
+EVERY = 3
+"""Steps between two checkpoints."""
+BOUND = 100.0
+"""Seconds after which a rank shows where it waits, and ends: a failure of the test."""
+TIMEOUT = 6.0
+"""The time-out of the process group in seconds, in the cases that it ends."""
+GRACE = 3.0
+"""Seconds between the launcher's SIGTERM and its SIGKILL."""
+
+RAISES = ("forward", "FSDP2", "backward", "between", "update", "loader")
+"""Where rank 1 raises an exception."""
+TIMES_OUT = ("unequal", "breaks", "hangs", "stopped", "waits for data")
+"""What ends by the time-out of the process group."""
+CASES = (*RAISES, "stop", "terminated", "killed", *TIMES_OUT)
+"""What happens to rank 1 at step AT."""
+
+
+class Spoilt(Exception):
+    """What the loop raises."""
+
+
+class Loader:
+    """Numbers; on rank 1 it waits, ends or fails before one of them."""
+
+    def __init__(self, case: str) -> None:
+        self.case = case
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < STEPS:
+            if self.at == AT and dist.get_rank() == 1:
+                if self.case == "waits for data":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(BOUND)
+                if self.case == "unequal":
+                    return
+                if self.case == "loader":
+                    raise MemoryError("the loader has no memory")
+            self.at += 1
+            yield self.at - 1
+
+
+class Optimizer(torch.optim.SGD):
+    """Raises within an update, in the case "update"."""
+
+    raises = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.raises:
+            self.param_groups[0]["params"][0].add_(1.0)
+            raise Spoilt("update")
+        return super().step(closure)
+
+
+def train(case: str, root: Path, kind: str) -> None:
+    """A run from its start or its checkpoint; with `case` "" nothing happens to it."""
+    faulthandler.dump_traceback_later(BOUND, exit=True)
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+    model: Any = fully_shard(net) if kind == "FSDP2" else DistributedDataParallel(net)
+    optimizer = Optimizer(net.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(100 + rank)  # of the dropout
+    state = {"model": net, "optimizer": optimizer}
+    options: dict[str, Any] = {"save_every": EVERY}
+    with Healer(rules(), state=state, store=root / "store", **grouped(options)) as healer:
+        first = healer.step
+        for number in healer.batches(Loader(case)):
+            here = case if number == AT and rank == 1 else ""
+            if number == AT - 1:
+                healer._loop.saver.store.wait()  # the newest checkpoint is on disk
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+            if here in ("forward", "FSDP2"):
+                raise Spoilt("forward")
+            if here in ("terminated", "killed", "stopped"):
+                name = {"terminated": "SIGTERM", "killed": "SIGKILL", "stopped": "SIGSTOP"}[here]
+                os.kill(os.getpid(), signal.Signals[name])
+            if here == "hangs":
+                time.sleep(BOUND)
+            if here == "stop":
+                healer._loop.recovery.stop("the user has seen enough")
+            loss = model(x).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            if here == "backward":
+                raise Spoilt("backward")
+            if here == "breaks":
+                break
+            optimizer.raises = here == "update"
+            optimizer.step()
+            optimizer.zero_grad()
+            if here == "between":
+                raise Spoilt("between")
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+    weights = torch.cat([p.detach().flatten() for p in whole]).tolist()
+    (root / f"end-{rank}.json").write_text(json.dumps({"first": first, "weights": weights}))
+    dist.destroy_process_group()
+
+
+def main(root: Path, cases: list[str]) -> None:
+    for name in ("torch._dynamo", "healcore.torch.driver"):
+        importlib.import_module(name)  # the first step would, in every rank
+    undisturbed: dict[str, Any] = {}
+    for kind in ("DDP", "FSDP2"):
+        at = root / f"{kind} undisturbed"
+        assert run_ranks(at, WORLD, partial(train, "", at, kind)).statuses == [0] * WORLD
+        undisturbed[kind] = json.loads((at / "end-0.json").read_text())["weights"]
+    for case in cases or CASES:
+        kind, at = case if case == "FSDP2" else "DDP", root / case
+        seconds = TIMEOUT if case in TIMES_OUT else BOUND
+        gloo.MIN_TIMEOUT = timedelta(seconds=seconds)
+        began = time.monotonic()
+        ended = run_ranks(
+            at, WORLD, partial(train, case, at, kind), seconds=seconds, kills_after=GRACE
+        )
+        found: dict[str, Any] = {"statuses": ended.statuses, "errors": ended.errors}
+        found["took"] = round(time.monotonic() - began, 2)
+        again = run_ranks(at, WORLD, partial(train, "", at, kind))
+        assert again.statuses == [0] * WORLD, again
+        ends = [json.loads((at / f"end-{rank}.json").read_text()) for rank in range(WORLD)]
+        found["resumed"] = [each["first"] for each in ends]
+        whole = torch.tensor(undisturbed[kind])
+        # DDP adds up in another order in the first step after a start.
+        found["same"] = [
+            torch.allclose(torch.tensor(each["weights"]), whole, rtol=1e-5, atol=1e-6)
+            for each in ends
+        ]
+        print(json.dumps([case, found]), flush=True)
+
 
 ENDED = {1, -signal.SIGTERM, 128 + signal.SIGTERM}
 """Exit statuses of a rank after another one's end; the launcher's SIGTERM may come first."""
@@ -25,7 +186,7 @@ class Ranks:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        done = run("-m", "tests.healer.ending_ranks", root, seconds=3600)
+        done = run("-m", "tests.healer.test_ending_ranks", root, seconds=3600)
         assert done.returncode == 0, done.stderr[-3000:]
         self.of: dict[str, dict[str, Any]] = dict(map(json.loads, done.stdout.splitlines()))
 
@@ -100,3 +261,7 @@ def test_the_postmortem_says_what_has_ended_the_run(case, ending, part, ranks: R
 @pytest.mark.parametrize("case", CASES)
 def test_no_note_is_left_once_it_is_read(case, ranks: Ranks):
     assert not list((ranks.root / case / "store").glob("healcore.*.rank*.json"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -194,13 +194,12 @@ BROUGHT_ABOUT: dict[Cause, Callable[[Path], None]] = {
 
 def done_about(cause: Cause, folder: Path) -> set[str]:
     """The words of a rule that the events of a run show for a cause."""
-    own = [each for each in events(folder) if cause.name in each.get("cause", ())]
-    found = {each["answer"] for each in own if each.get("answer")}
-    for each in own:
-        found |= {"skip"} if each.get("skip") else set()
-        found |= {"alert"} if "ALERT" in each.get("action", ()) else set()
-        found |= {"rollback"} if each["kind"] == "rollback" else set()
-        found |= {"cut_lr"} if "CUT_LR" in each.get("action", ()) else set()
+    found = set()
+    for each in events(folder):
+        if cause.name in each.get("cause", ()):
+            words = {name.lower() for name in each.get("action", ())} & {"alert", "cut_lr"}
+            words |= {each.get("answer"), "skip" if each.get("skip") else each["kind"]}
+            found |= words
     return found
 
 

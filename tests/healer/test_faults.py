@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
 import threading
@@ -115,15 +117,15 @@ def test_an_unreadable_batch_is_left_out_and_logged(framework, tmp_path):
     ],
 )
 def test_beyond_the_limits_the_error_ends_the_run(bad, limits, last, tmp_path):
-    policy, loop = with_answers(skip_batch=limits), loop_of("torch")
-    if last is None:
-        train(loop, policy, loader(20, bad), store=tmp_path)
-        return
-    with pytest.raises(ValueError, match=f"sample {last} is no image") as raised:
-        train(loop, policy, loader(20, bad), store=tmp_path)
-    assert any("the limit of [skip_batch]" in note for note in raised.value.__notes__)
+    ends = last is not None
+    match = f"sample {last} is no image"
+    with pytest.raises(ValueError, match=match) if ends else contextlib.nullcontext() as raised:
+        policy = with_answers(skip_batch=limits)
+        train(loop_of("torch"), policy, loader(20, bad), store=tmp_path)
     (found,) = postmortems(tmp_path)
-    assert "ValueError" in found["exception"]
+    assert ("ValueError" in (found["exception"] or "")) == ends
+    if raised is not None:
+        assert any("the limit of [skip_batch]" in note for note in raised.value.__notes__)
 
 
 @pytest.mark.parametrize("data", [Corrupt, loader])
@@ -149,17 +151,23 @@ def test_it_stays_left_out_after_a_rollback_and_a_restart(data, tmp_path):
 # -- exceptions of the loop -----------------------------------------------------------------------
 
 
-@BOTH
-def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework, tmp_path):
-    policy, loop = with_answers(), None
+def fails_at(batch: int, spoil: Any = lambda healer: None) -> Any:
+    """A `before` that raises at a batch, after it has spoilt something."""
 
-    def fail(healer, number):
-        if number == 7:
+    def before(healer: Any, number: int) -> None:
+        if number == batch:
+            spoil(healer)
             raise ZeroDivisionError("mine")
 
+    return before
+
+
+@BOTH
+def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework, tmp_path):
+    policy = with_answers()
     loop = loop_of(framework, policy=policy)
     with pytest.raises(ZeroDivisionError, match="mine"):
-        train(loop, policy, range(12), store=tmp_path, before=fail)
+        train(loop, policy, range(12), store=tmp_path, before=fails_at(7))
     save = events(tmp_path, "save")[-1]
     assert (save["step"], save["why"]) == (7, "emergency")
     (fault,) = events(tmp_path, "fault")
@@ -178,10 +186,8 @@ class Breaking(torch.optim.SGD):
     def step(self, closure=None):
         self.steps += 1
         if self.steps == 3:
-            half = self.param_groups[0]["params"][:2]
-            with torch.no_grad():
-                for each in half:
-                    each.add_(1.0)
+            for each in self.param_groups[0]["params"][:2]:
+                each.data.add_(1.0)
             raise ZeroDivisionError("halfway")
         return super().step(closure)
 
@@ -197,41 +203,23 @@ def test_a_half_updated_state_is_not_saved(tmp_path):
     assert any("interrupted" in each["problem"] for each in events(tmp_path, "problem"))
 
 
-def test_nor_a_state_after_an_alarm_or_with_nan(tmp_path):
-    def fail(healer, number):
-        if number == 9:
-            raise ZeroDivisionError("mine")
-
-    def poison(healer, number):
-        if number == 9:
-            with torch.no_grad():
-                loop.model[0].weight[0, 0] = float("nan")
-            raise ZeroDivisionError("mine")
-
+@pytest.mark.parametrize("why", ["alarm", "not finite"])
+def test_nor_a_state_after_an_alarm_or_with_nan(why, tmp_path):
     skips = load(with_answers(), respond=[{"to": ["nonfinite"], "do": ["skip"]}, *ANSWERS])
-    for folder, faults, before, why in (
-        ("alarm", Faults(always=[8]), fail, "alarm"),
-        ("nan", Faults(), poison, "not finite"),
-    ):
-        loop = loop_of("torch", faults)
-        with pytest.raises(ZeroDivisionError):
-            train(loop, skips, range(12), store=tmp_path / folder, before=before)
-        assert events(tmp_path / folder, "save")[-1]["step"] == 5
-        assert any(why in each["problem"] for each in events(tmp_path / folder, "problem"))
+    loop = loop_of("torch", Faults(always=[8] if why == "alarm" else []))
+    spoil = lambda healer: why == "alarm" or loop.model[0].weight.data.fill_(math.nan)  # noqa: E731
+    with pytest.raises(ZeroDivisionError):
+        train(loop, skips, range(12), store=tmp_path, before=fails_at(9, spoil))
+    assert events(tmp_path, "save")[-1]["step"] == 5
+    assert any(why in each["problem"] for each in events(tmp_path, "problem"))
 
 
 def test_a_state_that_a_failed_step_has_donated_cannot_be_saved(tmp_path):
     policy = with_answers()
     loop = loop_of("jax", policy=policy)
-
-    def fail(healer, number):
-        if number == 7:
-            for leaf in jax.tree.leaves(healer.state):
-                leaf.delete()
-            raise ZeroDivisionError("mine")
-
+    donate = lambda healer: [leaf.delete() for leaf in jax.tree.leaves(healer.state)]  # noqa: E731
     with pytest.raises(ZeroDivisionError, match="mine"):
-        train(loop, policy, range(12), store=tmp_path, before=fail)
+        train(loop, policy, range(12), store=tmp_path, before=fails_at(7, donate))
     (fault,) = events(tmp_path, "fault")
     assert "answer" not in fault
     assert any("no checkpoint was saved" in each["problem"] for each in events(tmp_path, "problem"))

@@ -32,21 +32,6 @@ def torch_run(loss_fn: Any) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "said"),
-    [
-        (lambda model: 0.0, "loss_fn raised TypeError on the first batch.*loss_fn\\(batch\\)"),
-        (lambda model, batch: torch.ones(2), "one number, got shape"),
-        (lambda model, batch: None, "must be a number, got None"),
-        (lambda model, batch: (0.5, 0.1), r"got a tuple of 2.*loss.* instead of \(loss, aux\)"),
-        (lambda model, batch: {"loss": 0.5}, "got a dict of 1.*the number alone"),
-    ],
-)
-def test_in_torch_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):
-    with pytest.raises(SignalError, match="(?s)" + said):
-        torch_run(loss_fn)
-
-
 def jax_run(loss_fn: Any) -> None:
     tx = protect(optax.sgd(0.1))
     params = {"w": jnp.ones(2)}
@@ -59,16 +44,18 @@ def jax_run(loss_fn: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "said"),
+    ("run", "loss_fn", "said"),
     [
-        (lambda batch: 0.0, "loss_fn raised TypeError on the first batch"),
-        (lambda state, batch: batch, r"one number, got shape \(2,\)"),
-        (
-            lambda state, batch: (batch.sum(), batch),
-            r"got a tuple of 2.*loss instead of \(loss, aux\)",
-        ),
+        (torch_run, lambda model: 0.0, "loss_fn raised TypeError on the first batch.*loss_fn"),
+        (torch_run, lambda model, batch: torch.ones(2), "one number, got shape"),
+        (torch_run, lambda model, batch: None, "must be a number, got None"),
+        (torch_run, lambda model, batch: (0.5, 0.1), r"a tuple of 2.* instead of \(loss, aux\)"),
+        (torch_run, lambda model, batch: {"loss": 0.5}, "got a dict of 1.*the number alone"),
+        (jax_run, lambda batch: 0.0, "loss_fn raised TypeError on the first batch"),
+        (jax_run, lambda state, batch: batch, r"one number, got shape \(2,\)"),
+        (jax_run, lambda state, batch: (batch.sum(), batch), r"a tuple of 2.*loss instead of"),
     ],
 )
-def test_in_jax_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):
-    with pytest.raises(SignalError, match=said):
-        jax_run(loss_fn)
+def test_a_wrong_loss_fn_is_an_error_at_the_first_batch(run, loss_fn, said):
+    with pytest.raises(SignalError, match="(?s)" + said):
+        run(loss_fn)

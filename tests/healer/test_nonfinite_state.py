@@ -57,7 +57,6 @@ class Spoils:
 def test_the_run_goes_back_by_default(framework, tmp_path):
     it = Spoils(framework, rules(), at=[22])
     facts = train(it.loop, rules(), range(60), store=tmp_path, before=it.before)
-    assert facts["rollbacks"] == 1
     (logged,) = events(tmp_path, "rollback")
     assert logged["onset"] == 24, "the checkpoint of step 25 has it"
     assert logged["checkpoint"] in (15, 20)
@@ -65,7 +64,6 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     order = events(tmp_path, "order")[0]
     assert (order["action"], order["step"]) == (["ROLLBACK"], 29), "the last judged step"
     assert "seen" in order["why"]
-    assert facts["good"] is not None
     assert facts["good"] > 30
     (after,) = postmortems(tmp_path)
     assert "NaN or Inf in" in after["diagnosis"]
@@ -144,16 +142,12 @@ def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
 
 
 @BOTH
-def test_it_stops_if_the_policy_orders_it(framework, tmp_path):
-    it = Spoils(framework, policy_with("stop"), at=[22])
+def test_it_stops_or_only_alerts_if_the_policy_orders_it(framework, tmp_path):
+    it, policy = Spoils(framework, policy_with("stop"), at=[22]), policy_with("stop")
     with pytest.raises(RunStopped, match="NaN or Inf in"):
-        train(it.loop, policy_with("stop"), range(60), store=tmp_path, before=it.before)
-
-
-@BOTH
-def test_it_only_alerts_if_the_policy_orders_it(framework, tmp_path):
-    it = Spoils(framework, policy_with("alert"), at=[22])
-    facts = train(it.loop, policy_with("alert"), range(60), store=tmp_path, before=it.before)
+        train(it.loop, policy, range(60), store=tmp_path / "stop", before=it.before)
+    it, policy = Spoils(framework, policy_with("alert"), at=[22]), policy_with("alert")
+    facts = train(it.loop, policy, range(60), store=tmp_path, before=it.before)
     assert (facts["rollbacks"], facts["step"]) == (0, 60)
     assert events(tmp_path, "order")[0]["action"] == ["ALERT"]
     assert "The run ends in that state" in postmortems(tmp_path)[0]["diagnosis"]

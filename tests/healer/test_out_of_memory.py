@@ -75,12 +75,11 @@ def test_the_size_that_fits_is_found_once_and_kept(tmp_path, capsys):
     train(batches(5), memory, events=tmp_path / "events.jsonl")
     assert memory.failures == 2
     assert memory.sizes == [2, 2, 2, 2] * 5
-    first, second = kinds(tmp_path / "events.jsonl", "fault")
-    assert (first["samples"], first["size_before"], first["size"]) == (8, 8, 4)
-    assert (second["samples"], second["size_before"], second["size"]) == (8, 4, 2)
-    assert first["cause"] == ["OOM"]
-    assert first["answer"] == "shrink_microbatch"
-    assert "OutOfMemoryError: CUDA out of memory" in first["problem"]
+    faults = kinds(tmp_path / "events.jsonl", "fault")
+    sizes = [(e["samples"], e["size_before"], e["size"]) for e in faults]
+    assert sizes == [(8, 8, 4), (8, 4, 2)]
+    assert [(e["cause"], e["answer"]) for e in faults] == [(["OOM"], "shrink_microbatch")] * 2
+    assert "OutOfMemoryError: CUDA out of memory" in faults[0]["problem"]
     end = capsys.readouterr().err.splitlines()[-1]
     assert "split the batch 2 times when memory ran out" in end
     assert "no intervention" not in end
@@ -168,34 +167,34 @@ def test_a_policy_that_does_not_answer(out_of_memory, policy, note):
 
 def test_gradients_from_elsewhere_are_not_lost(out_of_memory):
     """A backward pass outside of the parts cannot be done again."""
-    model = nn.Linear(2, 1)
+    model, memory = nn.Linear(2, 1), Memory(fits=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memory = Memory(fits=4)
-    with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
+    state = {"model": model, "optimizer": optimizer}
+
+    def step(healer: healcore.Healer[Any]) -> None:
+        for part in healer.microbatches(torch.ones(8, 2)):
+            with part:
+                memory.use(len(part.batch))
+
+    with healcore.Healer(state=state) as healer:
         model.weight.square().sum().backward()
         gradient = model.weight.grad
         assert gradient is not None
         expected = gradient.clone()
-        with pytest.raises(torch.OutOfMemoryError):  # noqa: PT012
-            for part in healer.microbatches(torch.ones(8, 2)):
-                with part:
-                    memory.use(len(part.batch))
+        with pytest.raises(torch.OutOfMemoryError):
+            step(healer)
         assert "gradients existed before the first part" in note_of(out_of_memory)
         assert torch.equal(gradient, expected)
         assert model.weight.grad is gradient
         optimizer.step()
         optimizer.zero_grad()
-        for part in healer.microbatches(torch.ones(8, 2)):
-            with part:
-                memory.use(len(part.batch))
+        step(healer)
         healer.after_step()
     assert memory.sizes == [4, 4]
-    with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
+    with healcore.Healer(state=state) as healer:
         healer._loop.record.part_limit = 4
         model.weight.square().sum().backward()
-        for part in healer.microbatches(torch.ones(8, 2)):  # a known size needs no second attempt
-            with part:
-                memory.use(len(part.batch))
+        step(healer)  # a known size needs no second attempt
         optimizer.step()
         healer.after_step()
     assert memory.sizes == [4] * 4

@@ -13,16 +13,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints, Cursor, Healer
+from tests.healer import training_loops
 from tests.healer.test_faults import with_answers
-from tests.healer.training_loops import (
-    Faults,
-    TorchLoop,
-    loop_of,
-    rules,
-    same,
-    skip_no_batches,
-    train,
-)
+from tests.healer.training_loops import Faults, TorchLoop, loop_of, rules, same, train
 
 BATCHES = 7
 FEW = settings(
@@ -164,37 +157,26 @@ def test_a_rollback_at_the_end_of_the_data_with_batches_that_wait_for_a_step(win
     assert loop.pending == list(range(last + 1, BATCHES))
 
 
-BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
-
-
-@BOTH
+@pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_transient_fault_leaves_no_trace(framework, monkeypatch):
-    skip_no_batches(monkeypatch)
+    training_loops.skip_no_batches(monkeypatch)
     policy = rules(cut=False)
     clean = loop_of(framework, policy=policy)
     train(clean, policy, range(40))
     hurt = loop_of(framework, Faults(once=[23]), policy)
     facts = train(hurt, policy, range(40))
-    assert facts["rollbacks"] == 1
-    assert facts["step"] == 40
+    assert (facts["rollbacks"], facts["step"]) == (1, 40)
     assert hurt.faults.seen[22] == 2, "the run did not go back"
     assert same(hurt.weights(), clean.weights())
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_dropout_and_shuffling_included(kind, monkeypatch):
-    skip_no_batches(monkeypatch)
-
-    def loader() -> Any:
-        return kind(list(range(50)), batch_size=None, shuffle=True)
-
+    training_loops.skip_no_batches(monkeypatch)
+    loader = lambda: kind(list(range(50)), batch_size=None, shuffle=True)  # noqa: E731
     clean = loop_of("torch")
     train(clean, rules(), loader(), epochs=2)
-    bad = clean.faults.order[70]
-    # Bad in the second epoch only.
-    hurt = loop_of("torch", Faults())
-    hurt.faults.once = frozenset({bad})
-    hurt.faults.seen[bad] = -1
-    facts = train(hurt, rules(cut=False), loader(), epochs=2)
-    assert facts["rollbacks"] == 1
+    hurt, bad = loop_of("torch"), clean.faults.order[70]
+    hurt.faults.once, hurt.faults.seen[bad] = frozenset({bad}), -1  # bad in the second epoch only
+    assert train(hurt, rules(cut=False), loader(), epochs=2)["rollbacks"] == 1
     assert same(hurt.weights(), clean.weights())

@@ -1,28 +1,224 @@
-"""Two ranks that see different things do the same, and neither waits forever."""
+"""Two ranks that see different things do the same, and neither waits forever.
+
+Each rank is this file as a program: python -m tests.healer.test_ranks RANK ROOT SCENARIO... It
+prints a JSON line for each scenario: what this rank did. The faults are on rank 1 only.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import hashlib
 import json
 import math
+import os
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from healcore import Checkpoints, Healer
+from healcore.core.verdict import Action
 from healcore.events import read
+from healcore.runtime.loop import termination
+from healcore.runtime.loop.rank_group import Proposal
+from healcore.runtime.loop.termination import EndRequested, Interrupted, RunStopped, Terminated
+from healcore.runtime.store import Keep
+from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.events.processes import python
-from tests.healer.two_ranks import (
-    BAD,
-    CORRUPT,
-    ENDS,
-    HOOKS,
-    ODD,
-    SECONDS,
-    TOLD,
-    TROUBLE,
-    UNREADABLE,
-)
+from tests.healer.run_options import grouped
+from tests.healer.test_faults import Corrupt, with_answers
+from tests.healer.training_loops import Faults, rules
+
+BAD = 23
+TOLD = 21
+"""Step of a proposal; the ranks vote two steps later, between two regular saves."""
+UNREADABLE = "unreadable"
+"""The scenario in which rank 1 cannot read two batches."""
+CORRUPT = (20, 39)
+"""The first comes again after the rollback, and the second is the last."""
+TROUBLE = "terminated in trouble"
+"""The scenario in which the last step, not read yet when the run ends, orders a rollback."""
+SHARDED = "shard"
+"""The scenario in which each rank has a part of the model, which it saves itself."""
+SECONDS = 60
+"""After which a rank that waits for the other one shows where, and ends."""
+
+
+class Rows(Corrupt, Sequence):
+    """A loader that can be rewound."""
+
+
+def does_not_list(healer: Healer, number: int) -> None:
+    """This rank's view of the checkpoints lacks one."""
+    if number == BAD:
+        store: Any = healer._loop.saver.store
+        steps = store.steps
+        store.steps = lambda: [saved for saved in steps() if saved.step != 15]
+
+
+def forgets(healer: Healer, number: int) -> None:
+    """This rank's memory has lost the snapshots that the other one's has."""
+    if number == BAD:
+        healer._loop.saver.store.join()
+        healer._loop.saver.store.ring.copies = {}
+
+
+def rots(healer: Healer, number: int) -> None:
+    """A bit of the newest snapshots in this rank's memory flips."""
+    if number == BAD:
+        store = healer._loop.saver.store
+        store.join()
+        for step, copy in store.ring.copies.items():
+            if step >= 15:
+                next(iter(copy.flat.leaves.values())).parts[""][0] ^= 1
+
+
+def loses_a_shard(healer: Healer, number: int) -> None:
+    """Both memories are empty, and this rank's part of the newest checkpoint is damaged on disk."""
+    if number == BAD:
+        store: Any = healer._loop.saver.store
+        store.wait()
+        forgets(healer, number)
+        if dist.get_rank() == 1:
+            (shard,) = store.root.glob("step-*15.*/**/__1_0.distcp")
+            data = bytearray(shard.read_bytes())
+            data[len(data) // 2] ^= 1
+            shard.write_bytes(data)
+        dist.barrier()
+
+
+ODD: dict[str, Any] = {
+    "agree": None,
+    "listing": does_not_list,
+    "forgets": forgets,
+    "rots": rots,
+    "without a disk": rots,
+    SHARDED: loses_a_shard,
+}
+"""Scenario -> what happens to rank 1 before a step."""
+HOOKS: dict[str, Any] = {
+    "severe": [lambda incident: Action(0), lambda incident: Action.STOP],
+    "milder": [lambda incident: None, lambda incident: Action(0)],
+}
+"""Scenario -> each rank's hook."""
+
+
+def signalled(which: signal.Signals) -> Any:
+    """A signal to this rank alone."""
+    return lambda healer, number: number != TOLD or os.kill(os.getpid(), which)
+
+
+def propose(healer: Healer, number: int) -> None:
+    """A report, and a proposal to end, on this rank."""
+    if number == TOLD:
+        for proposal in (Proposal("a slow disk"), Proposal("the device is needed", ends=True)):
+            healer._loop.ranks.propose(proposal)
+
+
+def stop_file(healer: Healer, number: int) -> None:
+    """The stop file of this rank appears."""
+    if number == TOLD:
+        found = healer._loop.ranks.stop_file
+        assert found.path is not None
+        found.path.touch()
+        while not found.found:
+            time.sleep(0.01)
+
+
+ENDS: dict[str, Any] = {
+    "terminated": signalled(signal.SIGTERM),
+    TROUBLE: signalled(signal.SIGTERM),
+    "interrupted": signalled(signal.SIGINT),
+    "stop file": stop_file,
+    "proposed": propose,
+}
+"""Scenario -> what happens to rank 1 before a step, which ends the run on both."""
+
+
+def run(scenario: str, root: Path) -> dict[str, Any]:
+    """One whole healed run."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model: Any = fully_shard(net) if scenario == SHARDED else DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    bad = [TOLD + 1] if scenario == TROUBLE else []
+    faults = Faults(always=bad if scenario in ENDS else [BAD])
+    odd = ENDS.get(scenario) or ODD.get(scenario)
+    options: dict[str, Any] = {"store": root / "store", "events": root / "run.events.jsonl"}
+    policy, data = rules(), range(40)
+    if scenario == UNREADABLE:
+        policy, data = with_answers(), Rows(40, CORRUPT if rank else ())
+    if scenario == "stop file":
+        options["stop_file"] = root / f"stop on rank {rank}"
+    if scenario == "without a disk":
+        options["store"] = TorchMemoryStore(Keep(good=3, candidates=3))
+    if scenario in HOOKS:
+        options["on_incident"] = HOOKS[scenario][rank]
+    stopped, state = None, {"model": net, "optimizer": optimizer}
+    try:
+        with Healer(policy, state=state, **grouped(options, save_every=5)) as healer:
+            for number in healer.batches(data):
+                if odd is not None and (rank == 1 or scenario == SHARDED):
+                    odd(healer, number)
+                inputs, targets = map(torch.from_numpy, faults.batch(number))
+                if rank == 0 and scenario in (*ODD, UNREADABLE):
+                    targets = torch.nan_to_num(targets)  # the fault is on rank 1 only
+                half = slice(rank, None, 2)
+                loss = (model(inputs[half]) - targets[half]).square().mean()
+                healer.observe(loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except RunStopped as stop:
+        stopped = stop.why
+    except (Terminated, Interrupted, EndRequested) as end:
+        stopped = f"exit status {end.code}"
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+    weights = b"".join(p.detach().numpy().tobytes() for p in whole)
+    return {
+        "stopped": stopped,
+        "step": healer.step,
+        "rollbacks": healer.rollbacks,
+        "order": faults.order if scenario != UNREADABLE else len(faults.order),
+        "corrupt": [n for n in CORRUPT if rank and n in faults.order and scenario == UNREADABLE],
+        "weights": hashlib.sha256(weights).hexdigest(),
+    }
+
+
+def refusal(root: Path) -> str:
+    """What a Healer says whose policy and distance of saves are others on rank 1."""
+    net, rank = torch.nn.Linear(4, 1), dist.get_rank()
+    state = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+    other: dict[str, Any] = {"store": root / "other", "checkpoints": Checkpoints(every=5 + rank)}
+    try:
+        Healer(rules(recoveries=3 + rank), state=state, **other).__enter__()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main(rank: int, root: Path, scenarios: list[str]) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2
+    )
+    termination.POLL_INTERVAL_S = 0.01
+    for scenario in scenarios:
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        print(json.dumps(run(scenario, root / scenario)), flush=True)
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    print(json.dumps(refusal(root)), flush=True)
+
 
 SCENARIOS = [*ODD, *HOOKS, UNREADABLE, *ENDS]
 
@@ -32,24 +228,24 @@ class Pair:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        command = "-m", "tests.healer.two_ranks"
+        command = "-m", "tests.healer.test_ranks"
         running = [
             python(*command, rank, root, *SCENARIOS, stderr=subprocess.PIPE) for rank in (0, 1)
         ]
         try:
             self._ends = [each.communicate(timeout=SECONDS * len(SCENARIOS)) for each in running]
+            self.refusals = [json.loads(out.splitlines()[-1]) for out, _ in self._ends]
         finally:
             for process in running:
                 process.kill()
 
-    @property
-    def refusals(self) -> list[str]:
-        """What each rank says to other options on the ranks."""
-        return [json.loads(out.splitlines()[-1]) for out, _ in self._ends]
-
     def lines(self, rank: int) -> str:
         """What a rank has written on standard error."""
         return self._ends[rank][1]
+
+    def events(self, scenario: str) -> list[Any]:
+        """The events of rank 0."""
+        return read(self.root / scenario / "run.events.jsonl").events
 
     def result(self, scenario: str) -> dict[str, Any]:
         """The result, which must be the same on both ranks."""
@@ -83,8 +279,8 @@ def test_both_go_back_to_the_newest_common_step(scenario, target, pair):
     assert logged["rollbacks"] == 1
     assert logged["step"] == 39
     assert logged["order"].count(BAD) == 1
-    (path,) = (pair.root / scenario).glob("*events*.jsonl")
-    events = read(path).events
+    assert len([*(pair.root / scenario).glob("*events*.jsonl")]) == 1
+    events = pair.events(scenario)
     assert [e["checkpoint"] for e in events if e["kind"] == "rollback"] == [target]
     begun = next(e for e in events if e["kind"] == "incident")
     losses = [float(each["loss"]) for each in begun["of_ranks"]]
@@ -115,7 +311,7 @@ def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(pai
     logged = pair.result(UNREADABLE)
     assert (logged["stopped"], logged["rollbacks"], logged["step"]) == (None, 1, 39)
     assert logged["corrupt"] == []
-    events = read(pair.root / UNREADABLE / "run.events.jsonl").events
+    events = pair.events(UNREADABLE)
     reports = [each["why"] for e in events if e["kind"] == "vote" for each in e["of_ranks"]]
     for number in CORRUPT:
         problem = f"batch {number} of epoch 0 cannot be read"
@@ -124,49 +320,46 @@ def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(pai
 
 
 @pytest.mark.parametrize(
-    ("scenario", "stopped", "ending"),
+    ("scenario", "status", "steps", "ending"),
     [
-        ("terminated", "exit status 143", "signal"),
-        ("interrupted", "exit status 130", "interrupted"),
+        ("terminated", 143, 2, "signal"),
+        ("interrupted", 130, 2, "interrupted"),
+        ("stop file", 0, 3, "requested"),
     ],
 )
-def test_a_signal_to_one_rank_ends_both_at_one_step_with_its_save(scenario, stopped, ending, pair):
-    """The signal comes within step TOLD, whose mark is read a step later."""
-    logged = pair.result(scenario)
-    assert (logged["stopped"], logged["step"]) == (stopped, TOLD + 2)
-    events = read(pair.root / scenario / "run.events.jsonl").events
+def test_a_signal_or_stop_file_of_one_rank_ends_both_at_one_step_with_its_save(
+    scenario, status, steps, ending, pair
+):
+    """The mark of a signal is read a step later; that of a file travels with the next step."""
+    logged, at = pair.result(scenario), TOLD + steps
+    assert (logged["stopped"], logged["step"]) == (f"exit status {status}", at)
+    events = pair.events(scenario)
     vote = next(e for e in events if e["kind"] == "vote")
-    assert (vote["step"], vote["outcome"]) == (TOLD + 2, "end")
+    assert (vote["step"], vote["outcome"]) == (at, "end")
     assert [each["rank"] for each in vote["of_ranks"]] == [1]
-    assert [e["step"] for e in events if e["kind"] == "save" and e["why"] == "last"] == [TOLD + 2]
+    assert [e["step"] for e in events if e["kind"] == "save" and e["why"] == "last"] == [at]
     assert (events[-1]["kind"], events[-1]["ending"]) == ("end", ending)
+    (postmortem,) = (pair.root / scenario).glob("*postmortem*.json")
+    named = f"the stop file {pair.root / scenario / 'stop on rank 1'}" in postmortem.read_text()
+    assert named == (scenario == "stop file")
 
 
 def test_a_rollback_that_the_last_step_orders_is_done_by_both_before_they_end(pair):
     logged = pair.result(TROUBLE)
     assert (logged["stopped"], logged["rollbacks"]) == ("exit status 143", 1)
-    events = read(pair.root / TROUBLE / "run.events.jsonl").events
+    events = pair.events(TROUBLE)
     (rollback,) = (e for e in events if e["kind"] == "rollback")
     assert (rollback["step"], logged["step"]) == (TOLD + 2, rollback["checkpoint"])
     assert (events[-1]["kind"], events[-1]["ending"]) == ("end", "signal")
 
 
-def test_a_stop_file_on_one_rank_ends_both_at_one_step_with_its_save(pair):
-    """The mark travels with the step after the one in which the file appears."""
-    logged = pair.result("stop file")
-    assert (logged["stopped"], logged["step"]) == ("exit status 0", TOLD + 3)
-    root = pair.root / "stop file"
-    events = read(root / "run.events.jsonl").events
-    assert [e["step"] for e in events if e["kind"] == "save" and e["why"] == "last"] == [TOLD + 3]
-    assert (events[-1]["kind"], events[-1]["ending"]) == ("end", "requested")
-    (postmortem,) = root.glob("*postmortem*.json")
-    assert f"the stop file {root / 'stop on rank 1'}" in postmortem.read_text()
-
-
 def test_a_proposal_to_end_is_carried_out_by_all(pair):
     logged = pair.result("proposed")
     assert (logged["stopped"], logged["step"]) == ("exit status 0", TOLD + 2)
-    events = read(pair.root / "proposed" / "run.events.jsonl").events
-    (vote,) = (e for e in events if e["kind"] == "vote")
+    (vote,) = (e for e in pair.events("proposed") if e["kind"] == "vote")
     assert (vote["step"], vote["outcome"], vote["why"]) == (TOLD + 2, "end", "the device is needed")
     assert [each["outcome"] for each in vote["of_ranks"]] == ["report", "end"]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from healcore import Checkpoints, Healer, Logging
+from healcore import Healer
 from healcore import policy as policies
-from healcore.events import read
-from healcore.events.models import validate
-from healcore.events.schema import sentence
 from healcore.policy import PolicyError
-from tests.healer.run_directory import events
+from tests.healer.run_directory import events, events_of
+from tests.healer.run_options import grouped
 from tests.healer.training_loops import Faults, loop_of, rules, train
 
 RESETS = policies.load(rules(), rollback={"reset_moments": True})
@@ -68,21 +66,12 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
-    events_path = tmp_path / "run.events.jsonl"
-    healer = Healer(
-        "default",
-        state={"model": net, "optimizer": optimizer, "schedule": schedule},
-        logging=Logging(events=events_path),
-        checkpoints=Checkpoints(every=5),
-        respond=[
-            {"to": ["nonfinite"], "do": ["skip"]},
-            {"to": ["nonfinite"], "do": ["rollback", "cut_lr"], "when": {"consecutive": 3}},
-        ],
-        rollback={"confirm": False, "probation": 20},
-        incident={"quiet_steps": 3},
-    )
-    rates = {}
-    with healer:
+    options: dict[str, Any] = {"rollback": {"confirm": False, "probation": 20}, "save_every": 5}
+    options |= {"incident": {"quiet_steps": 3}, "events": tmp_path / "run.events.jsonl"}
+    three = {"to": ["nonfinite"], "do": ["rollback", "cut_lr"], "when": {"consecutive": 3}}
+    options["respond"] = [{"to": ["nonfinite"], "do": ["skip"]}, three]
+    state, rates = {"model": net, "optimizer": optimizer, "schedule": schedule}, {}
+    with Healer("default", state=state, **grouped(options)) as healer:
         driver: Any = healer._loop.driver
         for batch in healer.batches([torch.randn(8, 4) for _ in range(70)]):
             step = healer.step
@@ -102,21 +91,14 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     assert (done.lr, done.lr_limit) == pytest.approx((RATE, limit))
     assert max(rates.values()) == pytest.approx(limit), "no step after it has had more"
     assert rates[1] == pytest.approx(RATE * warm_up(1)), "and the first ones their schedule's"
-
-    events = [validate(each)[0] for each in read(events_path).events]
-    (back,) = (each for each in events if each.kind == "rollback")
-    assert (back.lr, back.lr_limit, back.lr_scale) == (done.lr, done.lr_limit, 1.0)
-    first, second = (each for each in events if each.kind == "lr")
-    assert (first.step, first.action, first.lr_scale) == (37, ["CUT_LR"], CUT)
-    assert (second.action, second.lr_scale_before) == (None, 1.0)
-    assert isinstance(second.step, int)
-    assert RATE * warm_up(second.step - 1) < limit < RATE * warm_up(second.step)
-
-    said = f"learning rate at most {limit:.3g}"
-    shown = sentence(back)
-    assert said in shown
-    lines = capsys.readouterr().err.splitlines()
-    (line,) = (each for each in lines if "back to the checkpoint" in each)
-    assert f"{said} (the schedule had come to 0.01)" in line
+    found = events_of(options["events"])
+    (back,) = (each for each in found if each["kind"] == "rollback")
+    assert (back["lr"], back["lr_limit"], back["lr_scale"]) == (done.lr, done.lr_limit, 1.0)
+    first, second = (each for each in found if each["kind"] == "lr")
+    assert (first["step"], first["action"], first["lr_scale"]) == (37, ["CUT_LR"], CUT)
+    assert ("action" in second, second["lr_scale_before"]) == (False, 1.0)
+    assert RATE * warm_up(second["step"] - 1) < limit < RATE * warm_up(second["step"])
+    (line,) = (e for e in capsys.readouterr().err.splitlines() if "back to the checkpoint" in e)
+    assert f"learning rate at most {limit:.3g} (the schedule had come to 0.01)" in line
     assert "data rewound" in line
-    assert "×" not in line + shown
+    assert "×" not in line

@@ -11,7 +11,6 @@ from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.saver import Saver
-from tests.healer.crashes import crash
 from tests.healer.killed_runs import (
     is_poisoned,
     killed,
@@ -21,6 +20,7 @@ from tests.healer.killed_runs import (
     show_poison,
 )
 from tests.healer.run_directory import events
+from tests.healer.test_crashes import crash
 from tests.healer.training_loops import RULES, Faults, broken_at, loop_of, rules, same, train
 
 
@@ -70,14 +70,8 @@ def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path
         return train(loop, rules(), range(50), store=tmp_path)
 
     crash(monkeypatch, Saver, "commit", lambda self, step: len(self.ledger.rollbacks) > 1, go)
-    seen = {}
-
-    def look(healer: Any, number: int) -> None:
-        seen["counted"] = healer._run.recovery.ledger.incident_count
-
-    loop = loop_of("torch", Faults(always=[13, 33]))
-    train(loop, rules(), range(50), store=tmp_path, before=look)
-    assert seen["counted"] == 2
+    go()
+    assert events(tmp_path, "end")[-1]["incidents"] == 2
     assert [event["incident"] for event in events(tmp_path, "incident")] == [1, 2, 2]
 
 
@@ -99,15 +93,10 @@ def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(framework, 
 
 def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypatch):
     """Killed long after the first rollback; the second one goes past the first one's window."""
-    faults = Faults(always=[13, 31])
-
-    def go(before: Any = None) -> Any:
-        loop = loop_of("torch", faults)
-        return train(loop, rules(), range(50), store=tmp_path, before=before)
-
+    faults, options = Faults(always=[13, 31]), {"store": tmp_path}
     with pytest.raises(RuntimeError, match="power"):
-        go(broken_at(27))
-    go()
+        train(loop_of("torch", faults), rules(), range(50), before=broken_at(27), **options)
+    train(loop_of("torch", faults), rules(), range(50), **options)
     first, second = events(tmp_path, "rollback")
     assert second["checkpoint"] < first["onset"], "the test needs a deep one"
     assert faults.seen[13] == 1
@@ -147,33 +136,27 @@ def test_a_restart_whose_data_are_used_up_is_reported(tmp_path):
     assert any("exhausted" in event["problem"] for event in events(tmp_path, "problem"))
 
 
-BROKEN, SEEN, STEPS = 10, 28, 40
-
-
-def deep() -> Any:
-    """Goes back one checkpoint, then three, then five, ..."""
-    text = RULES.format(cut="", skip_batches=0, recoveries=8)
-    return policies.loads(text.replace("[rollback]", "[rollback]\ndeepen = 2"))
+BROKEN, SEEN = 10, 28
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_it_is_left_behind(framework, tmp_path):
-    loop = loop_of(framework, policy=deep())
-    broken = False
+def test_damage_of_long_ago_is_left_behind(framework, tmp_path):
+    """The run goes back one checkpoint, then three, then five, ..."""
+    text = RULES.format(cut="", skip_batches=0, recoveries=8)
+    deep = policies.loads(text.replace("[rollback]", "[rollback]\ndeepen = 2"))
+    loop, broken = loop_of(framework, policy=deep), []
 
     def drift(healer: Any, number: int) -> None:
-        nonlocal broken
         loop.state = healer.state
         if number == BROKEN and not broken:
-            broken = True
+            broken.append(number)
             poison(loop)
             healer.update(loop.state) if framework == "jax" else None
         loop.faults.always = frozenset([number] if number >= SEEN and is_poisoned(loop) else [])
 
-    facts = train(loop, deep(), range(STEPS), store=tmp_path, save_every=2, before=drift)
-    targets = [event["checkpoint"] for event in events(tmp_path, "rollback")]
-    assert len(targets) >= 2
-    assert min(targets[:-1]) > BROKEN >= targets[-1], "only the last one was deep enough"
+    facts = train(loop, deep, range(40), store=tmp_path, save_every=2, before=drift)
+    *before, last = [event["checkpoint"] for event in events(tmp_path, "rollback")]
+    assert min(before) > BROKEN >= last, "only the last one was deep enough"
     assert len(events(tmp_path, "good")) > 8, "and the newest three had left it behind long since"
     assert not is_poisoned(loop)
     assert facts["step"] > SEEN

@@ -53,32 +53,19 @@ refund_after = 10000
 """
 
 SKIPS = policies.loads(
-    """
-schema = 1
-name = "skips"
-[detect.nonfinite]
-[[respond]]
-to = ["nonfinite"]
-do = ["skip", "alert"]
-[incident]
-quiet_steps = 20
-[rollback]
-probation = 4
-"""
+    'schema = 1\nname = "skips"\n[detect.nonfinite]\n[[respond]]\nto = ["nonfinite"]\n'
+    'do = ["skip", "alert"]\n[incident]\nquiet_steps = 20\n[rollback]\nprobation = 4\n'
 )
 """A policy that skips bad batches and does nothing else."""
 
 
 def rules(
-    *, cut: bool = True, skip_batches: int = 0, recoveries: int = 3, mode: str = "heal"
+    *, cut: bool = True, skip_batches: int = 0, recoveries: int = 3, mode: Any = "heal"
 ) -> Any:
     """A policy that goes back at the first NaN."""
-    text = RULES.format(
-        cut=', "cut_lr"' if cut else "", skip_batches=skip_batches, recoveries=recoveries
-    )
-    return policies.loads(
-        text.replace("[detect.nonfinite]", f'mode = "{mode}"\n[detect.nonfinite]')
-    )
+    more = ', "cut_lr"' if cut else ""
+    text = RULES.format(cut=more, skip_batches=skip_batches, recoveries=recoveries)
+    return policies.load(policies.loads(text), mode=mode)
 
 
 class Faults:
@@ -223,19 +210,9 @@ def train(
     epochs: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
-    """A whole healed run.
+    """A whole healed run; returns `step`, `rollbacks` and `good` at the end.
 
-    Args:
-        loop: from `loop_of`.
-        policy: of the Healer.
-        data: loader of batch numbers.
-        store: directory; None: memory only.
-        before: called with the healer and the batch before each step.
-        epochs: passes.
-        **options: for `Healer`.
-
-    Returns:
-        Facts at the end: `step`, `rollbacks`, `good`.
+    `before` is called with the Healer and the batch before each step.
     """
     options.setdefault("save_every", 5)
     with Healer(policy, state=loop.state, store=store, **grouped(options)) as healer:
@@ -243,13 +220,9 @@ def train(
             if before is not None:
                 before(healer, int(number))
             loop.step(healer, number)
-        facts = {
-            "step": healer.step,
-            "rollbacks": healer.rollbacks,
-            "good": healer.report().last_good,
-        }
+        good = healer.report().last_good
         loop.state = healer.state
-    return facts
+        return {"step": healer.step, "rollbacks": healer.rollbacks, "good": good}
 
 
 def broken_at(batch: int) -> Callable[[Healer, int], None]:
@@ -264,6 +237,4 @@ def broken_at(batch: int) -> Callable[[Healer, int], None]:
 
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     """Whether two states are equal, bit by bit."""
-    return len(a) == len(b) and all(
-        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)
-    )
+    return [(x.dtype, x.tobytes()) for x in a] == [(x.dtype, x.tobytes()) for x in b]

@@ -85,7 +85,7 @@ def test_the_keywords_are_the_keys_of_a_file():
 def test_a_run_has_the_fingerprint_and_the_text_of_what_it_does():
     host = HostPolicy.of("default", {"rollback": {"probation": 7}, "clip": {"max_norm": 1.0}})
     policy = load("default", rollback={"probation": 7}, clip={"max_norm": 1.0})
-    assert (host.rollback.probation, host.fingerprint) == (7, fingerprint(policy))
+    assert (host.rollback.probation, host.engine.fingerprint) == (7, fingerprint(policy))
     assert host.text is not None
     assert loads(host.text) == policy
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ConfigDict
 
-from healcore.runtime.healthy_range import HealthyRange
+from healcore.runtime.recovery.orders import HealthyRange
 
 STAKE = 0.6
 """Share of the evidence that each comparison stakes (lambda), in (0, 1). With 0.6 the evidence is

@@ -20,7 +20,7 @@ from healcore.runtime.dominance.anchor import SAMPLE, Anchor, ComparisonState, T
 from healcore.runtime.dominance.history import BEFORE, HEARTBEAT, MAX_CREDIT, Credit, StepHistory
 from healcore.runtime.dominance.loss_function import LossFunction
 from healcore.runtime.driver import Driver, WeightsChanged
-from healcore.runtime.healthy_range import HealthyRange
+from healcore.runtime.recovery.orders import HealthyRange
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 

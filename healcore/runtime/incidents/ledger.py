@@ -1,4 +1,4 @@
-"""`Ledger`: the host's record of a run: unhealthy steps, incidents and rollbacks.
+"""`Ledger`: the unhealthy steps, incidents and rollbacks of a run. `RunMetrics`: its counts.
 
 Steps are indexed from 0. A checkpoint of step n holds the state that step n starts from.
 """
@@ -6,15 +6,16 @@ Steps are indexed from 0. A checkpoint of step n holds the state that step n sta
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import ConfigDict
 
 from healcore.core.step_record import StepRecord
-from healcore.core.verdict import NONFINITE, Cause, names
-from healcore.runtime.healthy_range import HealthyRange
-from healcore.runtime.recovery.orders import RollbackRecord
+from healcore.core.verdict import NONFINITE, Action, Cause, names
+from healcore.runtime.recovery.orders import HealthyRange, RollbackRecord
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""
@@ -66,23 +67,15 @@ class Ledger:
     """Steps that were skipped or not taken or had an alarm within an incident, and the micro-steps
     right after such a step; ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
-    rollbacks: list[RollbackRecord] = field(default_factory=list)
-    """Applied rollbacks, see `RollbackRecord.outline`."""
-    incident_count: int = 0
-    """Number of incidents so far, including undone and dropped incidents."""
-    undone_incidents: int = 0
-    """Incidents whose onset a later rollback has undone."""
-    skips: int = 0
-    """Skipped steps so far, including undone steps."""
+    rollbacks: list[RollbackRecord] = field(default_factory=list)  # see `RollbackRecord.outline`
+    incident_count: int = 0  # including undone and dropped incidents
+    undone_incidents: int = 0  # whose onset a later rollback has undone
+    skips: int = 0  # skipped steps so far, including undone steps
     undone_skips: int = 0
-    untrained: int = 0
-    """Steps of the run in which no optimizer took a step, excluding undone steps."""
-    open: bool = False
-    """Whether an incident with more than skipped non-finite steps is open."""
-    accepted: int = 0
-    """Places accepted one after another: the trouble came back after all that was tried."""
-    accepted_until: int = 0
-    """Step before which no comparison rolls back again."""
+    untrained: int = 0  # steps in which no optimizer took a step, excluding undone steps
+    open: bool = False  # whether an incident with more than skipped non-finite steps is open
+    accepted: int = 0  # places accepted in a row: the trouble came back after all that was tried
+    accepted_until: int = 0  # step before which no comparison rolls back again
     numbers: dict[str, HealthyRange] = field(default_factory=dict)
     """Number of an optimizer -> its healthy values. The driver holds it in them."""
 
@@ -205,3 +198,82 @@ class Ledger:
         if saved is not None:  # skips before the checkpoint are not undone
             self.undone_skips = self.skips - (saved.skips - saved.undone_skips)
             self.untrained = saved.untrained
+
+
+COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
+"""Counts since the run began: keys of an engine's `tally`."""
+_OF_STEP = ("loss", "threshold", "grad_scale")
+"""Numbers of the newest step, named as in `StepRecord`."""
+
+
+class RunMetrics:
+    """The newest step and the counts of the run, as named numbers for a logger.
+
+    The counts come from the engines' states at the start of a run and after a rollback, when these
+    are on the host. Each record then adds to the counts, without a further sync.
+
+    Args:
+        per_tensor: whether the policy clips each tensor by itself. Records do not show such
+            clipping, so there is no metric `heal/clips`.
+    """
+
+    def __init__(self, *, per_tensor: bool) -> None:
+        self._names = [*_OF_STEP, "lr_scale", "incidents", *COUNTS[per_tensor:]]
+        """Names of all metrics, without the prefix `heal/`."""
+        self._counts: dict[str, Counter[str]] = {}
+        self._last: dict[str, StepRecord] = {}
+
+    def set(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+        """Sets the counts from engine states (`Driver.engines`), and drops undone steps."""
+        for name, engine in engines.items():
+            state = engine["state"]
+            self._counts[name] = Counter({each: int(state["tally"][each]) for each in COUNTS})
+            if name in self._last and self._last[name].step > state["step"]:
+                del self._last[name]
+
+    def add(self, records: Iterable[StepRecord]) -> None:
+        """Adds the records of one step."""
+        for record in records:
+            counts = self._counts.setdefault(record.engine, Counter())
+            last = self._last.get(record.engine)
+            # A step that a GradScaler skipped is not judged, and repeats the previous record.
+            if record.judged and (last is None or last.step != record.step):
+                counts["clips"] += record.grad_scale < 1 and not record.skip
+                counts["skips"] += record.skip
+                counts["lr_cuts"] += bool(record.action and record.action & Action.CUT_LR)
+                counts["alarms"] += record.cause != 0
+            self._last[record.engine] = record
+
+    def total(self, count: str) -> int:
+        """Sum of one of `COUNTS` over all engines."""
+        return sum(counts[count] for counts in self._counts.values())
+
+    def values(self) -> dict[str, float]:
+        """Name -> value, such as `heal/skips`, or `heal/<engine>/skips` with several engines."""
+        metrics: dict[str, float] = {}
+        for name, record in self._last.items():
+            prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
+            seen = {"incidents": record.incident, "loss": record.readings.loss}
+            counts = {count: self._counts[name][count] for count in COUNTS}
+            numbers = record._asdict() | seen | counts
+            metrics |= {f"{prefix}/{each}": float(numbers[each]) for each in self._names}
+        return metrics
+
+
+class ChangedMetrics:
+    """Metrics for the rows of a trainer's own log: only values that changed since the last row.
+
+    Metrics of single steps are omitted: they are `LAG` steps older than the row, which has the loss
+    itself. A healthy row has no metrics.
+    """
+
+    def __init__(self, values: Callable[[], Mapping[str, float]]) -> None:
+        self._values = values
+        self._before: dict[str, float] = {}
+
+    def __call__(self) -> dict[str, float]:
+        """Full name -> value of the changed counts and learning-rate multipliers."""
+        now = {n: v for n, v in self._values().items() if n.rpartition("/")[2] not in _OF_STEP}
+        initial = {name: float(name.endswith("/lr_scale")) for name in now}
+        before, self._before = {**initial, **self._before}, {**self._before, **now}
+        return {name: value for name, value in now.items() if value != before[name]}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.engine import RuleConfig, rules
+from healcore.core.engine import EngineConfig, RuleConfig, rules
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.events.schema import flag_names
@@ -30,21 +30,19 @@ class StepResult(NamedTuple):
     index: int
     records: list[StepRecord]
     """One record per engine, or more if an engine judged several times in the step."""
-    batches: tuple[BatchId, ...]
-    """Ids of the step's batches; several with gradient accumulation."""
+    batches: tuple[BatchId, ...]  # several with gradient accumulation
     contents: tuple[Any, ...] = ()
     """Content of the batches if weights are compared on them. The last step of a dispatch has the
     batches of all its steps, and the other steps have none."""
-    vote_requested: bool = False
-    """`PendingDispatch.vote_requested` in the last step of a dispatch, otherwise False."""
+    vote_requested: bool = False  # of `PendingDispatch`, in the last step of a dispatch
 
 
 class DelayedReader:
     """Queue of `LAG` dispatches."""
 
     def __init__(self) -> None:
+        # Dispatches, each with the index of its first step and its batches.
         self._queue: deque[tuple[PendingDispatch, StepResult]] = deque()
-        """Dispatches, each with the index of its first step and its batches."""
         self._read_steps: deque[StepResult] = deque()
         self._correction = 0
         self._accumulated: tuple[BatchId, ...] = ()
@@ -82,16 +80,14 @@ class DelayedReader:
             # Accumulated batches belong to the update that their gradients go into.
             has_stepped = not records[0].taken or any(each.judged for each in records)
             self._accumulated = () if has_stepped else batches
-            contents: tuple[Any, ...] = ()
-            is_last = i == len(steps) - 1
+            is_last, contents = i == len(steps) - 1, self._contents + first.contents
             if is_last:
-                contents = self._contents + first.contents
-                contents, self._contents = (contents, ()) if has_stepped else ((), contents)
+                self._contents = () if has_stepped else contents
             yield StepResult(
                 first.index + i,
                 records,
-                () if self._accumulated else batches,
-                contents,
+                batches if has_stepped else (),
+                contents if is_last and has_stepped else (),
                 pending.vote_requested and is_last,
             )
 
@@ -105,17 +101,10 @@ class DelayedReader:
 class HostRules:
     """Counts the hits of the rules, separately for each optimizer."""
 
-    def __init__(self, configs: tuple[RuleConfig, ...], *, depth: int, quiet_steps: int) -> None:
-        """Starts without hits.
-
-        Args:
-            configs: see `Policy.host_rules`.
-            depth: known-good checkpoint that an order restores; 1 is the newest.
-            quiet_steps: steps in which no rule fires, after which a rule may order again.
-        """
-        self._configs = configs
-        self._depth = depth
-        self._quiet_steps = quiet_steps
+    def __init__(self, rules: tuple[RuleConfig, ...], config: EngineConfig) -> None:
+        """Takes the policy's `host_rules`, and its depth of a rollback and its quiet steps."""
+        self._configs = rules
+        self._depth, self._quiet_steps = config.rollback.depth, config.incident.quiet_steps
         self.restart()
 
     def restart(self) -> None:
@@ -131,8 +120,7 @@ class HostRules:
             state, hit = self._states.get(key), np.bool_(record.cause & config.causes)
             if state is None and not hit:
                 continue  # most steps of most runs
-            state = rules.init(config) if state is None else state
-            step = np.int32(record.step)
+            state, step = state or rules.init(config), np.int32(record.step)
             self._states[key], firing = rules.update(config, state, hit, step, 0, xp=np)
             fired |= bool(firing.fired)
         if not fired:
@@ -157,14 +145,13 @@ def nonfinite_row_text(
     `weights` has the names of the parameters with NaN or Inf, in their order. A skip changes no
     parameter, so a run without a finite step has the parameters that it was started with.
     """
-    which = "first" if from_start else "last"
+    which, since, loaded = "last", "", ""
+    if from_start:
+        which, since, loaded = "first", " since the start", ", because they were loaded so"
     text = f"none of the {which} {row:,} steps was finite, so nothing was trained"
-    since = " since the start" if from_start else ""
     if weights:
-        loaded = ", because they were loaded so" if from_start else ""
-        return (
-            f"{text}: the weights are NaN or Inf{since}{loaded}; the first tensor is {weights[0]}"
-        )
+        found = f"the weights are NaN or Inf{since}{loaded}"
+        return f"{text}: {found}; the first tensor is {weights[0]}"
     if not record.taken:
         return f"{text}: the training step has kept its old state{since}"
     named = [each.name for each in record.evidence if not math.isfinite(each.grad_norm)]
@@ -173,9 +160,9 @@ def nonfinite_row_text(
     return f"{text}: the {what} is NaN or Inf{since}{first}"
 
 
-def cause_text(cause: Cause) -> str:
-    """Names of causes, as a clause."""
-    return flag_names(names(cause))
+def cause_text(flags: int) -> str:
+    """Names of `Cause` flags, as a clause."""
+    return flag_names(names(Cause(flags)))
 
 
 def is_logged(number: int) -> bool:

@@ -11,6 +11,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 from healcore.console import counted
 from healcore.core.verdict import Cause, names
@@ -30,10 +31,9 @@ from healcore.runtime.loop.termination import (
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import AFTER_A_KILL, last_line
 from healcore.runtime.postmortem.postmortem import RankNote, of_ranks, traces
+from healcore.runtime.run_options import described
 from healcore.runtime.store import StoreError
 
-_FAULT_ENDINGS = (Ending.EXCEPTION, Ending.STOPPED)
-"""Endings that an exception may have caused."""
 _VISIBLE_S = 2.0
 """Seconds within which rank 0 sees the note of a rank whose connection has broken."""
 _LENGTH_ADVICE = (
@@ -50,19 +50,17 @@ _RECOMMENDED_LOOPS = {
 
 def ending_of(error: BaseException | None, signal_number: int | None = None) -> Ending:
     """Ending of a run, by the error that left its block and by the signal that it received."""
+    # torch's loader raises when the signal has killed its workers too.
+    killed = signal_number == signal.SIGTERM and "DataLoader worker" in str(error)
     endings = {
         type(None): Ending.COMPLETED,
         RunStopped: Ending.STOPPED,
         Terminated: Ending.SIGNAL,
         KeyboardInterrupt: Ending.INTERRUPTED,
         EndRequested: Ending.REQUESTED,
+        BaseException: Ending.SIGNAL if killed else Ending.EXCEPTION,
     }
-    for cls, ending in endings.items():
-        if isinstance(error, cls):
-            return ending
-    # torch's loader raises when the signal has killed its workers too.
-    killed = signal_number == signal.SIGTERM and "DataLoader worker" in str(error)
-    return Ending.SIGNAL if killed else Ending.EXCEPTION
+    return next(ending for kind, ending in endings.items() if isinstance(error, kind))
 
 
 def close(loop: Loop, error: BaseException | None) -> BaseException | None:
@@ -116,7 +114,8 @@ class _End:
         if completed and ranks.world > 1:
             self.raised = self.attempt("another rank has left", self.wait_for_ranks)
             together = self.raised is None
-        if self.raised is not None and (completed or self.ending in _FAULT_ENDINGS):
+        ends_by_fault = self.ending in (Ending.COMPLETED, Ending.EXCEPTION, Ending.STOPPED)
+        if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
         if not together:
             self.collect_notes()
@@ -133,13 +132,12 @@ class _End:
         other = self.notes[0] if self.notes and self.notes[0].rank != ranks.rank else None
         if other is not None:
             self.report_fault_of(other)
-        elif (fault := self.fault) is not None and isinstance(raised := self.raised, Exception):
-            log_fault = lambda: self.save_and_log_fault(fault, raised)  # noqa: E731
-            self.attempt("the fault could not be dealt with", log_fault)
+        elif self.fault is not None and isinstance(self.raised, Exception):
+            self.attempt("the fault could not be dealt with", self.save_and_log_fault)
         saved = True
         if together and (completed or (between_steps and self.ending != Ending.STOPPED)):
             # Not after an exception within a step, which leaves the state partly changed.
-            save = lambda: saver.save_last(completed=completed)  # noqa: E731
+            save = partial(saver.save_last, completed=completed)
             saved = self.attempt("the last state could not be saved", save) is None
         self.attempt("checkpoints being written", saver.wait)
         if completed and (not together or self.is_lost_on_any_rank(saved)):
@@ -155,10 +153,10 @@ class _End:
             self.attempt("checkpoints on probation", saver.poll)
             self.attempt("the last saves", saver.read_nonfinite)
             if ranks.votes:
-                self.attempt("reports of other ranks", lambda: ranks.vote(data.step, loop.log))
+                self.attempt("reports of other ranks", partial(ranks.vote, data.step, loop.log))
         if self.ending == Ending.COMPLETED:
             loop.record.completed = True
-            self.attempt("the record of the end", lambda: saver.commit(data.step))
+            self.attempt("the record of the end", partial(saver.commit, data.step))
         for problem in self.problems:
             loop.warn(problem)
         loop.log.report_trackers(data.step)
@@ -170,14 +168,8 @@ class _End:
         self.write()
         if not ranks.rank:
             loop.notes.remove()
-        for close_part in (
-            loop.guard.close,
-            ranks.termination.stop,
-            saver.store.join,
-            loop.driver.close,
-            lambda: release(loop),
-            loop.log.close,
-        ):
+        parts = [loop.guard.close, ranks.termination.stop, saver.store.join, loop.driver.close]
+        for close_part in (*parts, partial(release, loop), loop.log.close):
             with contextlib.suppress(Exception):
                 close_part()
         return replacement
@@ -218,7 +210,7 @@ class _End:
 
     def own_note(self, ending: Ending, error: BaseException | None, why: str = "") -> RankNote:
         """The note about the end of this rank."""
-        what, trace = ("", "") if error is None else described(error)
+        what, trace = ("", "") if error is None else (described(error), _trace(error))
         fault = self.fault
         waited = fault is not None and (Cause.HANG in fault.cause or fault.sign.startswith("nccl"))
         return RankNote(
@@ -242,9 +234,11 @@ class _End:
 
     # -- the last state -------------------------------------------------------------------------
 
-    def save_and_log_fault(self, fault: Fault, error: Exception) -> None:
+    def save_and_log_fault(self) -> None:
         """Saves if a rule of the policy says so, and logs the exception that ends the run."""
-        loop, answer, why_not = self.loop, None, ""
+        loop, fault, answer, why_not = self.loop, self.fault, None, ""
+        assert fault is not None
+        assert self.raised is not None
         # The ranks that have not raised do not take part in a save; memory ends with the process.
         alone = self.ranks.world == 1 and self.saver.store.durable
         if alone and "save" in loop.policy.answers(fault.cause):
@@ -253,10 +247,12 @@ class _End:
                 if loop.count_last_step():
                     loop.read_last_steps()
                     why_not = self.saver.save_emergency()
+            except StoreError as problem:
+                why_not = str(problem)
             except Exception as problem:  # a step in JAX that failed may have donated the state
                 why_not = f"{type(problem).__name__}: {problem}"
             answer = None if why_not else "save"
-        problem = f"the loop raised {described(error)[0]:.600}"
+        problem = f"the loop raised {described(self.raised):.600}"
         loop.log.fault(self.data.step, fault, problem, answer=answer)
         if why_not:
             loop.warn(f"no checkpoint was saved at the exception: {why_not}")
@@ -275,14 +271,12 @@ class _End:
 
     def unsaved_state_text(self) -> str:
         """The message about a last state that no checkpoint holds."""
-        step, saver = self.data.step, self.saver
-        try:  # the checkpoints that survive the process
-            newest = max((save.step for save in saver.store.steps_on_disk()), default=None)
+        step, saver, target = self.data.step, self.saver, "resumes from the newest checkpoint"
+        with contextlib.suppress(StoreError, OSError):  # the checkpoints that survive the process
+            steps = [save.step for save in saver.store.steps_on_disk()]
             target = "starts from the beginning"
-            if newest is not None:
-                target = f"resumes from the checkpoint of step {newest}"
-        except (StoreError, OSError):
-            target = "resumes from the newest checkpoint"
+            if steps:
+                target = f"resumes from the checkpoint of step {max(steps)}"
         why = saver.unsaved.get(step) or next(iter(self.problems), "it failed on another rank")
         return (
             f"healcore: the loop has ended at step {step}, and its last state is not saved "
@@ -301,13 +295,14 @@ class _End:
         with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
             loop.recovery.read_engines()
         why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
+        first = f"rank {notes[0].rank}: {notes[0].why}" if notes else ""
         exception = trace = None
         if notes and notes[0].rank != self.ranks.rank and ending != Ending.EXCEPTION:
-            why = f"rank {notes[0].rank}: {notes[0].why}"
+            why = first
         if notes and ending == Ending.EXCEPTION:
-            exception, trace = f"rank {notes[0].rank}: {notes[0].why}", traces(notes) or None
+            exception, trace = first, traces(notes) or None
         elif ending == Ending.EXCEPTION and error is not None:
-            exception, trace = described(error)
+            exception, trace = described(error), _trace(error)
         cause = Cause(0) if self.fault is None else self.fault.cause
         end = loop.recovery.run_end(ending, why, exception=exception, fault=cause)
         events = loop.log.events
@@ -339,7 +334,8 @@ class _End:
 def _incomplete_run_error(loop: Loop) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
     data, untrained = loop.data, loop.recovery.ledger.untrained
-    unread = len(data.unused)
+    unread, skipped = len(data.unused), data.skipped_steps
+    total = data.step + skipped
     loop_text = _RECOMMENDED_LOOPS[loop.driver.framework]
     if data.steps_taken and not loop.polled:
         return IncompleteRun(
@@ -353,7 +349,6 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
             f"healcore: the loop has ended, and the Healer has seen no step ({read} read). Write "
             f"`{loop_text}`. Nothing was trained: the next start begins at step {data.step}"
         )
-    skipped, total = data.skipped_steps, data.step + data.skipped_steps
     try:
         loop.recovery.stop_if_never_finite(at_end=True)
         if not loop.policy.observes and 2 * (untrained + skipped) > total:
@@ -374,10 +369,8 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
     return None
 
 
-def described(error: BaseException) -> tuple[str, str]:
-    """The summary of an exception, and its traceback."""
-    what = "".join(traceback.format_exception_only(error)).strip()
-    return what, "".join(traceback.format_exception(error))
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def _why(error: BaseException | None) -> str:

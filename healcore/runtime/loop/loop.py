@@ -199,7 +199,7 @@ class Loop:
         self.guard.pause()
 
     def _rewound(self, done: RollbackRecord | None) -> bool:
-        """Whether there was a rollback; the marks of undone steps are forgotten."""
+        """Whether there was a rollback, after which the marks of undone steps mean nothing."""
         if done is not None:
             self.ranks.on_rollback()
         return done is not None
@@ -228,10 +228,7 @@ class Loop:
         return True
 
     def act_on_last_steps(self) -> None:
-        """Reads the unread steps and carries out their orders, unless an update was interrupted.
-
-        Raises RunStopped if an order stops the run.
-        """
+        """Reads the unread steps and carries out their orders, unless an update was interrupted."""
         if self.count_last_step():
             self.read(all=True)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from healcore.core.verdict import Cause, names
+from healcore.core.verdict import Cause
 from healcore.runtime.driver import Driver
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.host_policy import HostPolicy
@@ -259,7 +259,7 @@ class OutOfMemory:
         if why:
             changed = self._last_resort()
             if not changed:
-                self._recovery.stop(rank + why, error, Cause.OOM, cause=names(Cause.OOM))
+                self._recovery.stop(rank + why, error, Cause.OOM)
             self._log.fault(step, overrun.fault, f"{rank}{why}: {changed}", answer="clear_cache")
             return
         record.shrinks += 1

@@ -29,10 +29,8 @@ class Proposal(NamedTuple):
     """Proposal of one rank to all ranks."""
 
     why: str
-    ends: bool = False
-    """Whether the run ends and saves its last state. Otherwise rank 0 only reports `why`."""
-    signal: int | None = None
-    """The signal that asks the run to end, or None for another reason."""
+    ends: bool = False  # whether the run ends and saves its last state; else rank 0 reports `why`
+    signal: int | None = None  # the signal that asks the run to end, or None for another reason
 
     @property
     def outcome(self) -> str:
@@ -126,14 +124,9 @@ class RankGroup:
         if not found:
             return None
         end = next((each for _, each in found if each.ends), None)
-        outcome = end or found[0][1]
-        log.event(
-            "vote",
-            step=step,
-            outcome=outcome.outcome,
-            why=outcome.why,
-            of_ranks=[{"rank": n, "outcome": each.outcome, "why": each.why} for n, each in found],
-        )
+        first = end or found[0][1]
+        listed = [{"rank": n, "outcome": each.outcome, "why": each.why} for n, each in found]
+        log.event("vote", step=step, outcome=first.outcome, why=first.why, of_ranks=listed)
         for rank, each in found:
             if not each.ends:
                 log.warning(f"step {step}: rank {rank}: {each.why:.600}")

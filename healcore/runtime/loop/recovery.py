@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from healcore.core.verdict import NONFINITE, Action, Cause, names
+from healcore.core.verdict import NONFINITE, Action, Cause
 from healcore.events.models import Ending
 from healcore.events.schema import sentence
 from healcore.runtime.data.loader_registry import RewindResult
@@ -45,14 +45,11 @@ class Recovery:
         self.data, self.ledger = self.saver.data, restorer.ledger
         self.policy, self.driver = restorer.policy, restorer.driver
         self.ranks, self.log = restorer.ranks, restorer.log
-        self.reader = DelayedReader()
-        config = self.policy.engine.config
-        self.monitor = IncidentMonitor(self.saver, hooks)
-        self._host_rules = HostRules(
-            self.policy.rules, depth=config.rollback.depth, quiet_steps=config.incident.quiet_steps
+        self.reader, self.monitor = DelayedReader(), IncidentMonitor(self.saver, hooks)
+        self._host_rules = HostRules(self.policy.rules, self.policy.engine.config)
+        self.better_weights = BetterWeights(
+            self.data, restorer, self.monitor, self.roll_back, loss_fn
         )
-        roll_back = self.roll_back
-        self.better_weights = BetterWeights(self.data, restorer, self.monitor, roll_back, loss_fn)
         self.dominance = self.saver.dominance = self.better_weights.dominance
         self._checked = 0
         """Number of `Saver.nonfinite` that led to an order, or were undone."""
@@ -144,13 +141,10 @@ class Recovery:
 
     def _needs_evidence(self, order: Order) -> bool:
         """Whether an order needs evidence. A `forced` order and a rule that stops need none."""
-        if not self.policy.rollback.confirm or order.forced:
+        if not self.policy.rollback.confirm or order.forced or not order.action & _SERIOUS:
             return False
-        stops = any(
-            rule.action & Action.STOP and rule.causes & order.cause
-            for rule in self.policy.engine.config.rules
-        )
-        return bool(order.action & _SERIOUS) and not stops
+        rules = self.policy.engine.config.rules
+        return not any(rule.action & Action.STOP and rule.causes & order.cause for rule in rules)
 
     def _is_finite(self) -> bool:
         """Whether the weights are finite on every rank. Collective."""
@@ -163,13 +157,16 @@ class Recovery:
         if not self._is_finite():
             return True
         judges_state = self.policy.rollback.nonfinite_state == "rollback"
-        judges_state = judges_state and not self.monitor.has_micro_steps
-        return judges_state and bool(self.saver.nonfinite_in_state())
+        return (
+            judges_state
+            and not self.monitor.has_micro_steps
+            and bool(self.saver.nonfinite_in_state())
+        )
 
     def _assess(self, order: Order, verdict: str, by: str) -> None:
-        cause = names(Cause(order.cause))
+        onset, cause = order.onset, Cause(order.cause)
         self.log.event(
-            "assessment", step=order.index, onset=order.onset, cause=cause, verdict=verdict, by=by
+            "assessment", step=order.index, onset=onset, cause=cause, verdict=verdict, by=by
         )
 
     def _decline(self, order: Order, by: str, why: str) -> None:
@@ -179,7 +176,7 @@ class Recovery:
         times = self._declined[why]
         if passes_power_of_ten(times - 1, times):
             again = f" ({times} times so far)" if times > 1 else ""
-            cause = cause_text(Cause(order.cause))
+            cause = cause_text(order.cause)
             self.log.info(f"step {order.index}: {cause}: {why}, therefore no rollback{again}")
 
     def _with_measures(self, order: Order) -> Order:
@@ -207,16 +204,15 @@ class Recovery:
         """Rolls back if the saves so far have new NaN or Inf. Collective.
 
         Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
-        look healthy. No detector sees such damage, and every later checkpoint has it. The check
-        runs before the next save, whether or not the disk is slow, so that the result depends on
-        the steps only. With `at_end`, the data have ended: non-finite weights are saved first
-        for this check.
+        look healthy. The check runs before the next save, whether or not the disk is slow, so that
+        the result depends on the steps only. With `at_end`, the data have ended: non-finite weights
+        are saved first for this check.
         """
+        policy, step, ledger = self.policy, self.data.step, self.ledger
         if at_end:
             self.saver.save_if_not_finite()
         nonfinite = self.saver.read_nonfinite()
         new, self._checked = len(self.saver.nonfinite) - self._checked, len(self.saver.nonfinite)
-        policy, step, ledger = self.policy, self.data.step, self.ledger
         if not new or (policy.observes and len(nonfinite) > new):
             return None  # an observing policy reports the first bad save only
         first, action = min(nonfinite), _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
@@ -244,13 +240,10 @@ class Recovery:
                 "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good",
             )
             return None
+        why = f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}"
+        observed = policy.observes
         self.log.event(
-            "order",
-            step=order.index,
-            cause=[],
-            action=names(action),
-            why=f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}",
-            observed=policy.observes,
+            "order", step=order.index, cause=[], action=action, why=why, observed=observed
         )
         return self.carry_out(order) if action & _SERIOUS and not policy.observes else None
 
@@ -292,7 +285,7 @@ class Recovery:
             step=done.step,
             number=done.number,
             onset=done.onset,
-            cause=names(Cause(done.cause)),
+            cause=Cause(done.cause),
             checkpoint=done.target,
             by=None if done.better is None else "earlier_weights",
             outcome="done",
@@ -305,11 +298,11 @@ class Recovery:
             repeated=done.repeated,
             initial=done.initial,
             why=done.numbers_text or None,
-            moments_reset=True if self.policy.rollback.reset_moments else None,
+            moments_reset=self.policy.rollback.reset_moments or None,
         )
         data = "rewound" if moved.rewound else f"continues forward: {moved.why_not}"
         self.log.event("data", step=done.target, outcome=data, rewound=moved.rewound)
-        cause = cause_text(Cause(done.cause)) or "ordered by a hook"
+        cause = cause_text(done.cause) or "ordered by a hook"
         if done.arrays:
             cause = nonfinite_save(done)
         if done.better is not None:
@@ -324,22 +317,12 @@ class Recovery:
         why: str,
         error: BaseException | None = None,
         fault: Cause = Cause(0),  # noqa: B008 -- immutable
-        **fields: Any,
     ) -> NoReturn:
-        """Ends the run with a diagnosis.
-
-        Args:
-            why: the reason.
-            error: exception of the loop, if this is the reason.
-            fault: the cause of `error`.
-            fields: further fields of the event.
-        """
+        """Ends the run with a diagnosis; `error` with the cause `fault` is the reason, or None."""
         end = self.run_end(Ending.STOPPED, why, fault=fault)
-        text = explain(end)
-        self.log.event(
-            "stop", step=end.step, why=why, diagnosis=text, checkpoint=end.last_good, **fields
-        )
-        raise RunStopped(text, why, end.last_good) from error
+        text, good, cause = explain(end), end.last_good, fault or None
+        self.log.event("stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=cause)
+        raise RunStopped(text, why, good) from error
 
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
         """How the run ends. `why` is the reason of a stop, or the signal."""
@@ -350,7 +333,7 @@ class Recovery:
             self.log.run,
             ending,
             self.data.step,
-            self.monitor.counts()._replace(rollbacks=len(self.ledger.rollbacks)),
+            self.monitor.counts(),
             why,
             open=self.monitor.is_unhealthy,
             lr_scale=self.monitor.lr_scale,

@@ -24,15 +24,11 @@ _HARMLESS = {_POLICY, _WORLD, "max_steps", "max_epochs", "num_train_epochs"}
 
 def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> dict[str, Any]:
     """The settings of a program before it restores a checkpoint: name -> a JSON-safe value."""
-    trainer: dict[str, Any] = {}
+    settings = dict(driver.settings())
     for each in _trainer_settings(state):
-        trainer |= each if isinstance(each, dict) else {}
-    return {
-        **driver.settings(),
-        **trainer,
-        _POLICY: f"{policy.name} ({(policy.fingerprint or 'unnamed')[:8]})",
-        _WORLD: world,
-    }
+        settings |= each if isinstance(each, dict) else {}
+    settings[_POLICY] = f"{policy.name} ({(policy.engine.fingerprint or 'unnamed')[:8]})"
+    return {**settings, _WORLD: world}
 
 
 def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

@@ -7,6 +7,7 @@ not on the speed of a disk.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.loop.data import Data
 from healcore.runtime.recovery.record import ITEM, Record
 from healcore.runtime.run_log import RunLog
+from healcore.runtime.run_options import Checkpoints
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -48,19 +50,17 @@ class Saver:
     Args:
         data: has the step and the loaders of the run.
         record: the facts of the run, without the facts at a step.
-        every: steps between two saves, or None for the policy's probation.
-        keep: numbers of checkpoints to keep, or None for all checkpoints on probation, within a
-            bound, and some older known-good ones.
+        options: steps between two saves, and the numbers of checkpoints to keep.
 
     Attributes:
         started_from: step of the snapshot or checkpoint that this process started from, or -1.
         damage: errors of damaged checkpoints, as this process has found them.
         nonfinite: step and array names of each checkpoint with disallowed NaN or Inf.
         unsaved: step whose save failed and was not repeated -> the problem.
+        dominance: the comparisons of weights, whose state is saved. Set by `Recovery`.
     """
 
     dominance: Dominance
-    """The comparisons of weights, whose state is saved. Set by `Recovery`."""
 
     def __init__(
         self,
@@ -72,16 +72,15 @@ class Saver:
         store: CheckpointStore,
         ranks: Ranks,
         log: RunLog,
-        every: int | None = None,
-        keep: Keep | None = None,
+        options: Checkpoints,
     ) -> None:
         self.data, self.record, self.ledger = data, record, record.ledger
         self.policy, self.driver, self.store = policy, driver, store
         self.ranks, self.log = ranks, log
         probation = policy.rollback.probation
-        self.every = every or probation
+        self.every = options.every or probation
         candidates = min(-(-probation // self.every) + 1, MAX_CANDIDATES)
-        self._keep = keep or Keep(candidates=candidates, older=True)
+        self._keep = options.keep or Keep(candidates=candidates, older=True)
         self.started_from = -1
         self.damage: list[CheckpointDamaged] = []
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
@@ -99,10 +98,8 @@ class Saver:
         self._pruned = -1  # `Record.proven` at the last deletion
         self._deletions: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
-        self._saved = -1
-        """Step of the last checkpoint or of the start."""
-        self._next_warning = _UNSAVED_INTERVALS * self.every
-        """Number of steps without a save at which the next warning is written."""
+        self._saved = -1  # step of the last checkpoint or of the start
+        self._next_warning = _UNSAVED_INTERVALS * self.every  # steps without a save
 
     # -- what a checkpoint holds ----------------------------------------------------------------
 
@@ -174,13 +171,12 @@ class Saver:
 
         Warns if nothing was saved for three intervals, then at twice the distance each time.
         """
-        step, may_save = self.data.step, self.driver.may_save(self.every)
-        if step - self._saved >= self._next_warning:
+        step, saved, may_save = self.data.step, self._saved, self.driver.may_save(self.every)
+        if step - saved >= self._next_warning:
             self._next_warning *= 2
             why = "alarms delay the save"
             if not may_save:
                 why = "an optimizer has gradients that it has not stepped with: step or zero_grad()"
-            saved = self._saved
             line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
             self.log.problem(step, line)
         return self._intervals > 0 and not self.delayed and may_save
@@ -201,8 +197,7 @@ class Saver:
 
     @property
     def _recent_alarm(self) -> bool:
-        first = self.data.step - RECENT_ALARM_STEPS
-        return any(step >= first for step in self.ledger.unhealthy[-1:])
+        return self.ledger.unhealthy[-1:] >= [self.data.step - RECENT_ALARM_STEPS]
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -228,9 +223,7 @@ class Saver:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.
 
         Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
-
-        Raises:
-            UnsavableState: the first save found a value that cannot be saved.
+        Raises UnsavableState if the first save found a value that cannot be saved.
         """
         if not self.store.accepts(why):
             return
@@ -242,10 +235,9 @@ class Saver:
                 raise
             self._save_failed(step, error)
         else:
-            self._saved_once = True
+            self._saved_once = self._finite[step] = True
             self._lost.discard(step)
             self.unsaved.pop(step, None)
-            self._finite[step] = True
             self.log.event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
         if self.record.proven > self._pruned:
             self._pruned = self.record.proven
@@ -308,12 +300,9 @@ class Saver:
         self.store.join()
         self._report_failed_saves()
 
-    def prove(self, *, before: int | None = None) -> None:
-        """Extends the known-good checkpoints to those whose probation is over.
-
-        With `before`, only the steps before that step count.
-        """
-        now = self.ledger.next_step if before is None else min(before, self.ledger.next_step)
+    def prove(self, *, before: float = math.inf) -> None:
+        """Extends the known-good checkpoints to those whose probation was over before a step."""
+        now = int(min(before, self.ledger.next_step))
         for step in self.on_probation:
             if self.ledger.healthy_steps(step, now) < self.policy.rollback.probation:
                 break
@@ -419,11 +408,8 @@ class Saver:
         if not self.driver.finite():
             return "the weights are not finite"
         if self.data.step != self._saved:
-            try:
-                with self._before_batches():
-                    self.save("emergency")
-            except StoreError as error:
-                return str(error)
+            with self._before_batches():
+                self.save("emergency")
         return ""
 
     @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from healcore.runtime.postmortem.postmortem import RankNotes
 from healcore.runtime.recovery.record import HostState, Record
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
-from healcore.runtime.run_options import Checkpoints, Hooks, Logging
+from healcore.runtime.run_options import Checkpoints, Hooks, Logging, described
 from healcore.runtime.store import CheckpointStore, Course, NoGoodCheckpoint, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.manifest import sweep
@@ -73,7 +72,7 @@ def open_run(options: Options) -> Loop:
             raise PolicyError(policy.name, (problem,))
         ranks = driver.ranks()
         shared = {
-            "policy": policy.text or policy.fingerprint or policy.name,
+            "policy": policy.text or policy.engine.fingerprint or policy.name,
             "save_every": options.checkpoints.every,
             "store": options.store is not None,
         }
@@ -104,17 +103,16 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     Returns the claim and a warning for the log; both are None without a directory. Raises
     StoreInUse if another run is using the directory.
     """
-    if isinstance(given, CheckpointStore):
-        folder = given.root
-    elif given is None or isinstance(given, str | os.PathLike):
-        if "\0" in str(given):
-            raise StoreError(f"store is a path without the NUL character, not {str(given)!r}")
-        folder = None if given is None else Path(given)
-    else:
+    if given is not None and not isinstance(given, CheckpointStore | str | os.PathLike):
         raise StoreError(
             f"store is a directory, a CheckpointStore or None, not {type(given).__name__}: a store "
             "of your own is a subclass of healcore.CheckpointStore"
         )
+    if "\0" in str(given):
+        raise StoreError(f"store is a path without the NUL character, not {str(given)!r}")
+    folder: Path | None = None
+    if given is not None:
+        folder = given.root if isinstance(given, CheckpointStore) else Path(given)
     own_claim: Claim | None = None
 
     def take() -> str | None:
@@ -127,12 +125,14 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
         sweep(folder)
         return own_claim.warning
 
+    warning = None
     try:
-        return own_claim, None if folder is None else on_first(ranks, take)
+        warning = None if folder is None else on_first(ranks, take)
     except RankFailed:
         raise  # all ranks fail together
     except OSError:
-        return own_claim, None  # the store raises a better message
+        pass  # the store raises a better message
+    return own_claim, warning
 
 
 def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None) -> Loop:
@@ -175,8 +175,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         store=store,
         ranks=ranks,
         log=log,
-        every=options.checkpoints.every,
-        keep=options.checkpoints.keep,
+        options=options.checkpoints,
     )
     path = events.path
     return Loop(
@@ -246,7 +245,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         "start",
         step=None,
         policy=policy.name,
-        fingerprint=policy.fingerprint,
+        fingerprint=policy.engine.fingerprint,
         policy_toml=policy.text,
         mode=policy.engine.mode,
         framework=loop.driver.framework,
@@ -264,9 +263,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         _begin(loop, newest, settings, resume=bool(saves))
     except BaseException as error:
         # With an end event, the next start does not take this process for killed.
-        raised = "".join(traceback.format_exception_only(error)).strip()
-        step = loop.data.step
-        log.event("problem", step=step, problem=f"the run did not start: {raised}")
+        problem, step = f"the run did not start: {described(error)}", loop.data.step
+        log.event("problem", step=step, problem=problem)
         log.event("end", step=step, ending="exception")
         ranks.termination.stop()
         raise
@@ -318,12 +316,10 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
     saver, data, recovery, record = loop.saver, loop.data, loop.recovery, loop.record
     recovery.restorer.find_damage()
     if resume:
-        if newest is not None:
-            saver.store.nonfinite_ok += tuple(newest.nonfinite_ok)
         _resume(loop, newest)
     else:
         if saver.damage:
-            raise _no_usable_checkpoint(loop, [])
+            raise _no_usable_checkpoint(loop, {})
         record.run = agreed(loop.ranks.processes, loop.log.events.run)
         record.first_step = data.step
         saver.begin_attempt(data.step)
@@ -345,17 +341,20 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
 
 
 def _resume(loop: Loop, newest: Record | None) -> None:
-    restorer = loop.recovery.restorer
-    course = Course() if newest is None else newest.course
-    saves = course.judged(restorer.saves())
+    restorer, saver = loop.recovery.restorer, loop.saver
+    if newest is not None:
+        saver.store.nonfinite_ok += tuple(newest.nonfinite_ok)
+    saves = (Course() if newest is None else newest.course).judged(restorer.saves())
     usable = [saved.step for saved in saves if saved.finite and saved.status != "abandoned"]
+    wrong = {saved.step: saved.status if saved.finite else "not finite" for saved in saves}
     try:
         step, generators = restorer.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
-        raise _no_usable_checkpoint(loop, saves) from error
+        raise _no_usable_checkpoint(loop, wrong) from error
     loop.data.restore(step, generators)
     loop.log.event("resume", step=step, checkpoint=step)
-    lost = _problems(loop, [saved for saved in saves if saved.status != "abandoned"])
+    abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
+    lost = {at: why for at, why in wrong.items() if at not in abandoned} | _damage(loop)
     lost = {at: why for at, why in sorted(lost.items()) if at > step}
     if lost:
         which = "; ".join(f"{at} ({why})" for at, why in lost.items())
@@ -366,15 +365,14 @@ def _resume(loop: Loop, newest: Record | None) -> None:
         )
 
 
-def _problems(loop: Loop, saves: Sequence[Saved]) -> dict[int, str]:
-    """Step of each checkpoint -> its status, or why it cannot be used."""
-    wrong = {saved.step: saved.status if saved.finite else "not finite" for saved in saves}
-    return wrong | {e.step: f"damaged: {e.file} {e.difference}" for e in loop.saver.damage}
+def _damage(loop: Loop) -> dict[int, str]:
+    """Step of each damaged checkpoint -> the damage."""
+    return {e.step: f"damaged: {e.file} {e.difference}" for e in loop.saver.damage}
 
 
-def _no_usable_checkpoint(loop: Loop, saves: Sequence[Saved]) -> NoGoodCheckpoint:
+def _no_usable_checkpoint(loop: Loop, wrong: Mapping[int, str]) -> NoGoodCheckpoint:
     """The error that names the problem of each checkpoint, newest first, and what to do."""
-    where, wrong = loop.saver.store.root or "the store", _problems(loop, saves)
+    where, wrong = loop.saver.store.root or "the store", {**wrong, **_damage(loop)}
     lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
     more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return NoGoodCheckpoint(

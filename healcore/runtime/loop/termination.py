@@ -50,9 +50,7 @@ class RunStopped(HealcoreError, SystemExit):
 
     def __init__(self, diagnosis: str, why: str, last_good: int | None) -> None:
         super().__init__(diagnosis)
-        self.diagnosis = diagnosis
-        self.why = why
-        self.last_good = last_good
+        self.diagnosis, self.why, self.last_good = diagnosis, why, last_good
 
     def __str__(self) -> str:
         return self.diagnosis
@@ -72,16 +70,14 @@ class _EndsWithStatus0(HealcoreError, SystemExit):
 class AlreadyCompleted(_EndsWithStatus0):
     """The run in this directory had completed: nothing is left to do. Uncaught, the status is 0.
 
-    Attributes:
-        why: what the directory holds, and how to continue training.
+    `why` says what the directory holds, and how to continue training.
     """
 
 
 class EndRequested(_EndsWithStatus0):
     """A stop file has ended the run, or exists when the program starts. Uncaught, the status is 0.
 
-    Attributes:
-        why: source of the request.
+    `why` is the source of the request.
     """
 
 
@@ -96,8 +92,8 @@ class LastStateNotSaved(HealcoreError, SystemExit):
 class IncompleteRun(HealcoreError, SystemExit):
     """The loop has ended, and the Healer has seen no step.
 
-    Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The run
-    does not count as completed: the program resumes it when it is started again.
+    Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The
+    next start resumes the run.
     """
 
 
@@ -126,10 +122,8 @@ class TerminationWatch:
     """The signals that one run has received.
 
     Several runs of a process each install their handler, and each handler calls the previous one.
-
-    Args:
-        propose_end: proposes to all ranks to end, with the number of the signal. None for a process
-            that ends by itself.
+    `propose_end` proposes to all ranks to end, with the number of the signal. It is None for a
+    process that ends by itself.
     """
 
     def __init__(self, propose_end: Callable[[int], object] | None = None) -> None:
@@ -145,15 +139,13 @@ class TerminationWatch:
         """Time of the first signal, by the monotonic clock."""
 
     def start(self) -> None:
-        """Installs the handlers."""
+        """Installs the handlers. A program's own handlers of Ctrl-C and SIGUSR1 stay."""
         if threading.current_thread() is threading.main_thread():
             self._pid = os.getpid()
-            self._install(signal.SIGTERM, self._handle)
-            # A program's own handlers of the other signals stay.
-            for number in _SIGNALS[1:]:
+            for number in _SIGNALS:
                 previous = signal.getsignal(number)
                 default = previous in (signal.default_int_handler, signal.SIG_DFL)
-                if default or _is_of_run(previous):
+                if number == signal.SIGTERM or default or _is_of_run(previous):
                     self._install(number, self._handle)
 
     def stop(self) -> None:
@@ -250,19 +242,14 @@ def exit_for(number: int) -> BaseException:
 class StopFile:
     """A file by which a person or a scheduler asks a run to end, with its last state saved.
 
-    The file is not removed, so that it ends all programs of a queue. Without a path the class does
-    nothing.
+    The file is not removed, so that it ends all programs of a queue. Path None is no file.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         # Absolute: the program may change its working directory.
         self.path = None if path is None else Path(path).absolute()
+        self.why = f"the stop file {self.path}"
         self._found, self._next_look = False, 0.0
-
-    @property
-    def why(self) -> str:
-        """Name of the file, as a clause."""
-        return f"the stop file {self.path}"
 
     @property
     def found(self) -> bool:

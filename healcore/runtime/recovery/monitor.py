@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 from healcore.core.engine.incident import causes as incident_causes
 from healcore.core.step_record import StepRecord
@@ -17,8 +17,7 @@ from healcore.events.schema import sentence
 from healcore.history.incident import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import failures_of
-from healcore.runtime.incidents.ledger import IncidentRecord
-from healcore.runtime.incidents.run_metrics import RunMetrics
+from healcore.runtime.incidents.ledger import IncidentRecord, RunMetrics
 from healcore.runtime.incidents.steps import StepResult, is_logged, passes_power_of_ten
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery.orders import Order
@@ -28,11 +27,24 @@ _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE
 """Actions that the host carries out; the engine cuts the rate, and an alert is only an event."""
 _LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
 """Causes with an alarm at every step until they end, also if the policy only alerts."""
-MIN_STEPS_REMEMBERED = 1000
+_MIN_STEPS_REMEMBERED = 1000
 """Min number of steps whose batch ids are kept; more if the policy's region is longer."""
-MIN_INTERVALS_REMEMBERED = 5
+_MIN_INTERVALS_REMEMBERED = 5
 """Min number of checkpoint intervals whose batch ids are kept. Trouble begins up to two intervals
 after the restored checkpoint, lasts as long, and is found by comparisons."""
+
+
+class _Judged(NamedTuple):
+    """A record of a step, and the incident of the step or None."""
+
+    step: StepResult
+    record: StepRecord
+    incident: IncidentRecord | None
+
+    @property
+    def number(self) -> int:
+        """Number of the incident, or 0."""
+        return self.incident.number if self.incident else 0
 
 
 class IncidentMonitor:
@@ -52,13 +64,16 @@ class IncidentMonitor:
     def __init__(self, saver: Saver, hooks: Hooks) -> None:
         self.policy, self.ledger, self.hooks = saver.policy, saver.ledger, hooks
         self.ranks, self.log, self._driver = saver.ranks, saver.log, saver.driver
+        config = self.policy.engine.config
+        self._causes = incident_causes(config)
+        self._quiet_steps = int(config.incident.quiet_steps)
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
         self.unreported_alarms = 0
         self.nonfinite_row = self.last_trained = -1
         self.nonfinite_record: StepRecord | None = None
         self.never_finite, self.has_micro_steps = True, False
-        several = MIN_INTERVALS_REMEMBERED * saver.every
-        self._kept = max(self.policy.rollback.region, several, MIN_STEPS_REMEMBERED)
+        several = _MIN_INTERVALS_REMEMBERED * saver.every
+        self._kept = max(self.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._loader_start = 0
         """First step of the current loader, in which ids of earlier loaders have no meaning."""
@@ -74,13 +89,11 @@ class IncidentMonitor:
 
     def process(self, step: StepResult) -> Order | None:
         """Processes one step. Returns an order if the host has to act, or None."""
-        records = step.records
+        records, order = step.records, None
         self._batches[step.index] = step.batches
         self._batches.pop(step.index - self._kept, None)
         self._count_nonfinite(step)
-        incident = self.ledger.record(
-            step.index, records, incident_causes(self.policy.engine.config)
-        )
+        incident = self.ledger.record(step.index, records, self._causes)
         if any(each.judged and not each.skip for each in records):
             self.last_trained = step.index
         self.has_micro_steps |= not any(each.judged for each in records)
@@ -90,25 +103,28 @@ class IncidentMonitor:
         self.metrics.add(records)
         self._report_over(step)
         self._newest_causes = reduce(or_, (int(each.cause) for each in records), 0)
-        lead, order = max(records, key=_weight), None
-        has_line = bool(lead.cause) and self._has_line(records, lead, incident, begins=begins)
-        for record in records:
-            if record.cause:
-                self._log_alarm(step, record, incident, has_line=has_line and record is lead)
-            self._log_lr_change(step.index, record)
-            if record.action:
-                order = _merge(order, self._order(step, record, incident))
+        judged = [_Judged(step, record, incident) for record in records]
+        lead = max(judged, key=_weight)
+        has_line = bool(lead.record.cause) and self._has_line(lead, begins=begins)
+        for each in judged:
+            if each.record.cause:
+                self._log_alarm(each, has_line=has_line and each is lead)
+            self._log_lr_change(step.index, each.record)
+            if each.record.action:
+                order = _merge(order, self._order(each))
         return order
 
     def counts(self) -> Counts:
-        """Counts of the whole run, except rollbacks."""
+        """Counts of the whole run."""
+        ledger, total = self.ledger, self.metrics.total
         return Counts(
-            incidents=self.ledger.incident_count,
-            skips=self.ledger.skips,
-            undone_incidents=self.ledger.undone_incidents,
-            undone_skips=self.ledger.undone_skips,
-            clips=self.metrics.total("clips"),
-            lr_cuts=self.metrics.total("lr_cuts"),
+            incidents=ledger.incident_count,
+            rollbacks=len(ledger.rollbacks),
+            skips=ledger.skips,
+            undone_incidents=ledger.undone_incidents,
+            undone_skips=ledger.undone_skips,
+            clips=total("clips"),
+            lr_cuts=total("lr_cuts"),
         )
 
     @property
@@ -149,7 +165,7 @@ class IncidentMonitor:
     # -- the learning rate ----------------------------------------------------------------------
 
     def sync_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Sets multipliers and counts from engine states (`Driver.healing`), without an event."""
+        """Sets multipliers and counts from the engines' states, without an event."""
         self._lr_scale = {name: each["state"]["lr"]["scale"] for name, each in engines.items()}
         self._lr_scale_before = dict(self._lr_scale)
         self.metrics.set(engines)
@@ -185,7 +201,7 @@ class IncidentMonitor:
             "lr",
             step=index,
             engine=record.engine,
-            action=names(Action.CUT_LR) if cut else None,
+            action=Action.CUT_LR if cut else None,
             lr_scale_before=before,
             lr_scale=now,
             why=why,
@@ -218,15 +234,14 @@ class IncidentMonitor:
             step=step.index,
             incident=incident.number,
             onset=incident.onset,
-            cause=names(Cause(incident.cause)),
-            batches=[list(each) for each in step.batches],
-            rows=[each.rows for each in step.batches if each.rows] or None,
+            cause=Cause(incident.cause),
             of_ranks=of_ranks,
+            **_data_of(step),
         )
 
     def _report_over(self, step: StepResult) -> None:
         """Writes an event for each incident after which the run was quiet for long enough."""
-        newest = step.index - int(self.policy.engine.config.incident.quiet_steps)
+        newest = step.index - self._quiet_steps
         if not all(each.over and each.last <= newest for each in self._begun):
             return
         begun, self._begun = self._begun, []
@@ -237,20 +252,13 @@ class IncidentMonitor:
                 incident=each.number,
                 onset=each.onset,
                 last=each.last,
-                cause=names(Cause(each.cause)),
-                readings=step.records[0].readings._asdict(),
+                cause=Cause(each.cause),
+                readings=step.records[0].readings,
             )
             if is_logged(each.number):
                 self.log.info(f"step {step.index}: {sentence(event)}")
 
-    def _has_line(
-        self,
-        records: list[StepRecord],
-        lead: StepRecord,
-        incident: IncidentRecord | None,
-        *,
-        begins: bool,
-    ) -> bool:
+    def _has_line(self, lead: _Judged, *, begins: bool) -> bool:
         """Whether the step has a console line, which is about one of its records.
 
         - Every cut of the learning rate.
@@ -258,22 +266,17 @@ class IncidentMonitor:
         - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
           then each power of ten.
         """
+        incident, records = lead.incident, lead.step.records
         skips, outside = self.metrics.total("skips"), self._alarms_outside
         return (
-            (bool(lead.action & Action.CUT_LR) and not self.policy.observes)
+            (bool(lead.record.action & Action.CUT_LR) and not self.policy.observes)
             or (incident is not None and begins and is_logged(incident.number))
             or passes_power_of_ten(skips - sum(bool(each.skip) for each in records), skips)
             or passes_power_of_ten(outside, outside + (incident is None))
         )
 
-    def _log_alarm(
-        self,
-        step: StepResult,
-        record: StepRecord,
-        incident: IncidentRecord | None,
-        *,
-        has_line: bool,
-    ) -> None:
+    def _log_alarm(self, judged: _Judged, *, has_line: bool) -> None:
+        step, record, incident = judged
         self._alarms_outside += incident is None
         number = incident.alarms if incident else self._alarms_outside
         if number > MOST_ALARMS and not has_line:
@@ -287,19 +290,18 @@ class IncidentMonitor:
             "alarm",
             step=step.index,
             engine=record.engine,
-            incident=incident.number if incident else 0,
-            cause=names(record.cause),
+            incident=judged.number,
+            cause=record.cause,
             skip=record.skip,
             skips=self.metrics.total("skips") if record.skip else None,
             grad_scale=None if self.policy.engine.per_tensor else record.grad_scale,
             lr=rate,
             lr_scale=record.lr_scale,
-            action=names(record.action),
-            readings=record.readings._asdict(),
-            evidence=[each._asdict() for each in record.evidence],
-            batches=[list(each) for each in step.batches],
-            rows=[each.rows for each in step.batches if each.rows] or None,
+            action=record.action,
+            readings=record.readings,
+            evidence=record.evidence,
             observed=self.policy.observes,
+            **_data_of(step),
         )
         if has_line:
             which = f"incident {incident.number}: " if incident else ""
@@ -307,36 +309,33 @@ class IncidentMonitor:
 
     # -- orders ---------------------------------------------------------------------------------
 
-    def _order(
-        self, step: StepResult, record: StepRecord, incident: IncidentRecord | None
-    ) -> Order | None:
-        onset = incident.onset if incident else step.index
+    def _order(self, judged: _Judged) -> Order | None:
+        step, record, incident = judged
+        onset, first = (incident.onset, incident.first) if incident else (step.index, {})
         if incident and incident.only_skips:
             # A finite step within the incident shows that the weights were finite at this step.
             onset = self.ledger.first_consecutive(step.index)
-        number = incident.number if incident else 0
         action = record.action
         if len(self.hooks):
-            action = self._ask_hooks(step, record, number, onset)
+            action = self._ask_hooks(judged, onset)
         # Takes the union of the ranks' actions, because hooks may differ between ranks.
         of_ranks = self.ranks.gather((int(action), record.rollback_depth))
         action = Action(reduce(or_, (flags for flags, _ in of_ranks)))
         depth = max(depth for _, depth in of_ranks)
         if action & Action.ALERT:
-            self._alert(step, record, number, action)
+            self._alert(judged, action)
         if self.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
             self.log.event(
                 "order",
                 step=step.index,
-                incident=number,
-                cause=names(record.cause),
-                action=names(action),
+                incident=judged.number,
+                cause=record.cause,
+                action=action,
                 depth=depth,
                 observed=self.policy.observes,
             )
         if self.policy.observes or not action & _ORDERS:
             return None
-        first = incident.first if incident else {}
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)
         since = max(since, onset)
         return Order(
@@ -350,48 +349,37 @@ class IncidentMonitor:
             forced=action != record.action,
         )
 
-    def _ask_hooks(self, step: StepResult, record: StepRecord, number: int, onset: int) -> Action:
+    def _ask_hooks(self, judged: _Judged, onset: int) -> Action:
         """Calls the hooks and logs their results. Returns the actions to take."""
-        result = self.hooks.run(
-            IncidentContext(
-                number,
-                step.index,
-                onset,
-                record.cause,
-                record.decision,
-                record.readings,
-                record.engine,
-                record.evidence,
-                tuple((each.epoch, each.index) for each in step.batches),
-            )
+        step, record, _ = judged
+        batches = tuple((each.epoch, each.index) for each in step.batches)
+        about = record.cause, record.decision, record.readings, record.engine, record.evidence
+        action, hook, problems = self.hooks.run(
+            IncidentContext(judged.number, step.index, onset, *about, batches)
         )
-        for problem in result.problems:
+        for problem in problems:
             self.log.event("hook", step=step.index, hook="", problem=problem)
-        if result.action is None or self.policy.observes:
+        if action is None or self.policy.observes:
             return record.action
-        self.log.event(
-            "hook",
-            step=step.index,
-            hook=result.hook,
-            ordered=names(record.action),
-            action=names(result.action),
-        )
-        return result.action
+        ordered = record.action
+        self.log.event("hook", step=step.index, hook=hook, ordered=ordered, action=action)
+        return action
 
-    def _alert(self, step: StepResult, record: StepRecord, incident: int, action: Action) -> None:
+    def _alert(self, judged: _Judged, action: Action) -> None:
         """Writes the event of an alert: once per incident and cause, else at powers of ten."""
-        before = self._alerts[incident, record.cause]
-        self._alerts[incident, record.cause] += 1
-        if before if incident else not passes_power_of_ten(before, before + 1):
+        key = judged.number, judged.record.cause
+        before = self._alerts[key]
+        self._alerts[key] += 1
+        if before if judged.number else not passes_power_of_ten(before, before + 1):
             return
-        rows = failures_of(record.cause)
+        rows = failures_of(judged.record.cause)
         self.log.event(
             "alert",
-            step=step.index,
-            incident=incident,
-            engine=record.engine,
-            cause=names(record.cause),
-            action=names(action),
+            step=judged.step.index,
+            incident=judged.number,
+            engine=judged.record.engine,
+            cause=judged.record.cause,
+            action=action,
             severity=rows[0].severity,
             diagnosis=" ".join(row.diagnosis for row in rows),
             references=list(dict.fromkeys(each for row in rows for each in row.references)),
@@ -399,8 +387,15 @@ class IncidentMonitor:
         )
 
 
-def _weight(record: StepRecord) -> tuple[bool, bool, bool]:
+def _data_of(step: StepResult) -> dict[str, Any]:
+    """The fields of an event about the batches of a step."""
+    rows = [each.rows for each in step.batches if each.rows]
+    return {"batches": [list(each) for each in step.batches], "rows": rows or None}
+
+
+def _weight(judged: _Judged) -> tuple[bool, bool, bool]:
     """Sort key: with several optimizers, the line is about the record with the largest key."""
+    record = judged.record
     return bool(record.action & Action.CUT_LR), bool(record.skip), record.cause != 0
 
 

@@ -21,7 +21,6 @@ from pydantic import ConfigDict, Field
 from healcore.core.engine import Engine, StateError
 from healcore.core.verdict import Action
 from healcore.runtime.data import BatchId
-from healcore.runtime.healthy_range import HealthyRange
 from healcore.runtime.store.errors import NoGoodCheckpoint
 from healcore.runtime.store.saved import Saved
 
@@ -35,41 +34,54 @@ ABOVE = 1.0001
 """A rate is above another from this ratio on: two float32 computations of one rate differ less."""
 
 
+class HealthyRange(NamedTuple):
+    """Values of one number (weight decay, a beta, momentum) at healthy checkpoints."""
+
+    low: float
+    high: float
+    last: float  # the value at the last of these checkpoints
+
+    @classmethod
+    def of(cls, value: float, before: HealthyRange | None = None) -> HealthyRange:
+        """The range `before`, or none, and one more value."""
+        low, high, _ = before or (value, value, value)
+        return cls(min(low, value), max(high, value), value)
+
+    def contains(self, value: float) -> bool:
+        """Whether a value exceeds no healthy one by more than their range, as a schedule does."""
+        margin = self.high - self.low
+        return self.low - margin <= value <= self.high + margin
+
+    def held(self, value: float) -> float:
+        """The value, or the last healthy one instead of an unusual value. An int stays one."""
+        if self.contains(value):
+            return value
+        whole = isinstance(value, int) and float(self.last).is_integer()
+        return int(self.last) if whole else self.last
+
+
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """An order to the host: to save, to stop or to roll back (`action`)."""
 
     __pydantic_config__ = ConfigDict(extra="ignore")
 
-    index: int
-    """Step whose records led to the order."""
-    onset: int
-    """Step of the first alarm of the trouble."""
-    since: int = -1
-    """Step of the first alarm with one of the causes, not before `onset`."""
-    action: int = int(Action.ROLLBACK)
-    """`Action` flags."""
-    cause: int = 0
-    """`Cause` flags."""
-    depth: int = 1
-    """Known-good checkpoint to restore: 1 is the newest before the onset, 2 the next older."""
-    batches: tuple[BatchId, ...] = ()
-    """Ids of the batches to skip when the run repeats the steps."""
-    exact: bool = False
-    """Whether the state is known to be sound up to `onset`."""
-    forced: bool = False
-    """Whether a hook, the state check or better weights gave the order, not the engine."""
-    arrays: tuple[str, ...] = ()
-    """Names of arrays with NaN or Inf, if a save led to the order; otherwise empty."""
-    better: int | None = None
-    """Step of the better earlier weights that the rollback restores, or None."""
+    index: int  # step whose records led to the order
+    onset: int  # step of the first alarm of the trouble
+    since: int = -1  # step of the first alarm with one of the causes, not before `onset`
+    action: int = int(Action.ROLLBACK)  # `Action` flags
+    cause: int = 0  # `Cause` flags
+    depth: int = 1  # known-good checkpoint to restore: 1 is the newest before the onset
+    batches: tuple[BatchId, ...] = ()  # to skip when the run repeats the steps
+    exact: bool = False  # whether the state is known to be sound up to `onset`
+    forced: bool = False  # given by a hook, the state check or better weights, not by the engine
+    arrays: tuple[str, ...] = ()  # names of arrays with NaN or Inf, if a save led to the order
+    better: int | None = None  # step of the better earlier weights to restore, or None
     lr_at_fault: float | None = None
     """Learning rate in force that caused the trouble, or None if the rollback sets no limit. In an
     order NaN stands for the current rate, or for the multiplier alone if the rate is unknown."""
-    trial: str = ""
-    """What the run tries for better earlier weights (`recovery.orders.Trial`), or empty."""
-    read_again: tuple[BatchId, ...] = ()
-    """Ids of batches that earlier trials have left out and that are read again."""
+    trial: str = ""  # what the run tries for better earlier weights, see `Trial`, or empty
+    read_again: tuple[BatchId, ...] = ()  # left out by earlier trials
     lr_states: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Engine name -> its learning-rate state before a trial of the rate; restored by `accept`."""
     numbers: Mapping[str, HealthyRange | None] = field(default_factory=dict)
@@ -88,24 +100,15 @@ class Order:
 class RollbackRecord(Order):
     """A rollback that was carried out."""
 
-    number: int = 0
-    """Number of the rollback, from 1 over the whole run."""
-    step: int = 0
-    """Steps done when the rollback began."""
-    target: Step = 0
-    """Step of the restored checkpoint."""
-    skipped: int = 0
-    """Number of skipped batches."""
-    initial: bool = False
-    """Whether the first snapshot was restored, because no known-good checkpoint was left."""
-    repeated: bool = False
-    """Whether an earlier rollback for this trouble restored the same, oldest checkpoint."""
-    lr: float | None = None
-    """The schedule's learning rate when it began, without the multiplier, or None if unknown."""
-    lr_limit: float | None = None
-    """Upper limit of the learning rate, or None without a limit or if the rate is unknown."""
-    lr_scale: float = 1.0
-    """The multiplier at `target`: 1 where the schedule is below the limit."""
+    number: int = 0  # of the rollback, from 1 over the whole run
+    step: int = 0  # steps done when the rollback began
+    target: Step = 0  # step of the restored checkpoint
+    skipped: int = 0  # number of skipped batches
+    initial: bool = False  # the first snapshot, because no known-good checkpoint was left
+    repeated: bool = False  # an earlier rollback for this trouble restored the same, oldest one
+    lr: float | None = None  # the schedule's rate when it began, or None if unknown
+    lr_limit: float | None = None  # upper limit of the rate, or None without a limit or if unknown
+    lr_scale: float = 1.0  # the multiplier at `target`: 1 where the schedule is below the limit
 
     def outline(self) -> RollbackRecord:
         """A copy for the ledger: only the batches of a trial are needed, to undo the trial."""
@@ -115,12 +118,9 @@ class RollbackRecord(Order):
 class CheckpointChoice(NamedTuple):
     """The checkpoint to restore."""
 
-    order: tuple[int, ...]
-    """Steps of the checkpoints to try: the choice, then older ones in case it is damaged."""
-    initial: bool
-    """Whether the choice is an initial snapshot, because no known-good checkpoint is left."""
-    repeated: bool
-    """Whether an earlier rollback for this trouble restored the same, oldest checkpoint."""
+    order: tuple[int, ...]  # steps to try: the choice, then older ones in case it is damaged
+    initial: bool  # whether the choice is an initial snapshot: no known-good checkpoint is left
+    repeated: bool  # whether an earlier rollback for this trouble restored the same, oldest one
 
 
 def choose(
@@ -154,8 +154,11 @@ def choose(
     good = sorted(known_good | candidates if exact else known_good, reverse=True)
     choices = good + sorted(candidates & {*initial} - {*good}, reverse=True)
     if not choices:
-        raise NoGoodCheckpoint(_no_checkpoint_text(saves, onset))
-
+        listed = [f"{s.step} ({s.status if s.finite else 'not finite'})" for s in saves[-5:]]
+        raise NoGoodCheckpoint(
+            f"no known-good checkpoint from before the onset at step {onset}, and no initial "
+            f"snapshot; there: {', '.join(listed) or 'none, and a rollback needs a store'}"
+        )
     older = [step for step in choices if step < min(tried, default=onset + 1)]
     start = min(max(depth, 1), len(good) or 1) - 1
     chosen = choices[start]
@@ -169,48 +172,26 @@ def choose(
     )
 
 
-def _no_checkpoint_text(saves: Sequence[Saved], onset: int) -> str:
-    listed = ", ".join(
-        f"{save.step} ({save.status if save.finite else 'not finite'})" for save in saves[-5:]
-    )
-    return (
-        f"no known-good checkpoint from before the onset at step {onset}, and no initial snapshot; "
-        f"there: {listed or 'none, and a rollback needs a store'}"
-    )
-
-
 class Trial(StrEnum):
     """What a run changes when it repeats the steps of a place."""
 
-    RATE = "rate"
-    """The learning rate is limited to the last healthy rate."""
-    REPEAT = "repeat"
-    """Nothing: damage by a bit flip or a faulty device does not come back."""
-    LEAVE_OUT = "leave_out"
-    """The unusual steps at the onset are left out."""
-    NUMBERS = "numbers"
-    """Unusual other numbers of the optimizer are replaced by their last healthy values."""
-    ACCEPT = "accept"
-    """What was tried is undone, and the trouble is never rolled back again."""
+    RATE = "rate"  # the learning rate is limited to the last healthy rate
+    REPEAT = "repeat"  # nothing: damage by a bit flip or a faulty device does not come back
+    LEAVE_OUT = "leave_out"  # the unusual steps at the onset are left out
+    NUMBERS = "numbers"  # unusual other numbers of the optimizer have their last healthy values
+    ACCEPT = "accept"  # what was tried is undone, and the trouble is never rolled back again
 
 
 class Facts(NamedTuple):
     """What is known about the trouble."""
 
-    rates: Sequence[float]
-    """Learning rates in force at the comparisons that found it; empty if unknown."""
-    healthy_rate: float
-    """Highest rate at which the run was healthy; 0 if unknown."""
-    from_start: bool
-    """Whether the better weights are the first of the run."""
-    unusual: bool
-    """Whether a step at the onset is unusual: its batch for the better weights, or its norm."""
-    numbers: bool
-    """Whether a number of the optimizer had a value that it had at no healthy checkpoint."""
-    may_limit: int
-    """Number of times that the rate may be limited at one place."""
-    can_rewind: bool
-    """Whether the data can be rewound."""
+    rates: Sequence[float]  # in force at the comparisons that found it; empty if unknown
+    healthy_rate: float  # highest rate at which the run was healthy; 0 if unknown
+    from_start: bool  # whether the better weights are the first of the run
+    unusual: bool  # whether a step at the onset has an unusual batch or norm
+    numbers: bool  # whether a number of the optimizer had a value of no healthy checkpoint
+    may_limit: int  # number of times that the rate may be limited at one place
+    can_rewind: bool  # whether the data can be rewound
 
 
 def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
@@ -273,8 +254,7 @@ def limited(
         rate: the schedule's rate at the restored step, or None if unknown.
         healthy: whether steps before the restored step were trained at `rate`.
     """
-    at = _rate_at(engine, rate)
-    states = {}
+    at, states = _rate_at(engine, rate), {}
     for name, each in engines.items():
         state = engine.from_dict(each)
         before = rate * float(state.lr.scale) if healthy and rate and at is not None else broken
@@ -304,15 +284,11 @@ def apply_rate(
     """Adapts engine states to the schedule's restored rate.
 
     The multipliers stay as they are if `rate` is None, for an unknown rate, or if the policy's cuts
-    do not depend on the rate.
-
-    Returns:
-        The states; the learning-rate limit, or None if it is unknown or not set; and the smallest
-        multiplier of all engines.
+    do not depend on the rate. Returns the states; the learning-rate limit, or None if it is unknown
+    or not set; and the smallest multiplier of all engines.
     """
-    at = _rate_at(engine, rate)
+    at, limits = _rate_at(engine, rate), list[float]()
     states = {name: engine.from_dict(each) for name, each in engines.items()}
-    limits: list[float] = []
     if at is not None:
         states = {name: engine.apply_rate(each, at, xp=np) for name, each in states.items()}
         rates = [each.lr for each in states.values()]
@@ -333,8 +309,7 @@ def compatible(engine: Engine, saved: Engines) -> tuple[dict[str, Any], str]:
 
     A checkpoint stays usable after a change of the policy: the detectors restart their warm-up.
     """
-    fit: dict[str, Any] = {}
-    problem = ""
+    fit, problem = {}, ""
     for name, state in saved.items():
         try:
             engine.from_dict(state)

@@ -35,8 +35,7 @@ class HostParts(NamedTuple):
     python: Any
     numpy: Any
     framework: Any
-    data: dict[str, Any]
-    """Positions of the loaders."""
+    data: dict[str, Any]  # positions of the loaders
 
 
 class HostState:
@@ -73,11 +72,7 @@ class HostState:
     def before_batches(self, data: dict[str, Any]) -> Iterator[None]:
         """Within the block `state_dict` returns the state of the last `after_step`.
 
-        Args:
-            data: the loaders' positions after that step.
-
-        Raises:
-            StoreError: no step was taken.
+        `data` are the loaders' positions after that step. Raises StoreError if no step was taken.
         """
         if self._after_step is None:
             raise StoreError("no step was taken since the start or the last rollback")
@@ -103,8 +98,8 @@ class HostState:
             return None
         try:
             generators = {name: values.loads(state[name], (ITEM, name)) for name in _GENERATORS}
-            parts = HostParts(**generators, data=dict(state[_DATA]))
-            _check_generators(parts)
+            _check_generators(generators["python"], generators["numpy"])
+            return HostParts(**generators, data=dict(state[_DATA]))
         except StoreError:
             raise
         except Exception as error:  # crafted or damaged values may raise anything
@@ -112,7 +107,6 @@ class HostState:
             raise StoreError(
                 f"state['{ITEM}'] is damaged, or healcore did not write it: {problem}"
             ) from error
-        return parts
 
     def put_back(self, parts: HostParts) -> None:
         """Sets the generators, except those without a state.
@@ -132,13 +126,12 @@ def _as_text(states: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values.dumps(state, (ITEM, name)) for name, state in states.items()}
 
 
-def _check_generators(parts: HostParts) -> None:
+def _check_generators(python: Any, numpy: Any) -> None:
     """Sets temporary generators, so that an invalid state fails before any generator is set.
 
     NumPy does not check the position in the Mersenne Twister's array, which could be out of range.
     """
-    random.Random().setstate(parts.python)
-    numpy = parts.numpy
+    random.Random().setstate(python)
     inner = numpy.get("state", {}) if isinstance(numpy, dict) else {"pos": numpy[2]}
     if not 0 <= int(inner.get("pos", 0)) <= 624:
         raise ValueError("the position of NumPy's generator is out of range")
@@ -158,40 +151,30 @@ class Record:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    run: str = ""
-    """Id of the run's first process."""
-    first_step: _Step = 0
-    """Step of the run's first snapshot."""
-    attempts: list[_Step] = field(default_factory=list)
-    """See `Course`."""
-    proven: int = -1
-    """See `Course`."""
-    completed: bool = False
-    """Whether the program had reached its end."""
+    run: str = ""  # id of the run's first process
+    first_step: _Step = 0  # step of the run's first snapshot
+    attempts: list[_Step] = field(default_factory=list)  # see `Course`
+    proven: int = -1  # see `Course`
+    completed: bool = False  # whether the program had reached its end
     settings: dict[str, Any] = field(default_factory=dict)
     """Learning rate, batch size, policy and other settings of the start, see `run_settings`."""
     nonfinite_ok: list[str] = field(default_factory=list)
     """Names of arrays that were not finite in the first snapshot."""
     part_limit: Annotated[int, Field(ge=1)] | None = None
     """Largest number of samples of a micro-batch, or None while all batches have fitted."""
-    shrinks: _Step = 0
-    """How often the micro-batches were halved after running out of memory."""
-    passes: _Step = 0
-    """Most calls of `batches` in a process of the run."""
+    shrinks: _Step = 0  # how often the micro-batches were halved after running out of memory
+    passes: _Step = 0  # most calls of `batches` in a process of the run
 
     # -- at the step of the checkpoint
     step: _Step = 0
-    world: Annotated[int, Field(ge=1)] = 1
-    """Number of ranks."""
-    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Engine name -> `Engine.to_dict`."""
+    world: Annotated[int, Field(ge=1)] = 1  # number of ranks
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)  # of `Engine.to_dict`
     ledger: Ledger = field(default_factory=Ledger)
     left_out: dict[_Loader, list[_BatchId]] = field(default_factory=dict)
     """Number of a loader -> ids of the batches that the loader skips."""
     forward: dict[_Loader, dict[str, Any]] = field(default_factory=dict)
     """Number of a loader that cannot be rewound -> its position, which a rollback keeps."""
-    comparisons: ComparisonState | None = None
-    """The comparisons of weights, or None without a `loss_fn`."""
+    comparisons: ComparisonState | None = None  # of weights, or None without a `loss_fn`
 
     @property
     def course(self) -> Course:

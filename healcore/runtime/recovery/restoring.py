@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from healcore.runtime.data import position as positions
@@ -20,7 +21,6 @@ from healcore.runtime.driver import check_engines
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.recovery import record as records
 from healcore.runtime.recovery.orders import (
-    CheckpointChoice,
     Order,
     RollbackRecord,
     Trial,
@@ -36,6 +36,7 @@ from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,
     NoGoodCheckpoint,
+    Restored,
     Saved,
     StateMismatch,
     StoreError,
@@ -52,13 +53,15 @@ class _Checkpoint(NamedTuple):
 
     step: int
     state: dict[str, Any]
-    record: Record | None
-    """Record of the checkpoint, or None if another program has saved it."""
-    engines: dict[str, Any]
-    """Engine states that fit this policy."""
-    problem: str
-    """Problem of the other engine states, or an empty string."""
+    record: Record | None  # None if another program has saved it
+    engines: dict[str, Any]  # engine states that fit this policy
+    problem: str  # of the other engine states, or an empty string
     host: HostParts | None
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """Positions of the loaders, or None."""
+        return None if self.host is None else self.host.data
 
 
 class Restorer:
@@ -78,10 +81,22 @@ class Restorer:
         another state, and any other StoreError of the store; the live state is then unchanged.
         """
         saver, step, engine = self.saver, self.saver.data.step, self.policy.engine
+        reset = self.policy.rollback.reset_moments
         saver.wait()
         saver.prove(before=order.onset)
         self.find_damage()
-        choice = self._choose(order)
+        if order.better is not None:
+            choice = choose(self.saves(), onset=order.better, exact=True)
+        else:
+            past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
+            choice = choose(
+                self.saves(),
+                onset=order.onset,
+                depth=order.depth,
+                tried=[each.target for each in past],
+                initial=(self.record.first_step, saver.started_from),
+                exact=order.exact,
+            )
         live, lr, broken = self.driver.engines(), self.driver.learning_rate(), order.lr_at_fault
         if broken is not None and not math.isfinite(broken):
             # The rate in force; the multiplier alone if the rate is unknown.
@@ -92,7 +107,7 @@ class Restorer:
             engines = after_rollback(engine, live, saved.engines)
             if order.trial == Trial.ACCEPT:
                 engines = with_lr_states(engines, order.lr_states)
-            self._load_state(saved, engines, reset=self.policy.rollback.reset_moments)
+            self._load_state(saved, engines, reset=reset)
             rate = self.driver.learning_rate()  # the schedule is at the restored step
             if broken is not None:
                 # No step has been trained at the rate of the very first state.
@@ -116,26 +131,13 @@ class Restorer:
         done, saved = self._load_first_intact(choice.order, load, step)
         self.ledger.on_rollback(done, saved.record and saved.record.ledger)
         extra = self.policy.rollback.skip_batches if order.batches else 0
-        moved = self.loaders.rewind(_position(saved.host), order.batches, extra, order.read_again)
+        moved = self.loaders.rewind(saved.position, order.batches, extra, order.read_again)
         if saved.host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(saved.host)
         saver.dominance.on_rollback(done.target)
         saver.begin_attempt(done.target)
         self._commit_rollback(done)
         return done, moved
-
-    def _choose(self, order: Order) -> CheckpointChoice:
-        if order.better is not None:
-            return choose(self.saves(), onset=order.better, exact=True)
-        past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
-        return choose(
-            self.saves(),
-            onset=order.onset,
-            depth=order.depth,
-            tried=[each.target for each in past],
-            initial=(self.record.first_step, self.saver.started_from),
-            exact=order.exact,
-        )
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
@@ -146,10 +148,8 @@ class Restorer:
             if saver.store.durable and not on_first(self.ranks, stored):
                 saver.write(step, "rollback")
         except (StoreError, OSError) as error:
-            self.log.problem(
-                done.step,
-                f"the rollback is not on disk: {error}; a restart before the next save repeats it",
-            )
+            problem = f"the rollback is not on disk: {error}; a restart before the next save"
+            self.log.problem(done.step, f"{problem} repeats it")
         self._report_store_errors()
 
     def _report_store_errors(self) -> None:
@@ -182,7 +182,7 @@ class Restorer:
         Raises NoGoodCheckpoint without an intact checkpoint, and StateMismatch for another state:
         an older checkpoint that fits would lose the steps since then.
         """
-        dominance = self.saver.dominance
+        dominance, engine = self.saver.dominance, self.policy.engine
 
         def load(saved: _Checkpoint) -> Record:
             own = saved.record or Record(first_step=saved.step, step=saved.step)
@@ -190,10 +190,10 @@ class Restorer:
             if newest is not None and len(newest.ledger.rollbacks) > len(own.ledger.rollbacks):
                 # The target of the last rollback is damaged: its budgets hold for older ones too.
                 source = newest
-                live, _ = compatible(self.policy.engine, newest.engines)
+                live, _ = compatible(engine, newest.engines)
                 self.loaders.check(newest.forward)
                 check_engines(live, self.driver.engines())
-                engines = after_rollback(self.policy.engine, live, engines, counted=True)
+                engines = after_rollback(engine, live, engines, counted=True)
             weights = self._copies(own.comparisons, saved.step)
             repeats = source.repeats(saved.step)
             self._load_state(saved, engines, reset=self.policy.rollback.reset_moments and repeats)
@@ -202,8 +202,14 @@ class Restorer:
                 if source is not own:
                     dominance.on_rollback(saved.step)
             self.ledger.continue_from(source.ledger, saved.step, own.ledger)
+            # Loaders that the rollback did not rewind keep their positions.
             forward = source.forward if repeats else {}
-            self.loaders.resume(_with(saved.host, forward), source.left_out)
+            places = saved.position or {}
+            ranks = [each["ranks"] for each in _places(places).values() if "ranks" in each]
+            if ranks:
+                moved = positions.of_other_ranks
+                forward = {name: moved(each, ranks[0]) for name, each in forward.items()}
+            self.loaders.resume({**places, **forward}, source.left_out)
             return own
 
         try:
@@ -263,6 +269,11 @@ class Restorer:
         rollback.
         """
         problems: list[str] = []
+
+        def damaged(error: CheckpointDamaged) -> None:
+            problems.append(str(error))
+            self.saver.report_damage(error)
+
         for step in order:
             restored = saved = loaded = failure = None
             try:
@@ -270,15 +281,12 @@ class Restorer:
             except CheckpointNotFound:
                 pass
             except CheckpointDamaged as error:
-                problems.append(str(error))
-                self.saver.report_damage(error)
+                damaged(error)
             if not all(self.ranks.gather(restored is not None)):  # copies in memory may differ
                 continue
             assert restored is not None
             try:
-                saved = on_each(
-                    self.ranks, lambda n=step, r=restored: self._checked(n, r.state, r.healing)
-                )
+                saved = on_each(self.ranks, partial(self._checked, step, restored))
                 saved = self._adapt_to_world(saved)
                 loaded = load(saved)
             except Exception as error:
@@ -298,18 +306,14 @@ class Restorer:
             why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             path = next((s.path for s in self.saves() if s.step == step), None) or WHERE
             text = f"holds values that healcore does not write ({why})"
-            error = CheckpointDamaged(step, path, "its content", text)
-            problems.append(str(error))
-            self.saver.report_damage(error)
+            damaged(CheckpointDamaged(step, path, "its content", text))
         reasons = "; ".join(problems) or "none of them is on every rank"
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} can be restored: {reasons}")
 
-    def _checked(
-        self, step: int, state: dict[str, Any], healing: Mapping[str, Any] | None
-    ) -> _Checkpoint:
+    def _checked(self, step: int, restored: Restored) -> _Checkpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
-        record = None if healing is None else records.read(healing)
-        host = self.host.read(state.get(ITEM))
+        record = None if restored.healing is None else records.read(restored.healing)
+        host = self.host.read(restored.state.get(ITEM))
         if record is not None:
             if record.step != step:
                 raise StoreError(f"its record is of step {record.step}")
@@ -317,8 +321,9 @@ class Restorer:
                 raise StoreError("it has no random states and positions of the loaders")
             self.loaders.check(record.forward)
         engines, problem = compatible(self.policy.engine, record.engines if record else {})
-        self.loaders.check(_position(host) or {})
-        return _Checkpoint(step, state, record, engines, problem, host)
+        saved = _Checkpoint(step, restored.state, record, engines, problem, host)
+        self.loaders.check(saved.position or {})
+        return saved
 
     def _load_state(self, saved: _Checkpoint, engines: dict[str, Any], *, reset: bool) -> None:
         state = {name: each for name, each in saved.state.items() if name != ITEM}
@@ -329,19 +334,22 @@ class Restorer:
 
         Random generators stay as the program has set them: added ranks have no saved state.
         """
-        world, own = self.ranks.world, saved.host
+        world = self.ranks.world
         saved_by = world if saved.record is None else saved.record.world
         if saved_by == world:
             return saved
-        parts = self.ranks.gather(_position(own))
-        first = parts[0]
+        parts = self.ranks.gather(saved.position)
         wrong = [
             f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of ranks '
             f"is {world} now"
             for name, item in self.driver.state().items()
             if attribute(item, "per_rank")
         ]
-        if any(_batches(each) != _batches(first) for each in parts[:saved_by]):
+        first, *others = [
+            {name: (each["kind"], each["epoch"], each["index"]) for name, each in at.items()}
+            for at in map(_places, parts[:saved_by])
+        ]
+        if any(each != first for each in others):
             wrong.append(f"its {saved_by} ranks were at different batches of their loaders")
         if wrong:
             raise StateMismatch(saved.step, wrong)
@@ -351,30 +359,12 @@ class Restorer:
             "saved random generators are not used; the loaders begin the epoch again and discard "
             "the batches before the checkpoint",
         )
-        if first is None:
+        if parts[0] is None:
             return saved._replace(host=None)
-        data = {
-            name: positions.of_other_ranks(each, saved_by) if isinstance(each, Mapping) else each
-            for name, each in first.items()
-        }
-        return saved._replace(host=HostParts(None, None, None, data))
+        moved = {n: positions.of_other_ranks(at, saved_by) for n, at in _places(parts[0]).items()}
+        return saved._replace(host=HostParts(None, None, None, {**parts[0], **moved}))
 
 
-def _position(own: HostParts | None) -> dict[str, Any] | None:
-    return None if own is None else own.data
-
-
-def _with(own: HostParts | None, forward: Mapping[str, Any]) -> dict[str, Any]:
-    """Positions of the loaders: `forward` for loaders that a rollback did not rewind."""
-    data = _position(own) or {}
-    ranks = [
-        each["ranks"] for each in data.values() if isinstance(each, Mapping) and "ranks" in each
-    ]
-    if ranks:
-        forward = {n: positions.of_other_ranks(each, ranks[0]) for n, each in forward.items()}
-    return {**data, **forward}
-
-
-def _batches(data: Mapping[str, Any] | None) -> dict[str, Any]:
-    places = {n: each for n, each in (data or {}).items() if isinstance(each, Mapping)}
-    return {n: (each["kind"], each["epoch"], each["index"]) for n, each in places.items()}
+def _places(position: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """Number of a loader -> its position, without the counts of all loaders."""
+    return {n: each for n, each in (position or {}).items() if isinstance(each, Mapping)}

@@ -179,7 +179,7 @@ def replay(trace: Trace, policy: PolicyLike | HostPolicy, *, name: str | None = 
     inactive = _find_inactive(host.engine, trace, name)
     judged = judge(host.engine, trace)
     incidents = find_incidents(judged)
-    summary = summarize(trace, judged, incidents, name, host.fingerprint or "", inactive)
+    summary = summarize(trace, judged, incidents, name, host.engine.fingerprint or "", inactive)
     return Replay(trace, name, host, judged, summary, tuple(incidents))
 
 

@@ -1,14 +1,21 @@
-"""Ctrl-C, as a shell and a scheduler see it: real processes, real signals."""
+"""Ctrl-C, as a shell and a scheduler see it: real processes, real signals.
+
+The interrupted run is this file as a program: `python -m tests.runtime.loop.test_termination FOLDER
+HOW`.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +30,7 @@ from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 def started(folder: Path, how: str = "") -> Iterator[subprocess.Popen[str]]:
     """The program, waiting in its step 7."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = ForkedProgram("-m", "tests.runtime.loop.interrupted_run", folder, how, **pipes)
+    process = ForkedProgram("-m", "tests.runtime.loop.test_termination", folder, how, **pipes)
     assert process.stdout is not None
     assert any(line == "7\n" for line in process.stdout), process.stderr and process.stderr.read()
     try:
@@ -103,3 +110,39 @@ def test_sigterm_in_an_accumulation_goes_on_to_its_end(tmp_path):
     with pytest.raises(Terminated):
         accumulating_torch_loop(tmp_path, batches=40, terminated_at=9)
     assert events(tmp_path, "save")[-1]["step"] == 3, "the third step ends with batch 11"
+
+
+def main(folder: str, how: str) -> None:
+    """Prints its steps. From step 7 on it waits for a line before each."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
+
+    def before(healer: Any, number: int) -> None:
+        if number == 7 and not how:
+            healer._loop.saver.store.wait()
+        print(number, flush=True)
+        if number >= 7:
+            wait_for_line()
+
+    try:
+        train(loop_of("torch"), rules(), range(12), store=Path(folder), before=before)
+    except KeyboardInterrupt:
+        if how == "caught":
+            print("caught", flush=True)
+        raise
+    finally:
+        print("tidied up", flush=True)
+
+
+def wait_for_line() -> None:
+    """Reads one line, and comes back to Python meanwhile.
+
+    A signal that comes just before a blocking read is noted in C, and its handler would run only
+    when the read is over.
+    """
+    while not select.select([sys.stdin], [], [], 0.05)[0]:
+        pass
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

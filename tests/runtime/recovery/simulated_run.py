@@ -20,6 +20,7 @@ from healcore.runtime.recovery.orders import Order, RollbackRecord
 from healcore.runtime.recovery.record import ITEM, HostState, Record
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
+from healcore.runtime.run_options import Checkpoints
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -119,21 +120,9 @@ class Nothing:
     """A driver without a state."""
 
     framework = "none"
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: Any, engines: Any, *, reset_moments: bool = False) -> None:
-        pass
-
-    def engines(self) -> dict[str, Any]:
-        return {}
-
-    def learning_rate(self) -> None:
-        pass
-
-    def hold_numbers(self, healthy: Any) -> None:
-        pass
+    state = engines = staticmethod(dict)
+    learning_rate = staticmethod(lambda: None)
+    load = hold_numbers = staticmethod(lambda *given, **options: None)
 
 
 class EventList(Log):
@@ -157,20 +146,11 @@ class Process:
         self.ledger = facts.ledger
         self.events: list[dict[str, Any]] = []
         log = RunLog(EventList(self.events), console=False)
-        driver: Any = Nothing()
         host = HostState(self.loaders.position, None)
         self.data: Any = SimpleNamespace(step=0, loaders=self.loaders, host=host)
-        self.saver = Saver(
-            self.data,
-            facts,
-            policy=POLICY,
-            driver=driver,
-            store=store,
-            ranks=Alone(),
-            log=log,
-            every=EVERY,
-            keep=KEEP,
-        )
+        parts: dict[str, Any] = {"policy": POLICY, "driver": Nothing(), "store": store, "log": log}
+        options = Checkpoints(every=EVERY, keep=KEEP)
+        self.saver = Saver(self.data, facts, ranks=Alone(), options=options, **parts)
         no_comparisons: Any = SimpleNamespace(is_enabled=False, on_rollback=lambda target: None)
         self.saver.dominance = no_comparisons
         self.restorer = Restorer(self.saver)

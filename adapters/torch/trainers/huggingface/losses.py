@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from healcore.runtime.incidents.run_metrics import ChangedMetrics
+from healcore.runtime.incidents.ledger import ChangedMetrics
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copied
 from healcore.torch.trainers import replaced

@@ -18,7 +18,7 @@ from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import with_limit
 from healcore.runtime.data.torch_loader import is_replayable, recorded
 from healcore.runtime.healer import Healer, loop_of
-from healcore.runtime.incidents.run_metrics import ChangedMetrics
+from healcore.runtime.incidents.ledger import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import driven, replaced
