@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,16 +15,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN = "<!-- {name}: begin (written by python -m tests.events.page_tables) -->"
 END = "<!-- {name}: end -->"
 SCHEMA = schema.json_schema()
+JUDGED = " `step` is the step that was judged."
+"""A star stands for this sentence."""
 
 
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of each table."""
     kinds = (
-        f"| `{name}` | {kind.about} | {', '.join(f'`{each}`' for each in kind.required)} |"
+        f"| `{name}` | {kind.about.replace(JUDGED, ' *')} | "
+        f"{', '.join(f'`{each}`' for each in kind.required)} |"
         for name, kind in KINDS.items()
     )
     yield "kinds", _table("| kind | when; what `step` is | has |", kinds)
-    head = "| field | shape | meaning |"
+    head = "| field | meaning |"
     yield "envelope", _table(head, (_row(name, SCHEMA) for name in ENVELOPE))
     yield (
         "fields",
@@ -49,14 +51,9 @@ def _table(head: str, rows: Iterable[str]) -> str:
 
 def _row(name: str, of: dict[str, Any]) -> str:
     shape: dict[str, Any] = of["properties"][name]
-    return f"| `{name}` | {_type_of(shape, of)} | {shape['description']} |"
-
-
-def _type_of(shape: dict[str, Any], of: dict[str, Any]) -> str:
-    shape = of["$defs"][shape["$ref"].split("/")[-1]] | shape if "$ref" in shape else shape
-    if "const" in shape:
-        return f"`{json.dumps(shape['const'])}`"
-    return "one of " + ", ".join(shape["enum"]) if "enum" in shape else shape["title"]
+    named = of["$defs"][shape["$ref"].split("/")[-1]] if "$ref" in shape else shape
+    values = f" One of {', '.join(named['enum'])}." if "enum" in named else ""
+    return f"| `{name}` | {shape['description']}{values} |"
 
 
 if __name__ == "__main__":
