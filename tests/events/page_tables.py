@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from healcore.events import schema
-from healcore.events.models import EventRecord
 from healcore.events.schema import ENVELOPE, KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
@@ -27,12 +25,8 @@ def tables() -> Iterator[tuple[str, str]]:
         for name, kind in KINDS.items()
     )
     yield "kinds", _table("| kind | when; what `step` is | has |", kinds)
-    head = "| field | meaning |"
-    yield "envelope", _table(head, (_row(name, SCHEMA) for name in ENVELOPE))
-    yield (
-        "fields",
-        _table(head, (_row(name, SCHEMA) for name in [*EventRecord.model_fields][len(ENVELOPE) :])),
-    )
+    rows = (f"| `{name}` | {SCHEMA['properties'][name]['description']} |" for name in ENVELOPE)
+    yield "envelope", _table("| field | meaning |", rows)
 
 
 def written(page: str) -> str:
@@ -47,13 +41,6 @@ def written(page: str) -> str:
 
 def _table(head: str, rows: Iterable[str]) -> str:
     return "\n".join((head, re.sub(r"[^|]+", "---", head), *rows))
-
-
-def _row(name: str, of: dict[str, Any]) -> str:
-    shape: dict[str, Any] = of["properties"][name]
-    named = of["$defs"][shape["$ref"].split("/")[-1]] if "$ref" in shape else shape
-    values = f" One of {', '.join(named['enum'])}." if "enum" in named else ""
-    return f"| `{name}` | {shape['description']}{values} |"
 
 
 if __name__ == "__main__":
