@@ -41,9 +41,10 @@ WORDS = {
     " of at most ": " ≤",
     " below ": " <",
     " and ": ", ",
+    "a non-empty list, each entry one of ": "list of ",
 }
 """Words of a range, and what the page has instead."""
-HEAD = "| key | default | range | meaning |\n|---|---|---|---|"
+HEAD = "key | default, range | meaning\n---|---|---"
 TOGETHER = (("loss_spike", "grad_spike", "update_spike"), ("loss_window", "grad_window"))
 """Detectors with the same keys, which share a section."""
 
@@ -84,7 +85,7 @@ def table_of(tables: tuple[type, ...]) -> str:
         shown = [_shown(each.default) for each in same]
         default = shown[0] if len(set(shown)) == 1 else " / ".join(shown)
         meaning = _meaning(tables[0], name)
-        lines.append(f"| `{name}` | {default} | {_range(key.value.rule)} | {meaning} |")
+        lines.append(f"`{name}` | {default}, {_range(key.value.rule)} | {meaning}")
     return "\n".join((HEAD, *lines)) if lines else ""
 
 
@@ -101,7 +102,7 @@ def _meaning(table: type, name: str) -> str:
 
 
 def _range(rule: str) -> str:
-    for words, short in WORDS.items() if rule.startswith(("a finite", "a whole", "true")) else ():
+    for words, short in WORDS.items() if not rule.startswith("one of") else ():
         rule = rule.replace(words, short)
     return rule
 
@@ -153,7 +154,7 @@ def written(page: str) -> str:
     """The page with the tables of the present code."""
     for heading, tables in sections():
         before = section_of(page, heading)
-        found = re.findall(rf"^{re.escape(HEAD)}\n(?:\|.*\n)+", before, flags=re.M)
+        found = re.findall(rf"^{re.escape(HEAD)}\n(?:`.*\n)+", before, flags=re.M)
         assert len(found) == bool(table_of(tables)), heading
         after = before.replace(found[0], f"{table_of(tables)}\n") if found else before
         page = page.replace(f"## {heading}\n{before}", f"## {heading}\n{after}")
