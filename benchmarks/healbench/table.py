@@ -22,7 +22,8 @@ def promise(rules: Iterable[Rule]) -> str:
     for rule in rules:
         state = "not checked" if not rule.checked else "holds" if rule.holds else "**broken**"
         lines.append(f"- {rule.text}: {state} ({rule.checked} checked)")
-        lines += [f"    - {shorten(where, 100, placeholder=' …')}" for where in rule.broken]
+        where = [shorten(each, 80, placeholder=" …") for each in rule.broken]
+        lines[-1] += f": {'; '.join(where)}" if where else ""
     return "\n".join(lines)
 
 
