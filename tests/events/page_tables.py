@@ -20,13 +20,12 @@ JUDGED = " `step` is the step that was judged."
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of each table."""
     kinds = (
-        f"| `{name}` | {kind.about.replace(JUDGED, ' *')} | "
-        f"{', '.join(f'`{each}`' for each in kind.required)} |"
+        f"`{name}` | {kind.about.replace(JUDGED, ' *')}"
         for name, kind in KINDS.items()
     )
-    yield "kinds", _table("| kind | when; what `step` is | has |", kinds)
-    rows = (f"| `{name}` | {SCHEMA['properties'][name]['description']} |" for name in ENVELOPE)
-    yield "envelope", _table("| field | meaning |", rows)
+    yield "kinds", _table("kind | when; what `step` is", kinds)
+    rows = (f"`{name}` | {SCHEMA['properties'][name]['description']}" for name in ENVELOPE)
+    yield "envelope", _table("field | meaning", rows)
 
 
 def written(page: str) -> str:

@@ -19,7 +19,7 @@ from tests.healer.step_records import record
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
-TABLE = re.findall(r"^\| `.*?\|", PAGE.split("## The metrics file")[1].split("\n## ")[0], re.M)
+TABLE = re.findall(r"^`.*?\|", PAGE.split("## The metrics file")[1].split("\n## ")[0], re.M)
 KNOWN = set(re.findall(r"`(\w+)`", " ".join(TABLE)))
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
