@@ -6,13 +6,11 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from healcore.events import schema
-from healcore.events.schema import ENVELOPE, KINDS
+from healcore.events.schema import KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN = "<!-- {name}: begin (written by python -m tests.events.page_tables) -->"
 END = "<!-- {name}: end -->"
-SCHEMA = schema.json_schema()
 JUDGED = " `step` is the step that was judged."
 """A star stands for this sentence."""
 
@@ -24,8 +22,6 @@ def tables() -> Iterator[tuple[str, str]]:
         for name, kind in KINDS.items()
     )
     yield "kinds", _table("kind | when; what `step` is", kinds)
-    rows = (f"`{name}` | {SCHEMA['properties'][name]['description']}" for name in ENVELOPE)
-    yield "envelope", _table("field | meaning", rows)
 
 
 def written(page: str) -> str:
