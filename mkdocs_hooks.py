@@ -266,3 +266,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Makes Home, and puts the tables of symbols into the first page of the reference."""
     made = {"index.md": home, "api/index.md": lambda: markdown.replace(MARK, tables())}
     return made.get(page.file.src_uri, lambda: markdown)()
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """The plugin `offline` would take this script from another server."""
+    here = "../" * page.url.count("/") + "search-frame.js"
+    return output.replace("https://unpkg.com/iframe-worker/shim", here)
