@@ -82,7 +82,7 @@ def steps_until_back(taken: np.ndarray, usual: np.ndarray) -> int:
 
 def test_the_page_has_these_bounds():
     page = (Path(__file__).parents[2] / "docs" / "detectors.md").read_text()
-    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \| (\d+) \| (\d+) \|$", page, flags=re.M)
+    rows = re.findall(r"^`([\w-]+)` \| (\d+) \| (\d+) \| (\d+)$", page, flags=re.M)
     assert {name: tuple(map(int, steps)) for name, *steps in rows} == BOUNDS
 
 
