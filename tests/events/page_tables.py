@@ -17,10 +17,7 @@ JUDGED = " `step` is the step that was judged."
 
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of each table."""
-    kinds = (
-        f"`{name}` | {kind.about.replace(JUDGED, ' *')}"
-        for name, kind in KINDS.items()
-    )
+    kinds = (f"`{name}` | {kind.about.replace(JUDGED, ' *')}" for name, kind in KINDS.items())
     yield "kinds", _table("kind | when; what `step` is", kinds)
 
 

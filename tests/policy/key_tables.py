@@ -94,7 +94,7 @@ def _meaning(table: type, name: str) -> str:
     text = re.sub(
         r" Static\b.*|, in \([\d, ]+\)(?=\.)|; above \d(?=\.)", "", meaning_of(table, name)
     )
-    text = re.sub(r", or None\b[^.]*(?=\.)|^Number of ", "", text)  # the column before has the former
+    text = re.sub(r", or None\b[^.]*(?=\.)|^Number of ", "", text)
     text = text[0].upper() + text[1:] if text[:2] != "z-" else text
     for key, limit in getattr(table, "AT_MOST", ()):
         if key == name and "at most `" not in text:
