@@ -4,7 +4,7 @@
 
 The command without a selection writes benchmarks/results/healbench.jsonl, one line for each run,
 and docs/healbench.md and .csv. A selection is printed, and written to --results FILE. --report
-writes both again from the file. The exit status is 0 if the promise holds as far as checked, else 1.
+writes both again. The exit status is 0 if the promise holds as far as checked, else 1.
 """
 
 from __future__ import annotations
