@@ -268,7 +268,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return made.get(page.file.src_uri, lambda: markdown)()
 
 
+SHIM = "https://unpkg.com/iframe-worker/shim"
+"""The plugin `offline` would take this script from another server."""
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """The plugin `offline` would take this script from another server."""
-    here = "../" * page.url.count("/") + "search-frame.js"
-    return output.replace("https://unpkg.com/iframe-worker/shim", here)
+    """Takes the script of the search from the site."""
+    return output.replace(SHIM, "../" * page.url.count("/") + "search-frame.js")
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """The same for the page of the error 404."""
+    return output_content.replace(SHIM, "/search-frame.js")
