@@ -1,4 +1,4 @@
-"""Pages of the site that are made by `make docs`: the API reference and the list of decisions.
+"""Pages of the site that are made by `make docs`: Home, from README.md, and the API reference.
 
 The reference has one page for each public symbol. The symbols are read from the source, without an
 import: the environment of `make docs` has neither NumPy nor a framework. A test compares them with
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,20 +225,18 @@ def _cell(where: Definition) -> str:
     return summary(where).replace("|", "\\|")
 
 
-def decisions() -> dict[str, str]:
-    """Pages of docs/decisions -> title, from the heading, without the index."""
-    folder = ROOT / "docs" / "decisions"
-    return {
-        f"decisions/{path.name}": path.read_text().split("\n", 1)[0].removeprefix("# ")
-        for path in sorted(folder.glob("[0-9]*.md"))
-    }
+def home() -> str:
+    """README.md as the first page: its links lead to pages of the site, other links are text."""
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"\[([^]]+)\]\((?!docs/|https?:|#)[^)]+\)", r"\1", text)
+    return text.replace("](docs/", "](")
 
 
 # -- what mkdocs calls -----------------------------------------------------------------------------
 
 
 def on_config(config: Any) -> Any:
-    """Completes `nav`: the symbols below `api/`, the decisions below `decisions/`."""
+    """Completes `nav`: the symbols below `api/`."""
     for section in config["nav"]:
         for entries in section.values():
             for entry in entries if isinstance(entries, list) else []:
@@ -249,9 +248,6 @@ def on_config(config: Any) -> Any:
                                       if s.module == module]}
                             for module in MODULES
                         ]  # fmt: skip
-                    elif target == "decisions/":
-                        entry[title] = ["decisions/index.md"]
-                        entry[title] += [{name: page} for page, name in decisions().items()]
     return config
 
 
@@ -267,5 +263,20 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Puts the tables of symbols into the first page of the reference."""
-    return markdown.replace(MARK, tables()) if page.file.src_uri == "api/index.md" else markdown
+    """Makes Home, and puts the tables of symbols into the first page of the reference."""
+    made = {"index.md": home, "api/index.md": lambda: markdown.replace(MARK, tables())}
+    return made.get(page.file.src_uri, lambda: markdown)()
+
+
+SHIM = "https://unpkg.com/iframe-worker/shim"
+"""The plugin `offline` would take this script from another server."""
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Takes the script of the search from the site."""
+    return output.replace(SHIM, "../" * page.url.count("/") + "search-frame.js")
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """The same for the page of the error 404."""
+    return output_content.replace(SHIM, "/search-frame.js")

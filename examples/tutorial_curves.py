@@ -33,7 +33,7 @@ def attempts(losses):
 
 def draw(framework, path):
     example = importlib.import_module(f"tutorial_{framework}")
-    figure = Figure(figsize=(8, 6.4), layout="constrained")
+    figure = Figure(figsize=(8, 5.6), layout="constrained")
     panels = figure.subplots(3, sharex=True, sharey=True)
     for axes, protection in zip(panels, example.TRAIN, strict=True):
         *undone, last = attempts(example.main(protection))

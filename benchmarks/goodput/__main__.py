@@ -169,7 +169,7 @@ def gain(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """The tables of docs/goodput.md: `care` and `ranks`, each with its heading."""
+    """The tables that docs/evidence.md sums up: `care` and `ranks`, each with its heading."""
     measured = [Measured(**each) for each in result["parameters"]]
     care = [
         [

@@ -3,8 +3,8 @@
     python -m benchmarks.healbench [--quick] [--tasks GLOB ...] [--arms NAME ...] [--seeds N]
 
 The command without a selection writes benchmarks/results/healbench.jsonl, one line for each run,
-and docs/healbench.md. A selection is printed, and written to --results FILE. --report writes the
-page again from the file. The exit status is 0 if the promise holds as far as checked, else 1.
+and docs/healbench.md and .csv. A selection is printed, and written to --results FILE. --report
+writes both again. The exit status is 0 if the promise holds as far as checked, else 1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n" + table.promise(rules) + "\n\n" + table.markdown(table.tasks(cells)))
     if whole:
         table.write_between(options.page, table.as_markdown(cells, rules))
-        print(f"\nwritten: {options.page}")
+        table.write_tasks(options.page.with_suffix(".csv"), cells)
+        print(f"\nwritten: {options.page} and its .csv")
     return 0 if all(rule.holds for rule in rules) else 1
 
 

@@ -1,34 +1,29 @@
-"""The results as Markdown: the promise, then one table with a row for each task."""
+"""The results: the promise as Markdown, and a table with a row for each task."""
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import shorten
 
-from benchmarks.healbench.comparing import CAP, MARGIN, NOISE, OFF, OURS, Cell, Rule, shown
+from benchmarks.healbench.comparing import CAP, OFF, OURS, Cell, Rule, shown
 
 BEGIN = "<!-- {}: begin (written by python -m benchmarks.healbench) -->"
 END = "<!-- {}: end -->"
 MAIN = (OFF, *OURS)
 """The columns of the table."""
-LEGEND = (
-    "Mean held-out metric over the seeds (lower is better). Healthy tasks: the difference from "
-    "`nothing`, the same run without healcore. **Bold**: the task does not hold, because it is "
-    f"worse by more than {NOISE:g} % beyond two standard errors or by more than {MARGIN:g} %, or "
-    "because a run fails or ends at a reduced learning rate. Sick tasks: the ratio to the "
-    f"undamaged run; 1 is a perfect cure, and {CAP:g} or more is *lost*. *Same bits*: runs of "
-    f"{', '.join(OURS)} whose metric and weights end bit for bit as without healcore."
-)
 
 
 def promise(rules: Iterable[Rule]) -> str:
     """Each rule, and what breaks it."""
-    lines = ["### The promise\n"]
+    lines = []
     for rule in rules:
         state = "not checked" if not rule.checked else "holds" if rule.holds else "**broken**"
         lines.append(f"- {rule.text}: {state} ({rule.checked} checked)")
-        lines += [f"    - {where}" for where in rule.broken]
+        where = [shorten(each, 80, placeholder=" …") for each in rule.broken]
+        lines[-1] += f": {'; '.join(where)}" if where else ""
     return "\n".join(lines)
 
 
@@ -39,9 +34,13 @@ def as_markdown(cells: Sequence[Cell], rules: Sequence[Rule]) -> str:
         cells: of `compare`.
         rules: of `comparing.rules`.
     """
-    runs = f"{sum(len(cell.runs) for cell in cells):,} runs."
-    parts = [runs, promise(rules), "### The tasks", LEGEND, markdown(tasks(cells))]
-    return "\n\n".join(parts) + "\n"
+    return f"{sum(len(cell.runs) for cell in cells):,} runs.\n\n{promise(rules)}\n"
+
+
+def write_tasks(path: Path, cells: Sequence[Cell]) -> None:
+    """Writes the table of the tasks as CSV."""
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(tasks(cells))
 
 
 def tasks(cells: Sequence[Cell]) -> list[list[str]]:

@@ -292,9 +292,10 @@ def test_the_command_runs_everything_and_writes_file_and_page(tmp_path, fakes, c
     assert text.startswith("# By hand\n")
     assert text.count(BEGIN) == text.count(END) == 1
     assert "35 runs." in text
-    assert "| `well (jax)` | plain | loss | 1.01 | 1 (0.0 ± 0.0 %) |" in text
-    assert "| 2/2, 2/2, 2/2 | The task well. |" in text
-    assert "| `ill (jax)` | fault | loss | 1.01 (× 1) |" in text
+    rows = page.with_suffix(".csv").read_text()
+    assert "\n`well (jax)`,plain,loss,1.01,1 (0.0 ± 0.0 %)," in rows
+    assert ',"2/2, 2/2, 2/2",The task well.\n' in rows
+    assert "\n`ill (jax)`,fault,loss,1.01 (× 1)," in rows
     assert len(read_results(file)) == 35
 
     page.unlink()

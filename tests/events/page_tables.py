@@ -5,28 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from healcore.events import schema
-from healcore.events.models import EventRecord
-from healcore.events.schema import ENVELOPE, KINDS
+from healcore.events.schema import KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN = "<!-- {name}: begin (written by python -m tests.events.page_tables) -->"
 END = "<!-- {name}: end -->"
-SCHEMA = schema.json_schema()
+JUDGED = " `step` is the step that was judged."
+"""A star stands for this sentence."""
 
 
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of each table."""
-    kinds = (
-        f"| `{name}` | {kind.about} | {', '.join(f'`{each}`' for each in kind.required)} |"
-        for name, kind in KINDS.items()
-    )
-    yield "kinds", _table("| kind | when; what `step` is | has |", kinds)
-    fields = [*EventRecord.model_fields][len(ENVELOPE) :]
-    for table, names in {"envelope": ENVELOPE, "fields": fields}.items():
-        yield table, _table("| field | shape | meaning |", map(_row, names))
+    kinds = (f"`{name}` | {kind.about.replace(JUDGED, ' *')}" for name, kind in KINDS.items())
+    yield "kinds", _table("kind | when; what `step` is", kinds)
 
 
 def written(page: str) -> str:
@@ -41,14 +33,6 @@ def written(page: str) -> str:
 
 def _table(head: str, rows: Iterable[str]) -> str:
     return "\n".join((head, re.sub(r"[^|]+", "---", head), *rows))
-
-
-def _row(name: str) -> str:
-    shape: dict[str, Any] = SCHEMA["properties"][name]
-    if "$ref" in shape:
-        shape = SCHEMA["$defs"][shape["$ref"].split("/")[-1]] | shape
-    kind = "one of " + ", ".join(shape["enum"]) if "enum" in shape else shape["title"]
-    return f"| `{name}` | {kind} | {shape['description']} |"
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from tests.healer.step_records import record
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
-TABLE = re.findall(r"^\|.*?\|", PAGE.split("## The metrics file")[1].split("\n## ")[0], re.M)
-KNOWN = set(re.findall(r"`(\w+)`", "".join(TABLE)))
+TABLE = re.findall(r"^`.*?\|", PAGE.split("## The metrics file")[1].split("\n## ")[0], re.M)
+KNOWN = set(re.findall(r"`(\w+)`", " ".join(TABLE)))
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
@@ -85,6 +85,30 @@ def test_the_numbers_are_those_of_the_loop(tmp_path):
     found = lines(path)
     assert [line["loss"] for line in found] == losses
     assert [line["grad_norm"] for line in found] == pytest.approx(norms, rel=1e-6)
+
+
+def test_a_restart_goes_on_in_the_same_file(tmp_path):
+    path = tmp_path / "m.jsonl"
+
+    def begin(until: int) -> None:
+        loop = loop_of("torch")
+
+        def stop(healer: Healer, number: int) -> None:
+            if number == until:
+                raise KeyboardInterrupt
+
+        train(loop, rules(), range(20), store=tmp_path / "store", metrics=path, before=stop)
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(11)
+    with path.open("ab") as file:
+        file.write(b'{"schema":1,"kind":"st')  # as a power cut leaves it
+    begin(99)
+    whole = [line for line in path.read_text().splitlines() if line.endswith("}")]
+    found = [json.loads(line) for line in whole]
+    assert len({line["run"] for line in found}) == 2
+    assert [line["step"] for line in found][-1] == 19
+    assert sorted({line["step"] for line in found}) == list(range(20))
 
 
 @BOTH

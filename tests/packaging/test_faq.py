@@ -16,7 +16,7 @@ HOLE = "…"
 """Stands for a value, in the page and in the collected f-strings."""
 
 SECTION = PAGE.read_text().partition("## By message")[2].partition("\n## ")[0]
-ROWS = [line for line in SECTION.splitlines() if line.startswith("| `")]
+ROWS = [line for line in SECTION.splitlines() if line.startswith("`")]
 
 
 def quoted() -> list[str]:

@@ -1,9 +1,9 @@
-"""docs/numbers.md lists the numbers that influence a decision, with the values of the code."""
+"""docs/numbers.csv lists the numbers that influence a decision, with the values of the code."""
 
 from __future__ import annotations
 
+import csv
 import importlib
-import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import pytest
 
 from healcore.policy import load, to_dict
 
-PAGE = (Path(__file__).parents[2] / "docs" / "numbers.md").read_text()
-ROWS = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `([^`]+)`[^|]* \| ([^|]+) \|", PAGE, re.MULTILINE)
+with (Path(__file__).parents[2] / "docs" / "numbers.csv").open() as _file:
+    ROWS = [row[:3] for row in csv.reader(_file)][1:]
 
 
 def in_code(place: str) -> Any:
@@ -31,6 +31,6 @@ def in_code(place: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("name", "value", "place"), [row[:3] for row in ROWS])
+@pytest.mark.parametrize(("name", "value", "place"), ROWS)
 def test_value(name: str, value: str, place: str):
     assert float(Fraction(value)) == pytest.approx(float(in_code(place)), rel=1e-9), name

@@ -1,4 +1,4 @@
-"""The programs of docs/trainers run as they are; the versions of docs/support.md are the pinned.
+"""The programs of docs/trainers run as they are; the versions of docs/evidence.md are the pinned.
 
 The program of DeepSpeed and the class of ArcticTraining run in `tests/examples`, where DeepSpeed is
 on the path.
@@ -20,8 +20,8 @@ ROOT = DOCS.parent
 IMPORTS = (*forked_programs.TRANSFORMERS, "lightning", "torchdata.stateful_dataloader")
 PROGRAMS = {
     "Trainer": ("trainers/huggingface.md", "from transformers import Trainer"),
-    "Lightning": ("trainers/lightning.md", "import lightning\n"),
-    "Fabric": ("trainers/lightning.md", "from lightning.fabric import Fabric"),
+    "Lightning": ("trainers/others.md", "import lightning\n"),
+    "Fabric": ("trainers/others.md", "from lightning.fabric import Fabric"),
     "Accelerate": ("trainers/others.md", "from accelerate import Accelerator"),
 }
 
@@ -38,8 +38,8 @@ def test_the_program_runs(name: str, tmp_path: Path):
 
 
 def test_the_versions_are_the_pinned_ones():
-    page = text("support.md")
-    table = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \|$", page, flags=re.M)
+    page = text("evidence.md")
+    table = re.findall(r"^([\w-]+) \| ([\d.]+) \| ([\d.]+)$", page, flags=re.M)
     (others,) = re.findall(r"^Also run: (.*)\.$", page, flags=re.M)
     pins = {}
     for file in ("requirements/lock.txt", ".ci/deepspeed.txt"):

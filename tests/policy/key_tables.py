@@ -29,9 +29,21 @@ CORE: dict[type, type] = {
 }
 """Tables of a file with the engine's configs of the same keys, which have further sentences."""
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
-BEGIN = "<!-- keys: begin (written by python -m tests.policy.key_tables) -->"
-END = "<!-- keys: end -->"
-HEAD = "| key | default | range | meaning |\n|---|---|---|---|"
+WORDS = {
+    "a finite number": "float",
+    "a whole number from ": "int ",
+    "true or false": "bool",
+    "10000000": "1e7",
+    " to ": "–",
+    " above ": " >",
+    " of at least ": " ≥",
+    " of at most ": " ≤",
+    " below ": " <",
+    " and ": ", ",
+    "a non-empty list, each entry one of ": "list of ",
+}
+"""Words of a range, and what the page has instead."""
+HEAD = "key | default, range | meaning\n---|---|---"
 TOGETHER = (("loss_spike", "grad_spike", "update_spike"), ("loss_window", "grad_window"))
 """Detectors with the same keys, which share a section."""
 
@@ -72,7 +84,7 @@ def table_of(tables: tuple[type, ...]) -> str:
         shown = [_shown(each.default) for each in same]
         default = shown[0] if len(set(shown)) == 1 else " / ".join(shown)
         meaning = _meaning(tables[0], name)
-        lines.append(f"| `{name}` | {default} | {key.value.rule} | {meaning} |")
+        lines.append(f"`{name}` | {default}, {_range(key.value.rule)} | {meaning}")
     return "\n".join((HEAD, *lines)) if lines else ""
 
 
@@ -81,11 +93,18 @@ def _meaning(table: type, name: str) -> str:
     text = re.sub(
         r" Static\b.*|, in \([\d, ]+\)(?=\.)|; above \d(?=\.)", "", meaning_of(table, name)
     )
-    text = re.sub(r"\bNone\b", f'`"{NONE}"`', text)
+    text = re.sub(r", or None\b[^.]*(?=\.)|^Number of ", "", text)
+    text = text[0].upper() + text[1:] if text[:2] != "z-" else text
     for key, limit in getattr(table, "AT_MOST", ()):
         if key == name and "at most `" not in text:
             text += f" At most `{limit}`."
     return text
+
+
+def _range(rule: str) -> str:
+    for words, short in WORDS.items() if not rule.startswith("one of") else ():
+        rule = rule.replace(words, short)
+    return rule
 
 
 def _shown(default: Any) -> str:
@@ -132,13 +151,12 @@ def section_of(page: str, heading: str) -> str:
 
 
 def written(page: str) -> str:
-    """The page with the tables of the present code, each between its two marks."""
+    """The page with the tables of the present code."""
     for heading, tables in sections():
         before = section_of(page, heading)
-        marked = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", flags=re.S)
-        block = f"{BEGIN}\n\n{table_of(tables)}\n\n{END}"
-        assert len(marked.findall(before)) == bool(table_of(tables)), heading
-        after = marked.sub(lambda _, block=block: block, before)
+        found = re.findall(rf"^{re.escape(HEAD)}\n(?:`.*\n)+", before, flags=re.M)
+        assert len(found) == bool(table_of(tables)), heading
+        after = before.replace(found[0], f"{table_of(tables)}\n") if found else before
         page = page.replace(f"## {heading}\n{before}", f"## {heading}\n{after}")
     return page
 
