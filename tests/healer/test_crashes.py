@@ -26,7 +26,7 @@ POINTS = [
     (Saver, "begin_attempt"),
     (CheckpointStore, "commit"),
     (files, "replace"),
-    (Restorer, "_report_store_errors"),
+    (Saver, "report_failures"),
 ]
 BAD = [23, 26]
 
@@ -84,8 +84,10 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         method = getattr(kind, name)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
             if inside:
                 if len(passed) == at:
+                    inside = False
                     raise Crash(f"{kind.__name__}.{name}")
                 passed.append(f"{kind.__name__}.{name}")
             return method(self, *args, **kwargs)

@@ -75,7 +75,7 @@ class RunMetrics:
                 counts["lr_cuts"] += bool(record.action and record.action & Action.CUT_LR)
                 counts["alarms"] += record.cause != 0
             last = self._last.get(record.engine)
-            if last is not None and record.eval_loss is None:
+            if last is not None and last.eval_loss is not None and record.eval_loss is None:
                 record = record._replace(eval_loss=last.eval_loss, eval_gap=last.eval_gap)
             self._last[record.engine] = record
 
