@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from healcore import console
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import WEIGHTS, Driver, check_engines
@@ -32,6 +34,9 @@ from healcore.torch.enforcer import moments_obstacle, numbers_of
 from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized
+
+WITHOUT_POLL = 100
+"""Steps before the first call of `steps` after which a line says so."""
 
 
 class TorchDriver(Driver):
@@ -81,6 +86,7 @@ class TorchDriver(Driver):
         self._accumulations = [Accumulation(each, call) for each in self.healings.values()]
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""
+        self._unpolled = 0.0  # steps before the first call of `steps`, then -Inf
         self._statistics = BatchStatistics.of(self._state, self.healings)
         self._weights = TorchWeights(self._state, self.healings, self._accumulations)
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
@@ -127,6 +133,7 @@ class TorchDriver(Driver):
         """The steps judged since the last call, or None. No host sync."""
         for healing in self.healings.values():
             healing.judge_dropped()
+        self._unpolled = -math.inf
         entries = [*self._pending]
         self._pending.clear()
         # Once each of several optimizers has stepped, remaining gradients and losses are
@@ -329,6 +336,13 @@ class TorchDriver(Driver):
         self._observed = False
         for each in self._accumulations:
             each.reached_since_any_step = False
+        self._unpolled += 1
+        if self._unpolled == WITHOUT_POLL:
+            console.warning(
+                f"{WITHOUT_POLL} steps, but neither healer.batches(loader) nor healer.after_step() "
+                "was called: without them the Healer cannot save, roll back or stop the run; write "
+                "`for batch in healer.batches(loader)`"
+            )
         self.on_step()
 
     def _attach(self, engine: Any, options: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
 from healcore.torch.driver import RngState, TorchDriver
+from healcore.torch.driver.driver import WITHOUT_POLL
 from healcore.torch.incident_log import WITHOUT_LOSS
 from tests.torch.driver.small_run import CLIPS, ROLLS_BACK, Run, single_record
 
@@ -118,3 +119,15 @@ def test_a_missing_loss_has_one_warning_after_a_while():
         single_record(driver)
         assert len(driver.warnings) == (i >= WITHOUT_LOSS - 1)
     assert "observe(loss)" in driver.warnings[0]
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCaptureFixture):
+    run = Run(adam)
+    driver = TorchDriver(run.state, ROLLS_BACK)
+    for i in range(2 * WITHOUT_POLL):
+        run.step(i)
+        if polls and i == 0:
+            driver.steps()
+    said = [each.message for each in caplog.records if "healer.batches(loader)" in each.message]
+    assert len(said) == (not polls)
