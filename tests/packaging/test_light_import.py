@@ -34,6 +34,11 @@ def test_what_an_import_does_not_load(module, absent):
     assert run(f"import sys, {module}; print(set({absent}) & set(sys.modules))") == "set()"
 
 
+def test_an_import_leaves_the_filters_of_warnings_alone():
+    code = "import warnings, torch.distributed.checkpoint; before = [*warnings.filters]"
+    assert run(f"{code}; import healcore.torch.store; print(warnings.filters == before)") == "True"
+
+
 @pytest.mark.parametrize(
     ("extra", "hidden"), [("jax", "jax"), ("jax", "optax"), ("torch", "torch")]
 )

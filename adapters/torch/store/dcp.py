@@ -35,10 +35,6 @@ from healcore.torch.plain_values import DTYPES
 from healcore.torch.store.gloo import GlooRanks, initialized
 from healcore.torch.store.state import add_entry, decoded
 
-# DCP warns at every save and load of a program with one process. The filter is not set around the
-# calls, because they run in the background and warning filters are global.
-warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-
 
 class MemoryStore(CheckpointStore):
     """Copies of a torch state in host memory, pinned where the state is on CUDA.
@@ -93,6 +89,9 @@ class TorchFormat(ArrayFormat):
 
     def __init__(self, ranks: GlooRanks | None = None) -> None:
         self._ranks = ranks
+        # DCP warns at every save and load of a program with one process. The filter is not set
+        # around the calls, because they run in the background and warning filters are global.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
         self._rank = ranks.rank if ranks else dist.get_rank() if initialized() else 0
 
     def flatten(self, state: Mapping[str, Any]) -> Flat:
