@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 38900),
-    "tests": (("tests",), 44977),
-    "benchmarks": (("benchmarks",), 8992),
+    "product": (("healcore", "adapters"), 37955),
+    "tests": (("tests",), 43528),
+    "benchmarks": (("benchmarks",), 8924),
 }
 """Part -> its folders, and the most lines."""
 
