@@ -182,7 +182,7 @@ SHIFTS = {
 NOISES = (0.0, 0.1, 0.3)
 """Scales of the lognormal noise of the norms."""
 # Steps until the clipping is back, by noise.
-# docs/parity.md has the same table.
+# docs/detectors.md has the same table.
 BOUNDS = {
     "zclip": (25, 60, 120),
     "zclip-mean": (25, 60, 200),
@@ -228,8 +228,8 @@ def steps_until_back(taken: np.ndarray, usual: np.ndarray) -> int:
 
 
 def test_the_page_has_these_bounds():
-    page = (Path(__file__).parents[2] / "docs" / "parity.md").read_text()
-    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \| (\d+) \| (\d+) \|$", page, flags=re.M)
+    page = (Path(__file__).parents[2] / "docs" / "detectors.md").read_text()
+    rows = re.findall(r"^`([\w-]+)` \| (\d+) \| (\d+) \| (\d+)$", page, flags=re.M)
     assert {name: tuple(map(int, steps)) for name, *steps in rows} == BOUNDS
 
 

@@ -58,9 +58,8 @@ def test_a_disk_that_is_full_at_the_end_is_no_completed_run(framework, tmp_path)
         full = start(PROGRAM, framework, disk, 29)
         assert full.returncode == 1, full.stderr
         assert full.stdout == ""
-        # Orbax's thread prints a traceback of its own, before it.
-        line = full.stderr.splitlines()[-1]
-        assert line.startswith("healcore: the loop has ended at step 30, and its last state is not")
+        # Not always the last line: Orbax's thread prints a traceback of its own.
+        assert "\nhealcore: the loop has ended at step 30, and its last state is not" in full.stderr
         # 24 where the disk was full before the save of 28 had reached it.
         assert re.search("it resumes from the checkpoint of step (24|28)", full.stderr)
         (disk / "filler").unlink()
