@@ -10,7 +10,7 @@ from typing import Any
 from healcore import console
 from healcore.console import Console
 from healcore.core.step_record import StepRecord
-from healcore.core.verdict import names
+from healcore.core.verdict import Cause, names
 from healcore.events import Log
 from healcore.events.metrics import Metrics
 from healcore.events.models import EventRecord
@@ -73,7 +73,8 @@ class RunLog:
             **fields,
         )
         if answer in (None, "save"):  # the exception ends the run
-            self.error(f"step {step}: {problem}. {fault.failure.diagnosis}")
+            advice = "" if fault.cause == Cause.UNKNOWN else f". {fault.failure.diagnosis}"
+            self.error(f"step {step}: {problem}{advice}")
         else:
             self.warning(f"step {step}: {problem}")
 

@@ -105,9 +105,8 @@ class Saver:
         self._saved = -1  # step of the last checkpoint or of the start
         self._next_warning = _UNSAVED_INTERVALS * self.every  # steps without a save
         self._has_budget, self._saving_s = options.every is None, 0.0
-        self._began = time.monotonic()
         self._interval, self._affords = -1, True  # of the last answer of `_is_affordable`
-        self._told_price = False
+        self._began, self._told_price = time.monotonic(), False
 
     # -- what a checkpoint holds ----------------------------------------------------------------
 
