@@ -189,7 +189,7 @@ class Trait(enum.Flag):
     """`step` is the step that was judged; without this trait the number of steps done."""
     CHECKPOINT = enum.auto()  # `step` is the step of an older checkpoint
     DURABLE = enum.auto()
-    """The log waits for the disk. A power cut loses other lines, on Linux those of about 30 s."""
+    """The log waits for the disk. A power cut loses other lines, on Linux about 30 s of them."""
     SEVERE = enum.auto()  # trackers alert on the event
     LOCAL = enum.auto()  # the event may occur on one rank only, which then reports it to rank 0
 

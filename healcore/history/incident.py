@@ -147,7 +147,7 @@ class Counts(NamedTuple):
 
 
 def by_name(*, observes: bool, **counts: int) -> dict[str, int]:
-    """Name -> number of changes to the run; with `observes` all 0, beside `observed_skips`, ..."""
+    """Name -> number of changes to the run; with `observes` all 0, and `observed_skips`, ..."""
     observed = {f"observed_{name}": number for name, number in counts.items()}
     return dict.fromkeys(counts, 0) | observed if observes else counts
 

@@ -58,7 +58,7 @@ def test_observe_judges_as_heal_does_and_enforces_nothing():
     for i in range(200):
         a, ordered = heal.step(a, fuzz.at(trace, i), xp=np)
         b, enforced = observe.step(b, fuzz.at(trace, i), xp=np)
-        # A host would carry out the rollbacks of the first, and nobody does those of the second.
+        # A host would carry out the rollbacks of the first, and nobody the rollbacks of the second.
         due = (ordered.action & int(Action.ROLLBACK)) != 0
         left = a.budget.recoveries - due.astype(np.int32)
         a = a._replace(budget=a.budget._replace(recoveries=left))

@@ -330,7 +330,7 @@ def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(pai
 def test_a_signal_or_stop_file_of_one_rank_ends_both_at_one_step_with_its_save(
     scenario, status, steps, ending, pair
 ):
-    """The mark of a signal is read a step later; that of a file travels with the next step."""
+    """The mark of a signal is read a step later; the mark of a file with the next step."""
     logged, at = pair.result(scenario), TOLD + steps
     assert (logged["stopped"], logged["step"]) == (f"exit status {status}", at)
     events = pair.events(scenario)

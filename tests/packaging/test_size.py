@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 37955),
-    "tests": (("tests",), 43528),
+    "product": (("healcore", "adapters"), 37947),
+    "tests": (("tests",), 43527),
     "benchmarks": (("benchmarks",), 8924),
 }
 """Part -> its folders, and the most lines."""

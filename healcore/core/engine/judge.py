@@ -169,7 +169,7 @@ def _run_rules(
 def update_rule(
     config: RuleConfig, state: RuleState, hit: Any, step: Any, quiet_steps: Any, *, xp: Any
 ) -> tuple[RuleState, Firing]:
-    """Counts one step, the `step`-th; `hit` tells whether a cause of the rule is present.
+    """Counts one step, the `step`-th; `hit`: whether a cause of the rule is present.
 
     A rule fires at once, after n hits in a row, or after several hits within a window. The window
     is needed because a run in which every other step is NaN never has ten hits in a row.

@@ -214,7 +214,7 @@ class _Order:
         generators: generators of the loader and its samplers, besides the global generators.
         ahead: largest number of items that the loader reads ahead.
         reads_ahead: whether this process reads them, so that their examples may draw random
-            numbers between those of the steps.
+            numbers between the numbers of the steps.
     """
 
     def __init__(

@@ -46,9 +46,9 @@ class RunMetrics:
                 del self._last[name]
 
     def compared(self, records: Sequence[StepRecord]) -> list[StepRecord]:
-        """The records of one step with the loss and the evaluation beside the mean of the losses.
+        """The records of one step, with the loss and the evaluation relative to the mean loss.
 
-        Losses of steps with a cause do not enter the mean. It starts anew with each process.
+        Losses of steps with a cause do not enter the mean. Each process starts a new mean.
         """
         evaluated, self.eval_loss = self.eval_loss, None
         return [self._compare(record, evaluated) for record in records]
@@ -102,7 +102,7 @@ class ChangedMetrics:
     """Metrics for the rows of a trainer's own log: only values that changed since the last row.
 
     Metrics of single steps are omitted: they are `LAG` steps older than the row, which has the loss
-    itself. Only the loss ratio is beside a change. A row without a change has no metrics.
+    itself. The loss ratio comes with any change. A row without a change has no metrics.
     """
 
     def __init__(self, values: Callable[[], Mapping[str, float]]) -> None:

@@ -129,7 +129,7 @@ class OutOfMemory:
             self.part = None
 
     def profile(self) -> str:
-        """Writes the framework's memory profile beside the events. Names the largest owner."""
+        """Writes the framework's memory profile next to the events. Names the largest owner."""
         events = self._log.events
         path = None if events.path is None else path_for(events.path, events.run, "memory")
         try:

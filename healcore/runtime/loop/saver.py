@@ -1,8 +1,8 @@
 """`Saver`: decides when a run saves, which checkpoints are known-good, and which are deleted.
 
 A checkpoint is known-good if it is finite, not abandoned, and followed by `probation` healthy
-steps. Deletions run in the queue of the saves. So the contents of a store depend on the steps,
-not on the speed of a disk.
+steps. Deletions run in the queue of the saves. So the contents of a store depend on the steps, and
+on the speed of a disk only where saves would take too much time, see `Saver._is_affordable`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RECENT_ALARM_STEPS = 2
 _UNSAVED_INTERVALS = 3
 """Checkpoint intervals without a save after which a run warns."""
 FREE_S = 10.0
-"""Seconds that the regular saves of a run may take, beside `MAX_SHARE` of its time."""
+"""Seconds that the regular saves of a run may take in addition to `MAX_SHARE` of its time."""
 MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
 
@@ -106,7 +106,7 @@ class Saver:
         self._next_warning = _UNSAVED_INTERVALS * self.every  # steps without a save
         self._has_budget, self._saving_s = options.every is None, 0.0
         self._interval, self._affords = -1, True  # of the last answer of `_is_affordable`
-        self._began, self._told_price = time.monotonic(), False
+        self._began, self._price_reported = time.monotonic(), False
 
     # -- what a checkpoint holds ----------------------------------------------------------------
 
@@ -188,9 +188,9 @@ class Saver:
                 why = f"saves have taken {self._saving_s:.0f} s, more than 1 % of the time; "
                 why += "Checkpoints(every=N) saves every N steps"
             line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
-            if self._affords or not self._told_price:
+            if self._affords or not self._price_reported:
                 self.log.problem(step, line)
-            self._told_price |= not self._affords
+            self._price_reported |= not self._affords
         return self._intervals > 0 and not self.delayed and may_save and self._is_affordable()
 
     def _is_affordable(self) -> bool:

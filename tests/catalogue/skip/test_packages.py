@@ -7,7 +7,7 @@ algorithm.
 pytorch_optimizer's AdaGC ends its warm-up one step before ours (it counts from 1), and has the
 numbers of the paper's first version: the comparison runs with its 1.05 and 0.98, from step 100 on.
 
-The limit of autoclip is that of a histogram, rounded up to its bin: between the published one and
+The limit of autoclip comes from a histogram, rounded up to its bin: between the published one and
 4.4 % more.
 """
 

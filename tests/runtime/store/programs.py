@@ -130,7 +130,7 @@ class Slow(DCPStore):
 
 
 def forked(action: Callable[[], None]) -> int | None:
-    """The exit code of a child that ends as those of multiprocessing do; None if it hangs."""
+    """The exit code of a child that ends like a child of multiprocessing; None if it hangs."""
     child = multiprocessing.get_context("fork").Process(target=action)
     child.start()
     child.join(20)
@@ -151,7 +151,7 @@ def forks(case: StoreCase, root: Path) -> None:
     assert forked(lambda: None) == 0
 
     def child() -> None:
-        # It can use what it inherits, and its end is not that of the save.
+        # It can use what it inherits, and its end does not end the save.
         assert store.failures() == []
         assert store.steps_on_disk() == []
         store.wait()
