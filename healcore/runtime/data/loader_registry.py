@@ -94,6 +94,11 @@ class LoaderRegistry:
         """The cursor of a loader, or None before its first use."""
         return next((each for each in self._loaders if each.loader is loader), None)
 
+    def count_from(self, number: int) -> None:
+        """Numbers the next new loader, if the loaders of earlier epochs are not made again."""
+        self._count = max(self._count, number)
+        self._saved = {key: each for key, each in self._saved.items() if int(key) >= number}
+
     def has_saved(self, loader: Any) -> bool:
         """Whether an earlier process has saved a position of this loader."""
         known = self.find(loader)

@@ -90,10 +90,11 @@ class Feed:
         batch_progress = self._fit.epoch_loop.batch_progress
         if self._run is None:  # opened here, after Lightning has loaded its own checkpoint
             self._done_before = batch_progress.current.ready
+            self._run = self._open()
+            self._reload(self._run)
             if self._fit.max_batches != float("inf"):
                 self._length = int(self._fit.max_batches)
             self._loader = self._train_loader()
-            self._run = self._open()
             had_completed = self._run.data.had_completed
             self.nothing_to_do = self._progress.is_complete(had_completed=had_completed)
         if self.nothing_to_do:
@@ -120,6 +121,22 @@ class Feed:
             skipped = self._length - 1 - batch_progress.current.ready
             batch_progress.increment_by(max(skipped, 0))
         return self.as_passed(batch), index, 0
+
+    def _reload(self, run: Loop) -> None:
+        """Makes the dataloader of the epoch at which a restart continues, as Lightning would.
+
+        Lightning has made that of epoch 0, because it asks for the first batch afterwards.
+        """
+        fit = self._fit
+        if not fit._should_reload_train_dl:
+            return
+        fit.setup_data()  # with another Feed
+        self.combined_loader, fit._data_fetcher = fit._combined_loader, self
+        period, since = divmod(
+            fit.trainer.current_epoch, fit.trainer.reload_dataloaders_every_n_epochs
+        )
+        fit._last_train_dl_reload_epoch -= since
+        run.data.loaders.count_from(period)
 
     def as_passed(self, batch: Any) -> Any:
         """The batch of the Healer as Lightning passes it, in the structure of the dataloaders."""
