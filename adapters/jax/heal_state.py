@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -97,7 +97,10 @@ def _step(
 ) -> tuple[HealState, Decision]:
     (structure, rest), given = policy, iter(numbers)
     engine = Engine(structure.unflatten(next(given) if each is None else each for each in rest))
-    new, decision = engine.step(_unpack(engine, state), signals, xp=namespace)
+    old = _unpack(engine, state)
+    new, decision = engine.step(old, signals, xp=namespace)
+    kept = _flat_decision(old.last.decision)
+    kept = {name for name, leaf in _flat_decision(decision).items() if leaf is kept.get(name)}
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
@@ -106,16 +109,15 @@ def _step(
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == norms.shape:
         norms = leaf_norms
-    high, low, edit, seen = state.heal_engine[:_STEP]
+    last = [*state.heal_engine[:_STEP], *jax.tree.leaves(old)]
+    numbers = [*last[:_STEP], *jax.tree.leaves(new)]
     if signals.loss is not None:
-        seen |= jnp.isfinite(signals.loss)
-    place = (new.step - 1) % state.heal_records.shape[0]
+        numbers[_LOSS_SEEN] |= jnp.isfinite(signals.loss)
+    place = (new.step - 1) % len(state.heal_records)
     return HealState(
-        _pack([high, low, edit, seen, *jax.tree.leaves(new)]),
-        lax.dynamic_update_slice(
-            state.heal_records, _row(new)[None], (place, jnp.zeros_like(place))
-        ),
-        _flat_decision(decision),
+        _pack(numbers, (state.heal_engine, last)),
+        lax.dynamic_update_index_in_dim(state.heal_records, _row(new), place, 0),
+        _flat_decision(decision) | {name: state.heal_decision[name] for name in kept},
         norms,
     ), decision
 
@@ -187,31 +189,39 @@ def steps(engine: Any) -> Any:
 # -- packing ------------------------------------------------------------------------------------
 
 
-def _pack(numbers: Iterable[Any]) -> Any:
+def _pack(numbers: Sequence[Any], last: tuple[Any, Sequence[Any]] | None = None) -> Any:
     """All numbers in one int32 vector, floats by their bits; in NumPy if all are on the host.
+
+    `last` has the vector of the last step and its numbers: a number that is the same object is not
+    written again.
 
     XLA compiles a concatenation as one kernel per number, and a chain of selects as one kernel,
     which takes half of the time to compile the step of a small model.
     """
-    parts = []
-    for each in numbers:
-        is_float = jnp.issubdtype(each.dtype, jnp.floating)
-        bits = each.astype(np.float32).view(np.int32) if is_float else each.astype(np.int32)
-        parts.append(bits.reshape(-1))
-    if all(isinstance(part, np.ndarray) for part in parts):
-        return np.concatenate(parts)
-    found = []
-    for is_scalar, group in itertools.groupby(parts, lambda part: part.size == 1):
-        scalars = list(group)
+    if all(isinstance(each, np.ndarray | np.generic) for each in numbers):
+        return np.concatenate([_bits(each) for each in numbers])
+    found, start, places = [], 0, enumerate(numbers)
+    for is_scalar, group in itertools.groupby(places, lambda each: each[1].size == 1):
+        part = list(group)
         if not is_scalar:
-            found += scalars
-            continue
-        index = lax.iota(np.int32, len(scalars))
-        vector = lax.full_like(index, 0)
-        for place, scalar in enumerate(scalars):
-            vector = lax.select(index == place, jnp.broadcast_to(scalar, index.shape), vector)
-        found.append(vector)
+            found += [_bits(each) for _, each in part]
+        else:
+            index = lax.iota(np.int32, len(part))
+            vector = last[0][start : start + len(part)] if last else lax.full_like(index, 0)
+            for place, (i, each) in enumerate(part):
+                if last is None or each is not last[1][i]:
+                    scalar = jnp.broadcast_to(_bits(each), index.shape)
+                    vector = lax.select(index == place, scalar, vector)
+            found.append(vector)
+        start += sum(each.size for _, each in part)
     return jnp.concatenate(found)
+
+
+def _bits(number: Any) -> Any:
+    """A number or an array as an int32 vector."""
+    is_float = jnp.issubdtype(number.dtype, jnp.floating)
+    bits = number.astype(np.float32).view(np.int32) if is_float else number.astype(np.int32)
+    return bits.reshape(-1)
 
 
 def _unpack(engine: Engine, state: HealState) -> EngineState:

@@ -9,7 +9,7 @@ from jax import lax
 
 float32, int32, bool = jnp.float32, jnp.int32, jnp.bool_
 arange, cumsum, asarray = jnp.arange, jnp.cumsum, jnp.asarray
-isfinite, abs, sqrt, sum, astype = jnp.isfinite, jnp.abs, jnp.sqrt, jnp.sum, jnp.astype
+abs, sqrt, sum, astype = jnp.abs, jnp.sqrt, jnp.sum, jnp.astype
 
 _BEYOND = 1_000_003
 """A divisor above every shared value. XLA would turn a power of two into a cheap mask."""
@@ -28,25 +28,22 @@ def reciprocal(x: Any) -> Any:
     return lax.div(lax.full_like(x, 1), x)
 
 
-def minimum(x: Any, y: Any) -> Any:
-    """`jnp.minimum` without its jitted call."""
-    return lax.min(*_alike(x, y))
+def _of_two(operation: Any) -> Any:
+    """`jnp.minimum` or `jnp.maximum` without its jitted call."""
+
+    def apply(x: Any, y: Any) -> Any:
+        dtype, shape = jnp.result_type(x, y), jnp.broadcast_shapes(jnp.shape(x), jnp.shape(y))
+        return operation(*(jnp.broadcast_to(jnp.asarray(n, dtype), shape) for n in (x, y)))
+
+    return apply
 
 
-def maximum(x: Any, y: Any) -> Any:
-    """`jnp.maximum` without its jitted call."""
-    return lax.max(*_alike(x, y))
+minimum, maximum = _of_two(lax.min), _of_two(lax.max)
 
 
 def clip(x: Any, low: float, high: float) -> Any:
     """`jnp.clip` without its jitted call."""
     return lax.clamp(jnp.asarray(low, x.dtype), x, jnp.asarray(high, x.dtype))
-
-
-def _alike(*each: Any) -> list[Any]:
-    """Arrays of one dtype and shape."""
-    dtype, shape = jnp.result_type(*each), jnp.broadcast_shapes(*map(jnp.shape, each))
-    return [jnp.broadcast_to(jnp.asarray(x, dtype), shape) for x in each]
 
 
 def shared(x: Any) -> Any:

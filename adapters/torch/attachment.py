@@ -148,7 +148,7 @@ def heal_optimizer(
             "the policy clips each parameter by its own history, and pipeline stages have "
             "different parameters: use a policy with one limit for all, clip={'kind': 'zclip'}"
         )
-    enforcer = Enforcer(optimizer, scales_lr=core.scales_lr)
+    enforcer = Enforcer(optimizer)
     obstacle = enforcer.kernel_obstacle
     if engine != "auto":
         reason = f"set by engine={engine!r}{f'; {obstacle}' if obstacle else ''}"
@@ -164,7 +164,7 @@ def heal_optimizer(
         live_engine = DeviceEngine(core, len(params), home, compile=compiled)
     else:
         live_engine = HostEngine(core, len(params))
-    measured = measurer(core, optimizer, home, scaler)
+    measured = measurer(live_engine, optimizer, home, scaler)
     all_reduce = SignalAllReduce(ranks, home)
     step = healed_step(optimizer, live_engine, measured, enforcer, all_reduce)
     return Healing(step, engine_reason=reason)

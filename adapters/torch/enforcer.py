@@ -30,20 +30,15 @@ NO_HYPERPARAMETERS = {
 class Enforcer:
     """Enforces orders on one optimizer.
 
-    Args:
-        optimizer: the optimizer to heal.
-        scales_lr: whether the policy may scale the learning rate.
-
     Attributes:
         kernel_obstacle: reason why the optimizer cannot clip and skip inside its fused kernel, or
             an empty string.
     """
 
-    def __init__(self, optimizer: Optimizer, *, scales_lr: bool) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.kernel_obstacle = _kernel_obstacle(optimizer)
         self._optimizer = optimizer
         self._home = gradients.parameters(optimizer)[0].device
-        self._scales_lr = scales_lr
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
         """For each replaced value: dictionary, name, value for one step, value before."""
 
@@ -77,19 +72,15 @@ class Enforcer:
         """Enforces an order, unless it skips on the host. A neutral order changes no bit.
 
         An order on the device is enforced by the fused kernel, which divides by exactly 1, and
-        subtracts a `found_inf` of exactly 0 from its step counter.
-
-        Args:
-            parameters: all parameters of the optimizer.
-            order: the order. If `needs_host` is True, its numbers are on the host.
-            divisor: a GradScaler's scale that the gradients still contain, 0-d float32, or None.
+        subtracts a `found_inf` of exactly 0 from its step counter. If `needs_host` is True, the
+        order is on the host. `divisor` is a GradScaler's scale that the gradients still contain.
         """
         if order.grad_divisor is not None:
             if order.group_scale is not None:
                 gradients.scale_each_(parameters, order.group_scale.unbind())
             self._replace(vars(self._optimizer), "grad_scale", order.grad_divisor)
             self._replace(vars(self._optimizer), "found_inf", order.skip)
-            if self._scales_lr:
+            if order.lr_scale is not None:
                 self._scale_lr(order.lr_scale)
         elif not order.skip:
             self.clip(parameters, order, divisor)

@@ -3,13 +3,12 @@
 `HostEngine` is for CPUs, and for steps whose decision the host needs anyway (one sync per step on
 an accelerator). Its step is recorded once (`healcore.core.recorded`) and takes 0.1 ms.
 
-`DeviceEngine` needs no sync. An eager step of the preset `default` makes about 200 launches of a
+`DeviceEngine` needs no sync. An eager step of the preset `default` makes about 130 launches of a
 few microseconds each. On an accelerator the step is therefore compiled into a few kernels.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -47,6 +46,7 @@ class StepOrder(NamedTuple):
     """Whether to skip, by order of the policy or of a GradScaler: a bool, or float32 0 or 1."""
     grad_scale: Any
     lr_scale: Any
+    """None if the policy cannot scale the rate at this step."""
     action: Any
     """Flags of `Action`, as an int."""
     group_scale: Any = None
@@ -57,7 +57,8 @@ class StepOrder(NamedTuple):
     def to_host(self) -> StepOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
         skip, scale, lr_scale, action, groups = read(self[:5])
-        return StepOrder(bool(skip > 0), float(scale), float(lr_scale), int(action), groups)
+        lr_scale = 1.0 if lr_scale is None else float(lr_scale)
+        return StepOrder(bool(skip > 0), float(scale), lr_scale, int(action), groups)
 
 
 def is_cut(action: int, skip: bool) -> bool:
@@ -69,6 +70,8 @@ class _StatefulEngine:
     """Base of both engines.
 
     Attributes:
+        engine: the policy's engine.
+        current: the engine that makes the steps, see `Engine.without_limit`.
         groups: number of parameters.
         state: the state, in scalars of NumPy or in tensors.
         decision: the last step's decision as enforced, in the engine's arrays, or None.
@@ -82,7 +85,12 @@ class _StatefulEngine:
     ) -> None:
         self.engine, self.groups = engine, groups
         self._xp, self._place = xp, place
-        self.state: EngineState = map_leaves(place, engine.init(groups=groups))
+        self._start(engine.init(groups=groups))
+
+    def _start(self, state: EngineState) -> None:
+        """Continues from a state in NumPy."""
+        self.current = self.engine.without_limit(state)
+        self.state: EngineState = map_leaves(self._place, state)
         self.decision: Decision | None = None
 
     def _to_numpy(self) -> EngineState:
@@ -134,7 +142,7 @@ class _StatefulEngine:
         saved = self.parse(data)
         if rollback:
             saved = self.engine.on_rollback(self._to_numpy(), saved, xp=np)
-        self.state, self.decision = map_leaves(self._place, saved), None
+        self._start(saved)
 
 
 class HostEngine(_StatefulEngine):
@@ -145,26 +153,24 @@ class HostEngine(_StatefulEngine):
     def __init__(self, engine: Engine, groups: int) -> None:
         super().__init__(engine, groups, xp=np, place=lambda leaf: leaf[()])  # 0-d: scalars
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        """Number of parameters, and whether each signal is absent -> the recorded step."""
+        """Engine, number of parameters and the signals' types -> the recorded step."""
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
     ) -> StepOrder:
-        """Judges one step.
+        """Judges one step from 0-d float32 tensors.
 
-        Args:
-            signals: 0-d float32 tensors.
-            found_inf: a GradScaler's flag, above 0 to skip the step, or None.
-            divisor: a GradScaler's scale that the gradients still contain, or None.
+        `found_inf` is a GradScaler's flag, above 0 to skip the step, and `divisor` its scale if the
+        gradients still contain the scale.
         """
         *values, overflow = read((*signals, found_inf))
         signals = Signals._make(values)
         ignored = (signals.externally_skipped or 0) > 0
         signals = signals._replace(externally_skipped=np.True_ if ignored else None)
-        key = self.groups, *(value is None for value in signals)
+        key = self.current, self.groups, *map(type, signals)
         with np.errstate(all="ignore"):  # the core discards invalid values afterwards
             if key not in self._programs:
-                self._programs[key] = record(self.engine.step, self.state, signals)
+                self._programs[key] = record(self.current.step, self.state, signals)
             self.state, decision = self._programs[key](self.state, signals)
         self.decision = decision
         groups = decision.group_scale
@@ -223,7 +229,7 @@ class DeviceEngine(_StatefulEngine):
         self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None
     ) -> tuple[StepOrder, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""
-        new, decision = self.engine.step(self.state, signals, xp=self._xp)
+        new, decision = self.current.step(self.state, signals, xp=self._xp)
         if torch.compiler.is_compiling():
             self._write(new)
         else:
@@ -237,7 +243,7 @@ class DeviceEngine(_StatefulEngine):
         return StepOrder(
             skip=skip.to(torch.float32),
             grad_scale=scale,
-            lr_scale=decision.lr_scale,
+            lr_scale=decision.lr_scale if self.current.scales_lr else None,
             action=decision.action,
             group_scale=decision.group_scale,
             grad_divisor=divisor,
@@ -256,12 +262,11 @@ class DeviceEngine(_StatefulEngine):
             old.copy_(leaf)
 
     def pending_record(self, name: str = "") -> PendingRecord:
-        """As in `HostEngine`. Starts a copy to the host: one tensor, see `step_record.unpack`."""
+        """As in `HostEngine`. Starts a copy to the host."""
         values = step_record.numbers(self.state)
         ints = torch.stack(values[: step_record.INTS])  # bool becomes int32
-        floats = torch.stack(values[step_record.INTS :])
-        copy = AsyncCopy(torch.cat([ints, floats.view(torch.int32)]))
-        return lambda: step_record.unpack(copy.read(), name)
+        copies = AsyncCopy(ints), AsyncCopy(torch.stack(values[step_record.INTS :]))
+        return lambda: step_record.to_host([n for c in copies for n in c.read().tolist()], name)
 
 
 def _compiled(step: Any) -> Any:
@@ -303,9 +308,10 @@ class Namespace:
     """
 
     float32, int32, bool = torch.float32, torch.int32, torch.bool
-    abs, clip, reciprocal = torch.abs, torch.clamp, torch.reciprocal
+    abs, clip, minimum, maximum = torch.abs, torch.clamp, torch.clamp_max, torch.clamp_min
     sum, cumsum = torch.sum, torch.cumsum
     astype, sqrt = staticmethod(Tensor.to), staticmethod(_sqrt)
+    divides_ints = True  # float32 / int32 is float32, unlike in NumPy
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -322,35 +328,17 @@ class Namespace:
 
     def _number(self, number: Any, like: Any) -> Any:
         """`number` as a 0-d tensor of the dtype of `like`, or unchanged where that is not safe."""
-        if (
-            not isinstance(like, Tensor)
-            or like.dtype not in _KINDS.get(type(number), ())
-            or torch.compiler.is_compiling()
-        ):
+        fits = isinstance(like, Tensor) and like.dtype in _KINDS.get(type(number), ())
+        return self._constant(number, like.dtype, like.device) if fits else number
+
+    def _constant(self, number: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        """A 0-d tensor; in a compiled step the number itself."""
+        if torch.compiler.is_compiling():
             return number
-        key = number, like.dtype, like.device
+        key = number, dtype, device
         if key not in self._numbers:
-            self._numbers[key] = torch.full((), number, dtype=like.dtype, device=like.device)
+            self._numbers[key] = torch.full((), number, dtype=dtype, device=device)
         return self._numbers[key]
-
-    @staticmethod
-    def isfinite(x: Tensor) -> Tensor:
-        """`torch.isfinite` for floats, with half of its operations."""
-        return torch.abs(x) < math.inf
-
-    @staticmethod
-    def minimum(x: Any, y: Any) -> Tensor:
-        """Elementwise minimum; one side may be a Python number."""
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            return torch.minimum(x, y)
-        return torch.clamp_max(x, y) if isinstance(x, Tensor) else torch.clamp_max(y, x)
-
-    @staticmethod
-    def maximum(x: Any, y: Any) -> Tensor:
-        """Elementwise maximum; one side may be a Python number."""
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            return torch.maximum(x, y)
-        return torch.clamp_min(x, y) if isinstance(x, Tensor) else torch.clamp_min(y, x)
 
     @staticmethod
     def without_small(x: Tensor, limit: float) -> Tensor:
@@ -361,6 +349,22 @@ class Namespace:
     def rounded_product(x: Any, y: Any) -> Tensor:
         """See `numerics`. Only a compiler fuses a product with an addition."""
         return torch.clamp_max(x * y, LARGEST) if torch.compiler.is_compiling() else x * y
+
+    def never(self, like: Tensor) -> Tensor:
+        """False in the shape of `like`."""
+        if like.ndim or torch.compiler.is_compiling():
+            return like != like
+        return self._constant(False, torch.bool, like.device)
+
+    def flag(self, condition: Tensor, flags: int) -> Tensor:
+        """See `verdict`. Of two tensors, a bool and an int32, the product is int32."""
+        bit = condition.to(torch.int32) if torch.compiler.is_compiling() else condition
+        return bit * self._constant(flags, torch.int32, condition.device)
+
+    def reciprocal(self, x: Tensor) -> Tensor:
+        """1 / x in float32."""
+        x = x.to(torch.float32) if torch.compiler.is_compiling() else x
+        return self._constant(1.0, torch.float32, x.device) / x
 
     def quotient(self, x: Tensor, y: Any) -> Tensor:
         """See `numerics`. torch divides exactly by a tensor, but not by a Python number."""

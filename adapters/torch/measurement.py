@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.core.signals import SignalError, Signals, check_scalar
 from healcore.torch import gradients
@@ -27,7 +26,7 @@ _LARGEST = torch.finfo(torch.float32).max
 class Measurer:
     """Collects the signals that the loop reports, and measures the gradients of one optimizer.
 
-    All signals are float32 on `home`, the device of the first parameter.
+    All signals are float32 on `home`, the device of the first parameter. `live`: its `LiveEngine`.
 
     Attributes:
         eval_loss: loss of an evaluation since the last step, or None.
@@ -39,9 +38,9 @@ class Measurer:
     """
 
     def __init__(
-        self, engine: Engine, optimizer: Optimizer, home: torch.device, scaler: GradScaler | None
+        self, live: Any, optimizer: Optimizer, home: torch.device, scaler: GradScaler | None
     ) -> None:
-        self.engine = engine
+        self._live, self.engine = live, live.engine
         self.home = home
         self._optimizer = optimizer
         self.losses = LossMean(home)
@@ -106,7 +105,7 @@ class Measurer:
             group_norms=each,
             eval_loss=self._at_home(evaluation) if "eval_loss" in needs else None,
             update_norm=self._at_home(self.update_norm) if "update_norm" in needs else None,
-            learning_rate=self._learning_rate() if self.engine.limits_lr else None,
+            learning_rate=self._learning_rate() if self._live.current.limits_lr else None,
         )
         self.clear()
         return signals

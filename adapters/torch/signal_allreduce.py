@@ -60,14 +60,9 @@ class SignalAllReduce:
     ) -> tuple[Signals, Tensor | None]:
         """The mean of each signal over the ranks that have it, and the global norm.
 
-        Every rank calls it at every step. A sync only if this rank lacks a loss or a norm, which
-        another rank may have.
-
-        Args:
-            signals: this rank's signals.
-            squares: see `Measurer.squares`.
-            found_inf: a GradScaler's flag, 0-d float32, or None.
-            last: this rank's decision of the last step.
+        Every rank calls it at every step, with its own signals, `Measurer.squares`, a GradScaler's
+        flag (0-d float32, or None) and its last decision. A sync only if this rank lacks a loss or
+        a norm, which another rank may have.
 
         Returns:
             The signals of all ranks, whose `grad_norm` is None if no rank has gradients, and the

@@ -144,7 +144,8 @@ def learn_noise(
     """
     value = xp.where(allowed, value, state.last)  # without a jump the noise stays
     count = xp.minimum(state.count + allowed, window)
-    weight = xp.reciprocal(numerics.as_float(count, xp=xp))
+    number = count if hasattr(xp, "divides_ints") else numerics.as_float(count, xp=xp)
+    weight = xp.reciprocal(number)
     jump = xp.abs(value - state.last)
     step = numerics.product(weight, xp.minimum(jump, max_jump) - state.noise, xp=xp)
     noise = state.noise + xp.where(jump > 0, step, 0.0)

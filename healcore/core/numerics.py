@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,8 @@ def quotient(a: Any, b: Any, *, xp: Any) -> Any:
     if hasattr(xp, "quotient"):
         return xp.quotient(a, b)
     if isinstance(b, int | float):
+        if math.frexp(b)[0] == 0.5:
+            return a * (1 / b)  # a power of two: exact
         b = a - a + b
     return a / xp.where(a == a, b, 1.0)
 
@@ -82,10 +85,14 @@ def complement(decay: Any, like: Any) -> Any:
     return (like - like + 1.0) - decay
 
 
-def bounded(x: Any, ok: Any, *, xp: Any) -> Any:
-    """Limits |x| to HUGE. Values below TINY, and those with `ok` false (may be NaN), become 0."""
-    x = xp.clip(xp.where(ok, x, 0.0), -HUGE, HUGE)
-    return _without_small(x, TINY, xp=xp)
+def split(x: Any, low: float, high: float, other: Any = 0.0, *, xp: Any) -> tuple[Any, Any]:
+    """`x` limited to HUGE, and whether `x` is bad: NaN or not from `low` to `high`.
+
+    Values below TINY become 0; `other` replaces bad values.
+    """
+    bad = xp.clip(x, low, high) != x
+    x = xp.clip(xp.where(bad, other, x), -HUGE, HUGE)
+    return _without_small(x, TINY, xp=xp), bad
 
 
 def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ _MAX_DEPTH = 20
 """Limit of nested parentheses in the program; Python's parser has a limit of 200."""
 _LOGICAL = {"&": "and", "|": "or"}
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_MAX = np.float32(np.finfo(np.float32).max)
 
 
 class NotRecordable(TypeError):
@@ -159,18 +159,6 @@ class Tape:
         """`numpy.clip`."""
         return self.maximum(self.minimum(x, high), low)
 
-    def reciprocal(self, x: Any) -> Any:
-        """`numpy.reciprocal` for float32."""
-        return self.add("{} / {}", _ONE, x)
-
-    def abs(self, x: Any) -> Any:
-        """`numpy.abs`."""
-        return self.add("abs({})", x)
-
-    def sqrt(self, x: Any) -> Any:
-        """`numpy.sqrt`, correctly rounded."""
-        return self.call(np.sqrt, x)
-
     def sum(self, x: Any, axis: int) -> Any:
         """`numpy.sum`."""
         return self.add(f"{{}}.sum({axis})", x)
@@ -188,12 +176,6 @@ class Tape:
             # Rounds once, because every int32 is a float of Python.
             return self.add("{} + float({})", _ZERO, x)
         return self.add("{}.astype({})", x, dtype)
-
-    def isfinite(self, x: Any) -> Any:
-        """`numpy.isfinite` for float32."""
-        if isinstance(_sample(x), np.ndarray):
-            return self.call(np.isfinite, x)
-        return self.add("abs({}) <= {}", x, _MAX)  # False for NaN
 
     def asarray(self, x: Any) -> Any:
         """`numpy.asarray`, for constants."""
@@ -244,6 +226,9 @@ class Tape:
                 return sample
             recorded = self._known[text, names] = self._new(text, names, sample)
         return recorded
+
+    abs, sqrt = partialmethod(add, "abs({})"), partialmethod(call, np.sqrt)
+    reciprocal = partialmethod(add, "{} / {}", _ONE)
 
     def program(self, patterns: list[str], result: Any) -> Callable[..., Any]:
         """Compiles the operations on which the result depends."""

@@ -11,6 +11,10 @@ import numpy as np
 
 from healcore.core import numerics
 from healcore.core.errors import HealcoreError
+from healcore.core.verdict import Telemetry
+
+# A norm is not negative, but subnormals count as 0, as in XLA.
+_LEAST_NORM = float(np.nextafter(np.float32(-numerics.TINY), np.float32(0)))
 
 
 class SignalError(HealcoreError, ValueError):
@@ -54,48 +58,39 @@ class Observed(NamedTuple):
     bad_loss: Any  # bool or None: the loss is NaN or infinite
     bad_grad: Any  # bool or None: a gradient norm is NaN, infinite, too large to clip, or negative
     bad_update: Any  # bool or None: the update norm is NaN, infinite or negative
+    bad: Any  # bool: a signal is bad
     finite: Any  # bool: all signals are finite, so baselines may learn this step
     has_eval: Any  # bool or None: this step has an evaluation
     restart: Any  # bool: a change is expected, so baselines restart their warm-up
     learning_rate: Any = None  # float32 or None: the schedule's rate; may be NaN or Inf
 
 
-def observe(signals: Signals, restart: Any, *, clips: bool, xp: Any) -> Observed:
+def observe(signals: Signals, restart: Any, last: Telemetry, *, clips: bool, xp: Any) -> Observed:
     """Separates finite values from others, once for all detectors.
 
-    Args:
-        signals: raw signals; `loss` or `grad_norm` must be present.
-        restart: bool array, see `Observed.restart`.
-        clips: whether the policy clips. No float32 factor clips a gradient above HUGE, so its norm
-            counts as not finite then.
-        xp: the array namespace.
+    `last` has the loss and norm that replace bad ones; 0 replaces a norm that the policy clips. No
+    float32 factor clips a gradient above HUGE, so such a norm is bad if the policy clips.
     """
     most = numerics.HUGE if clips else numerics.MAX
-    valid: list[Any] = []  # bool arrays: a signal is finite
-
-    def split(value: Any, is_valid: Any) -> tuple[Any, Any]:
-        """The bounded value, and whether the raw value is bad."""
-        valid.append(is_valid)
-        return numerics.bounded(value, is_valid, xp=xp), ~is_valid
-
     loss = grad_norm = group_norms = update_norm = eval_loss = None
     bad_loss = bad_grad = bad_update = has_eval = None
+    split = functools.partial(numerics.split, xp=xp)
     if signals.loss is not None:
-        loss, bad_loss = split(signals.loss, xp.isfinite(signals.loss))
+        loss, bad_loss = split(signals.loss, -numerics.MAX, numerics.MAX, last.loss)
     if signals.grad_norm is not None:
-        grad_norm, bad_grad = split(signals.grad_norm, _is_norm(signals.grad_norm, most))
+        other = 0.0 if clips else last.grad_norm
+        grad_norm, bad_grad = split(signals.grad_norm, _LEAST_NORM, most, other)
     if signals.group_norms is not None:
-        are_norms = _is_norm(signals.group_norms, most)
-        group_norms = numerics.bounded(signals.group_norms, are_norms, xp=xp)
-        any_bad = xp.sum(xp.astype(~are_norms, xp.int32), axis=-1) > 0
+        group_norms, bad = split(signals.group_norms, _LEAST_NORM, most)
+        any_bad = xp.sum(xp.astype(bad, xp.int32), axis=-1) > 0
         bad_grad = any_bad if bad_grad is None else bad_grad | any_bad
-        valid.append(~any_bad)
     if signals.update_norm is not None:
-        is_norm = _is_norm(signals.update_norm, numerics.MAX)
-        update_norm, bad_update = split(signals.update_norm, is_norm)
+        update_norm, bad_update = split(signals.update_norm, _LEAST_NORM, numerics.MAX)
     if signals.eval_loss is not None:
-        has_eval = xp.isfinite(signals.eval_loss)
-        eval_loss = numerics.bounded(signals.eval_loss, has_eval, xp=xp)
+        eval_loss, bad = split(signals.eval_loss, -numerics.MAX, numerics.MAX)
+        has_eval = ~bad
+    found = [each for each in (bad_loss, bad_grad, bad_update) if each is not None]
+    bad = numerics.shared(functools.reduce(operator.or_, found), xp=xp)
     return Observed(
         loss=loss,
         grad_norm=grad_norm,
@@ -105,16 +100,12 @@ def observe(signals: Signals, restart: Any, *, clips: bool, xp: Any) -> Observed
         bad_loss=bad_loss,
         bad_grad=bad_grad,
         bad_update=bad_update,
-        finite=functools.reduce(operator.and_, valid),
+        bad=bad,
+        finite=~bad,
         has_eval=has_eval,
         restart=restart,
         learning_rate=signals.learning_rate,
     )
-
-
-def _is_norm(norm: Any, most: float) -> Any:
-    """Whether a norm is at most `most` and not negative; subnormals count as 0, as in XLA."""
-    return (norm > -numerics.TINY) & (norm <= most)
 
 
 def check_scalar(name: str, value: Any) -> np.float32:

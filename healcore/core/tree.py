@@ -63,5 +63,7 @@ def leaves(tree: Any) -> list[Any]:
 
 def pick(condition: Any, old: Any, new: Any, *, xp: Any) -> Any:
     """Returns `where(condition, old, new)`; `new` may have more trailing axes than `condition`."""
+    if old is new:
+        return new
     trailing = (None,) * (new.ndim - condition.ndim)
     return xp.where(condition[(..., *trailing)] if trailing else condition, old, new)

@@ -53,6 +53,8 @@ def flag(condition: Any, flags: int, *, xp: Any) -> Any:
 
     Not `where(condition, flags, 0)`: each backend chooses another dtype for two Python numbers.
     """
+    if hasattr(xp, "flag"):
+        return xp.flag(condition, int(flags))
     bit = xp.astype(condition, xp.int32)
     return bit if flags == 1 else bit * int(flags)
 

@@ -35,14 +35,11 @@ class NonFiniteConfig(NamedTuple):
         self, state: NonFiniteState, seen: Observed, *, xp: Any
     ) -> tuple[NonFiniteState, Reading]:
         """Reads the flags of `seen`. A bad update counts as a bad gradient."""
-        found = (
-            (seen.bad_loss, Cause.NONFINITE_LOSS),
-            (seen.bad_grad, Cause.NONFINITE_GRAD),
-            (seen.bad_update, Cause.NONFINITE_GRAD),
-        )
-        flags = [flag(bad, cause, xp=xp) for bad, cause in found if bad is not None]
-        alarm = ~seen.finite
-        return state, Reading(alarm, alarm, cause=functools.reduce(operator.or_, flags))
+        grads = (each for each in (seen.bad_grad, seen.bad_update) if each is not None)
+        flags = [flag(each, Cause.NONFINITE_GRAD, xp=xp) for each in grads]
+        if seen.bad_loss is not None:  # beside other flags a bool is the flag 1
+            flags.append(seen.bad_loss if flags else flag(seen.bad_loss, 1, xp=xp))
+        return state, Reading(seen.bad, seen.bad, cause=functools.reduce(operator.or_, flags))
 
 
 class VanishingState(NamedTuple):

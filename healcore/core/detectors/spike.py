@@ -97,9 +97,8 @@ def _judge(
     """Judges `value` (float32, finite where `learn` holds), then learns it."""
     values, first = baseline.begin_noise(state.values, value, restart, xp=xp)
     judged = numerics.and_not(learn, values.count < config.window)
-    level = xp.where(first, value, state.level)
     threshold = xp.where(first, config.z_threshold, state.threshold)
-    votes = xp.where(first, 0.0, state.votes)
+    level, votes = state.level, state.votes
 
     unit = baseline.noise_unit(values, level, config.min_noise, xp=xp)
     known = unit > 0
@@ -115,7 +114,7 @@ def _judge(
     votes = xp.where(learn, new_votes, votes)
     sustained = votes > config.evidence
     lasting = xp.where(sustained, state.lasting + learn, 0)
-    escaped = lasting >= ESCAPE_WINDOWS * config.window
+    restarts = (lasting >= ESCAPE_WINDOWS * config.window) | first
 
     rise = numerics.product(weight, xp.minimum(gap, max_gap), xp=xp)
     higher_of_two = xp.maximum(value, values.last)
@@ -126,9 +125,9 @@ def _judge(
     learnt = xp.maximum(learnt, MIN_THRESHOLD_SHARE * config.z_threshold)
     new = SpikeState(
         new_values,
-        numerics.settle(xp.where(escaped, value, level), xp=xp),
+        numerics.settle(xp.where(restarts, value, level), xp=xp),
         xp.where(numerics.and_not(judged, sustained), learnt, threshold),
-        numerics.settle(xp.where(escaped, 0.0, votes), xp=xp),
-        xp.where(escaped, 0, lasting),
+        numerics.settle(xp.where(restarts, 0.0, votes), xp=xp),
+        xp.where(restarts, 0, lasting),
     )
     return new, Reading(vote >= 1, sustained & (vote > 0), z=z)

@@ -209,6 +209,20 @@ class Engine:
         recoveries = xp.where(ordered, state.budget.recoveries - 1, state.budget.recoveries)
         return state._replace(budget=state.budget._replace(recoveries=recoveries))
 
+    def without_limit(self, state: EngineState) -> Engine:
+        """The engine for the steps from `state` on, until the host changes the state.
+
+        Before the host limits the learning rate, after a rollback, no decision of a policy without
+        cuts depends on the schedule's rate, and the returned engine does not read the rate.
+        """
+        refunds = np.any(state.budget.lr_cuts < self.config.budget.lr_cuts)
+        has_limit = self.cuts_lr or refunds or np.any(state.lr.broken > 0)
+        return self if has_limit else self._without_limit
+
+    @cached_property
+    def _without_limit(self) -> Engine:
+        return Engine(self.config._replace(lr=self.config.lr._replace(ceiling=0.0)))
+
     def limit_lr(self, state: EngineState, limit: Any, rate: Any, *, xp: Any) -> EngineState:
         """Sets a limit on the learning rate for the host; no effect if no cuts are left.
 

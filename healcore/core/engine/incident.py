@@ -33,7 +33,7 @@ class IncidentState(NamedTuple):
     skipped: Flag  # an incident is open that has only skipped non-finite steps
     number: Int  # incidents so far, including the open one
     onset: Int  # step of its first alarm
-    quiet: Int  # steps since its last alarm
+    quiet: Int  # steps since its last alarm, less `quiet_steps` if a policy only skips
     recovered: Int  # alarms since its last rollback order; -1 = no order
     cut: Int  # alarms since its last cut; -1 = no cut
     last_onset: Int  # onset of the last incident with a rollback order; -1 = no order
@@ -51,7 +51,7 @@ class BudgetState(NamedTuple):
 class Orders(NamedTuple):
     """Orders of one step within the budget. An order that no rule can give is None."""
 
-    healthy: Any  # bool: no alarm, and no incident is open in which the model may get worse
+    healthy: Any = None  # bool: no alarm, and no incident is open in which the model may get worse
     refund: Any = None  # bool: refund one rollback and one cut
     cut: Any = None  # bool: cut the learning rate
     depth: Any = None  # int32: known-good checkpoint to restore, 1 = newest; 0 without a rollback
@@ -101,27 +101,19 @@ def update(
 ) -> tuple[IncidentState, BudgetState, Orders]:
     """Updates incidents and budget by one step, and grants the orders of the rules.
 
-    Args:
-        config: the policy.
-        state: incidents before this step.
-        budget: the budget before this step.
-        step: int32: index of this step.
-        cause: int32: `Cause` flags of this step.
-        skip: bool: the step is skipped.
-        wants_recovery: bool: a rule with ROLLBACK fired.
-        wants_cut: bool: a rule with CUT_LR fired; None if no rule cuts the rate.
-        xp: the array namespace.
+    `wants_recovery`, `wants_cut`: whether a rule with ROLLBACK or CUT_LR fired; `wants_cut` is None
+    if no rule cuts the rate.
     """
     if _only_skips(config):
         opened = numerics.and_not(skip, state.skipped)
-        quiet = (state.quiet + 1) * numerics.and_not(state.skipped, skip)
+        quiet = xp.where(skip, -config.incident.quiet_steps, state.quiet + state.skipped)
         new = state._replace(
-            skipped=(state.skipped | skip) & (quiet < config.incident.quiet_steps),
+            skipped=quiet < 0,
             number=state.number + opened,
             onset=xp.where(opened, step, state.onset),
             quiet=quiet,
         )
-        return (new, *_refund_limits(config, budget, ~skip, None, xp=xp))
+        return (new, *_refund_limits(config, budget, skip, None, xp=xp))
     incident_cause = cause & causes(config)
     alarm = incident_cause != 0
     # A step is harmless if it is skipped only because it is not finite. If such steps order a
@@ -147,7 +139,6 @@ def update(
     quiet = xp.where(alarm, state.quiet * (harmless & state.open), quiet)
     lasts = quiet < config.incident.quiet_steps
     is_open = numerics.shared((state.open | begun) & lasts, xp=xp)
-    healthy = numerics.shared(~(is_open | alarm), xp=xp)
     new = state._replace(
         open=is_open,
         skipped=((known_skips & ~begun) | skip_begun) & lasts,
@@ -156,7 +147,8 @@ def update(
         quiet=quiet,
     )
     if not _may_recover(config):
-        return (new, *_refund_limits(config, budget, healthy, is_open, xp=xp))
+        return (new, *_refund_limits(config, budget, is_open | alarm, is_open, xp=xp))
+    healthy = numerics.shared(~(is_open | alarm), xp=xp)
 
     patience = config.incident.patience
     recovered = xp.where(opened, -1, state.recovered)
@@ -209,18 +201,18 @@ def update(
 
 
 def _refund_limits(
-    config: EngineConfig, budget: BudgetState, healthy: Any, in_incident: Any, *, xp: Any
+    config: EngineConfig, budget: BudgetState, unhealthy: Any, in_incident: Any, *, xp: Any
 ) -> tuple[BudgetState, Orders]:
     """The budget of a policy without recovery: long health gives back limits of the rate."""
     if not lr.may_limit(config.lr):
-        return budget, Orders(healthy)
-    count = budget.healthy + healthy
+        return budget, Orders()
+    count = budget.healthy + ~unhealthy
     if in_incident is not None:
         count = count * ~in_incident
-    refund = numerics.shared(count >= config.budget.refund_after, xp=xp)
+    refund = count >= config.budget.refund_after
     lr_cuts = xp.minimum(budget.lr_cuts + refund, config.budget.lr_cuts)
     refunded = budget._replace(lr_cuts=lr_cuts, healthy=xp.where(refund, 0, count))
-    return refunded, Orders(healthy, refund)
+    return refunded, Orders(refund=refund)
 
 
 def _count_alarm(since: Any, alarm: Any) -> Any:

@@ -39,18 +39,18 @@ def judge(
         change_expected = change_expected | signals.change_expected
     grace = numerics.sub_one(state.grace, xp=xp)  # steps left of the window, with this step
     grace = xp.where(change_expected, config.grace_steps, grace)
-    seen = observe(signals, change_expected, clips=config.clip is not None, xp=xp)
+    clips = config.clip is not None
+    seen = observe(signals, change_expected, state.last, clips=clips, xp=xp)
 
     detectors, readings = _run_detectors(config, state.detectors, seen, grace <= 0, xp=xp)
-    alarmed, sustained = _cause_flags(config, readings, seen, xp=xp)
-    alarmed, sustained = numerics.shared(alarmed, xp=xp), numerics.shared(sustained, xp=xp)
-    cause = alarmed | sustained
-    rule_states, fired = _run_rules(config, state, alarmed, sustained, xp=xp)
+    cause = numerics.shared(_cause_flags(config, readings, seen, xp=xp), xp=xp)
+    never = xp.never(cause) if hasattr(xp, "never") else cause != cause  # False in its shape
+    rule_states, fired = _run_rules(config, state, readings, never, xp=xp)
 
-    never = cause != cause  # false, with the batch's shape
     wished = _any([f.fired for rule, f in fired if rule.skip], never)
     skips, skip = _limit_skips(config, state.skips, wished, seen, xp=xp)
-    skip = numerics.shared(skip, xp=xp)
+    if skip is not seen.bad:
+        skip = numerics.shared(skip, xp=xp)
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
     incidents, budget, orders = incident.update(
@@ -74,18 +74,19 @@ def judge(
         seen.learning_rate,
         xp=xp,
     )
-    actions = [flag(f.fresh, rule.action & ONCE, xp=xp) for rule, f in fired if rule.action & ONCE]
-    if orders.action is not None:
-        actions.append(orders.action)
+    actions = [] if orders.action is None else [orders.action]
+    for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
+        fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
+        actions += [flag(_any(fresh, never), once, xp=xp)] if once else []
     one = state.last.decision.grad_scale  # always, if the policy does not clip
-    if config.clip is not None:
+    if clips:
         one = one - one + 1.0
     grad_scale, group_scale, clipped = _scales(clip, skip, one, xp=xp)
     ordered = Decision(
         grad_scale=grad_scale,
         skip=skip,
         lr_scale=lr_state.scale,
-        action=_any(actions, cause & 0),
+        action=_any(actions, None) if actions else cause & 0,
         cause=cause,
         # 0 if no rule rolls back
         rollback_depth=state.last.decision.rollback_depth if orders.depth is None else orders.depth,
@@ -110,7 +111,7 @@ def judge(
         budget=budget,
         lr=lr_state,
         tally=tally,
-        last=_telemetry(state.last, ordered, seen, clip, readings, xp=xp),
+        last=_telemetry(state.last, ordered, seen, clip, readings, clips=clips, xp=xp),
     ), ordered
 
 
@@ -134,33 +135,45 @@ def _run_detectors(
 
 def _cause_flags(
     config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: Any
-) -> tuple[Any, Any]:
-    """`Cause` flags (int32) of this step's alarms, and of its sustained alarms."""
-    alarmed, sustained = [], []
+) -> Any:
+    """`Cause` flags (int32) of this step's alarms, sustained ones too."""
+    causes = []
     for name, detector in config.detectors:
-        if name not in readings:
-            continue
-        reading = readings[name]
-        own = reading.cause
-        alarmed.append(flag(reading.alarm, detector.CAUSE, xp=xp) if own is None else own)
-        same = reading.sustained is reading.alarm
-        sustained.append(alarmed[-1] if same else flag(reading.sustained, detector.CAUSE, xp=xp))
-    if not alarmed:  # no detector has its signals
-        alarmed = sustained = [xp.astype(seen.finite & False, xp.int32)]
-    return functools.reduce(operator.or_, alarmed), functools.reduce(operator.or_, sustained)
+        if name in readings:
+            alarm, sustained, own, _ = readings[name]
+            alarm = alarm if sustained is alarm else alarm | sustained
+            causes.append(flag(alarm, detector.CAUSE, xp=xp) if own is None else own)
+    if not causes:  # no detector has its signals
+        return xp.astype(seen.finite & False, xp.int32)
+    return functools.reduce(operator.or_, causes)
+
+
+def _hits(config: EngineConfig, rule: RuleConfig, readings: Mapping[str, Reading]) -> list[Any]:
+    """Whether each detector of the rule's causes has found one."""
+    found = []
+    for name, detector in config.detectors:
+        if name in readings and rule.causes & detector.CAUSE:
+            reading = readings[name]
+            hit = reading.sustained if rule.sustained else reading.alarm
+            if reading.cause is not None and detector.CAUSE & ~rule.causes:
+                hit = (reading.cause & rule.causes) != 0  # some of its causes
+            found.append(hit)
+    return found
 
 
 def _run_rules(
-    config: EngineConfig, state: EngineState, alarmed: Any, sustained: Any, *, xp: Any
+    config: EngineConfig, old: EngineState, readings: Mapping[str, Reading], never: Any, *, xp: Any
 ) -> tuple[tuple[RuleState, ...], list[tuple[RuleConfig, Firing]]]:
     """Counts the hits of each rule. Returns the new states, and each rule with its `Firing`."""
     new, fired, hits = [], [], {}
-    for rule, old in zip(config.rules, state.rules, strict=True):
+    for rule, state in zip(config.rules, old.rules, strict=True):
         key = rule.sustained, rule.causes
         if key not in hits:
-            hits[key] = ((sustained if rule.sustained else alarmed) & rule.causes) != 0
+            found = _hits(config, rule, readings)
+            hit = _any(found, never)
+            hits[key] = numerics.shared(hit, xp=xp) if found[1:] else hit
         quiet = config.incident.quiet_steps
-        counted, firing = update_rule(rule, old, hits[key], state.step, quiet, xp=xp)
+        counted, firing = update_rule(rule, state, hits[key], old.step, quiet, xp=xp)
         new.append(counted)
         fired.append((rule, firing))
     return tuple(new), fired
@@ -204,7 +217,7 @@ def _limit_skips(
         allowed = streak < config.max_skips
         granted = wished & (~seen.finite | allowed)
         streak = xp.where(seen.finite, (streak + (order & allowed)) * order, streak)
-    if seen.bad_grad is not None:
+    if seen.bad_grad is not None and granted is not seen.bad:
         granted = granted | seen.bad_grad  # under every policy
     return streak, granted
 
@@ -238,14 +251,15 @@ def _telemetry(
     clip: Clip | None,
     readings: Mapping[str, Reading],
     *,
+    clips: bool,
     xp: Any,
 ) -> Telemetry:
     """Numbers for loggers; a non-finite value leaves the last finite one in place."""
     loss, norm, threshold, z, z_loss = last[1:]
     if seen.loss is not None:
-        loss = xp.where(seen.bad_loss, loss, seen.loss)
+        loss = seen.loss  # the last finite one, if this one is not finite
     if seen.grad_norm is not None:
-        norm = xp.where(seen.bad_grad, norm, seen.grad_norm)
+        norm = xp.where(seen.bad_grad, norm, seen.grad_norm) if clips else seen.grad_norm
     if clip is not None and ordered.group_scale is None:
         threshold, z = clip.threshold, numerics.settle(clip.z, xp=xp)
     if "loss_spike" in readings:

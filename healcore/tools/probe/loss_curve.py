@@ -180,8 +180,8 @@ def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     state, rows, update = map_leaves(_scalar, config.init()), [], None
     true, false = np.bool_(True), np.bool_(False)
     with np.errstate(all="ignore"):  # as in the engine
-        for loss in numerics.bounded(values.astype(np.float32), True, xp=np):
-            observed = Observed(loss, None, None, None, None, false, None, None, true, None, false)
+        for loss in numerics.split(values.astype(np.float32), -np.inf, np.inf, xp=np)[0]:
+            observed = Observed(loss, *[None] * 4, false, None, None, false, true, None, false)
             update = update or record(config.update, state, observed)
             state, reading = update(state, observed)
             # `lasting` keeps an event open over single steps that return to the level.
