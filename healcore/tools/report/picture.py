@@ -21,7 +21,7 @@ _DARK |= {"#e6e9ee": "#353c44", "#0072b2": "#5cb8f0", "#007a5a": "#43c59e"}
 _DARK |= {"#6a4fb3": "#b7a3f5", "#d98200": "#ffb547", "#a3210f": "#ff8a75"}
 """Colour -> the same colour on a dark page; safe for colour-blind readers."""
 _PAGE, _TEXT, _QUIET, _GRID, _LOSS, _NORM, _RATE, _UNDONE, _BAD = _DARK
-STYLE = {"svg.fonttype": "none", "text.parse_math": False, "axes.facecolor": "none"}
+STYLE: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "axes.facecolor": "none"}
 STYLE |= {"figure.facecolor": _PAGE, "font.size": 9.0, "text.color": _TEXT}
 STYLE |= dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _QUIET)
 """Settings of matplotlib for `to_svg`."""
