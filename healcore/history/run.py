@@ -87,6 +87,7 @@ class RunAttempt(NamedTuple):
     origin: str
     """What began the attempt: "start", "process", "resume", "rollback", or the file of its rows."""
     left: float | None = None  # steps done when the attempt before ended, or None if unknown
+    skipped: int = 0  # batches that the rollback has skipped
 
 
 @dataclass(eq=False, repr=False)
@@ -209,8 +210,8 @@ class Run:
         if event.last_good is not None:
             self._good.add(event.last_good)
 
-    def _begin_attempt(self, first: float, origin: str, left: float | None) -> None:
-        self.attempts.append(RunAttempt(len(self.attempts), first, origin, left))
+    def _begin_attempt(self, first: float, origin: str, left: float | None, skips: int = 0) -> None:
+        self.attempts.append(RunAttempt(len(self.attempts), first, origin, left, skips))
 
     def _undo(self, step: float) -> None:
         """Marks skips and incidents from `step` on as undone."""
@@ -240,7 +241,7 @@ class Run:
         last.skipped_batches = batch_ids(event) or last.skipped_batches
         last.add_cut(event)
         self._undo(float(target))
-        self._begin_attempt(float(target), "rollback", step)
+        self._begin_attempt(float(target), "rollback", step, len(batch_ids(event)))
 
     def _on_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)

@@ -42,7 +42,7 @@ def test_an_incident_with_its_rollback():
     assert case.lr_path == (1.0, 0.5)
     assert case.evidence[0].name == "w"
     assert [each.kind for each in case.responses] == ["rollback"]
-    assert [each[1:] for each in run.attempts] == [(0.0, "start", None), (2.0, "rollback", 6.0)]
+    assert [e[1:] for e in run.attempts] == [(0, "start", None, 0), (2, "rollback", 6, 2)]
     assert (run.step, len(run.rollbacks), run.skips) == (3, 1, 2)
 
 

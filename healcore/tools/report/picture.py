@@ -25,7 +25,7 @@ STYLE: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "axes
 STYLE |= {"figure.facecolor": _PAGE, "font.size": 9.0, "text.color": _TEXT}
 STYLE |= dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _QUIET)
 """Settings of matplotlib for `to_svg`."""
-_LEFT, _CHARACTER = 0.9, 0.075  # inches left of the axes, and of a character
+_LEFT, _CHARACTER = 1.0, 0.07  # inches left of the axes, and of a character
 _EXPLOSION = 30.0
 """Ratio of values from which an axis is logarithmic, and from which an undone curve leaves it."""
 _MAX_MARKS = 300
@@ -126,9 +126,8 @@ def _timeline(report: RunReport) -> dict[str, list[_Mark]]:
     found += [_Mark(e.onset_step, e.end, flag_names(e.cause), _BAD) for e in incidents if e.cause]
     alarms, skips, rollbacks = list[_Mark](), list[_Mark](), list[_Mark]()
     for mark in sorted(found, key=lambda mark: mark.first):
-        before = alarms[-1] if alarms else mark
-        if alarms and before.text == mark.text and mark.first - before.last <= near:
-            alarms[-1] = before._replace(last=max(before.last, mark.last))
+        if alarms and alarms[-1].text == mark.text and mark.first - alarms[-1].last <= near:
+            alarms[-1] = alarms[-1]._replace(last=max(alarms[-1].last, mark.last))
         else:
             alarms.append(mark)
     for each in incidents:
@@ -141,12 +140,12 @@ def _timeline(report: RunReport) -> dict[str, list[_Mark]]:
     for each in report.attempts:
         if each.left is not None:
             kind, colour = ("", _RATE) if each.origin == "rollback" else (" restart", _QUIET)
+            kind = f", skips {counted(each.skipped, 'batch', 'batches')}" if each.skipped else kind
             text = f"{each.left:.0f} → {each.first_step:.0f}{kind}"
             rollbacks.append(_Mark(each.left, each.left, text, colour, each.first_step))
     compared = [
-        _Mark(each.step or 0, each.step or 0, _VERDICTS.get(verdict, verdict), _LOSS)
-        for each in report.assessments
-        if (verdict := each.verdict)
+        _Mark(e.step or 0, e.step or 0, _VERDICTS.get(str(e.verdict), str(e.verdict)), _LOSS)
+        for e in report.assessments
     ]
     end = report.curves.step[-1:].tolist() if report.stop is None else [report.stop]
     ends = [_Mark(step, step, report.ending(), _TEXT) for step in end if report.ending()]
@@ -217,7 +216,7 @@ def _panels(report: RunReport) -> list[tuple[str, np.ndarray, str, float, dict[s
 def _draw_curve(axis: Any, curves: Curves, values: np.ndarray, colour: str) -> None:
     """Draws a curve. An explosion that was undone has another colour and leaves the panel."""
     undone, finite = curves.undone(), np.isfinite(values)
-    _plot(axis, curves, values, undone, color=_UNDONE, label="undone by a rollback or restart")
+    _plot(axis, curves, values, undone, color=_UNDONE, label="undone steps")
     _plot(axis, curves, values, ~undone, color=colour)
     axis.grid(axis="y", color=_GRID, lw=0.7)
     shown, kept = values[finite], values[finite & ~undone]
