@@ -70,12 +70,10 @@ def svg(title: str, width: int, height: int, parts: Iterator[str]) -> str:
 
 def step() -> Iterator[str]:
     """What happens in a step, and between two steps."""
-    left, right = 32, 452
-    for x, words in (
-        (left, "in each step, on the device"),
-        (right, "between two steps, on the host"),
-    ):
-        yield rect(x - 16, 16, 400, 380, "panel") + text(x, 42, words, "title")
+    left = right = 32  # one panel above the other, so that a phone shows readable text
+    yield rect(16, 16, 400, 364, "panel") + text(left, 42, "in each step, on the device", "title")
+    yield rect(16, 412, 400, 372, "panel")
+    yield text(134, 438, "between two steps, on the host", "title")
     rows = [60, 144, 228, 312]
 
     asks = [["loss, gradient norm"], ["NaN or Inf?"], ["norm far above", "its recent level?"]]
@@ -89,9 +87,11 @@ def step() -> Iterator[str]:
         yield box(left + 200, y, lines, "act", 152)
     for y in rows[1:3]:
         yield text(left + 93, y + 70, "no", "small")
-    yield f'<path class="line" d="M{left + 352} {rows[1] + 24} H426"/>'
+    yield arrow((left + 352, rows[1] + 24), (400, rows[1] + 24), (400, 396), (left + 93, 396))
     yield arrow((left + 276, rows[2] + 48), (left + 276, rows[3] + 24), (left + 170, rows[3] + 24))
 
+    yield arrow((left + 85, rows[3] + 48), (left + 85, 464))
+    rows = [464, 548, 632, 716]
     asks = [["read losses, alarms", "and orders"], ["alarm, high loss, or", "every 100 steps?"]]
     asks += [["evidence that the", "model is worse?"], ["checkpoint due?"]]
     for y, lines in zip(rows, asks, strict=True):
@@ -108,17 +108,16 @@ def step() -> Iterator[str]:
         (right + 276, rows[1] + 48), (right + 276, rows[1] + 66), (right + 140, rows[1] + 66),
         (right + 140, rows[2]),
     )  # fmt: skip
-    yield arrow((left + 85, rows[3] + 48), (left + 85, 384), (426, 384), (426, 84), (right, 84))
 
 
 def rollback() -> Iterator[str]:
     """A rollback under `default`, with an interval of 100 steps between checkpoints."""
 
     def at(index: float) -> float:
-        return 60 + index * 1.45
+        return 40 + index * 0.98
 
-    yield text(24, 34, "loss", "title") + text(812, 262, "step", "small", "end")
-    yield arrow((60, 244), (812, 244))
+    yield text(16, 34, "loss", "title") + text(552, 268, "step", "small", "end")
+    yield arrow((40, 244), (552, 244))
     falling = [(0, 62), (40, 100), (100, 134), (200, 166), (310, 186)]
     rising = [(310, 186), (335, 150), (370, 118), (420, 84)]
     after = [(200, 166), (250, 181), (310, 196), (400, 209), (480, 215)]
@@ -139,27 +138,27 @@ def rollback() -> Iterator[str]:
     yield text(at(420) + 8, 66, "no recovery", "small") + text(at(420) + 8, 83, "in time", "small")
     yield text(at(378), 224, "time to recover", "small", "middle")
     yield arrow((at(312), 230), (at(419), 230))
-    yield text(at(480) - 34, 205, "repeated steps", "small", "middle")
+    yield text(at(480), 232, "repeated steps", "small", "middle")
     yield text(at(200), 288, "a", "title", "middle")
     yield text(at(350), 288, "abandoned", "small", "middle")
 
-    yield text(at(372) - 12, 112, "worse", "small", "end")
-    yield text(24, 326, "then the first that applies:", "title")
+    yield text(at(345) + 8, 158, "worse", "small")
+    yield text(16, 326, "then the first that applies:", "title")
     cases = [
-        (["unusual batches:", "skip them"], 24),
-        (["raised learning rate:", "limit the rate"], 222),
-        (["new trouble:", "repeat unchanged"], 420),
-        (["trouble again:", "change rate or data"], 618),
+        (["unusual batches:", "skip them"], 16, 340),
+        (["raised learning rate:", "limit the rate"], 288, 340),
+        (["new trouble:", "repeat unchanged"], 16, 400),
+        (["trouble again:", "change rate or data"], 288, 400),
     ]
-    for lines, x in cases:
-        yield box(x, 340, lines, "act", 186)
+    for lines, x, y in cases:
+        yield box(x, y, lines, "act", 256)
 
 
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
     return {
-        "step.svg": svg("A step and the work between two steps", 852, 412, step()),
-        "rollback.svg": svg("A rollback to better weights", 828, 404, rollback()),
+        "step.svg": svg("A step and the work between two steps", 432, 800, step()),
+        "rollback.svg": svg("A rollback to better weights", 560, 464, rollback()),
     }
 
 

@@ -1,6 +1,6 @@
 """Draws the pictures of docs/tutorial.md: the losses of the tutorial with each protection.
 
-python examples/tutorial_curves.py torch|jax PICTURE.png
+python examples/tutorial_curves.py torch|jax PICTURE.svg
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import math
 import os
 import tempfile
 
+import matplotlib
 from matplotlib.figure import Figure
 
+from healcore.tools.report.picture import STYLE, to_svg
+
 TITLES = {
-    "none": "no protection: NaN from step 120 on",
-    "attach": "attach: the step with NaN is skipped, the damage of the learning rate stays",
-    "protect": "protect: the step with NaN is skipped, the damage of the learning rate stays",
-    "healer": "Healer: rolls back and repeats the steps with the earlier learning rate",
+    "none": "No protection: NaN from step 120 on",
+    "attach": "attach: NaN skipped, the damage at 350 stays",
+    "protect": "protect: NaN skipped, the damage at 350 stays",
+    "healer": "Healer: rolls back, repeats at the earlier rate",
 }
+LOSS, UNDONE, ARC, QUIET, BAD = "#0072b2", "#d98200", "#6a4fb3", "#5b6570", "#a3210f"
 
 
 def attempts(losses):
@@ -33,36 +37,47 @@ def attempts(losses):
 
 def draw(framework, path):
     example = importlib.import_module(f"tutorial_{framework}")
-    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    healthy = example.main("none", faults=False)
+    figure = Figure(figsize=(5.2, 6.2), layout="constrained")
     panels = figure.subplots(3, sharex=True, sharey=True)
     for axes, protection in zip(panels, example.TRAIN, strict=True):
         *undone, last = attempts(example.main(protection))
-        axes.axvspan(350, 400, color="0.9", label="learning rate 100 times too high")
-        axes.axvline(120, color="0.6", linestyle=":", label="batch with NaN")
+        axes.plot(*zip(*healthy, strict=True), color=QUIET, lw=0.8, label="without faults")
+        axes.plot(*zip(*last, strict=True), color=LOSS, lw=1.2)
         for attempt in undone:
-            back, (end, loss) = last[0][0], attempt[-1]
+            back, end = last[0][0], attempt[-1][0]
             kept = [point for point in attempt if point[0] <= back]
-            axes.plot(*zip(*kept, strict=True), color="#0072b2", linewidth=1)
+            axes.plot(*zip(*kept, strict=True), color=LOSS, lw=1.2)
             gone = [point for point in attempt if point[0] >= back]
-            axes.plot(*zip(*gone, strict=True), color="#e69f00", linewidth=1, label="undone")
-            axes.plot([end, back], [loss, last[0][1]], "k:", linewidth=1.5, label="rollback")
-        axes.plot(*zip(*last, strict=True), color="#0072b2", linewidth=1)
+            axes.plot(*zip(*gone, strict=True), color=UNDONE, lw=1.2, label="undone")
+            bend = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.3", "color": ARC}
+            axes.annotate("", (back, 150), (end, 150), arrowprops=bend)
+            axes.text(end + 8, 150, "rollback", color=ARC)
         finite = [(step, loss) for step, loss in last if math.isfinite(loss)]
         if len(finite) < len(last) / 2:
-            axes.plot(*finite[-1], "x", color="#d55e00", label="last finite loss")
-        axes.set_title(TITLES[protection], loc="left", fontsize=10)
-        axes.set_yscale("log")
-        axes.set_ylabel("loss")
-        axes.legend(loc="upper left", fontsize=7.5)
-    panels[-1].set_xlabel("step")
-    figure.savefig(path, dpi=90)
+            axes.plot(*finite[-1], "x", color=BAD, label="last finite loss")
+        for begin, end in ((120, 120), (350, 400)):
+            axes.axvspan(begin, end, color=BAD, alpha=0.15, lw=0.8)
+        axes.set_title(TITLES[protection], loc="left")
+        axes.set(yscale="log", ylabel="training loss", ylim=(0.02, 1000))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].text(126, 100, "batch with NaN", color=QUIET)
+    panels[0].text(406, 100, "steps 350 to 399:\nrate 100 times too high", color=QUIET)
+    panels[-1].set_xlabel("optimizer step")
+    legend = {}
+    for axes in panels:
+        legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(legend.values(), legend.keys(), loc="outside upper left", ncols=3, frameon=False)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(to_svg(figure))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Draws the losses of the tutorial.")
     parser.add_argument("framework", choices=["torch", "jax"])
-    parser.add_argument("picture", type=os.path.abspath, metavar="PICTURE.png")
+    parser.add_argument("picture", type=os.path.abspath, metavar="PICTURE.svg")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, matplotlib.rc_context(STYLE):
         os.chdir(folder)  # for the checkpoints
         draw(options.framework, options.picture)

@@ -57,6 +57,7 @@ class StepRecord(NamedTuple):
     threshold: Any
     z: Any
     z_loss: Any
+    lr: Any = 0.0  # the program's learning rate at the step; 0 or 1 if unknown
     engine: str = ""  # name of the optimizer in the run's state; each optimizer has its own engine
     evidence: tuple[Evidence, ...] = ()  # worst first, at most 10; only for steps with a cause
     # (loss, gradient norm) of this rank alone; only for steps with a cause on several ranks
@@ -90,7 +91,7 @@ class StepRecord(NamedTuple):
         )
 
 
-FIELDS = StepRecord._fields[:15]
+FIELDS = StepRecord._fields[:16]
 """The numbers of a record, in packing order."""
 INTS = 8
 """The first numbers of `FIELDS` are int32 or bool, the rest float32."""
@@ -102,7 +103,7 @@ def numbers(state: Any) -> tuple[Any, ...]:
     return (
         *(state.step, incident.onset, incident.number, incident.open),
         *(made.action, made.cause, made.rollback_depth, made.skip, made.grad_scale, made.lr_scale),
-        *readings,
+        *(*readings, state.lr.rate),
     )
 
 

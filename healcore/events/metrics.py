@@ -105,6 +105,7 @@ class Metrics:
         fields = {"engine": record.engine} if several else {}
         fields |= self._signals(record)
         numbers = {name: getattr(record, name) for name in (*_NUMBERS, *COMPARED)}
+        numbers["lr"] = None if record.lr in (0.0, 1.0) else record.lr
         fields |= {n: to_json(float(v)) for n, v in numbers.items() if v is not None}
         flags = {"cause": names(record.cause), "action": names(record.action)}
         return fields | {"skip": record.skip, **flags}

@@ -15,7 +15,7 @@ from healcore.events.log import parse_line, read_lines
 from healcore.events.models import NONFINITE
 
 _MAX_ROWS = 9000  # at least 450 bins with all extremes
-_CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
+_CURVES = ("loss", "grad_norm", "threshold", "lr_scale", "lr")
 
 
 class Curves(NamedTuple):
@@ -29,6 +29,7 @@ class Curves(NamedTuple):
     grad_norm: np.ndarray | None = None
     threshold: np.ndarray | None = None  # limit of the gradient norm
     lr_scale: np.ndarray | None = None  # multiplier of the learning rate
+    lr: np.ndarray | None = None  # learning rate of the program, before the multiplier
     attempt: np.ndarray | None = None  # number, or None if all rows are of attempt 0
     nonfinite: np.ndarray | None = None  # bool: the logged loss or norm is not finite
     rows: int | None = None  # rows before thinning, or None if no row was dropped

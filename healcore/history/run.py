@@ -86,6 +86,8 @@ class RunAttempt(NamedTuple):
     first_step: float
     origin: str
     """What began the attempt: "start", "process", "resume", "rollback", or the file of its rows."""
+    left: float | None = None  # steps done when the attempt before ended, or None if unknown
+    skipped: int = 0  # batches that the rollback has skipped
 
 
 @dataclass(eq=False, repr=False)
@@ -108,8 +110,8 @@ class Run:
     step: int | None = None  # steps done
     lr_scale: float | None = None  # current multiplier of the learning rate
     last_incident: Incident | None = None  # last incident that has an event or an alarm
-    alarms_outside: list[float] = field(default_factory=list)
-    """Steps of the first alarms outside of incidents."""
+    alarms_outside: dict[float, tuple[str, ...]] = field(default_factory=dict)
+    """Step -> causes, of the first alarms outside of incidents."""
     declined: int = 0  # orders that were declined
     incident_count: int = 0  # including incidents whose events were rotated away
     skips: int = 0  # skipped steps, including undone steps
@@ -156,7 +158,7 @@ class Run:
         if invalid_fields:
             self.malformed.append((record, invalid_fields))
         if not self.processes or record.run != self.processes[-1].id:
-            self._begin_attempt(step, "process" if self.attempts else "start")
+            self._begin_attempt(step, "process" if self.attempts else "start", self.step)
             self.processes.append(RunProcess(record.run))
             self.step = self.lr_scale = None
         self.processes[-1].add(record)
@@ -208,8 +210,8 @@ class Run:
         if event.last_good is not None:
             self._good.add(event.last_good)
 
-    def _begin_attempt(self, first: float, origin: str) -> None:
-        self.attempts.append(RunAttempt(len(self.attempts), first, origin))
+    def _begin_attempt(self, first: float, origin: str, left: float | None, skips: int = 0) -> None:
+        self.attempts.append(RunAttempt(len(self.attempts), first, origin, left, skips))
 
     def _undo(self, step: float) -> None:
         """Marks skips and incidents from `step` on as undone."""
@@ -239,7 +241,7 @@ class Run:
         last.skipped_batches = batch_ids(event) or last.skipped_batches
         last.add_cut(event)
         self._undo(float(target))
-        self._begin_attempt(float(target), "rollback")
+        self._begin_attempt(float(target), "rollback", step, len(batch_ids(event)))
 
     def _on_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)
@@ -257,7 +259,7 @@ class Run:
         if event.incident:
             self._on_order(event, step)
         elif len(self.alarms_outside) < _MAX_OUTSIDE:
-            self.alarms_outside.append(step)
+            self.alarms_outside[step] = tuple(event.cause or ())
 
     def _on_order(self, event: EventRecord, step: float) -> None:
         if event.incident:

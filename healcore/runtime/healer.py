@@ -57,7 +57,7 @@ class HealerError(HealcoreError, RuntimeError):
 
 
 class Healer(Generic[State]):
-    """Heals a training loop: saves checkpoints, rolls back to a known-good one, or stops the run.
+    """Heals a training loop: skips bad steps, saves checkpoints, rolls back, resumes, or stops.
 
         with Healer("default", state={"model": model, "optimizer": optimizer},
                     store="checkpoints", loss_fn=lambda batch: loss_fn(model, batch)) as healer:

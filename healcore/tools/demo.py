@@ -26,16 +26,15 @@ from healcore.demo.scenario import (
     Step,
     load_corpus,
 )
-from healcore.events.models import EventRecord
 from healcore.extras import require
 from healcore.tools import output
 from healcore.tools.report import page
+from healcore.tools.report.picture import WIDTHS, draw
 from healcore.tools.report.run_report import RunReport, read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}
 PROBATION = 20
 """Healthy steps until a checkpoint is known-good; the presets' 100 are a third of a run."""
-_COLORS = {"unprotected": "#3b3b3b", "fixed clip": "#e69f00", "healed": "#0072b2"}
 
 
 @dataclass
@@ -51,20 +50,10 @@ class DemoRun:
     report: RunReport | None = None
     """Report of a healed run."""
 
-    def kept(self) -> dict[int, Step]:
-        """Step -> its last form: a repeated step replaces the step that a rollback has undone."""
-        return {step.step: step for step in self.steps}
-
-    @property
-    def rollbacks(self) -> list[EventRecord]:
-        """Events of the rollbacks."""
-        incidents = self.report.incidents if self.report else ()
-        events = [event for each in incidents for event in each.responses]
-        return [event for event in events if event.kind == "rollback"]
-
     def mean_loss(self, until: int) -> float:
         """Mean loss of the last 20 steps before batch `until`, except undone steps."""
-        losses = [step.loss for step in self.kept().values() if step.batch < until]
+        kept = {step.step: step for step in self.steps}  # a repeated step replaces the undone step
+        losses = [step.loss for step in kept.values() if step.batch < until]
         return float(np.mean(losses[-20:])) if losses else math.nan
 
     def skips_and_clips(self) -> tuple[int, int]:
@@ -85,8 +74,8 @@ def run_demo(
 ) -> list[DemoRun]:
     """Trains one run per framework and arm, prints the outcomes, and returns the runs.
 
-    Writes `curves.png` into `out`, and a folder for each healed run with its checkpoints, events,
-    metrics, postmortem and report. `sizes` are fields of `Scenario`.
+    Writes a picture for each framework into `out`, and a folder for each healed run with its
+    checkpoints, events, metrics, postmortem and report. `sizes` are fields of `Scenario`.
 
     Raises:
         MissingExtraError: a library is not installed.
@@ -120,13 +109,19 @@ def run_demo(
     )
     for run in runs:
         losses = map(format_loss, (run.mean_loss(scenario.empty_batch), run.held_out_loss))
-        rollbacks = ", ".join(f"{event.onset} → {event.checkpoint}" for event in run.rollbacks)
+        attempts = run.report.attempts[1:] if run.report else ()
+        rollbacks = ", ".join(f"{each.left:.0f} → {each.first_step:.0f}" for each in attempts)
         counts = map(str, run.skips_and_clips())
         name, is_last = f"{run.framework} {run.arm}", run.arm == ARMS[-1]
         table.add_row(name, *losses, *counts, rollbacks, end_section=is_last)
     console.print(table, "")
-    draw(runs, scenario, out / "curves.png")
-    console.print(f"\npicture, pages and checkpoints: {out}", soft_wrap=True)
+    for run in runs:
+        if run.report is not None:
+            others = [each for each in runs if each.framework == run.framework and not each.report]
+            losses = {each.arm: {step.step: step.loss for step in each.steps} for each in others}
+            svg = draw(run.report, WIDTHS["screen"], losses)
+            (out / f"{run.framework}.svg").write_text(svg, encoding="utf-8")
+    console.print(f"\npictures, pages and checkpoints: {out}", soft_wrap=True)
     return runs
 
 
@@ -161,33 +156,3 @@ def format_loss(loss: float) -> str:
     if not math.isfinite(loss):
         return "NaN" if math.isnan(loss) else "inf"
     return f"{loss:.2f}" if abs(loss) < 1000 else f"{loss:.0e}"
-
-
-def draw(runs: Sequence[DemoRun], scenario: Scenario, path: Path) -> None:
-    """Draws the loss of the three runs of each framework."""
-    # Agg opens no window. pyplot would use the backend of the user's configuration.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    frameworks = list(dict.fromkeys(run.framework for run in runs))
-    figure = Figure(figsize=(10, 3), layout="tight")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(frameworks), sharey=True, squeeze=False)[0]
-    raised = scenario.wrong_lr_steps
-    for axis, framework in zip(axes, frameworks, strict=True):
-        axis.axvspan(raised.start, raised.stop, color="#d9d9d9", lw=0)
-        axis.text(raised.stop + 3, 30, "learning\nrate × 16", fontsize=8, color="#444444")
-        axis.axvline(scenario.empty_batch, color="#999999", lw=0.8, ls=":")
-        axis.text(scenario.empty_batch + 3, 30, "empty\nbatch", fontsize=8, color="#444444")
-        for run in (each for each in runs if each.framework == framework):
-            losses = {step: each.loss for step, each in run.kept().items()}
-            width, color = 2 if run.report else 1.2, _COLORS[run.arm]
-            axis.plot(*zip(*losses.items(), strict=True), lw=width, color=color, label=run.arm)
-            if run.report is None:
-                last = max(step for step, loss in losses.items() if math.isfinite(loss))
-                axis.plot(last, losses[last], "x", color=color, ms=7, mew=2)
-        axis.set(title={"jax": "JAX"}.get(framework, framework), xlabel="step", yscale="log")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("training loss")
-    axes[-1].legend(frameon=False, fontsize=8, loc="upper left")
-    figure.savefig(path, dpi=110)

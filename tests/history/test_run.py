@@ -42,10 +42,7 @@ def test_an_incident_with_its_rollback():
     assert case.lr_path == (1.0, 0.5)
     assert case.evidence[0].name == "w"
     assert [each.kind for each in case.responses] == ["rollback"]
-    assert [(each.first_step, each.origin) for each in run.attempts] == [
-        (0.0, "start"),
-        (2.0, "rollback"),
-    ]
+    assert [e[1:] for e in run.attempts] == [(0, "start", None, 0), (2, "rollback", 6, 2)]
     assert (run.step, len(run.rollbacks), run.skips) == (3, 1, 2)
 
 
@@ -94,17 +91,14 @@ def test_a_hook_that_overrides_an_order():
     assert (case.action, case.outcome) == (("SAVE",), IncidentOutcome.ALERT)
 
 
-@pytest.mark.parametrize(
-    ("first", "together"),
-    [
-        (("resume", 3, {"checkpoint": 3}), True),
-        (("start", 3, {"resumes": True}), True),
-        (("start", 0, {"resumes": False}), False),
-        (("save", 3, {}), False),
-    ],
-)
-def test_which_processes_are_one_run(first, together):
+CONTINUES = ("resume", 3, {"checkpoint": 3}), ("start", 3, {"resumes": True})
+BEGINS = ("start", 0, {"resumes": False}), ("save", 3, {})
+
+
+@pytest.mark.parametrize("first", [*CONTINUES, *BEGINS])
+def test_which_processes_are_one_run(first):
     """Also a process that was killed before it could log that it resumed."""
+    together = first in CONTINUES
     two = {"a": events(START, ("save", 3, {})), "b": events(first, ("save", 4, {}), run="b")}
     runs = runs_of(two)
     assert len(runs) == (1 if together else 2)

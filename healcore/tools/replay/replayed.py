@@ -163,8 +163,8 @@ class Replay:
     def report(self) -> RunReport:
         """Returns the report of the replay for a page."""
         summary, trace, rows = self.summary, self.trace, self.rows
-        alarms = rows.step[(rows.cause != 0) & ~rows.incident_open & ~rows.skip]
-        shown = alarms[:MOST_ALARMS].tolist()
+        alarms = rows[(rows.cause != 0) & ~rows.incident_open & ~rows.skip]
+        shown = {row.step: tuple(names(Cause(int(row.cause)))) for row in alarms[:MOST_ALARMS]}
         notes = [inactive_line(*each) for each in summary.inactive.items()]
         if len(alarms) > len(shown):
             more = f"the plot marks the first {len(shown)}"
@@ -191,7 +191,7 @@ class Replay:
                 RunAttempt(number, attempt.first_step, attempt.source)
                 for number, attempt in enumerate(trace.attempts)
             ),
-            alarms_outside=tuple(shown),
+            alarms_outside=shown,
             stop=summary.stopped_step,
         )
 

@@ -1,1 +1,1 @@
-"""Reports runs and replays, as an HTML page or a PNG picture."""
+"""Reports runs and replays, as an HTML page or an SVG figure."""

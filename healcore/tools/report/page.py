@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from importlib import resources
-from typing import Any
 
 import numpy as np
 
@@ -13,31 +11,12 @@ import healcore
 from healcore.console import counted
 from healcore.events.schema import flag_names, sentence
 from healcore.extras import require
-from healcore.history import Incident, IncidentOutcome, Mode, RunState
-from healcore.tools.report.picture import draw
+from healcore.history import Curves, Incident, Mode
+from healcore.tools.report.picture import WIDTHS, draw
 from healcore.tools.report.run_report import RunReport, by_severity, short_names
 
-_MAX_INCIDENTS = 1000
-"""Limit of rows in a table of incidents, because browsers cannot open pages with many more."""
 _MAX_DRAWN = 12
-"""Limit of runs with curves."""
-_MAX_ATTEMPTS = 50
-_MAX_TENSORS = 5
-_MAX_CUTS = 6
-_NOTHING = "–"
-
-_CAPTIONS = {
-    Mode.HEAL: "Pale steps were undone by a rollback or a restart; the numbers above include "
-    "them. A dotted line leads from a rollback to its checkpoint.",
-    Mode.OBSERVE: "The policy only observed and did not change this run. Marks show what the "
-    "policy would have ordered. Pale steps were undone by a restart.",
-    Mode.REPLAY: "A replay, which did not change this run. Marks show what the policy would have "
-    "ordered. The run itself repeated the pale steps.",
-}
-_BADGES = {RunState.COMPLETED: "good", RunState.RUNNING: "open", RunState.UNKNOWN: "open"}
-"""CSS class of a state's badge; the class of other states is `bad`."""
-_OVERVIEW = ("Run", "Policy", "Rows", "Incidents", "Rollbacks", "Skips", "Clips", "Ending")
-_COLUMNS = ("Incident", "Steps", "Cause", "Outcome", "Skipped", "LR ×", "Batches", "Evidence")
+"""Limit of runs with a figure."""
 
 
 def render(reports: Sequence[RunReport]) -> str:
@@ -59,100 +38,28 @@ def render(reports: Sequence[RunReport]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     reports = by_severity(reports)
-    names = short_names(reports)
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
+    # Functions for the template, which escapes every text.
+    environment.globals |= {"batches": _batches, "flag_names": flag_names, "outcome": outcome}
+    environment.globals |= {"step_range": _step_range, "losses": _losses, "counted": counted}
     template = resources.files("healcore.tools.report").joinpath("page.html")
-    # The template escapes every text.
+    drawn = [report if len(report.curves.step) else None for report in reports[:_MAX_DRAWN]]
     return environment.from_string(template.read_text(encoding="utf-8")).render(
-        title=names[0] if len(names) == 1 else f"{len(names)} runs",
-        heads=_OVERVIEW,
-        overview=[_overview(*each) for each in zip(reports, names, strict=True)],
-        sections=[_section(report, drawn=i < _MAX_DRAWN) for i, report in enumerate(reports)],
-        columns=_COLUMNS,
+        reports=reports,
+        names=short_names(reports),
         version=healcore.__version__,
+        figures=[{kind: draw(r, width) for kind, width in WIDTHS.items() if r} for r in drawn],
     )
 
 
-def _overview(report: RunReport, name: str) -> tuple[str, ...]:
-    counts = report.counts
-    return (
-        name,
-        report.policy_name,
-        report.row_count,
-        str(counts.incidents),
-        str(counts.rollbacks),
-        f"{counts.skips:,}",
-        _NOTHING if counts.clips is None else f"{counts.clips:,}",
-        report.ending() or _NOTHING,
-    )
-
-
-def _section(report: RunReport, *, drawn: bool) -> dict[str, Any]:
-    has_curves = drawn and len(report.curves.step)
-    mood = "open" if report.state is None else _BADGES.get(report.state, "bad")
-    badges = [(mood, report.ending())] if report.ending() else []
-    if report.would:
-        badges.append(("open", "nothing was changed"))
-    facts = dict(report.facts)
-    if len(report.attempts) > 1:
-        texts = [report.attempt_text(attempt) for attempt in report.attempts[:_MAX_ATTEMPTS]]
-        facts["Attempts"] = "; ".join(texts)
-    return {
-        "report": report,
-        "badges": badges,
-        "tiles": _tiles(report),
-        "figure": base64.b64encode(draw(report)).decode() if has_curves else "",
-        "caption": _CAPTIONS[report.mode],
-        "rows": [_cells(report, incident) for incident in report.incidents[:_MAX_INCIDENTS]],
-        "more": max(len(report.incidents) - _MAX_INCIDENTS, 0),
-        "facts": facts,
-    }
-
-
-def _tiles(report: RunReport) -> list[tuple[str, str]]:
-    """Numbers of a run and their names."""
-    counts, would = report.counts, "would be " if report.would else ""
-    tiles = [
-        (counts.incidents, f"incidents{_undone(counts.undone_incidents)}"),
-        (counts.rollbacks, "would roll back" if report.would else "rollbacks"),
-        (counts.skips, f"steps {would}skipped{_undone(counts.undone_skips)}"),
-        (counts.clips, f"steps {would}clipped"),
-        (counts.alarms, "steps with an alarm"),
-    ]
-    shown = [(f"{count:,}", name) for count, name in tiles if count is not None]
-    finite = report.curves.loss[np.isfinite(report.curves.loss) & ~report.curves.undone()]
-    if len(finite):
-        shown += [(f"{finite[-1]:.4g}", "last finite loss"), (f"{finite.min():.4g}", "lowest loss")]
-    return [*shown, (report.row_count, "rows")]
-
-
-def _undone(number: int) -> str:
-    return f", {number:,} of them undone" if number else ""
+def _losses(curves: Curves) -> np.ndarray:
+    """The finite losses that were not undone."""
+    return curves.loss[np.isfinite(curves.loss) & ~curves.undone()]
 
 
 # -- the table of incidents ------------------------------------------------------------------------
-
-
-def _cells(report: RunReport, incident: Incident) -> tuple[str, ...]:
-    """Returns the cells of a row."""
-    kind = report.outcome_text(incident.outcome)
-    if incident.outcome is IncidentOutcome.ROLLBACK and incident.stopped:
-        kind += f", then {report.outcome_text(IncidentOutcome.STOP)}"
-    path = [f"{multiplier:.4g}" for multiplier in incident.lr_path]
-    worst = incident.evidence[:_MAX_TENSORS]
-    cells = (
-        f"#{incident.number}: {kind}" if incident.number else kind,
-        _step_range(incident.onset_step, incident.end),
-        flag_names(incident.cause),
-        outcome(incident),
-        str(incident.skipped),
-        " → ".join(path if len(path) < _MAX_CUTS else [path[0], "…", path[-1]]),
-        _batches(incident),
-        ", ".join(f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in worst),
-    )
-    return tuple(cell or _NOTHING for cell in cells)
 
 
 def _batches(incident: Incident) -> str:

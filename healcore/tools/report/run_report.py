@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.console import counted
 from healcore.core.errors import HealcoreError
 from healcore.events import read
 from healcore.events.metrics import path_next_to
@@ -35,25 +34,13 @@ class ReportError(HealcoreError, ValueError):
     """A file has no report. The message has the file, the rule and the remedy."""
 
 
-class Marker(NamedTuple):
-    """Text and look of an outcome."""
-
-    done: str
-    would: str
-    """Text in an observed run or a replay."""
-    shape: str
-    """Marker of matplotlib."""
-    colour: str
-    """Safe for colour-blind readers."""
-
-
-MARKERS = {
-    IncidentOutcome.STOP: Marker("stopped the run", "would have stopped", "s", "#000000"),
-    IncidentOutcome.ROLLBACK: Marker("rollback", "would have rolled back", "<", "#C04A00"),
-    IncidentOutcome.SKIP: Marker("skipped", "would have skipped", "v", "#9A6700"),
-    IncidentOutcome.ALERT: Marker("alert only", "alert only", "o", "#A8517F"),
+_OUTCOMES = {
+    IncidentOutcome.STOP: ("stopped the run", "would have stopped"),
+    IncidentOutcome.ROLLBACK: ("rollback", "would have rolled back"),
+    IncidentOutcome.SKIP: ("skipped", "would have skipped"),
+    IncidentOutcome.ALERT: ("alert only", "alert only"),
 }
-"""Outcome -> marker, the most severe outcome first."""
+"""Outcome -> its text, and its text in an observed run or a replay."""
 
 
 class RunReport(NamedTuple):
@@ -74,8 +61,9 @@ class RunReport(NamedTuple):
     notes: tuple[str, ...] = ()
     """Sentences about damaged or missing data."""
     attempts: tuple[RunAttempt, ...] = ()
-    alarms_outside: tuple[float, ...] = ()
-    """Steps of the first alarms outside of incidents."""
+    alarms_outside: dict[float, tuple[str, ...]] = {}  # noqa: RUF012 -- never changed
+    """Step -> causes, of the first alarms outside of incidents."""
+    assessments: tuple[EventRecord, ...] = ()  # newest verdicts on the weights
     stop: float | None = None
     """Step at which a replay would stop, or None."""
     diagnosis: str = ""
@@ -92,12 +80,6 @@ class RunReport(NamedTuple):
         rows = self.curves.rows
         return f"{len(self.curves.step) if rows is None else rows:,}"
 
-    def attempt_text(self, attempt: RunAttempt) -> str:
-        """Describes the start of an attempt, and counts its incidents."""
-        own = [each for each in self.incidents if each.attempt == attempt.number]
-        incidents = counted(count_incidents(own).incidents, "incident")
-        return f"from step {attempt.first_step:.0f} ({attempt.origin}): {incidents}"
-
     def ending(self) -> str:
         """Returns how the run ended, the step of a replay's stop, or an empty string."""
         if self.state is not None:
@@ -106,7 +88,7 @@ class RunReport(NamedTuple):
 
     def outcome_text(self, outcome: IncidentOutcome) -> str:
         """The text of an outcome, for an observed run or a replay with "would have"."""
-        return MARKERS[outcome].would if self.would else MARKERS[outcome].done
+        return _OUTCOMES[outcome][self.would]
 
 
 def by_severity(reports: Sequence[RunReport]) -> list[RunReport]:
@@ -208,7 +190,8 @@ def _report_on(path: Path, run: Run) -> RunReport:
             *first_lines("reported by the run", problems),
         ),
         attempts=tuple(run.attempts),
-        alarms_outside=tuple(run.alarms_outside),
+        alarms_outside=run.alarms_outside,
+        assessments=tuple(run.newest["assessment"]),
         diagnosis=diagnosis if isinstance(diagnosis, str) else run.processes[-1].diagnosis,
     )
 

@@ -52,15 +52,13 @@ def test_nothing_to_report(content, message, tmp_path):
     events.write_bytes(content)
     done = healcore("report", events)
     assert done.exit_code == 2
-    assert message in done.stderr
-    assert str(events) in done.stderr
+    assert all(text in done.stderr for text in (message, str(events)))
     assert not (tmp_path / "run.report.html").exists()
 
 
 def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
     lines = copy.read_bytes().splitlines(keepends=True)
-    kinds = [event["kind"] for event in lines_of(copy)]
-    at = kinds.index("incident")
+    at = [event["kind"] for event in lines_of(copy)].index("incident")
     lines[at] = lines[at][:40] + b"\n"
     copy.write_bytes(b"".join(lines) + b'{"schema":1,"se')
     metrics = copy.with_name("run.metrics.jsonl")
@@ -106,10 +104,9 @@ def test_any_value_in_any_field_is_a_page_or_a_message(copy):
             for name in [*event, "outcome", "batches", "evidence", "cause", "lr_scale"]:
                 if source.random() < 0.1:
                     event[name] = source.choice(ODD)
-        copy.write_text("".join(json.dumps(event) + "\n" for event in spoilt))
         rows = [{name: source.choice([v, v, *ODD]) for name, v in row.items()} for row in metrics]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        copy.with_name("run.metrics.jsonl").write_text(lines)
+        for path, written in ((copy, spoilt), (copy.with_name("run.metrics.jsonl"), rows)):
+            path.write_text("".join(json.dumps(each) + "\n" for each in written))
         try:
             reports = read_reports(copy)
         except ReportError:
