@@ -30,6 +30,8 @@ class PendingEntry(NamedTuple):
     norms: StepNorms
     marks: AsyncCopy | None
     """See `SignalAllReduce.last_marks`."""
+    lr: float
+    """The largest learning rate of a group, or 0.0 if it is a tensor or absent."""
 
 
 class Recorder:
@@ -59,7 +61,9 @@ class Recorder:
     def _record(self, norms: StepNorms) -> None:
         hooks = self._healing.hooks
         record = hooks.live_engine.pending_record(self.name)
-        self._pending.append(PendingEntry(self, record, norms, hooks.all_reduce.last_marks))
+        rates = [group.get("lr") for group in hooks.optimizer.param_groups]
+        lr = max((rate for rate in rates if isinstance(rate, float)), default=0.0)
+        self._pending.append(PendingEntry(self, record, norms, hooks.all_reduce.last_marks, lr))
 
     def read(self, entry: PendingEntry) -> StepRecord:
         """The record of an entry, read in order. Evidence, for records with a cause, is a sync."""
@@ -68,6 +72,8 @@ class Recorder:
             # A GradScaler has skipped this step: the state has the previous step's record.
             return record.unjudged()
         self._last_step = record.step
+        if record.lr in (0.0, 1.0):  # the engine reads the rate only if the host has limited it
+            record = record._replace(lr=entry.lr)
         has_seen_loss = any(healing.has_seen_loss for healing in self._healings.values())
         self._warnings += self._mistakes.add(record, has_seen_loss=has_seen_loss)
         if record.cause:
