@@ -149,13 +149,11 @@ def table(results: dict[str, Any]) -> str:
         off, on, killed = runs["off none"], runs["on none"], runs.get("on kill")
         faults = [
             f"{_end(runs[f'off {kind}'])} → {_end(runs[f'on {kind}'])} ({_end(off)})"
-            if f"off {kind}" in runs
+            if {f"off {kind}", f"on {kind}"} <= runs.keys()
             else "not tried"
             for kind in ("nan", "rate")
         ]
-        rows.append(
-            (each["title"], str(each["lines"]), _same(on, off), *faults, _same(killed, on))
-        )
+        rows.append((each["title"], str(each["lines"]), _same(on, off), *faults, _same(killed, on)))
     return "\n".join(" | ".join(row) for row in rows)
 
 

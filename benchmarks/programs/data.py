@@ -74,12 +74,12 @@ def mnist(folder: Path) -> None:
 
 def mnist_batches(folder: Path) -> None:
     """Batches of images and classes for Flax, as lists in NumPy's files."""
-    for name, count, seed in (("train", 1_600, 1), ("test", 160, 2)):
+    for name, count, seed in (("train", 3_200, 1), ("test", 320, 2)):
         pictures, kinds = _blobs(count, 28, seed)
         scaled = pictures[..., None].astype(np.float32) / 255
         batches = [
-            {"image": scaled[at : at + 16], "label": kinds[at : at + 16]}
-            for at in range(0, count, 16)
+            {"image": scaled[at : at + 32], "label": kinds[at : at + 32]}
+            for at in range(0, count, 32)
         ]
         np.save(folder / name, np.array(batches))
 
