@@ -33,13 +33,12 @@ def main(directory: str) -> None:
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=2.0, momentum=0.9))
     scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)
-    # Not through fabric.setup_dataloaders, whose wrapper cannot be rewound. Several processes need
-    # a DistributedSampler here.
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
+    loader = fabric.setup_dataloaders(loader)
     loss = torch.zeros(())
 
     def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x, y = fabric.to_device(batch)
+        x, y = batch
         return (model(x) - y).square().mean()
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore

@@ -5,6 +5,7 @@ healcore by the edits there, and compares short runs: healthy, with a NaN in the
 learning rate that is 30 times too high, and killed. Prints the table of docs/programs.md.
 
     --mirror FOLDER    bare repositories FOLDER/OWNER+NAME/repo instead of GitHub
+    --table            runs nothing: prints the table of benchmarks/results/programs.json
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -56,6 +58,7 @@ def fetch(program: dict[str, Any], folder: Path, mirror: str | None) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
     for name, text in program.get("write", {}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     edited(folder, program, program.get("small", []))
 
@@ -88,34 +91,24 @@ def healed(folder: Path, program: dict[str, Any]) -> int:
     return sum("import " not in line and bool(line) for line in added)
 
 
-def trained(
-    program: dict[str, Any], folder: Path, packages: str, fault: str, *, kill: bool = False
-) -> Run:
-    """Runs the program in its folder; with `kill`, kills it once and starts it again."""
+def trained(program: dict[str, Any], folder: Path, packages: str, fault: str) -> Run:
+    """Runs the program in its folder."""
     script, *arguments = shlex.split(program["run"])
-    framework = program.get("framework", "torch")
     # The folders of the program's packages come before those of ours.
     path = os.pathsep.join([str(folder), str(ROOT), packages])
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    environment = {**os.environ, **quiet, "PYTHONPATH": path, "FRAMEWORK": framework}
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
+    weights = program.get("weights", "")
+    environment = {**os.environ, **quiet, "PYTHONPATH": path, "WEIGHTS": weights}
     command = [sys.executable, "-m", "benchmarks.programs.faults", folder / "result.json", fault]
     command += [folder / script, *arguments]
     (folder / "result.json").unlink(missing_ok=True)
-    shown: list[str] = []
     where: Any = {"cwd": (folder / script).parent, "env": environment, "text": True}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)
-    for line in process.stdout or ():
-        shown.append(line)
-        if kill and re.search(program["kill"], line):
-            process.kill()
-            process.wait()
-            return trained(program, folder, packages, fault)
-    status = process.wait()
-    (folder / "output.txt").write_text("".join(shown))
-    metrics = re.findall(program["metric"], "".join(shown)) if "metric" in program else []
-    found = json.loads((folder / "result.json").read_text()) if status == 0 else {}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)
+    (folder / "output.txt").write_text(done.stdout)
+    metrics = re.findall(program["metric"], done.stdout) if "metric" in program else []
+    found = json.loads((folder / "result.json").read_text()) if done.returncode == 0 else {}
     metric = float(metrics[-1]) if metrics else None
-    return Run(status, found.get("digest", ""), metric, found.get("passes", 0))
+    return Run(done.returncode, found.get("digest", ""), metric, found.get("passes", 0))
 
 
 def compared(
@@ -126,7 +119,8 @@ def compared(
     lines = 0
     for arm in ("off", "on"):
         for fault in program.get("faults", FAULTS):
-            if fault == "kill" and (arm == "off" or "kill" not in program):
+            kill = fault == "kill"
+            if kill and (arm == "off" or "kill" not in program):
                 continue
             folder = FETCHED / name / f"{arm} {fault.partition(':')[0]}" / "program"
             shutil.rmtree(folder.parent, ignore_errors=True)
@@ -137,30 +131,30 @@ def compared(
                 getattr(data, program["data"])((folder / script).parent)
             if arm == "on":
                 lines = healed(folder, program)
-            kill = fault == "kill"
-            run = trained(program, folder, packages, "none" if kill else fault, kill=kill)
+            if kill:
+                killed = trained(program, folder, packages, f"kill:{program['kill']}")
+                assert killed.status == -signal.SIGKILL, f"{name} ended before it was killed"
+            run = trained(program, folder, packages, "none" if kill else fault)
             runs[folder.parent.name] = run._asdict()
             print(name, folder.parent.name, run, flush=True)
-    return {"title": program["title"], "lines": lines, "runs": runs, "note": program.get("note")}
+    return {"title": program["title"], "lines": lines, "runs": runs}
 
 
 def table(results: dict[str, Any]) -> str:
     """The results as a table in Markdown."""
     head = ("program", "lines", "same bits", "a NaN, off → on", "rate × 30, off → on", "killed")
     rows = [head, ("---",) * len(head)]
-    for each in results.values():
+    for each in (each for each in results.values() if isinstance(each, dict)):
         runs = {name: Run(**run) for name, run in each["runs"].items()}
         off, on, killed = runs["off none"], runs["on none"], runs.get("on kill")
         faults = [
             f"{_end(runs[f'off {kind}'])} → {_end(runs[f'on {kind}'])} ({_end(off)})"
-            if f"off {kind}" in runs
+            if {f"off {kind}", f"on {kind}"} <= runs.keys()
             else "not tried"
             for kind in ("nan", "rate")
         ]
-        rows.append(
-            (each["title"], str(each["lines"]), _same(on, off), *faults, _same(killed, off))
-        )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        rows.append((each["title"], str(each["lines"]), _same(on, off), *faults, _same(killed, on)))
+    return "\n".join(" | ".join(row) for row in rows)
 
 
 def _end(run: Run) -> str:
@@ -169,10 +163,10 @@ def _end(run: Run) -> str:
     return "ends" if run.metric is None else f"{run.metric:.4g}"
 
 
-def _same(run: Run | None, off: Run) -> str:
+def _same(run: Run | None, other: Run) -> str:
     if run is None:
         return "not tried"
-    return "yes" if (run.digest, run.metric) == (off.digest, off.metric) else "no"
+    return "yes" if (run.digest, run.metric) == (other.digest, other.metric) else "no"
 
 
 def main() -> None:
@@ -180,7 +174,12 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--mirror")
     parser.add_argument("--packages", default="", help="a folder with what they import")
+    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
+    if options.table:
+        saved = json.loads((ROOT / "benchmarks/results/programs.json").read_text())
+        print(table({name: each for part in saved.values() for name, each in part.items()}))
+        return
     programs = tomllib.loads((Path(__file__).parent / "programs.toml").read_text())
     results = {
         name: compared(name, programs[name], options.mirror, options.packages)

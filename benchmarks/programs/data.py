@@ -72,6 +72,18 @@ def mnist(folder: Path) -> None:
             (place / f"{name}-{part}-ubyte").write_bytes(head + array.astype(np.uint8).tobytes())
 
 
+def mnist_batches(folder: Path) -> None:
+    """Batches of images and classes for Flax, as lists in NumPy's files."""
+    for name, count, seed in (("train", 3_200, 1), ("test", 320, 2)):
+        pictures, kinds = _blobs(count, 28, seed)
+        scaled = pictures[..., None].astype(np.float32) / 255
+        batches = [
+            {"image": scaled[at : at + 32], "label": kinds[at : at + 32]}
+            for at in range(0, count, 32)
+        ]
+        np.save(folder / name, np.array(batches))
+
+
 def images(folder: Path) -> None:
     """Small coloured pictures."""
     from PIL import Image
@@ -82,6 +94,29 @@ def images(folder: Path) -> None:
         Image.fromarray(colours).save(folder / "images" / f"{number}.png")
 
 
+def pictures(folder: Path) -> None:
+    """Pictures as a data set `mnist` of the library datasets."""
+    from datasets import Dataset, Features, Image
+
+    (folder / "mnist").mkdir()
+    for name, count, seed in (("train", 2_000, 1), ("test", 200, 2)):
+        rows = Dataset.from_dict(
+            {"image": list(_blobs(count, 28, seed)[0])}, Features({"image": Image()})
+        )
+        rows.to_parquet(folder / "mnist" / f"{name}.parquet")
+
+
+def image_classes(folder: Path) -> None:
+    """Pictures in one folder for each class."""
+    from PIL import Image
+
+    for name, count, seed in (("train", 800, 1), ("validation", 160, 2)):
+        for number, (blob, kind) in enumerate(zip(*_blobs(count, 32, seed), strict=True)):
+            place = folder / "images" / name / str(kind)
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(blob).convert("RGB").save(place / f"{number}.png")
+
+
 def wikitext(folder: Path) -> None:
     """The text file of Lightning's `WikiText2`."""
     (folder / "data").mkdir()
@@ -89,7 +124,7 @@ def wikitext(folder: Path) -> None:
 
 
 def language_model(folder: Path) -> None:
-    """A small Llama model with its tokenizer, and sentences as JSON."""
+    """A small Llama model with its tokenizer, and sentences as text and as JSON."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -105,8 +140,9 @@ def language_model(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>")
     wrapped.save_pretrained(folder / "model")
+    words(folder)
     (folder / "sentences").mkdir()
-    for name, words, seed in (("train", 24_000, 1), ("test", 800, 2)):
-        lines = markov_text(words, seed).splitlines()
+    for name, count, seed in (("train", 24_000, 1), ("test", 800, 2)):
+        lines = markov_text(count, seed).splitlines()
         rows = "".join(json.dumps({"text": line}) + "\n" for line in lines)
         (folder / "sentences" / f"{name}.jsonl").write_text(rows)

@@ -1,8 +1,9 @@
 """Runs a program with a fault in it: python -m benchmarks.programs.faults RESULT FAULT SCRIPT ARGS.
 
-FAULT is "none", "nan:60" (the gradients of backward pass 60 are NaN) or "rate:60:20" (the learning
-rates are 30 times as high for 20 backward passes). At the end RESULT gets the digest of the
-parameters of all optimizers. Programs in JAX read the environment variable FAULT by themselves.
+FAULT is "none", "nan:60" (the gradients of backward pass 60 are NaN), "rate:60:20" (the learning
+rates are 30 times as high for 20 backward passes) or "kill:60" (kills the process). At the end
+RESULT gets the digest of the parameters of all optimizers. Programs in JAX have the environment
+variable WEIGHTS, the name of their parameters; their edits call `jax_faults`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,27 @@ qroi_align"""
 """Operators of torchvision, whose wheel for CUDA cannot register them in torch for CPUs."""
 
 
-class Faults:
-    """Counts the backward passes of the program, and disturbs some of them."""
+class Fault:
+    """What to disturb, and the number of backward passes of this process."""
 
     def __init__(self, fault: str) -> None:
         self.kind, *numbers = fault.split(":")
         self.first, self.length = [*map(int, numbers), 1, 1][:2]
         self.passes = 0
+
+    def count(self) -> int:
+        """Counts a pass, and kills the process if this is its fault."""
+        self.passes += 1
+        if self.kind == "kill" and self.passes == self.first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.passes
+
+
+class Faults(Fault):
+    """Disturbs backward passes and learning rates of a program in torch."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(fault)
         self.optimizers: list[Any] = []
         self.raised: dict[int, float] = {}
         """Id of a parameter group -> the rate that this object has set."""
@@ -41,7 +57,7 @@ class Faults:
         backward, created = torch.Tensor.backward, torch.optim.Optimizer.__init__
 
         def counted_backward(loss: Any, *args: Any, **kwargs: Any) -> None:
-            self.passes += 1
+            self.count()
             self._set_rates()
             backward(loss, *args, **kwargs)
             if self.kind == "nan" and self.passes == self.first:
@@ -84,17 +100,20 @@ class Faults:
 
 
 def main(result: str, fault: str, script: str, *args: str) -> None:
-    faults = Faults(fault)
     os.environ["FAULT"] = fault
-    if os.environ.get("FRAMEWORK", "torch") == "torch":
-        faults.install()
     sys.argv = [script, *args]
     sys.path.insert(0, str(Path(script).parent))
-    try:
+    if weights := os.environ.get("WEIGHTS"):
+        from benchmarks.programs import jax_faults
+
+        names = runpy.run_path(script, run_name="__main__")
+        passes, digest = jax_faults.fault.passes, jax_faults.digest(names[weights])
+    else:
+        faults = Faults(fault)
+        faults.install()
         runpy.run_path(script, run_name="__main__")
-    finally:
-        found = {"passes": faults.passes, "digest": faults.digest()}
-        Path(result).write_text(json.dumps(found))
+        passes, digest = faults.passes, faults.digest()
+    Path(result).write_text(json.dumps({"passes": passes, "digest": digest}))
 
 
 if __name__ == "__main__":

@@ -79,16 +79,9 @@ def encode_position(
     kind: str, batch: BatchId, state: str | None, sampler_epoch: int | None, division: Any
 ) -> dict[str, Any]:
     """A position as dictionaries, lists, numbers and strings; see `Position`."""
-    return {
-        "version": POSITION_VERSION,
-        "kind": kind,
-        "epoch": batch.epoch,
-        "index": batch.index,
-        "state": state,
-        "told_epoch": sampler_epoch,
-        "behind": 0,
-        "division": division,
-    }
+    names = ("version", "kind", "epoch", "index", "state", "told_epoch", "behind", "division")
+    parts = (POSITION_VERSION, kind, *batch, state, sampler_epoch, 0, division)
+    return dict(zip(names, parts, strict=True))
 
 
 def position_of_other_ranks(value: Mapping[str, Any], ranks: int) -> dict[str, Any]:
@@ -202,13 +195,11 @@ class LoaderAdapter:
 
     def start(self, epoch: int) -> Iterator[Any]:
         """Begins an epoch; returns its batches."""
-        del epoch
         first, self._first = self._first, None
         return iter(self._loader) if first is None else first
 
     def state_before(self, index: int) -> Any:
         """The state before a batch of this epoch that was read, or None if it is not known."""
-        del index
         return None
 
     def state(self, *, ended: bool) -> Any:
@@ -216,7 +207,6 @@ class LoaderAdapter:
 
         None at the beginning of an epoch, if no state depends on the epoch.
         """
-        del ended
 
     def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
         """Restores a state, and passes the next `skip` batches if they need not be read.
@@ -302,7 +292,6 @@ class _IndexedLoader(LoaderAdapter):
     _next = 0
 
     def start(self, epoch: int) -> Iterator[Any]:
-        del epoch
         self._next = 0
         return self
 
@@ -320,15 +309,14 @@ class _IndexedLoader(LoaderAdapter):
         has_length, at = hasattr(self._loader, "__len__"), self._next
         if has_length and at >= len(self._loader):
             raise StopIteration
+        self._next = at + 1  # an unreadable item counts as read
         try:
-            batch = self._loader[at]
-        except Exception as error:
-            if isinstance(error, IndexError) and not has_length:
-                raise StopIteration from None
-            self._next = at + 1  # an unreadable item counts as read
-            raise
-        self._next = at + 1
-        return batch
+            return self._loader[at]
+        except IndexError:
+            if has_length:
+                raise
+            self._next = at
+            raise StopIteration from None
 
 
 @dataclass

@@ -3,7 +3,7 @@
 The order of an epoch follows from the random numbers that the samplers draw when the epoch begins.
 So the random states at that moment and the number of batches read are a position. A rewind draws
 the order again, and passes the earlier batches by index, without reading the data. This holds for
-any sampler, and for the loaders that Accelerate and trainers make from a DataLoader.
+any sampler, and for the loaders that Accelerate, Fabric and trainers make from a DataLoader.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ _GLOBAL = 3  # number of global generators: of Python, NumPy and torch
 
 
 def is_replayable(loader: Any) -> bool:
-    """Whether a loader is a DataLoader of torch with a map-style dataset, or Accelerate's shard.
+    """Whether a loader is a DataLoader of torch with a map-style dataset, or a wrapper of one.
 
     A subclass with an `__iter__` of its own is not.
     """
+    loader = _without_fabric(loader)
     package, base = "torch.utils.data", _base(loader)
-    kinds = (each for each in type(base).__mro__ if each.__module__.startswith(package))
-    kind = next((each for each in kinds if each.__name__ == "DataLoader"), None)
-    return (
-        kind is not None
-        and (base is not loader or type(base).__iter__ is kind.__iter__)
-        and not is_type(base.dataset, package, "IterableDataset")
-        and getattr(base, "in_order", True)
-    )
+    if not is_type(base, package, "DataLoader") or not getattr(base, "in_order", True):
+        return False
+    own = type(base).__iter__ is not sys.modules[package].DataLoader.__iter__
+    return not (own and base is loader) and not is_type(base.dataset, package, "IterableDataset")
+
+
+def _without_fabric(loader: Any) -> Any:
+    """The DataLoader inside a loader of Fabric, which moves batches, otherwise the loader."""
+    inside = is_type(loader, "lightning", "_FabricDataLoader")
+    return loader._dataloader if inside else loader
 
 
 def _recorded(loader: Any) -> Any:
@@ -90,8 +93,10 @@ class TorchLoader(LoaderAdapter):
     kind = "dataloader"
 
     def __init__(self, loader: Any) -> None:
-        super().__init__(loader)
-        self._copy = _recorded(loader)
+        super().__init__(_without_fabric(loader))
+        # Fabric's own generator would end with the first batch that raises.
+        self._fabric = None if self._loader is loader or loader.device is None else loader
+        self._copy = _recorded(self._loader)
         self._base = _base(self._copy)
         self._order: _Order = getattr(self._base, _order_name(self._base))
         self._accelerated = self._base is not self._copy
@@ -101,7 +106,6 @@ class TorchLoader(LoaderAdapter):
 
     def start(self, epoch: int) -> Iterator[Any]:
         """Begins an epoch when its first batch is read."""
-        del epoch
         self._copy_iteration()
         self._order.begin()
         self._reading, self._index, self._draws_first = None, 0, False
@@ -109,7 +113,6 @@ class TorchLoader(LoaderAdapter):
 
     def state(self, *, ended: bool) -> dict[str, Any]:
         """Random states before the epoch, and number and digest of the batches read from it."""
-        del ended
         order = self._order
         if order.random is None:
             # A new iterator draws a seed for its workers, and running workers do not.
@@ -191,6 +194,9 @@ class TorchLoader(LoaderAdapter):
             self._index += 1
             raise
         self._index += 1
+        if self._fabric is not None:
+            module = sys.modules[type(self._fabric).__module__]
+            return module.move_data_to_device(batch, self._fabric.device)
         return batch
 
     def _copy_iteration(self) -> None:
@@ -368,13 +374,16 @@ class SamplerEpochs:
     def __init__(self, loader: Any) -> None:
         owners: list[Any] = [loader, *samplers_of(loader), getattr(loader, "dataset", None)]
         self._owners = [each for each in owners if callable(getattr(each, "set_epoch", None))]
+        wrapped = is_replayable(loader) and _without_fabric(loader) is not loader
+        self._fabric = loader if wrapped else None  # whose iterations count the epochs
         self._numbers: dict[int, int] = {}
 
     def begin(self, epoch: int, *, by_user: bool) -> None:
         """Sets the epoch's number, or reads it if the user's loop began the epoch (`by_user`)."""
         if epoch not in self._numbers and by_user:
             self._numbers[epoch] = self._read(default=epoch)
-            return
+            if self._fabric is None:
+                return
         number = self.number(epoch)
         self.restore(epoch, epoch if number is None else number)
 
@@ -389,12 +398,14 @@ class SamplerEpochs:
             self._numbers[epoch] = number
             for owner in self._owners:
                 owner.set_epoch(number)
+            if self._fabric is not None:
+                self._fabric._num_iter_calls = number + 1
 
     def _read(self, default: int) -> int:
+        if self._fabric is not None:
+            return self._fabric._num_iter_calls
         for owner in self._owners:
-            # Accelerate's loader counts its epochs itself.
-            accelerated = is_type(owner, "accelerate.data_loader", "DataLoaderShard")
-            number = getattr(owner, "iteration" if accelerated else "epoch", None)
-            if type(number) is int:
+            name = "epoch" if _base(owner) is owner else "iteration"  # Accelerate's own count
+            if type(number := getattr(owner, name, None)) is int:
                 return number
         return default

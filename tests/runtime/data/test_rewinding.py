@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.runtime.data import BatchId, Cursor
-from tests.runtime.data.loaders import BATCHES, REWINDING, Kind, over, take
+from tests.runtime.data.loaders import BATCHES, REWINDING, Kind, Squares, fabric, over, take
 
 
 def gone_through(kind: Kind) -> tuple[Cursor, list, list]:
@@ -59,6 +59,21 @@ def test_between_two_epochs(kind):
         resumed = Cursor(kind.make(), epochs=2)
         assert resumed.rewind(between)
         assert take(resumed) == second
+
+
+def test_fabric_counts_the_epochs_and_a_bad_batch_does_not_end_the_loader():
+    make = next(kind.make for kind in REWINDING if kind.name == "fabric distributed")
+    alone, cursor = make(), Cursor(make())
+    handed = take(cursor)
+    for _ in range(EPOCHS - 1):
+        cursor.extend()
+        handed += take(cursor)
+    assert [batch for _, batch in handed] == [b.tolist() for _ in range(EPOCHS) for b in alone]
+    bad = Cursor(fabric(Squares(bad=4)))
+    bad.next()
+    with pytest.raises(OSError, match="example 4"):
+        bad.next()
+    assert bad.next()[1] == BatchId(0, 2)
 
 
 # -- random walks, against the list of all batches ------------------------------------------------
@@ -134,4 +149,4 @@ def test_random_walks(kind):
 @pytest.mark.stress
 @over([kind for kind in REWINDING if kind.epochs == EPOCHS])
 def test_random_walks_over_every_loader(kind):
-    random_walks(kind, 20 if kind.needs == "grain" else 100, 40)  # Grain starts threads
+    random_walks(kind, 20 if kind.name.startswith("grain") else 100, 40)  # Grain starts threads
