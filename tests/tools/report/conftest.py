@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from tests.tools.report.small_runs import broken_and_resumed, train
+from tests.healer.training_loops import broken_at
+from tests.tools.report.small_runs import train
 
 
 @pytest.fixture(scope="session")
@@ -21,5 +23,8 @@ def stopped(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def resumed(tmp_path_factory) -> Path:
-    """An exception, and a second process."""
-    return broken_and_resumed(tmp_path_factory.mktemp("resumed"))
+    """A process that dies of an exception at batch 330, and one that resumes its checkpoint."""
+    folder = tmp_path_factory.mktemp("resumed")
+    with contextlib.suppress(RuntimeError):
+        train(folder, range(150, 162), before=broken_at(330), store=folder / "checkpoints")
+    return train(folder, range(450, 462), store=folder / "checkpoints")
