@@ -27,6 +27,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def test_one_line_per_event(path):
+    path = path.with_name("a new folder") / path.name
     events = Log(path)
     assert events.write("alarm", step=3, cause=["LOSS_SPIKE"], engine=None)
     assert events.write("end", step=None, ending="completed")

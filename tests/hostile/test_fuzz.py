@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import io
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -82,18 +82,6 @@ def _restored(name: str, path: Path) -> None:
     _checkpoint(root)
 
 
-def _safetensors() -> bytes:
-    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    header = json.dumps({"w": entry, "__metadata__": {"a": "b"}}).encode()
-    return len(header).to_bytes(8, "little") + header + bytes(8)
-
-
-def _legacy() -> bytes:
-    file = io.BytesIO()
-    torch.save(STATE, file, _use_new_zipfile_serialization=False)
-    return file.getvalue()
-
-
 def _dcp() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         return (dcp(Path(folder) / "c") / ".metadata").read_bytes()
@@ -105,8 +93,12 @@ LABELS = json.dumps([{"file": "a", "points": 9, "spikes": [{"onset": 1, "end": 2
 
 READERS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
     "torch": (packed(STATE), "c.pt", _checkpoint),
-    "old torch": (_legacy(), "c.pt", _checkpoint),
-    "safetensors": (_safetensors(), "c.safetensors", _checkpoint),
+    "old torch": (packed(STATE, _use_new_zipfile_serialization=False), "c.pt", _checkpoint),
+    "safetensors": (
+        safetensors.torch.save({"w": torch.zeros(2)}, {"a": "b"}),
+        "c.safetensors",
+        _checkpoint,
+    ),
     "DCP": (_dcp(), ".metadata", lambda path: _checkpoint(path.parent)),
     "CSV": (ROWS.encode(), "log.csv", _traced),
     "JSON Lines": (LINES.encode(), "log.jsonl", _traced),

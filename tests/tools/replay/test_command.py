@@ -55,6 +55,9 @@ def test_the_table_and_the_page(run, spiked, tmp_path):
     partly = healcore_replay(spiked, gone, run)
     assert (partly.exit_code, cells(partly.output, "all 2")[2]) == (1, "600")
     assert f"{gone}: it cannot be read" in partly.output
+    losses = logs.write(tmp_path / "losses.csv", {"loss": logs.noisy(60)["loss"]})
+    inactive = healcore_replay(spiked, losses, "-p", "zclip").output
+    assert "no grad_norm logged: clip is inactive in 1 of 2 traces" in inactive
 
 
 def test_lines_of_json(run, tmp_path):
