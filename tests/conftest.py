@@ -103,7 +103,6 @@ SLOW = (
     "tests/parity/test_fuzz.py::test_numpy_host_and_torch_with_scalars",
     "tests/parity/test_fuzz.py::test_a_lane_is_a_run_of_its_own",
     "tests/parity/test_vmapped_policies.py",
-    "tests/tools/replay/test_recorded.py",
     # Many random cases, of what `make test` has examples of.
     "tests/core/test_host_requests.py::test_the_core_goes_on_as_the_reference_does",
     "tests/core/test_reference.py::test_random_policies",
@@ -113,8 +112,8 @@ SLOW = (
     "tests/events/test_killed_writers.py",
     "tests/events/test_real_runs.py",
     "tests/runtime/recovery/test_random_histories.py::TestHistory",
-    "tests/tools/report/test_bad_input.py::test_any_value_in_any_field_is_a_page_or_a_message",
-    "tests/tools/report/test_curves.py::test_a_picture_of_anything",
+    "tests/tools/report/test_read_reports.py::test_any_value_in_any_field_is_a_page_or_a_message",
+    "tests/tools/report/test_read_reports.py::test_a_picture_of_anything",
     "tests/tools/report/test_read_reports.py::test_every_incident_and_rollback_is_reported",
     # Published policies against their originals: each policy is loaded, replayed and attached.
     "tests/catalogue/skip/",
@@ -128,8 +127,7 @@ SLOW = (
     "tests/tools/test_demo.py",
     "tests/examples/test_healers.py::test_memory",
     *(
-        f"tests/examples/test_healers.py::{test}[{example}"
-        for test in ("test_example", "test_the_same_without_healcore")
+        f"tests/examples/test_healers.py::test_example[{example}"
         for example in ("accelerate", "fabric", "lightning", "linen", "nnx", "optax")
     ),
     "tests/examples/test_jax_data_and_rates.py",

@@ -1,4 +1,4 @@
-"""Lines go where the program's logging sends them, and to standard error if it has none."""
+"""Lines go where the program's logging sends them; the parts of the adapters are found by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from healcore import console
+from healcore import adapter_registry, console
 
 Err = Callable[..., list[str]]
 
@@ -22,8 +22,11 @@ def err(capsys: pytest.CaptureFixture[str]):
         state = (list(root.handlers), root.level, logger.level, logger.propagate)
         try:
             exec(setup, {"logging": logging})
+            set_up = (logger.level, logger.propagate, [*logger.handlers], [*root.handlers])
             console.info("begun", mode)
             console.warning("trouble", mode)
+            now = (logger.level, logger.propagate, [*logger.handlers], [*root.handlers])
+            assert now == set_up, "the program's logging is never changed"
         finally:
             for handler in {*root.handlers, *logger.handlers}:
                 handler.close()
@@ -47,11 +50,9 @@ LOGGER = "logging.getLogger('healcore')"
         ("", PRINTED),
         ("logging.basicConfig()", PRINTED),  # absl does this in programs with Orbax
         (f"{LOGGER}.addHandler(logging.NullHandler())", []),
-        (f"{LOGGER}.setLevel(logging.ERROR)", []),
         (f"{LOGGER}.setLevel(logging.WARNING)", ["healcore: trouble"]),
         (f"{LOGGER}.propagate = False", PRINTED),
         ("logging.disable()", []),
-        ("logging.basicConfig(format='%(name)s|%(message)s')", ["healcore|trouble"]),
         (
             "logging.basicConfig(format='%(name)s|%(message)s', level=logging.INFO)",
             ["healcore|begun", "healcore|trouble"],
@@ -62,33 +63,25 @@ def test_what_the_program_has_set_up_decides(setup: str, lines: list[str], err: 
     assert err(setup) == lines
 
 
-def test_the_users_file_has_the_warnings_and_the_terminal_nothing(tmp_path: Path, err: Err):
+def test_console_true_prints_beside_a_file_and_never_twice_and_false_prints_nothing(
+    tmp_path: Path, err: Err
+):
     file = tmp_path / "run.log"
-    assert err(f"logging.basicConfig(filename={str(file)!r})") == []
-    assert file.read_text() == "WARNING:healcore:trouble\n"
-
-
-def test_console_true_prints_beside_a_file_and_never_twice(tmp_path: Path, err: Err):
-    file = tmp_path / "run.log"
-    assert err(f"logging.basicConfig(filename={str(file)!r})", mode=True) == PRINTED
-    assert file.read_text() == "WARNING:healcore:trouble\n"
-    shown = err("logging.basicConfig(format='%(message)s', level=logging.INFO)", mode=True)
-    assert shown == ["begun", "trouble"]
-
-
-def test_console_false_prints_nothing(err: Err):
+    for mode, shown in (("auto", []), (True, PRINTED)):
+        assert err(f"logging.basicConfig(filename={str(file)!r})", mode=mode) == shown
+    assert file.read_text() == "WARNING:healcore:trouble\n" * 2
+    to_terminal = "logging.basicConfig(format='%(message)s', level=logging.INFO)"
+    assert err(to_terminal, mode=True) == ["begun", "trouble"]
     assert err("", mode=False) == []
     assert err("logging.basicConfig(format='%(message)s')", mode=False) == ["trouble"]
-
-
-def test_the_programs_logging_is_never_changed():
-    logger = logging.getLogger("healcore")
-    before = (logger.level, logger.propagate, list(logger.handlers), list(logging.root.handlers))
-    console.warning("a line")
-    now = (logger.level, logger.propagate, list(logger.handlers), list(logging.root.handlers))
-    assert now == before
-
-
-def test_another_value_is_refused():
     with pytest.raises(ValueError, match='console must be "auto", True or False, got 3'):
         console.checked(3)
+
+
+@pytest.mark.parametrize("capability", adapter_registry.PROVIDED)
+def test_every_adapter_provides(capability):
+    for framework in adapter_registry.PROVIDED[capability]:
+        pytest.importorskip("flax" if framework == "jax" else framework)
+        provided = adapter_registry.find(framework, capability)
+        name = getattr(provided, "__module__", provided.__name__)
+        assert name.startswith(f"healcore.{framework}")

@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from tests import forked_programs
-from tests.forked_programs import ROOT, ForkedProgram
+from tests.forked_programs import ForkedProgram
 
 CODE = """
 import atexit, os, sys
@@ -21,27 +20,9 @@ print("on stderr", file=sys.stderr)
 """
 
 
-def both(code: str, *arguments: str, **options: object) -> list[tuple[int, str, str]]:
-    """Status, output and errors with a new interpreter and forked."""
-    given = {"env": {**os.environ, "ONE": "1"}, "start_new_session": True, **options}
-    command = ["-c", code, *arguments]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    ended = []
-    for start in (
-        lambda: subprocess.Popen([sys.executable, *command], text=True, **given, **pipes),
-        lambda: ForkedProgram(*command, imports=("json",), **given, **pipes),
-    ):
-        with start() as program:
-            out, err = program.communicate("typed\n", timeout=600)
-            ended.append((program.returncode, out, err))
-    return ended
-
-
 @pytest.mark.parametrize(
     ("last", "status"),
     [
-        ("", 0),
-        ("sys.exit(7)", 7),
         ("raise SystemExit('said')", 1),
         ("1 / 0", 1),
         ("os.kill(os.getpid(), 9)", -signal.SIGKILL),
@@ -49,27 +30,17 @@ def both(code: str, *arguments: str, **options: object) -> list[tuple[int, str, 
     ],
 )
 def test_streams_arguments_and_the_end_are_those_of_an_interpreter(last, status, tmp_path):
-    new, forked = both(CODE.format(last), "a", "b c", cwd=tmp_path)
+    command = ["-c", CODE.format(last), "a", "b c"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    options = {"cwd": tmp_path, "env": {**os.environ, "ONE": "1"}, "start_new_session": True}
+    ended = []
+    for start in (
+        lambda: subprocess.Popen([sys.executable, *command], text=True, **options, **pipes),
+        lambda: ForkedProgram(*command, imports=("json",), **options, **pipes),
+    ):
+        with start() as program:
+            ended.append((*program.communicate("typed\n", timeout=600), program.returncode))
+    new, forked = [(status, out, err) for out, err, status in ended]
     assert forked[:2] == new[:2]
     assert forked[0] == status
     assert forked[2].splitlines()[-1:] == new[2].splitlines()[-1:]
-
-
-def test_a_program_can_be_signalled_and_waited_for():
-    pipe = subprocess.PIPE
-    code = "import time; print('begun', flush=True); time.sleep(600)"
-    with ForkedProgram("-c", code, imports=("json",), stdout=pipe) as program:
-        assert program.stdout is not None
-        assert program.stdout.readline() == "begun\n"
-        assert program.poll() is None
-        with pytest.raises(subprocess.TimeoutExpired):
-            program.wait(0.1)
-        program.terminate()
-        assert program.wait(600) == -signal.SIGTERM
-        assert program.poll() == -signal.SIGTERM
-
-
-def test_a_module_is_main():
-    done = forked_programs.run("-m", "json.tool", "--help", imports=("json",), cwd=ROOT)
-    assert done.returncode == 0
-    assert "usage:" in done.stdout

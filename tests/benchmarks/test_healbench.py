@@ -9,7 +9,6 @@ import contextlib
 import functools
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,9 +27,6 @@ from benchmarks.healbench.training import Counts
 
 NAN, INF = math.nan, math.inf
 BEGIN, END = table.BEGIN.format("healbench"), table.END.format("healbench")
-
-
-# -- fakes -----------------------------------------------------------------------------------------
 
 
 class FakeProblem:
@@ -59,15 +55,13 @@ class FakeRun(contextlib.AbstractContextManager):
     def train(self) -> None:
         if self.does == "raise":
             raise ValueError("no way")
-        if self.does == "exit":
-            sys.exit("enough")
         if self.does == "die" and not DIED.exists():
             DIED.touch()
             os._exit(3)
         if self.does == "hang":
             time.sleep(600)
         self.counts.stopped = "enough" if self.does == "stop" else ""
-        self.problem.metric += {"nan": NAN, "worse": 0.5}.get(self.does, 0.0)
+        self.problem.metric += NAN if self.does == "nan" else 0.0
 
     def weights(self) -> Iterator[bytes]:
         yield self.does.encode()
@@ -88,10 +82,10 @@ TASKS = {
         ("well", "healthy", "", False), ("fine", "healthy", "", True), ("ill", "sick", "well", True)
     )
 }  # fmt: skip
-DOES = ("raise", "exit", "die", "hang", "nan", "stop", "unavailable")
+DOES = ("raise", "die", "hang", "nan", "stop", "unavailable")
 ARMS: dict[str, Any] = {
     **dict.fromkeys(("nothing", *comparing.OURS), FakeRun),
-    **{does: functools.partial(FakeRun, does=does) for does in ("stop", "worse")},
+    "stop": functools.partial(FakeRun, does="stop"),
 }
 
 
@@ -133,15 +127,11 @@ def by_seed(*metrics: float) -> dict[int, float]:
 KEYED = {("jax", name): task for name, task in TASKS.items()}
 
 
-# -- statistics ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
-def test_the_difference_and_its_error_are_those_of_scipy(seeds):
+def test_the_difference_and_its_error_are_those_of_scipy():
     from scipy import stats  # here: workers import this file, and need no half a second for that
 
-    rng = np.random.default_rng(seeds)
-    for shift in (-0.3, 0.0, 0.02, 5.0):
+    rng = np.random.default_rng(0)
+    for shift, seeds in ((-0.3, 2), (0.0, 3), (0.02, 5), (5.0, 8)):
         off = rng.normal(2.0, 0.5, seeds)
         on = off + shift + rng.normal(0, 0.1, seeds)
         found = difference(by_seed(*on), by_seed(*off))
@@ -160,31 +150,20 @@ def test_the_difference_and_its_error_are_those_of_scipy(seeds):
 )
 def test_worse_is_beyond_two_standard_errors_or_beyond_the_margin(on, worse):
     assert difference(by_seed(*on), by_seed(100, 100, 100)).worse == worse
-
-
-@pytest.mark.parametrize("offset", [0.0, -16.0, -1000.0])
-def test_around_and_below_zero_the_unit_is_the_spread_over_seeds(offset):
-    off = offset + np.array([-1.0, 0.0, 1.0])  # standard deviation 1: 2 % are 0.2
-    assert difference(by_seed(*(off + 0.19)), by_seed(*off)).percent == pytest.approx(1.9)
-    assert difference(by_seed(*(off + 0.21)), by_seed(*off)).worse
-    assert difference(by_seed(*(off - 0.5)), by_seed(*off)).better
+    below_zero = np.array([-17.0, -16.0, -15.0])  # the unit is the spread over seeds: 2 % are 0.2
+    assert difference(by_seed(*(below_zero + 0.19)), by_seed(*below_zero)).percent < 2
+    assert difference(by_seed(*(below_zero + 0.21)), by_seed(*below_zero)).worse
 
 
 def test_a_metric_that_is_not_finite_is_infinitely_bad():
     one_nan = difference(by_seed(1.0, NAN, 1.0), by_seed(1.1, 1.1, 1.1))
-    assert one_nan.percent == INF
-    assert one_nan.worse
+    assert (one_nan.percent, one_nan.worse) == (INF, True)
     cured = difference(by_seed(1.0, 1.0, 1.0), by_seed(1.0, INF, NAN))
-    assert cured.better
-    assert not cured.worse
+    assert (cured.better, cured.worse) == (True, False)
     partly = difference(by_seed(NAN, 1.2, 1.2), by_seed(1.0, 1.0, INF))
     assert (partly.percent, partly.pairs) == (pytest.approx(20), 1)
     all_lost = difference(by_seed(NAN, NAN), by_seed(INF, NAN))
-    assert math.isnan(all_lost.percent)
-    assert not all_lost.worse
-
-
-# -- the promise -----------------------------------------------------------------------------------
+    assert (math.isnan(all_lost.percent), all_lost.worse) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +188,6 @@ def test_each_part_of_the_promise_can_be_broken(metrics, more, said):
         assert all(where.startswith("fine (jax) healer: ") for where in wheres)
 
 
-# -- runs ------------------------------------------------------------------------------------------
-
-
 def test_no_run_stops_the_rest():
     jobs = [Job("jax", "fine", arm, 1) for arm in (*DOES, "nothing", "healer")]
     began = time.monotonic()
@@ -222,40 +198,16 @@ def test_no_run_stops_the_rest():
         DIED.unlink(missing_ok=True)
     assert time.monotonic() - began < 60
     assert {arm: result.status for arm, result in found.items()} == {
-        **dict.fromkeys(("raise", "exit", "hang"), "error"),
+        **dict.fromkeys(("raise", "hang"), "error"),
         **dict.fromkeys(("die", "nan", "stop", "nothing", "healer"), "done"),
         "unavailable": "unavailable",
     }
-    errors = ("ValueError: no way", "SystemExit: enough", "TimeoutError: longer than 3 s")
-    assert tuple(found[arm].error for arm in ("raise", "exit", "hang")) == errors
+    errors = ("ValueError: no way", "TimeoutError: longer than 3 s")
+    assert tuple(found[arm].error for arm in ("raise", "hang")) == errors
     assert (found["nan"].metric, found["nan"].metric_text) == (None, "nan")
     assert (found["stop"].stopped, found["stop"].steps) == ("enough", 4)
     assert (found["nothing"].metric, found["nothing"].steps) == (1.01, 10)
     assert found["nothing"].weights == found["healer"].weights != found["stop"].weights
-
-
-def test_results_survive_the_way_to_disk(tmp_path):
-    results = results_of({"healer": [0.25, NAN, INF, -INF]}, rollbacks=2, evidence={"passes": 2.0})
-    write_results(tmp_path / "results.jsonl", reversed(results))
-    assert read_results(tmp_path / "results.jsonl") == results
-
-
-# -- what there really is --------------------------------------------------------------------------
-
-
-def test_tasks_and_arms_that_are_named_exist():
-    there = running.suite("torch")
-    assert [task.name for task in there.tasks.values()] == list(there.tasks)
-    kinds: dict[str, set[str]] = {}
-    for task in there.tasks.values():
-        assert task.about, task.name
-        assert task.family, task.name
-        kinds.setdefault(task.kind, set()).add(task.family)
-        if task.kind == "sick":
-            assert there.tasks[task.reference].kind == "healthy"
-    assert kinds["sick"] == {"learning rate", "damage", "poisoned data", "arithmetic"}
-    assert not kinds["sick"] & kinds["healthy"]
-    assert {comparing.OFF, *comparing.OURS, *summary.PEERS} == there.arms.keys()
 
 
 def test_a_real_run_and_the_first_rollback_of_its_damage():
@@ -269,15 +221,13 @@ def test_a_real_run_and_the_first_rollback_of_its_damage():
     assert found.status == "done"
     assert found.metric is not None
     assert found.weights
-    of = found.evidence
+    of, there = found.evidence, running.suite("torch")
+    assert {comparing.OFF, *comparing.OURS, *summary.PEERS} == there.arms.keys()
     assert 0 < of["later_passes"] < of["passes"]
     assert of["steps"] == found.steps > of["later_steps"]
-    assert of["fault"] == running.suite("torch").tasks["layer_50x"].build(0).fault
+    assert of["fault"] == there.tasks["layer_50x"].build(0).fault
     assert of["target"] <= of["fault"] < of["rollback"]
     assert 0 < of["passes_to_rollback"] < of["passes"]
-
-
-# -- the command -----------------------------------------------------------------------------------
 
 
 def test_the_command_runs_everything_and_writes_file_and_page(tmp_path, fakes, capsys):
@@ -287,16 +237,16 @@ def test_the_command_runs_everything_and_writes_file_and_page(tmp_path, fakes, c
     assert command.main(options) == 0
     # Two healthy tasks with two seeds and a sick one with three, the undamaged run's third seed,
     # and the peers.
-    assert "35 runs, 1 at a time" in capsys.readouterr().out
+    assert "32 runs, 1 at a time" in capsys.readouterr().out
     text = page.read_text()
     assert text.startswith("# By hand\n")
     assert text.count(BEGIN) == text.count(END) == 1
-    assert "35 runs." in text
+    assert "32 runs." in text
     rows = page.with_suffix(".csv").read_text()
     assert "\n`well (jax)`,plain,loss,1.01,1 (0.0 ± 0.0 %)," in rows
     assert ',"2/2, 2/2, 2/2",The task well.\n' in rows
     assert "\n`ill (jax)`,fault,loss,1.01 (× 1)," in rows
-    assert len(read_results(file)) == 35
+    assert len(read_results(file)) == 32
 
     page.unlink()
     part = tmp_path / "part.jsonl"
@@ -309,11 +259,8 @@ def test_the_command_runs_everything_and_writes_file_and_page(tmp_path, fakes, c
     with pytest.raises(SystemExit):
         command.main(["--arms", "nothink"])
     assert "'nothink' is none of" in capsys.readouterr().err
-
-
-def test_a_broken_promise_is_the_exit_status(tmp_path, fakes, capsys):
-    file = tmp_path / "results.jsonl"
-    write_results(file, results_of({"nothing": [1.0, 1.1], "healer": [1.5, 1.6]}))
-    page = ["--page", str(tmp_path / "page.md")]
-    assert command.main(["--results", str(file), "--report", *page]) == 1
+    results = results_of({"healer": [1.5, 1.6], "nothing": [1.0, 1.1], "stop": [NAN, INF, -INF]})
+    write_results(file, reversed(results))
+    assert read_results(file) == results
+    assert command.main([*options, "--report"]) == 1, "a broken promise"
     assert "fine (jax) healer: +48 ± 0.0 %" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -43,13 +44,10 @@ def test_sigkill_at_random_moments(in_memory):
         whole += len(written)
         assert [e["seq"] for e in written] == list(range(len(written)))
 
-        log = Log(path)
-        added = log.write("problem", step=None, problem="the one before was killed")
+        added = Log(path).write("problem", step=None, problem="the one before was killed")
         after = read(path)
         assert after.events == [*history.events, added]
-        assert [problem.line for problem in after.problems] == [
-            problem.line for problem in history.problems
-        ]
+        assert [each.line for each in after.problems] == [each.line for each in history.problems]
         path.unlink()
     assert torn >= ENOUGH, "hardly a kill hit a write: make the lines longer"
     assert whole > ROUNDS
@@ -82,11 +80,9 @@ def write(path: str, count: str, size: str) -> None:
     log.write("start", step=0, policy="default", mode="heal")
     print(log.run, flush=True)
     padding = ["x" * 9000] * (int(size) // 9000) + ["x" * (int(size) % 9000)]
-    step = 0
-    while step < int(count) or not int(count):
+    for step in range(int(count)) if int(count) else itertools.count():
         log.write("alarm", step=step, index=step, padding=padding)
-        step += 1
-    log.write("end", step=step, ending="completed")
+    log.write("end", step=int(count), ending="completed")
     print(log.lost, flush=True)
 
 

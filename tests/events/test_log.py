@@ -14,7 +14,7 @@ import pytest
 from healcore.core.step_record import Evidence
 from healcore.core.verdict import Action, Cause
 from healcore.events import Log, log, read
-from tests.runtime.store.disk_faults import read_only, small_disk
+from tests.runtime.store.disk_faults import small_disk
 
 
 @pytest.fixture
@@ -27,6 +27,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def test_one_line_per_event(path):
+    path = path.with_name("a new folder") / path.name
     events = Log(path)
     assert events.write("alarm", step=3, cause=["LOSS_SPIKE"], engine=None)
     assert events.write("end", step=None, ending="completed")
@@ -39,7 +40,7 @@ def test_one_line_per_event(path):
 
 
 @pytest.mark.parametrize(
-    "tail", [b'{"schema": 1, "seq": 7, "ru', b"\x00" * 5000, b"[1]", b'{"schema":1}', b"\xff\xfe"]
+    "tail", [b'{"schema": 1, "seq": 7, "ru', b"\x00" * 5000, b'{"schema":1}', b"\xff\xfe"]
 )
 def test_a_torn_tail_gets_its_line_feed_first(path, tail):
     events = Log(path)
@@ -52,17 +53,6 @@ def test_a_torn_tail_gets_its_line_feed_first(path, tail):
     assert [problem.line for problem in history.problems] == [2]
 
 
-def test_a_file_that_is_rotated_away_or_deleted_is_made_again(path):
-    events = Log(path)
-    events.write("save", step=1)
-    path.rename(path.with_suffix(".1"))
-    events.write("save", step=2)
-    path.unlink()
-    events.write("save", step=3)
-    assert [(e["seq"], e["step"]) for e in read(path).events] == [(2, 3)]
-    assert events.lost == 0
-
-
 class Spiteful:
     """Raises wherever it is looked at."""
 
@@ -71,37 +61,28 @@ class Spiteful:
     def item(self):
         raise RuntimeError("deleted array")
 
-    def __repr__(self):
-        raise RuntimeError("no")
+    __repr__ = item
 
 
-def endless() -> list:
-    loop: list = []
-    loop.append(loop)
-    return loop
+ENDLESS: list = []
+ENDLESS.append(ENDLESS)
 
 
 @pytest.mark.parametrize(
     ("value", "written"),
     [
-        (math.nan, "nan"),
-        (math.inf, "inf"),
-        (np.float32(-math.inf), "-inf"),
+        ([math.nan, math.inf, np.float32(-math.inf)], ["nan", "inf", "-inf"]),
         (np.float32(0.5), 0.5),
-        (np.int32(3), 3),
         (np.array(True), True),
-        (np.str_("text"), "text"),
         (Cause.LOSS_SPIKE | Cause.OOM, ["LOSS_SPIKE", "OOM"]),
         (Action(0), []),
-        (signal.SIGTERM, 15),
         ([Evidence("w", math.nan)], [{"name": "w", "grad_norm": "nan"}]),
-        ((1, (2, 3)), [1, [2, 3]]),
-        ({1: {2, 1}}, {"1": [1, 2]}),
+        ((1, {1: {2, 1}}), [1, {"1": [1, 2]}]),
         (Path("a/b"), "a/b"),
         (ValueError("why"), "ValueError: why"),
         ("two\nlines \ud800 ü", "two\nlines \ud800 ü"),
         (b"\x00", "b'\\x00'"),
-        (endless(), "(could not be written: RecursionError)"),
+        (ENDLESS, "(could not be written: RecursionError)"),
         (Spiteful(), "(could not be written: RuntimeError)"),
         (10**5000, "(could not be written: ValueError)"),
         (np.zeros(10**6), None),
@@ -119,19 +100,22 @@ def test_any_value_is_written_somehow(path, value, written):
         assert event["value"] == written
 
 
-def test_clocks_jump(path, monkeypatch):
-    """Fault 38: order by number, durations by the monotonic clock."""
-    times = iter(["2026-03-29T02:00:00.000000Z", "1970-01-01T00:00:00.000000Z"])
+def test_a_log_is_rotated_and_clocks_jump(path, monkeypatch):
+    """Fault 38: order by number, durations by the monotonic clock. A lost file is made again."""
+    times = iter(["2026-03-28T02:00:00Z", "2026-03-29T02:00:00Z", "1970-01-01T00:00:00Z"])
     monkeypatch.setattr(log, "now", lambda: next(times))
     events = Log(path)
     events.write("save", step=1)
+    path.rename(path.with_suffix(".1"))
     events.write("save", step=2)
+    events.write("save", step=3)
     # As a collector may have left them: the other way round.
     path.write_text("".join(f"{line}\n" for line in reversed(path.read_text().splitlines())))
     (in_order,) = read(path).runs().values()
-    assert [e["step"] for e in in_order] == [1, 2]
+    assert [(e["seq"], e["step"]) for e in in_order] == [(1, 2), (2, 3)]
     assert in_order[1]["time"] < in_order[0]["time"]
-    assert 0 <= in_order[1]["mono"] - in_order[0]["mono"] < 60
+    assert in_order[1]["mono"] >= in_order[0]["mono"]
+    assert events.lost == 0
 
 
 def test_a_signal_handler_may_write_in_the_middle_of_a_write(path):
@@ -153,9 +137,6 @@ def test_a_signal_handler_may_write_in_the_middle_of_a_write(path):
     assert [(e["seq"], e["problem"]) for e in in_order] == [(0, "interrupted"), (1, "sig")]
 
 
-# -- reading --------------------------------------------------------------------------------------
-
-
 def event(seq: int, run: Any = "a", **fields) -> bytes:
     return json.dumps({"schema": 1, "seq": seq, "run": run, "kind": "save", **fields}).encode()
 
@@ -164,17 +145,15 @@ def event(seq: int, run: Any = "a", **fields) -> bytes:
     ("junk", "reason"),
     [
         (b'{"schema": 1, "seq"', "not JSON"),
-        (b"\x00\x00\x00", "not JSON"),
         (b"\xff\xfe{}", "not JSON"),
         (b"[" * 100_000, "not JSON (RecursionError)"),
         (b"1" * 5000, "not JSON"),
         (b"null", "not a JSON object but NoneType"),
-        (event(-1), "seq is not a whole number"),
         (event(True), "seq is not a whole number"),
         (event(1 << 60), "seq is not a whole number"),
         (event(1, run=3), "run is not a string"),
     ],
-    ids=range(10),
+    ids=range(8),
 )
 def test_a_damaged_line_is_listed_and_left_out(path, junk, reason):
     path.write_bytes(b"\n".join([event(0), junk, event(1), b""]))
@@ -183,9 +162,10 @@ def test_a_damaged_line_is_listed_and_left_out(path, junk, reason):
     (problem,) = history.problems
     assert problem.line == 2
     assert reason in problem.problem
-    path.write_bytes(b"\n".join([event(0), junk]))
-    assert read(path).events == [json.loads(event(0))]
-    assert "torn" in read(path).problems[0].problem
+    path.write_bytes(b"\n".join([event(0, schema=3), junk]))
+    newer, torn = read(path).problems
+    assert "newer healcore" in newer.problem
+    assert "torn" in torn.problem
 
 
 def test_every_prefix_reads(path):
@@ -203,17 +183,8 @@ def test_every_prefix_reads(path):
         assert len(history.problems) == (not ended and data[:cut][-1:] not in (b"", b"\n"))
 
 
-def test_a_newer_schema_is_read_with_a_warning(path):
-    path.write_bytes(event(0, schema=3) + b"\n")
-    history = read(path)
-    assert len(history.events) == 1
-    assert "newer healcore" in history.problems[0].problem
-
-
-# -- lost events: fault 40 -------------------------------------------------------------------------
-
-
-def test_events_lost_on_a_full_disk(tmp_path):
+def test_events_lost_on_a_full_disk(tmp_path, caplog):
+    """Fault 40."""
     with small_disk(tmp_path / "disk", megabytes=1) as root:
         path = root / "run.events.jsonl"
         events = Log(path)
@@ -235,18 +206,5 @@ def test_events_lost_on_a_full_disk(tmp_path):
         assert (reporting["lost"], reporting["seq"]) == (10, written + 10)
         assert "lost" not in after
         assert len(read(path).events) == written + 2
-
-
-def test_events_lost_in_a_read_only_directory(tmp_path, caplog):
-    root = tmp_path / "root"
-    root.mkdir()
-    with read_only(root):
-        events = Log(root / "deeper" / "run.events.jsonl")
-        for step in (0, 1):
-            events.write("start", step=step)
-        assert events.lost == 2
     assert [record.name for record in caplog.records] == ["healcore"], "the warning comes once"
     assert "training continues" in caplog.text
-    assert events.write("save", step=1)
-    (event,) = read(root / "deeper" / "run.events.jsonl").events
-    assert event["lost"] == 2

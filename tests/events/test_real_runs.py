@@ -87,19 +87,6 @@ def test_the_settings_of_a_run_are_in_its_events_and_its_report(framework, tmp_p
     assert "precision float32" in report.facts["Settings"]
 
 
-def test_lines_of_an_error_are_errors_with_their_diagnosis(caplog, tmp_path):
-    caplog.set_level("INFO", "healcore")
-    with pytest.raises(RunStopped):
-        train(loop_of("torch", Faults(always=range(9, 40))), rules(recoveries=1), range(40))
-    with pytest.raises(RuntimeError, match="power"):
-        train(loop_of("torch"), "default", range(9), before=broken_at(7), store=tmp_path)
-    errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
-    diagnosed = ["fully masked batch" in line for line in errors]
-    assert diagnosed == [True] + [False] * (len(errors) - 1), "once"
-    for part in ("stopped by the policy (the budget", "RuntimeError: power", "by an exception"):
-        assert any(part in line and "does not classify" not in line for line in errors), part
-
-
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_out_of_memory_names_the_largest_owner_and_writes_a_profile(framework, tmp_path):
     def before(healer: Healer, number: int) -> None:
@@ -131,3 +118,15 @@ def test_each_smaller_part_names_the_owner_and_a_missing_profile_is_said_once(tm
     found = [e["problem"] for e in read(tmp_path / "healcore.events.jsonl").events if "sign" in e]
     assert all("Largest owner of memory: parameters (12 of 24 bytes)" in each for each in found)
     assert ["no memory profile" in each for each in found] == [True, False]
+
+
+def test_lines_of_an_error_are_errors_with_their_diagnosis(caplog, tmp_path):
+    with pytest.raises(RunStopped):
+        train(loop_of("torch", Faults(always=range(9, 40))), rules(recoveries=1), range(40))
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop_of("torch"), "default", range(9), before=broken_at(7), store=tmp_path)
+    errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    diagnosed = ["fully masked batch" in line for line in errors]
+    assert diagnosed == [True] + [False] * (len(errors) - 1), "once"
+    for part in ("stopped by the policy (the budget", "RuntimeError: power", "by an exception"):
+        assert any(part in line and "does not classify" not in line for line in errors), part

@@ -18,29 +18,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env={
-            **{name: value for name, value in os.environ.items() if "RANK" not in name},
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {name: value for name, value in os.environ.items() if "RANK" not in name}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = (sys.executable, *command)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr
 
 
 def test_example(tmp_path: Path):
     out = run("examples/deepspeed_engine.py", str(tmp_path), cwd=ROOT)
-    match = re.search(r"^loss (\S+), steps (\d+), rollbacks (\d+)$", out, re.MULTILINE)
+    match = re.search(r"^loss (\S+), steps 400, rollbacks [1-9]", out, re.MULTILINE)
     assert match, out
     assert float(match[1]) < 0.45  # guessing the mean of sin() gives 0.5
-    assert int(match[2]) == 400
-    assert int(match[3]) >= 1
 
 
 LAUNCHED = f"""
@@ -55,11 +46,8 @@ def test_the_snippet_of_the_page(library: str, tmp_path: Path):
     """As the launcher of DeepSpeed starts it."""
     pytest.importorskip(library)
     page = (ROOT / "docs" / "trainers" / "others.md").read_text()
-    (program,) = [
-        block
-        for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)
-        if re.search(rf"^(import|from) {library}\b", block, flags=re.M)
-    ]
+    blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)
+    (program,) = [b for b in blocks if re.search(rf"^(import|from) {library}\b", b, flags=re.M)]
     (tmp_path / "program.py").write_text(LAUNCHED + program)
     out = run("program.py", cwd=tmp_path)
     assert library == "arctic_training" or "healcore: completed after step 100" in out

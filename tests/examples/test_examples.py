@@ -1,14 +1,19 @@
-"""The examples run unchanged, and their runs survive the faults in them."""
+"""The examples run unchanged and survive the faults in them; docs/tutorial.md quotes them."""
 
 from __future__ import annotations
 
+import inspect
 import re
+import signal
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from examples import trackers
+from examples import trackers, tutorial_jax, tutorial_torch
 from healcore.tools.traces import open_traces
 from tests import forked_programs
 from tests.forked_programs import ROOT, TRANSFORMERS
@@ -24,12 +29,10 @@ def output(name: str, **options: Any) -> tuple[str, str]:
 @pytest.mark.parametrize("name", ["optax_loop", "torch_loop"])
 def test_example(name):
     out, _ = output(name)
-    match = re.fullmatch(r"loss (\S+), skips (\d+), cuts (\d+)\n", out)
+    match = re.fullmatch(r"loss (\S+), skips 4, cuts 1\n", out)
     assert match, out
-    loss, skips, cuts = match.groups()
     # Guessing the mean of sin() gives 0.5; a ruined run ends far above it, or in NaN.
-    assert float(loss) < 0.4
-    assert (int(skips), int(cuts)) == (4, 1)
+    assert float(match[1]) < 0.4
 
 
 def test_a_loss_spike_is_healed_as_the_page_says():
@@ -45,6 +48,20 @@ def test_a_run_that_moves_between_frameworks_is_healed_as_one_that_stays():
     ported, stayed = output("port_a_run")[0].splitlines()
     assert "alarms 2, skips 2" in ported
     assert ported.removeprefix("ported") == stayed.removeprefix("stayed")
+
+
+def test_hf_trainer():
+    out, _ = output("hf_trainer", imports=TRANSFORMERS)
+    assert "steps skipped: 3" in out  # the one NaN label, in each of three epochs
+    assert "weights finite: True" in out
+    assert float(out.split()[-1]) < 1.0  # guessing the mean gives 8
+
+
+def test_trl_sft():
+    out, _ = output("trl_sft", imports=TRANSFORMERS)
+    assert "steps skipped: 0" in out
+    before, _, after = out.split()[-3:]
+    assert float(after) < 0.5 * float(before)
 
 
 def test_a_call_that_fails_twice_is_repeated():
@@ -66,26 +83,93 @@ def test_trackers_get_every_step_and_the_files_of_tensorboard_are_replayed(tmp_p
     assert np.argmax(np.nan_to_num(table.values["grad_norm"])) == trackers.LARGE
 
 
-def test_hf_trainer():
-    out, _ = output("hf_trainer", imports=TRANSFORMERS)
-    assert "steps skipped: 3" in out  # the one NaN label, in each of three epochs
-    assert "weights finite: True" in out
-    loss = re.search(r"loss (\S+)$", out.strip())
-    assert loss is not None
-    assert float(loss[1]) < 1.0  # guessing the mean gives 8
+PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+SESSIONS = re.findall(r"^```console\n\$ python ([^\n]*)\n(.*?)^```", PAGE, re.M | re.S)
+RESUMED = ("resumes from", "nothing to do")
+FRESH = [block for block in SESSIONS if not any(text in block[1] for text in RESUMED)]
 
 
-def test_trl_sft():
-    out, _ = output("trl_sft", imports=TRANSFORMERS)
-    assert "steps skipped: 0" in out
-    losses = re.search(r"loss (\S+) -> (\S+)$", out.strip())
-    assert losses is not None
-    assert float(losses[2]) < 0.5 * float(losses[1])
+def undented(text: str) -> str:
+    return textwrap.dedent(text).strip("\n")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem
-)
-def test_an_example_is_short(path):
-    loops = 3 if path.stem in ("tutorial_torch", "tutorial_jax") else 1  # one for each protection
-    assert len(path.read_text().splitlines()) < (80 if loops == 1 else 120)
+def parts(source: str, lines: int) -> set[str]:
+    """Every run of so many lines, without its indentation."""
+    rows = source.splitlines()
+    return {undented("\n".join(rows[i : i + lines])) for i in range(len(rows) - lines + 1)}
+
+
+EXAMPLE, _, OWN_LOOP = PAGE.partition("## 5. Your own loop")
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+
+
+def test_a_snippet_is_part_of_an_example():
+    sources = [inspect.getsource(example) for example in (tutorial_torch, tutorial_jax)]
+    snippets = PYTHON.findall(EXAMPLE)
+    assert len(snippets) > 2
+    for snippet in snippets:
+        lines = snippet.count("\n")
+        assert any(undented(snippet) in parts(source, lines) for source in sources), snippet
+
+
+def run(command: str, directory: Path, expected_status: int = 0) -> str:
+    script, *options = command.split()
+    done = forked_programs.run(ROOT / script, *options, cwd=directory)
+    assert done.returncode == expected_status, done.stderr
+    return done.stdout + done.stderr
+
+
+def masked(output: str) -> list[str]:
+    """The lines with every number and directory masked: digits differ between machines."""
+    output = re.sub(r"\S+/tutorial-", "DIR/tutorial-", output)
+    output = re.sub(r"(?<![\w-])\d[\d.]*(e[+-]?\d+)?(?!\w)", "#", output)
+    return [" ".join(line.split()) for line in output.splitlines()]
+
+
+def check(quoted: str, printed: str) -> None:
+    """Quoted lines were printed, in this order; the final loss is about the quoted one."""
+    rest = iter(masked(printed))
+    # Standard error comes last, as in `run`.
+    for line in sorted(masked(quoted), key=lambda line: line.startswith("healcore:")):
+        assert line in rest, f"{line!r} is not in the rest of:\n{printed}"
+    final = r"loss on unseen data (\S+)"
+    for loss in re.findall(final, quoted):
+        actual = float(re.findall(final, printed)[-1])
+        # Without rollback the rate is too high, and another CPU ends at another large loss.
+        near = 3.0 if float(loss) > 1 else 0.5
+        assert actual == pytest.approx(float(loss), rel=near, nan_ok=True)
+
+
+@pytest.mark.parametrize(("command", "output"), FRESH, ids=[command for command, _ in FRESH])
+def test_output(command, output, tmp_path):
+    printed = run(command, tmp_path)
+    check(output, printed)
+    if command.endswith("healer"):
+        assert masked(printed)[-1] in masked(output), "the block lacks the last line"
+
+
+def test_a_killed_run_resumes_and_a_completed_one_ends_at_once(tmp_path):
+    (command, resumed), (again, nothing) = [block for block in SESSIONS if block not in FRESH]
+    assert command == again
+    run(f"{command} --kill-at 300", tmp_path, -signal.SIGKILL)
+    printed = run(command, tmp_path)
+    check(resumed, printed)
+    assert "back to the checkpoint" in printed
+    check(nothing, run(command, tmp_path))
+
+
+def test_the_loop_for_your_own_data_skips_a_batch_with_nan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (in_torch,) = PYTHON.findall(OWN_LOOP)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs, targets = torch.randn(320, 4), torch.randn(320, 1)
+    inputs[100] = torch.nan
+    mine = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+        "dataset": torch.utils.data.TensorDataset(inputs, targets),
+    }
+    exec(in_torch, mine)
+    assert "skipped 3 steps" in capsys.readouterr().err

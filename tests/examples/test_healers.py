@@ -1,15 +1,13 @@
-"""The examples fail without healcore; with it they are rolled back and train to the end."""
+"""The examples are rolled back and train to the end."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import re
 from typing import Any
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -27,7 +25,6 @@ EXAMPLES: dict[str, tuple[float, str]] = {
 
 Guessing the mean of sin() gives 0.5, on a single batch up to 0.7; guessing among 30 words 3.4.
 """
-OBSERVED = ("torch_healer", "accelerate_loop", "lightning_trainer", "fabric_loop")
 ADDED = {"optax_healer": 5, "linen_healer": 8, "nnx_healer": 5}
 """Most lines that healcore adds to a program."""
 
@@ -37,42 +34,18 @@ def imported(name: str) -> Any:
     return importlib.import_module(f"examples.{name}")
 
 
-def steps_of(example: Any) -> int:
-    return getattr(example, "STEPS", 0) or example.EPOCHS * example.BATCHES
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]):
     example = imported(name)
     example.main(str(tmp_path))
-    last = r"^loss (\S+), steps (\d+), rollbacks (\d+)$"
+    steps = getattr(example, "STEPS", 0) or example.EPOCHS * example.BATCHES
+    # The rate was at fault: no batch is left out.
+    last = rf"^loss (\S+), steps {steps}, rollbacks [1-9]\d*$"
     match = re.search(last, capsys.readouterr().out, re.MULTILINE)
     assert match
     assert float(match[1]) < EXAMPLES[name][0]
-    assert int(match[2]) == steps_of(example), "the rate was at fault: no batch is left out"
-    assert int(match[3]) >= 1
     if name in ADDED:
         assert inspect.getsource(example).count("# <- healcore") <= ADDED[name]
-
-
-@pytest.mark.parametrize("name", OBSERVED)
-def test_the_same_without_healcore(name: str, tmp_path: Any, monkeypatch: Any, capsys: Any):
-    """In `observe` mode the same is decided and nothing is carried out."""
-    example = imported(name)
-    by_callback = name == "lightning_trainer"
-    owner = example if by_callback else example.healcore
-    entry = "LightningHealingCallback" if by_callback else "Healer"
-    original = getattr(owner, entry)
-    monkeypatch.setattr(owner, entry, lambda _, **options: original("observe", **options))
-    example.main(str(tmp_path))
-    assert math.isnan(float(capsys.readouterr().out.split()[1].rstrip(",")))
-
-
-def test_the_same_trainer_without_healcore(tmp_path: Any):
-    trainer = imported("self_healing_trainer").trainer(str(tmp_path))
-    trainer.train()
-    assert trainer.model is not None
-    assert not all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
 @pytest.mark.parametrize("name", ["out_of_memory", "out_of_memory_jax"])

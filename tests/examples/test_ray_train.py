@@ -19,13 +19,8 @@ def test_a_killed_worker_resumes(tmp_path: Path):
     for arguments in ([tmp_path / "left alone"], [tmp_path / "killed", 150]):
         command = [sys.executable, "examples/ray_train.py", *map(str, arguments)]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-        )
+        env = {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-4000:]
         ends.append(re.findall(r"^weights (\S+)$", done.stdout, re.MULTILINE))
     assert len(ends[0]) == 1

@@ -1,13 +1,17 @@
-"""A run is read from its events: incidents, attempts, counts, and how it ended."""
+"""A run is read from its events: incidents, attempts, counts, how it ended; thinned curves."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from healcore.events.log import Event
 from healcore.history import IncidentOutcome, Mode, Run, RunState, runs_of
+from healcore.history.curves import thin
 from healcore.runtime.postmortem.diagnosis import STATES
 from healcore.tools.report.page import outcome
 
@@ -60,6 +64,9 @@ def test_a_declined_order_is_shown_as_declined():
     )
     run = run_of(BEGIN, ("alarm", 4, NAN), *twice, ("stop", 9, {"why": "the end"}))
     assert run.incidents[0].outcome is IncidentOutcome.STOP
+    hook = ("hook", 5, {"hook": "mine", "ordered": ["ROLLBACK"], "action": ["SAVE"]})
+    (case,) = run_of(BEGIN, ("order", 5, {**order, "action": ["ROLLBACK"]}), hook).incidents
+    assert (case.action, case.outcome) == (("SAVE",), IncidentOutcome.ALERT)
 
 
 def test_a_rollback_without_an_incident_has_no_number():
@@ -84,38 +91,32 @@ def test_skips_without_an_event_are_in_the_postmortem():
         assert (run.skips, run.undone_skips) == (3, 2)
 
 
-def test_a_hook_that_overrides_an_order():
-    order = ("order", 5, {"incident": 1, "action": ["ROLLBACK"], "cause": ["NONFINITE_LOSS"]})
-    hook = ("hook", 5, {"hook": "mine", "ordered": ["ROLLBACK"], "action": ["SAVE"]})
-    (case,) = run_of(BEGIN, order, hook).incidents
-    assert (case.action, case.outcome) == (("SAVE",), IncidentOutcome.ALERT)
-
-
-CONTINUES = ("resume", 3, {"checkpoint": 3}), ("start", 3, {"resumes": True})
-BEGINS = ("start", 0, {"resumes": False}), ("save", 3, {})
-
-
-@pytest.mark.parametrize("first", [*CONTINUES, *BEGINS])
-def test_which_processes_are_one_run(first):
+@pytest.mark.parametrize(
+    ("first", "together"),
+    [
+        (("resume", 3, {"checkpoint": 3}), True),
+        (("start", 3, {"resumes": True}), True),
+        (("start", 0, {"resumes": False}), False),
+        (("save", 3, {}), False),
+    ],
+)
+def test_which_processes_are_one_run(first, together):
     """Also a process that was killed before it could log that it resumed."""
-    together = first in CONTINUES
     two = {"a": events(START, ("save", 3, {})), "b": events(first, ("save", 4, {}), run="b")}
     runs = runs_of(two)
     assert len(runs) == (1 if together else 2)
     assert [each.id for each in runs[-1].processes] == (["a", "b"] if together else ["b"])
 
 
-@pytest.mark.parametrize(
-    ("last", "state"),
-    [
-        (("end", 9, {"ending": "completed"}), RunState.COMPLETED),
-        (("end", 9, {"ending": "requested"}), RunState.REQUESTED),
-        (("end", 9, {"ending": "evaporated"}), RunState.ENDED),
-        (("save", 9, {}), RunState.UNKNOWN),
-    ],
-)
-def test_how_a_run_ended(last, state):
-    assert run_of(last).state is state
+def test_how_a_run_ended():
+    endings = {
+        "completed": RunState.COMPLETED,
+        "requested": RunState.REQUESTED,
+        "?": RunState.ENDED,
+    }
+    for ending, state in endings.items():
+        assert run_of(("end", 9, {"ending": ending})).state is state
+    assert run_of(("save", 9, {})).state is RunState.UNKNOWN
     assert set(STATES) == set(RunState), "each has a text"
 
 
@@ -127,3 +128,33 @@ def test_fields_that_are_not_in_their_shape_are_left_out_and_named():
         ("alarm", ["step", "cause"]),
     ]
     assert run.rollbacks == []
+
+
+@settings(max_examples=60)
+@given(
+    length=st.integers(1, 40_000),
+    limit=st.integers(20, 400),
+    places=st.lists(st.tuples(st.integers(0, 39_999), st.sampled_from("^v?!")), max_size=3),
+)
+def test_outliers_are_kept(length, limit, places):
+    generator = np.random.default_rng(length)
+    loss = generator.normal(size=length).astype(np.float32)
+    norm = np.abs(generator.normal(size=length)).astype(np.float32)
+    special = {"^": 1e6, "v": -1e6, "?": np.nan, "!": np.inf}
+    for at, kind in places:
+        loss[at % length] = special[kind]
+    index = np.arange(length) * 3 + 5  # gaps: rows that could not be read
+    at = thin(index, {"loss": loss, "norm": norm}, limit)
+    kept = index[at]
+    assert len(kept) <= limit
+    assert len(kept) >= (length if length <= limit else limit // 8)
+    assert (np.diff(kept) > 0).all()
+    assert (kept[0], kept[-1]) == (index[0], index[-1])
+    for curve in (loss, norm):
+        finite = np.isfinite(curve)
+        if finite.any():
+            whole, few = curve[finite], curve[at][np.isfinite(curve[at])]
+            assert (few.min(), few.max()) == (whole.min(), whole.max())
+    bad = np.flatnonzero(~np.isfinite(loss))
+    if len(bad):
+        assert bad[0] in at

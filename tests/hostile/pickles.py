@@ -31,13 +31,11 @@ def called(path: str, *args: bytes) -> bytes:
     return named(path) + b"(" + b"".join(args) + b"tR"
 
 
-def torch_file(path: Path, pickled: bytes, records: dict[str, bytes] | None = None) -> Path:
+def torch_file(path: Path, pickled: bytes) -> Path:
     """A file of torch with this pickle in it."""
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/byteorder", b"little")
-        archive.writestr("archive/version", b"3\n")
-        for name, content in (records or {}).items():
+        parts = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
+        for name, content in parts.items():
             archive.writestr(f"archive/{name}", content)
     return path
 
@@ -61,8 +59,8 @@ def changed_index(folder: Path, change: Any) -> Path:
     return folder
 
 
-def packed(state: Any) -> bytes:
+def packed(state: Any, **options: Any) -> bytes:
     """The bytes that torch.save writes for a value."""
     file = io.BytesIO()
-    torch.save(state, file)
+    torch.save(state, file, **options)
     return file.getvalue()

@@ -43,11 +43,6 @@ class Outcome(NamedTuple):
         """The verdicts of a probe."""
         return [result["verdict"] for result in json.loads(self.out)["results"]]
 
-    def messages(self) -> str:
-        """The messages of all checks of a probe, joined."""
-        results = json.loads(self.out)["results"]
-        return " ".join(check["message"] for result in results for check in result["checks"])
-
 
 def run(*args: object, seconds: float = SECONDS) -> Outcome:
     """`healcore ARGS`, within its bounds; no crash, and no traceback is printed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import io
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,20 +25,18 @@ from healcore.runtime.store.manifest import MANIFEST
 from healcore.tools.probe import checkpoint, optimizer
 from healcore.tools.probe.checks import CheckpointInputs, OptimizerInputs, judged
 from healcore.tools.replay.vary import VaryError, read_labels
-from healcore.tools.traces import TraceError, open_traces
+from healcore.tools.traces import open_traces
 from healcore.torch.store import DCPStore
 from tests.hostile.pickles import dcp, packed
 from tests.hostile.run_directories import sealed_again
-from tests.hostile.test_events import EVENT
-from tests.hostile.test_logs import ROWS, event, framed
+from tests.hostile.test_logs import EVENT, ROWS, tensorboard
 
 STATE_TO_SAVE = {"model": torch.ones(4), "other": torch.zeros(4)}
 STATE = {"w": torch.ones(4), "n": [1, 2.5, "x", None, {"a": True}], "b": torch.zeros(2, 2)}
 
 
 def _traced(path: Path) -> None:
-    with contextlib.suppress(TraceError):
-        open_traces([os.fspath(path)])
+    open_traces([os.fspath(path)])
 
 
 def _checkpoint(path: Path) -> None:
@@ -46,14 +44,14 @@ def _checkpoint(path: Path) -> None:
     judged("optimizer", str(path), optimizer.judge, path, OptimizerInputs())
 
 
-def _policy(path: Path) -> None:
-    with contextlib.suppress(PolicyError):
-        load(path)
+def _reads(read: Callable[[Path], object], error: type[Exception]) -> Callable[[Path], None]:
+    """A reader whose own errors are expected."""
 
+    def reading(path: Path) -> None:
+        with contextlib.suppress(error):
+            read(path)
 
-def _labels(path: Path) -> None:
-    with contextlib.suppress(VaryError):
-        read_labels(path)
+    return reading
 
 
 @functools.cache
@@ -84,28 +82,9 @@ def _restored(name: str, path: Path) -> None:
     _checkpoint(root)
 
 
-def _safetensors() -> bytes:
-    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    header = json.dumps({"w": entry, "__metadata__": {"a": "b"}}).encode()
-    return len(header).to_bytes(8, "little") + header + bytes(8)
-
-
-def _legacy() -> bytes:
-    file = io.BytesIO()
-    torch.save(STATE, file, _use_new_zipfile_serialization=False)
-    return file.getvalue()
-
-
 def _dcp() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         return (dcp(Path(folder) / "c") / ".metadata").read_bytes()
-
-
-def _tensorboard() -> bytes:
-    from tensorboard.compat.proto import event_pb2
-
-    start = event_pb2.Event(file_version="brain.Event:2").SerializeToString()  # type: ignore[attr-defined]
-    return framed(start) + b"".join(framed(event(at, simple_value=1.0)) for at in range(9))
 
 
 LINES = "".join(json.dumps({"step": at, "loss": 1 / (at + 1)}) + "\n" for at in range(9))
@@ -114,16 +93,20 @@ LABELS = json.dumps([{"file": "a", "points": 9, "spikes": [{"onset": 1, "end": 2
 
 READERS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
     "torch": (packed(STATE), "c.pt", _checkpoint),
-    "old torch": (_legacy(), "c.pt", _checkpoint),
-    "safetensors": (_safetensors(), "c.safetensors", _checkpoint),
+    "old torch": (packed(STATE, _use_new_zipfile_serialization=False), "c.pt", _checkpoint),
+    "safetensors": (
+        safetensors.torch.save({"w": torch.zeros(2)}, {"a": "b"}),
+        "c.safetensors",
+        _checkpoint,
+    ),
     "DCP": (_dcp(), ".metadata", lambda path: _checkpoint(path.parent)),
     "CSV": (ROWS.encode(), "log.csv", _traced),
     "JSON Lines": (LINES.encode(), "log.jsonl", _traced),
     "Trainer": (DOCUMENT.encode(), "log.json", _traced),
-    "TensorBoard": (_tensorboard(), "log", _traced),
+    "TensorBoard": (tensorboard(9), "log", _traced),
     "events": (EVENT * 3, "events", log.read),
-    "policy": (dumps(load("default")).encode(), "p.toml", _policy),
-    "labels": (LABELS.encode(), "labels.json", _labels),
+    "policy": (dumps(load("default")).encode(), "p.toml", _reads(load, PolicyError)),
+    "labels": (LABELS.encode(), "labels.json", _reads(read_labels, VaryError)),
     **{
         name: (_stored(name), "file", functools.partial(_restored, name))
         for name in ("state.json", "manifest.json", "data/.metadata")

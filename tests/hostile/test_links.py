@@ -1,13 +1,16 @@
-"""Links and pipes where healcore writes and reads: nothing goes through, nothing waits."""
+"""Links, pipes and notes that somebody has planted: nothing is followed, nothing waits."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from healcore.events.models import Ending
+from healcore.runtime.postmortem.postmortem import RankNote, RankNotes
 from healcore.runtime.store import CheckpointNotFound, StoreError
 from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import HEALING, MANIFEST
@@ -21,18 +24,9 @@ EVENTS, METRICS = "healcore.events.jsonl", "healcore.metrics.jsonl"
 
 
 @pytest.fixture
-def precious(tmp_path) -> Path:
-    """Somebody's file, outside of the run directory."""
-    path = tmp_path / "precious"
-    path.write_text("precious\n")
-    return path
-
-
-@pytest.fixture
 def root(tmp_path) -> Path:
-    path = tmp_path / "run"
-    path.mkdir()
-    return path
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
 
 
 def run(root: Path, **options: Any) -> Any:
@@ -40,15 +34,15 @@ def run(root: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [EVENTS, METRICS])
-@pytest.mark.parametrize("there", [True, False], ids=["to a file", "to nothing"])
-def test_a_link_in_the_run_directory_is_not_written_through(name, there, root, precious):
-    if not there:
-        precious.unlink()
+def test_a_link_in_the_run_directory_is_not_written_through(name, root, tmp_path):
+    """First to nothing, then to somebody's file."""
+    precious = tmp_path / "precious"
     (root / name).symlink_to(precious)
-    with pytest.raises(StoreError, match=rf"{name} is a link.*(events|metrics)="):
-        run(root)
-    assert precious.exists() == there
-    assert not there or precious.read_text() == "precious\n"
+    for _ in range(2):
+        with pytest.raises(StoreError, match=rf"{name} is a link.*(events|metrics)="):
+            run(root)
+        assert not precious.exists() or precious.read_text() == "precious\n"
+        precious.write_text("precious\n")
 
 
 def test_a_link_that_the_user_names_is_written_through(root, tmp_path):
@@ -91,3 +85,50 @@ def in_time(code: str, root: Path) -> str:
     start = f"from pathlib import Path; root = Path({str(root)!r}); "
     done = forked_programs.run("-c", start + code, timeout=120)
     return done.stdout + done.stderr
+
+
+RUN = "20261123T000000Z-0a1b2c3d"
+
+
+def note(rank: int, time: float = 1.0, **more: Any) -> RankNote:
+    fields = {"ending": Ending.EXCEPTION, "step": 7, "why": "ValueError: no"}
+    return RankNote(rank=rank, time=time, **fields, **more)
+
+
+def test_notes_come_back_with_the_cause_first(tmp_path):
+    notes = RankNotes(tmp_path / "healcore.events.jsonl", RUN)
+    given = [note(2, follows=True), note(1, time=2.0, trace="Traceback ..."), note(3, time=3.0)]
+    for each in given:
+        notes.leave(each)
+    assert notes.found() == [given[1], given[2], given[0]]
+    assert notes.found(hangs=True) == []
+    notes.remove()
+    assert notes.found() == []
+
+
+PLANTED = (
+    "", "[]", "null", "{", '{"rank": 1}',
+    json.dumps({**note(1).model_dump(mode="json"), "rank": "1"}),
+    " " * (1 << 20) + note(1).model_dump_json(),
+)  # fmt: skip
+
+
+def test_what_is_no_note_is_ignored_and_nothing_is_followed_or_waited_for(tmp_path):
+    notes = RankNotes(tmp_path / "healcore.events.jsonl", RUN)
+    first, second, third = (tmp_path / f"healcore.end.rank{rank}.{RUN}.json" for rank in (1, 2, 3))
+    notes.leave(note(2))
+    for planted in PLANTED:
+        first.write_text(planted)
+        assert [each.rank for each in notes.found()] == [2]
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    for path in (first, second):
+        path.unlink()
+    os.mkfifo(first)
+    second.symlink_to(precious)
+    third.mkdir()
+    notes.leave(note(2))
+    notes.leave(note(3))
+    assert [each.rank for each in notes.found()] == [2]
+    notes.remove()
+    assert precious.read_text() == "precious"

@@ -1,10 +1,18 @@
-"""No file in a run directory runs code when a run resumes from it."""
+"""No file in a run directory runs code when a run resumes from it, or raises a raw error.
+
+Whoever can write a file can write its digest: the files here are sealed again. Such a checkpoint is
+reported as damaged, and the run goes on from an older one.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
+import random
 import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime.store import StoreError
+from healcore.runtime.store import StoreError, files
+from healcore.runtime.store.manifest import HEALING, MANIFEST, STATE
 from healcore.torch.store import DCPStore
+from tests.healer.run_directory import events
 from tests.hostile.run_directories import (
     Code,
     base64_of,
@@ -31,11 +41,9 @@ from tests.hostile.run_directories import (
     cut_short,
     go_on,
     item_of,
+    rewrite,
     sealed_again,
 )
-
-BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
-PARTS = ("python", "numpy", "framework", "data")
 
 
 @pytest.fixture
@@ -44,93 +52,41 @@ def ran(tmp_path) -> Path:
     return tmp_path / "code-ran"
 
 
-@pytest.fixture
-def root(tmp_path) -> Path:
-    return tmp_path / "run"
+PARTS = ("python", "numpy", "framework", "data")
+"""What healcore keeps of the process."""
 
 
-# -- what healcore keeps of the process ------------------------------------------------------------
+def loader(state: Any) -> dict[str, Any]:
+    """A position whose loader has this state."""
+    position = {"version": 2, "kind": "sequence", "epoch": 0, "index": 1, "told_epoch": None}
+    items = [*map(list, position.items()), ["state", state], ["left_out", {"list": []}]]
+    return {"dict": [["0", {"dict": items}], ["count", 1]]}
 
 
-@BOTH
-@pytest.mark.parametrize("part", PARTS)
-def test_random_states_and_positions_of_a_checkpoint_run_no_code(framework, part, root, ran):
-    cut_short(framework, root)
-
-    def change(entries):
-        item_of(entries["healcore"], part)[1] = {"bytes": base64_of(code(ran))}
-
-    change_state(root, change)
-    with pytest.raises(StoreError, match="healcore did not write it"):
-        go_on(framework, root)
-    assert not ran.exists()
-
-
-@BOTH
-def test_the_state_of_a_loader_runs_no_code(framework, root, ran):
-    """A position whose state is a pickle, as bytes and as JSON."""
-    cut_short(framework, root)
-    for state in ({"bytes": base64_of(code(ran))}, json.dumps({"pickle": base64_of(code(ran))})):
-
-        def change(entries, state=state):
-            bad = {"version": 2, "kind": "sequence", "epoch": 0, "index": 1, "told_epoch": None}
-            items = [[key, value] for key, value in bad.items()]
-            items += [["state", state], ["left_out", {"list": []}]]
-            position = {"dict": [["0", {"dict": items}], ["count", 1]]}
-            item_of(entries["healcore"], "data")[1] = position
-
-        change_state(root, change)
-        with pytest.raises(HealcoreError, match=r"cannot be read|damaged"):
-            go_on(framework, root)
-    assert not ran.exists()
-
-
-@BOTH
-def test_a_checkpoint_holds_no_pickle(framework, root):
-    """An ordinary run writes no pickle except DCP's own index."""
-    cut_short(framework, root)
-    for folder in checkpoints(root):
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_random_states_and_positions_of_a_checkpoint_run_no_code(framework, tmp_path, ran):
+    """An ordinary run writes no pickle except DCP's own index, and no run reads one."""
+    cut_short(framework, tmp_path / "run")
+    for folder in checkpoints(tmp_path / "run"):
         for file in sorted(folder.glob("state*.json")):
-            entries = json.loads(file.read_bytes())
             assert '"pickle"' not in file.read_text()
+            entries = json.loads(file.read_bytes())
             for name in PARTS if "healcore" in entries else ():
                 assert "bytes" not in str(item_of(entries["healcore"], name)[1])[:12]
+    pickled = base64_of(code(ran))
+    crafted = [(part, {"bytes": pickled}, "healcore did not write it") for part in PARTS]
+    for state in ({"bytes": pickled}, json.dumps({"pickle": pickled})):
+        crafted.append(("data", loader(state), r"cannot be read|damaged"))
+    for number, (part, node, message) in enumerate(crafted):
+        root = shutil.copytree(tmp_path / "run", tmp_path / str(number))
 
+        def change(entries, part=part, node=node):
+            item_of(entries["healcore"], part)[1] = node
 
-# -- objects of the user's state -------------------------------------------------------------------
-
-
-class Keeps:
-    """An object whose state holds something that only pickle can write."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": {"kept": self.value}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["at"]["kept"]
-
-
-@pytest.mark.parametrize("tag", ["pickle", "subclass"])
-def test_a_pickled_object_runs_no_code(tag, tmp_path, ran):
-    store = DCPStore(tmp_path / "store")
-    store.save(1, {"x": Keeps(3), "y": {"z": torch.ones(2)}})
-    store.wait()
-    made = {"made": base64_of(code(ran)), "shape": [2], "stride": [1], "parts": []}
-    node = {tag: base64_of(code(ran)) if tag == "pickle" else made}
-
-    def change(entries):
-        item_of(entries["x"], "at")[1] = node
-
-    change_state(store.root, change)
-    with pytest.raises(StoreError, match="does not write"):
-        store.restore(1, {"x": Keeps()})
+        change_state(root, change)
+        with pytest.raises(HealcoreError, match=message):
+            go_on(framework, root)
     assert not ran.exists()
-
-
-# -- the index of DCP ------------------------------------------------------------------------------
 
 
 def bytes_of_a_pickle(index: Path, metadata: Metadata, ran: Path) -> None:
@@ -144,34 +100,27 @@ def bytes_of_a_pickle(index: Path, metadata: Metadata, ran: Path) -> None:
     metadata.storage_data = {MetadataIndex(name): place}
 
 
-def elsewhere(name: str) -> Any:
-    def change(index: Path, metadata: Metadata, ran: Path) -> None:
-        (place,) = metadata.storage_data.values()
-        shutil.copy(index.parent / place.relative_path, ran.parent / "elsewhere")
-        place.relative_path = name
-
-    return change
+def elsewhere(index: Path, metadata: Metadata, ran: Path, *, name: str) -> None:
+    (place,) = metadata.storage_data.values()
+    shutil.copy(index.parent / place.relative_path, ran.parent / "elsewhere")
+    place.relative_path = name
 
 
-def other_shape(*shape: int) -> Any:
-    def change(index: Path, metadata: Metadata, ran: Path) -> None:
-        (name,) = metadata.state_dict_metadata
-        size = torch.Size(shape)
-        chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
-        properties = TensorProperties(torch.float32)
-        metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, [chunk])
-
-    return change
+def other_shape(index: Path, metadata: Metadata, ran: Path, *, length: int) -> None:
+    (name,) = metadata.state_dict_metadata
+    size = torch.Size([length])
+    chunk = ChunkStorageMetadata(torch.Size([0]), size)
+    properties = TensorProperties(torch.float32)
+    metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, [chunk])
 
 
 INDEXES = {
     "code": None,
     "a pickle in the place of a tensor": bytes_of_a_pickle,
-    **{
-        f"leads to {name!r}": elsewhere(name)
-        for name in ("../../../elsewhere", "/etc/hostname", "")
-    },
-    **{f"of shape {size}": other_shape(size) for size in (5, 1 << 62, -4)},
+    "leads out of the store": partial(elsewhere, name="../../../elsewhere"),
+    "leads to no file": partial(elsewhere, name=""),
+    "too long": partial(other_shape, length=1 << 62),
+    "of negative length": partial(other_shape, length=-4),
 }
 
 
@@ -194,3 +143,106 @@ def test_an_index_of_dcp_that_healcore_does_not_write(change, tmp_path, ran):
         store.restore(1, {"y": {"z": live}})
     assert not live.any()
     assert not ran.exists()
+
+
+JUNK = (
+    None, True, -1, 1 << 70, 10**400, 1.5, "", "x", "\0", "\ud800", "\x1b[2J", [], {}, [[]], [None],
+    {"a": 1}, {"": {}}, {"x": {"bytes": 1}}, {"x\0": {"bytes": 1, "xxh3_128": "0" * 32}},
+)  # fmt: skip
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a JSON document."""
+    if path:
+        yield path
+    if isinstance(node, dict | list):
+        for key in node if isinstance(node, dict) else range(len(node)):
+            yield from places(node[key], (*path, key))
+
+
+def mutants(content: Any) -> Iterator[tuple[Any, Any]]:
+    """(place and value, document) with one value replaced or left out."""
+    for path in places(content):
+        for value in (*JUNK, ...):
+            mutant = copy.deepcopy(content)
+            inner = mutant
+            for key in path[:-1]:
+                inner = inner[key]
+            if value is not ...:
+                inner[path[-1]] = value
+            else:
+                del inner[path[-1]]
+            yield (path, value), mutant
+
+
+@pytest.mark.parametrize("file", [MANIFEST, STATE, HEALING])
+def test_a_malformed_small_file_is_a_damaged_checkpoint(file, tmp_path):
+    store = DCPStore(tmp_path)
+    state = {"model": {"w": torch.ones(2), "n": [1, (2.5, b"x")]}}
+    for step in (1, 2):
+        store.save(step, state, healing={"step": step})
+        store.wait()
+    newest = checkpoints(tmp_path)[-1]
+    content = json.loads((newest / file).read_bytes())
+    content.pop("digest", None)
+    every = [*mutants(content), *((("whole", value), value) for value in JUNK)]
+    raw = []
+    for name, mutant in random.Random(0).sample(every, min(300, len(every))):
+        if file == MANIFEST and isinstance(mutant, dict):
+            (newest / MANIFEST).write_bytes(files.seal(mutant))
+        elif file != MANIFEST:
+            rewrite(newest, file, mutant)
+        try:
+            found = [each.step for each in store.steps()]
+            assert found in ([1], [1, 2]), name
+            assert all(str(error).isprintable() for error in store.damaged()), name
+            store.verify(1)
+            store.restore(2, state)
+        except StoreError:
+            pass
+        except Exception as error:
+            raw.append((name, error))
+    assert raw == []
+
+
+def position(content: Any) -> Any:
+    data = item_of(content["healcore"], "data")[1]
+    data["dict"] = [[key, 7] for key, _ in data["dict"]]
+    return content
+
+
+RANK = "state-rank-00000.json"
+NOT_WRITTEN: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "incidents": (HEALING, lambda old: old | {"ledger": old["ledger"] | {"incidents": 7}}),
+    "nothing of this rank": (RANK, lambda old: {}),
+    "position": (RANK, position),
+    **{
+        name: (HEALING, lambda old, name=name, value=value: old | {name: value})
+        for name, value in {
+            "engines": "nan", "ledger": {"a": 1}, "world": "x", "step": 1, "settings": [],
+            "part_limit": "", "forward": {"0": {"a": 1}}, "left_out": {"x": []}, "attempts": [""],
+        }.items()
+    },
+}  # fmt: skip
+OF_TORCH = {
+    name: (STATE, lambda old, name=name, tree=tree: old | {name: old[name] | {"tree": tree}})
+    for name, tree in {
+        "model": 7, "optimizer": {"dict": [["param_groups", {"list": [{"dict": []}]}]]}
+    }.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_values_that_healcore_does_not_write_are_damage(framework, tmp_path):
+    """The digests hold: the checkpoint is restored, and what it holds cannot be loaded."""
+    cut_short(framework, tmp_path / "run")
+    for name, (file, change) in (NOT_WRITTEN | (OF_TORCH if framework == "torch" else {})).items():
+        root = tmp_path / name
+        shutil.copytree(tmp_path / "run", root)
+        newest = checkpoints(root)[-1]
+        rewrite(newest, file, change(json.loads((newest / file).read_bytes())))
+        assert go_on(framework, root)["step"] == 36, name
+        (damaged,) = events(root, "damaged")
+        assert damaged["step"] == int(newest.name[5:15]), name
+        (resumed,) = events(root, "resume")
+        assert resumed["step"] < damaged["step"], name

@@ -1,9 +1,10 @@
-"""The public names; the API reference has a page of each, and `nav` every page for users."""
+"""The public names and errors; each has a page of the API reference, and `nav` has every page."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+import healcore
 import mkdocs_hooks as hooks
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -36,6 +38,20 @@ SURFACE = {
 """Public names of a module. A deliberate change is listed in CHANGELOG.md too."""
 
 
+INTERNAL = {
+    "ChecksumError", "NotRecordable", "UnsplittableBatch", "EpochChanged", "WeightsChanged",
+    "RuleBroken",
+}  # fmt: skip
+"""Errors that are raised and caught within healcore; nobody outside ever sees one."""
+OF_COMMANDS = ("healcore.tools.", "healcore.demo.", "healcore.checkpoint_contents")
+"""Modules whose errors reach a command, which prints them with an exit code, or a test."""
+HOMES = ("healcore", "healcore.errors", "healcore.jax", "healcore.torch", "healcore.policy")
+ENDS = {
+    "RunStopped", "AlreadyCompleted", "EndRequested", "IncompleteRun", "LastStateNotSaved",
+    "Terminated", "Interrupted",
+}  # fmt: skip
+
+
 def public_names(module: str) -> list[str]:
     """What a module exports at run time, without modules and `__version__`."""
     loaded = importlib.import_module(module)
@@ -59,16 +75,13 @@ def test_the_public_names_do_not_change_by_accident(module):
     assert sorted(importlib.import_module(module).__all__) == sorted(SURFACE[module].split())
 
 
-@pytest.mark.parametrize("module", hooks.MODULES)
-def test_every_public_symbol_has_one_page(module):
+def test_every_public_symbol_has_one_page_and_every_page_is_of_one():
     """By the identity of the imported object: a page may be in another public module."""
     pages = [getattr(importlib.import_module(each.module), each.name) for each in hooks.symbols()]
-    for name in public_names(module):
-        symbol = getattr(importlib.import_module(module), name)
-        assert sum(each is symbol for each in pages) == 1, f"{module}.{name}"
-
-
-def test_every_page_is_of_a_public_symbol():
+    for module in hooks.MODULES:
+        for name in public_names(module):
+            symbol = getattr(importlib.import_module(module), name)
+            assert sum(each is symbol for each in pages) == 1, f"{module}.{name}"
     for each in hooks.symbols():
         assert each.name in public_names(each.module), each.path
         symbol = getattr(importlib.import_module(each.module), each.name)
@@ -94,3 +107,27 @@ def test_nav_has_every_page_once():
     made = {f"api/{each.page}" for each in hooks.symbols()} | {"api/exceptions.md"}
     written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert set(listed) == made | {page for page in written if not page.startswith(hidden)}
+
+
+def test_each_error_has_the_base_and_can_be_imported_from_a_top_level_module():
+    modules = pkgutil.walk_packages(healcore.__path__, "healcore.")
+    members = [each for m in modules for each in vars(importlib.import_module(m.name)).values()]
+    errors = {
+        each
+        for each in members
+        if inspect.isclass(each)
+        and issubclass(each, BaseException)
+        and each.__module__.startswith("healcore")
+        and each.__name__[0] != "_"
+    }
+    assert {each.__name__ for each in errors} >= INTERNAL | ENDS | {"PolicyError"}
+    for error in errors:
+        name = error.__name__
+        if name in INTERNAL | {"HealcoreError"}:
+            continue
+        assert issubclass(error, healcore.HealcoreError)
+        assert issubclass(error, SystemExit) == (name in ENDS)
+        if not error.__module__.startswith(OF_COMMANDS):
+            homes = [home for home in map(importlib.import_module, HOMES) if name in home.__all__]
+            assert homes, f"{error.__module__}.{name}: export it from one of {HOMES}"
+            assert all(getattr(home, name) is error for home in homes)

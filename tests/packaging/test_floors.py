@@ -1,27 +1,25 @@
-"""Each floor of the architecture imports only those below it, or itself."""
+"""Each floor imports only those below it, and a reader of one healthy step walks a short way."""
 
 from __future__ import annotations
 
 import ast
+import sys
+from collections import Counter
 from pathlib import Path
+from types import FrameType
 
-import pytest
+import torch
+
+from healcore.torch import attach
 
 ROOT = Path(__file__).parents[2] / "healcore"
 ADAPTERS = ROOT.parent / "adapters"
 BASE = ("adapter_registry", "checkpoint_contents", "console", "regular_file")
 """Modules of the package itself that every floor may import."""
 FLOORS = (
-    ("core", *BASE),
-    ("policy",),
-    ("events",),
-    ("history",),
-    ("runtime",),
-    ("demo",),
-    ("tools",),
-)
+    ("core", *BASE), ("policy",), ("events",), ("history",), ("runtime",), ("demo",), ("tools",)
+)  # fmt: skip
 """From the lowest; a module is on the first floor that lists a prefix of its name."""
-MODULES = [path for floor in FLOORS[:-1] for path in sorted((ROOT / floor[0]).rglob("*.py"))]
 
 
 def below(module: str, names: tuple[str, ...]) -> bool:
@@ -45,23 +43,21 @@ def imports_of(path: Path) -> set[str]:
     return {name for name in found if name.startswith("healcore.")}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_down(path):
-    module = ".".join(("healcore", *path.relative_to(ROOT).with_suffix("").parts))
-    own = floor_of(module.removesuffix(".__init__"))
-    assert own >= 0
-    assert [name for name in imports_of(path) if floor_of(name) > own] == []
+def test_imports_go_down():
+    for path in [path for floor in FLOORS[:-1] for path in (ROOT / floor[0]).rglob("*.py")]:
+        module = ".".join(("healcore", *path.relative_to(ROOT).with_suffix("").parts))
+        own = floor_of(module.removesuffix(".__init__"))
+        assert own >= 0
+        assert [name for name in imports_of(path) if floor_of(name) > own] == [], path
 
 
-@pytest.mark.parametrize(
-    "path", sorted(ADAPTERS.rglob("*.py")), ids=lambda path: str(path.relative_to(ADAPTERS))
-)
-def test_adapters_import_no_tools(path):
-    allowed = (*(name for floor in FLOORS[:5] for name in floor), "extras")
-    allowed += (path.relative_to(ADAPTERS).parts[0],)
-    if path.name == "demo.py":  # a training loop as a user would write it
-        allowed += ("demo", "Checkpoints", "Healer", "Logging", "RunStopped")
-    assert [name for name in imports_of(path) if not below(name, allowed)] == []
+def test_adapters_import_no_tools():
+    for path in sorted(ADAPTERS.rglob("*.py")):
+        allowed = (*(name for floor in FLOORS[:5] for name in floor), "extras")
+        allowed += (path.relative_to(ADAPTERS).parts[0],)
+        if path.name == "demo.py":  # a training loop as a user would write it
+            allowed += ("demo", "Checkpoints", "Healer", "Logging", "RunStopped")
+        assert [name for name in imports_of(path) if not below(name, allowed)] == [], path
 
 
 def test_only_the_registry_imports_an_adapter_by_name():
@@ -73,3 +69,28 @@ def test_only_the_registry_imports_an_adapter_by_name():
             constant = text and isinstance(node.args[0], ast.Constant)  # type: ignore[attr-defined]
             adapters = "healcore.torch" in text or "healcore.jax" in text
             assert not text or (constant and not adapters), f"{path}: use adapter_registry.find"
+
+
+def test_a_healthy_torch_step_is_short():
+    """From `observe` to the end of `optimizer.step()`, without comprehensions."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    heal = attach(optimizer, "default")
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if event == "call" and "/healcore/" in file and (name[0] != "<" or name == "<lambda>"):
+            calls[file] += 1
+
+    for _ in range(30):
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        calls.clear()
+        sys.setprofile(count)
+        heal.observe(loss)
+        optimizer.step()
+        sys.setprofile(None)
+        optimizer.zero_grad()
+    assert len(calls) <= 11, calls  # and the engine's step, which is recorded
+    assert calls.total() <= 44, calls

@@ -1,10 +1,18 @@
-"""The packages of the distribution are listed by name: the list must equal the folders."""
+"""The list of packages, the pins, and the wheel, built by way of the sdist from a copy."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 # Where each dotted prefix lies in the checkout. The symlinks in healcore/ are for tools only.
@@ -16,33 +24,24 @@ SOURCES = {
 }
 
 
-def settings() -> dict:
-    """Return the table [tool.setuptools] of pyproject.toml."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-
-
-def packages_in(folder: Path, prefix: str) -> set[str]:
-    """Return the dotted names of the folders with Python files, not following symlinks."""
-    found = set()
-    for path in folder.rglob("*.py"):
-        parts = path.relative_to(folder).parts[:-1]
-        if not any((folder.joinpath(*parts[: i + 1])).is_symlink() for i in range(len(parts))):
-            found.add(".".join((prefix, *parts)))
-    return found
+LOCK = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
+PINS = [line.replace("_", "-") for line in LOCK if line and not line.startswith("#")]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_package_list_equals_the_folders():
-    found = set().union(*(packages_in(ROOT / path, name) for name, path in SOURCES.items()))
-    listed = settings()["packages"]
+    """Without the symlinks, which stand for the mapped folders: pytest and pyright need them."""
+    found = set()
+    for prefix, folder in SOURCES.items():
+        if (link := ROOT / prefix.replace(".", "/")) != ROOT / folder:
+            assert link.is_symlink()
+            assert link.resolve() == ROOT / folder
+        for base, _, names in os.walk(ROOT / folder):  # does not follow symlinks
+            if any(name.endswith(".py") for name in names):
+                found.add(".".join((prefix, *Path(base).relative_to(ROOT / folder).parts)))
     lines = "\n".join(f'    "{name}",' for name in sorted(found))
-    assert listed == sorted(found), f"write in [tool.setuptools] packages:\n{lines}"
-
-
-def test_symlinks_stand_for_the_mapped_folders():
-    for name in ("jax", "torch", "policies"):
-        link = ROOT / "healcore" / name
-        assert link.is_symlink(), f"healcore/{name} must be a symlink: pytest and pyright need it"
-        assert link.resolve() == ROOT / SOURCES[f"healcore.{name}"]
+    message = f"write in [tool.setuptools] packages:\n{lines}"
+    assert PROJECT["tool"]["setuptools"]["packages"] == sorted(found), message
 
 
 def test_dependencies_are_pinned_for_the_makefile():
@@ -51,28 +50,25 @@ def test_dependencies_are_pinned_for_the_makefile():
     def name_of(requirement: str) -> str:
         return re.sub(r"[-_.]+", "-", re.split(r"[\s<>=!~\[;]", requirement)[0]).lower()
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PROJECT["project"]
     wanted = {name_of(r) for r in project["dependencies"]}
-    extras = project["optional-dependencies"]
-    del extras["deepspeed"]  # .ci/run installs it, by hashes of its own
-    for requirements in extras.values():
-        wanted |= {name_of(r) for r in requirements} - {"healcore"}  # one extra naming others
+    for extra, requirements in project["optional-dependencies"].items():
+        if extra != "deepspeed":  # .ci/run installs it, by hashes of its own
+            wanted |= {name_of(r) for r in requirements} - {"healcore"}  # one extra naming others
     for tools in ("lint", "bench", "docs", "release"):
         text = (ROOT / "requirements" / f"{tools}.txt").read_text()
         rows = [line.split("#")[0].strip() for line in text.splitlines()]
         wanted |= {name_of(r) for r in rows if r and not r.startswith("-")}
-    lock = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
-    pins = [line for line in lock if line and not line.startswith("#")]
-    assert all("==" in pin for pin in pins)
-    assert pins[0].startswith("torch==")
-    assert wanted <= {name_of(pin) for pin in pins}
+    assert all("==" in pin for pin in PINS)
+    assert PINS[0].startswith("torch==")
+    assert wanted <= {name_of(pin) for pin in PINS}
 
 
 def test_the_lowest_versions_are_those_of_pyproject():
     """`make test-lowest` runs with each lower bound, but for patch releases that are withdrawn."""
     text = (ROOT / "requirements" / "lowest.txt").read_text()
     lowest = dict(re.findall(r"^(?:# )?([\w-]+)==(\S+)", text, re.M))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PROJECT["project"]
     wanted = list(project["dependencies"])
     for extra, lines in project["optional-dependencies"].items():
         wanted += lines if extra not in ("dev", "deepspeed", "all") else []
@@ -85,16 +81,60 @@ def test_the_lowest_versions_are_those_of_pyproject():
 
 def test_every_pin_but_torch_has_a_hash():
     """The packages that `make` installs are pinned by hash, not only by version."""
-    lock = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
-    pins = {line.replace("_", "-") for line in lock if "==" in line and not line.startswith("#")}
-    hashed = {}
+    hashed = set()
     for path in sorted((ROOT / "requirements" / "hashed").glob("*.txt")):
-        text = path.read_text().replace("\\\n", "")
-        for line in text.splitlines():
+        for line in path.read_text().replace("\\\n", "").splitlines():
             if not line.startswith("#"):
                 pin, *hashes = line.split()
                 assert hashes, f"{path.name}: {pin} has no hash"
                 assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes)
-                hashed[pin] = path.name
-    (torch,) = (pin for pin in pins if pin.startswith("torch=="))
-    assert set(hashed) == pins - {torch}
+                hashed.add(pin)
+    assert {*PINS} - hashed == {PINS[0]}
+    assert hashed <= {*PINS}
+
+
+PARTS = ["healcore", "adapters", "policies"]
+FILES = ["pyproject.toml", "README.md", "LICENSE"]
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """Built without isolation (no download), and in a copy: a build litters its tree."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for part in PARTS:
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / part, copy / part, symlinks=True, ignore=ignore)
+    for file in FILES:
+        shutil.copy(ROOT / file, copy / file)
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
+    environment = {**os.environ, "PIP_NO_INDEX": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_every_source_file_is_in_the_wheel_and_no_other_top_level_name(dist):
+    places = {"healcore": "healcore", "adapters/jax": "healcore/jax",
+              "adapters/torch": "healcore/torch", "policies": "healcore/policies"}  # fmt: skip
+    wanted = set()
+    for source, target in places.items():
+        for base, folders, names in os.walk(ROOT / source):  # does not follow symlinks
+            folders[:] = [f for f in folders if f != "__pycache__"]
+            for name in names:
+                if name.endswith((".py", ".toml", ".css", ".js", ".html")) or name == "py.typed":
+                    wanted.add(str(target / (Path(base) / name).relative_to(ROOT / source)))
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+    infos = {name.split("/")[0] for name in names if ".dist-info/" in name}
+    assert len(infos) == 1
+    assert {name for name in names if ".dist-info/" not in name} == wanted
+
+
+def test_sdist_carries_the_licence_and_no_tests(dist):
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md"} <= names
+    assert not any(name.startswith("tests/") for name in names)

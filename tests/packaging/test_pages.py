@@ -1,16 +1,21 @@
-"""The snippets of the pages run, and the policies and presets that the pages name exist."""
+"""The programs of README.md and of the pages run, and what the pages name exists."""
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import optax
 import pytest
 import torch
 
+import healcore.torch
 from healcore.policy import Policy, load, loads
 from tests import forked_programs
 
@@ -70,30 +75,26 @@ def test_the_jax_snippets(tmp_path, monkeypatch):
     good, bad = scope["loader"][0], jnp.full((32, 8), jnp.nan)
 
     exec(nnx, scope)
-    model, means = scope["model"], []
-    for batch in (good, bad):
-        scope["nnx_step"](model, scope["optimizer"], batch)
-        means.append(model.mean[...])
-    assert means[0].any()
-    assert jnp.array_equal(*means)
+    scope["nnx_step"](scope["model"], scope["optimizer"], good)
+    mean = scope["model"].mean[...]
+    scope["nnx_step"](scope["model"], scope["optimizer"], bad)
+    assert mean.any()
+    assert jnp.array_equal(mean, scope["model"].mean[...])
 
     exec(linen, scope)
-    states = [scope["train_state"]]
-    for batch in (good, bad):
-        states.append(scope["linen_step"](states[-1], batch))
-    first, second, third = (each.batch_stats["mean"] for each in states)
-    assert not jnp.array_equal(first, second)
-    assert jnp.array_equal(second, third)
+    first = scope["train_state"]
+    second = scope["linen_step"](first, good)
+    third = scope["linen_step"](second, bad)
+    assert not jnp.array_equal(first.batch_stats["mean"], second.batch_stats["mean"])
+    assert jnp.array_equal(second.batch_stats["mean"], third.batch_stats["mean"])
 
     assert "tx.init(params)" in equinox  # run by tests/jax/test_modules_with_functions.py
 
     exec(half, scope)
-    before = scope["state"]
-    after, scale = scope["half_step"](before, good, 2.0**3)
-    assert scale == 2.0**3
-    assert not jnp.array_equal(after[0]["w"], before[0]["w"])
-    kept, scale = scope["half_step"](after, bad, 2.0**3)
-    assert scale == 2.0**2
+    after, scale = scope["half_step"](scope["state"], good, 2.0**3)
+    kept, smaller = scope["half_step"](after, bad, 2.0**3)
+    assert (scale, smaller) == (2.0**3, 2.0**2)
+    assert not jnp.array_equal(after[0]["w"], scope["state"][0]["w"])
     assert jnp.array_equal(kept[0]["w"], after[0]["w"])
 
 
@@ -105,15 +106,13 @@ def test_the_diagrams_are_those_of_the_script():
         assert f"]({name})" in (DOCS / "how-it-decides.md").read_text()
 
 
-def test_the_snippets_one_after_the_other(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_snippets_one_after_the_other_and_the_lines_after_a_kill(tmp_path, monkeypatch):
+    """The page quotes the lines of the second start."""
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
     scope: dict[str, object] = {}
     for block in blocks("data-and-resume.md"):
         exec(block, scope)
-
-
-def test_the_lines_after_a_kill(tmp_path):
-    """The page quotes the lines of the second start."""
     program = blocks("data-and-resume.md")[0]
     killed = f"import os\n{program}        if healer.step == 151:\n"
     killed += "            healer._loop.saver.store.wait()\n            os.kill(os.getpid(), 9)\n"
@@ -134,3 +133,124 @@ def test_the_ranks_snippet_on_one_rank(tmp_path, monkeypatch):
     exec(block, {})
     assert not torch.distributed.is_initialized()
     assert list((tmp_path / "checkpoints").glob("step-*"))
+
+
+HOLE = "…"
+"""Stands for a value, in the page and in the collected f-strings."""
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """The string constants of a file without docstrings. A value in an f-string is a HOLE."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node, ast.JoinedStr):
+            constants = [isinstance(part, ast.Constant) for part in node.values]
+            parts = zip(node.values, constants, strict=True)
+            yield "".join(str(part.value) if constant else HOLE for part, constant in parts)  # type: ignore
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        yield from strings(node)
+
+
+def test_each_message_that_the_faq_quotes_occurs_in_the_source():
+    # healcore/torch and healcore/jax are links to adapters.
+    files = [
+        path for part in ("healcore", "adapters") for path in (DOCS.parent / part).rglob("*.py")
+    ]
+    source = "\n".join({each for path in files for each in strings(ast.parse(path.read_text()))})
+    section = text("faq.md").partition("## By message")[2].partition("\n## ")[0]
+    quoted = re.findall(r"^`([^`]+)`", section, re.M)
+    assert len(quoted) > 10
+    assert [each for each in quoted if each not in source or len(each.replace(HOLE, "")) < 12] == []
+
+
+PAGE = "../README.md"
+FIRST = "heal.observe(loss)"
+JAX = "inject_hyperparams"
+TORCH = "scheduler.step()"
+TRAINERS = "SFTTrainer(..."
+
+
+def test_every_snippet_is_run():
+    """Of the snippet with ellipses the names exist; `test_trainer_pages` runs such programs."""
+    known = [snippet(PAGE, part) for part in (FIRST, JAX, TORCH, TRAINERS)]
+    assert sorted(known) == sorted(blocks(PAGE))
+    named = re.findall(r"healcore\.torch\.(\w+)\(", known[-1])
+    assert len(named) == 4
+    assert set(named) <= set(healcore.torch.__all__)
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text(PAGE))
+    assert links
+    assert [link for link in links if not (DOCS.parent / link).exists()] == []
+
+
+def test_the_lines_of_the_first_screen():
+    weight = torch.nn.Parameter(torch.ones(3))
+    params = {"w": jnp.ones(3)}
+    scope = {
+        "optimizer": torch.optim.AdamW([weight]),
+        "loss": weight.square().sum(),
+        "optax_optimizer": optax.adamw(1e-3),
+        "params": params,
+        "grads": {"w": jnp.full(3, jnp.nan)},
+    }
+    once, at_each_step = snippet(PAGE, FIRST).split("updates, opt_state", 1)
+    exec(once, scope)
+    scope["opt_state"] = scope["tx"].init(params)
+    scope["loss"] = jnp.float32(1.0)
+    exec("updates, opt_state" + at_each_step, scope)
+    assert not scope["updates"]["w"].any(), "a NaN step changes nothing"
+    weight.grad = torch.full((3,), torch.nan)
+    scope["optimizer"].step()
+    assert torch.equal(weight.detach(), torch.ones(3))
+    assert int(scope["heal"].metrics()["heal/skips"]) == 1
+
+
+def test_the_jax_snippet(tmp_path, monkeypatch):
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"] - 1) ** 2)
+
+    class Interrupted(list):
+        def __getitem__(self, index):
+            if index == 3:
+                signal.raise_signal(signal.SIGINT)
+            return super().__getitem__(index)
+
+    monkeypatch.chdir(tmp_path)
+    good, bad = jnp.ones((4, 3)), jnp.full((4, 3), jnp.nan)
+    params = {"w": jnp.ones(3)}
+    batches = [good, bad, *[good] * 4]
+    scope = {"params": params, "loss_fn": loss_fn, "loader": Interrupted(batches)}
+    with pytest.raises(KeyboardInterrupt):
+        exec(snippet(PAGE, JAX), scope)
+    assert scope["healer"].step in (3, 4)
+    scope = {"params": params, "loss_fn": loss_fn, "loader": batches}
+    exec(snippet(PAGE, JAX), scope)  # the same program resumes
+    healer = scope["healer"]
+    assert (healer.step, healer.report().counts["skips"]) == (6, 1)
+    trained = healer.state[0]["w"]
+    assert jnp.isfinite(trained).all()
+    assert not jnp.array_equal(trained, params["w"])
+    assert jnp.array_equal(trained, scope["state"][0]["w"])
+
+
+def test_the_torch_snippet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    bad = torch.full((4, 3), torch.nan)
+    before = model.weight.detach().clone()
+    scope = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "loss_fn": lambda model, batch: (model(batch) - 1).square().mean(),
+        "loader": [*[torch.ones(4, 3)] * 12, *[bad] * 12, torch.ones(4, 3)],
+    }
+    exec(snippet(PAGE, TORCH), scope)
+    assert torch.isfinite(model.weight).all()
+    assert not torch.equal(model.weight, before)
+    healer = scope["healer"]
+    assert healer.rollbacks == 0  # the weights are finite: skipping them is enough
+    assert healer.report().counts["skips"] == 12
+    assert list(tmp_path.glob("checkpoints/step-*"))

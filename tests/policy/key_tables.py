@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -23,10 +24,7 @@ from healcore.policy.answers import Budget, Respond, Rollback, When
 from healcore.policy.document import Detect, Policy
 from healcore.policy.tables import keys_of
 
-CORE: dict[type, type] = {
-    Rollback: engine.RollbackConfig,
-    Budget: engine.BudgetConfig,
-}
+CORE: dict[type, type] = {Rollback: engine.RollbackConfig, Budget: engine.BudgetConfig}
 """Tables of a file with the engine's configs of the same keys, which have further sentences."""
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
 WORDS = {
@@ -111,20 +109,14 @@ def _shown(default: Any) -> str:
     if default is dataclasses.MISSING:
         return "required"
     if default is None:
-        return f'`"{NONE}"`'
-    if isinstance(default, bool):
-        return f"`{str(default).lower()}`"
-    if isinstance(default, tuple):
-        return "`[]`"
-    return f'`"{default}"`' if isinstance(default, str) else f"`{default}`"
+        default = NONE
+    as_written = [] if isinstance(default, tuple) else default
+    return f"`{json.dumps(as_written)}`"
 
 
 def meaning_of(table: type, name: str) -> str:
     """The docstring of a field, on one line."""
-    for cls in (table, *([CORE[table]] if table in CORE else ())):
-        if name in _docstrings(cls):
-            return _docstrings(cls)[name]
-    raise LookupError(f"{table.__name__}.{name} has no docstring")
+    return {**_docstrings(CORE.get(table, table)), **_docstrings(table)}[name]
 
 
 @functools.cache
@@ -132,15 +124,10 @@ def _docstrings(cls: type) -> dict[str, str]:
     """Field -> its docstring, in the source of one class."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(node, ast.ClassDef)
-    pairs = zip(node.body, node.body[1:], strict=False)
     return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in pairs
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
+        ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())
+        for field, text in zip(node.body, node.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
 
 

@@ -1,8 +1,12 @@
-"""Every form of a policy that functions take, and keywords that replace its values."""
+"""Every form of a policy, keywords that replace its values, and what fails at load.
+
+The message of an error has file, key, value, rule and remedy.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 from typing import Any, get_type_hints
 
 import jax.numpy as jnp
@@ -11,14 +15,12 @@ import pytest
 import torch
 
 import healcore
-from healcore.core.engine import Engine, EngineConfig
 from healcore.policy import (
     Overrides,
     Policy,
     PolicyError,
     diff,
     dumps,
-    engine_of,
     fingerprint,
     load,
     loads,
@@ -30,7 +32,8 @@ from healcore.runtime.host_policy import HostPolicy
 
 
 def test_one_number_changes_and_the_rest_stays():
-    policy = load("default", clip={"max_norm": 1.5}, detect={"loss_spike": {"z_threshold": 9.0}})
+    given: Any = {"clip": {"max_norm": 1.5}, "detect": {"loss_spike": {"z_threshold": 9.0}}}
+    policy = load("default", **given)
     found = {key: (left, right) for key, left, right in diff(load("default"), policy)}
     assert found == {
         "clip.kind": ("none", "fixed"),
@@ -38,10 +41,15 @@ def test_one_number_changes_and_the_rest_stays():
         "detect.loss_spike.z_threshold": (5.5, 9.0),
     }
     assert fingerprint(policy) != fingerprint(load("default"))
-    assert loads(dumps(policy)) == policy
+    host = HostPolicy.of("default", given)
+    assert host.engine.fingerprint == fingerprint(policy)
+    assert loads(host.text or "") == loads(dumps(policy)) == policy
 
 
-def test_none_takes_a_limit_a_detector_or_all_clipping_away():
+def test_none_takes_a_limit_a_detector_or_all_clipping_away_and_lists_are_replaced():
+    policy = load("zclip", detect={"plateau": {}}, respond=[{"to": ["plateau"], "do": ["alert"]}])
+    assert policy.detect.plateau is not None
+    assert [each.to for each in policy.respond] == [("plateau",)]
     assert load("zclip", clip={"max_norm": None}).clip.max_norm is None  # type: ignore[union-attr]
     assert load("default", detect={"vanishing": None}, respond=[]).detect.vanishing is None
     assert load("default", clip=None).clip.kind == "none"
@@ -49,23 +57,12 @@ def test_none_takes_a_limit_a_detector_or_all_clipping_away():
     assert same == load("default")
 
 
-def test_a_detector_is_switched_on_and_lists_are_replaced():
-    rule = {"to": ["plateau"], "do": ["alert"]}
-    policy = load("zclip", detect={"plateau": {"patience": 50}}, respond=[rule])
-    assert policy.detect.plateau is not None
-    assert policy.detect.plateau.patience == 50
-    assert [each.to for each in policy.respond] == [("plateau",)]
-
-
 @pytest.mark.parametrize(
     ("overrides", "key", "value", "rule"),
     [
         ({"clip": {"max_norm": -1}}, "clip.max_norm", "-1", "above 0"),
         ({"clip": {"max_nrom": 1.0}}, "clip.max_nrom", "1.0", "a key of this table"),
-        ({"max_skip": 3}, "max_skip", "3", "a key of this table"),
         ({"clip": 1.0}, "clip", "1.0", "a table"),
-        ({"lr": None}, "lr", "None", "a table"),
-        ({"mode": "watch"}, "mode", '"watch"', "one of"),
         ({"detect": {"loss_spike": None}}, "respond[", '"loss_spike"', "detector is on"),
     ],
 )
@@ -82,21 +79,10 @@ def test_the_keywords_are_the_keys_of_a_file():
     assert set(get_type_hints(Overrides)) == keys_of(Policy).keys() - {"schema"}
 
 
-def test_a_run_has_the_fingerprint_and_the_text_of_what_it_does():
-    host = HostPolicy.of("default", {"rollback": {"probation": 7}, "clip": {"max_norm": 1.0}})
-    policy = load("default", rollback={"probation": 7}, clip={"max_norm": 1.0})
-    assert (host.rollback.probation, host.engine.fingerprint) == (7, fingerprint(policy))
-    assert host.text is not None
-    assert loads(host.text) == policy
-
-
 def test_a_misspelt_option_of_the_healer_is_suggested():
     misspelt: Any = {"checkpoint": 3}
     with pytest.raises(TypeError, match="checkpoints"):
         Healer("default", state={}, **misspelt)
-
-
-FINGERPRINT = load("default").engine().fingerprint
 
 
 def by_attach(policy, **overrides):
@@ -114,46 +100,124 @@ def by_healer(policy, **overrides):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
-    with (
-        contextlib.suppress(healcore.errors.IncompleteRun),  # it takes no step
-        healcore.Healer(policy, state=state, **overrides) as healer,
-    ):
+    unused = contextlib.suppress(healcore.errors.IncompleteRun)  # it takes no step
+    with unused, healcore.Healer(policy, state=state, **overrides) as healer:
         (found,) = healer._loop.driver.engines().values()
     return found["policy"]
 
 
-def by_hand(policy, **overrides):
-    return engine_of(policy, overrides).fingerprint
-
-
-TAKERS = [by_hand, by_attach, by_protect, by_healer]
-
-
-@pytest.fixture(params=["name", "path", "text path", "Policy", "Engine", "EngineConfig"])
-def any_form(request, tmp_path):
+@pytest.mark.parametrize("take", [by_attach, by_protect, by_healer])
+def test_every_form_is_the_same_policy(take, tmp_path):
+    """Functions take a preset, a path, a policy, an engine and its configuration."""
     path = tmp_path / "mine.toml"
     path.write_text(preset_text("default"))
     policy = load("default")
-    return {
-        "name": "default",
-        "path": path,
-        "text path": str(path),
-        "Policy": policy,
-        "Engine": policy.engine(),
-        "EngineConfig": policy.config(),
-    }[request.param]
-
-
-@pytest.mark.parametrize("take", TAKERS)
-def test_every_form_is_the_same_policy(take, any_form):
-    if take not in (by_hand, by_healer) and not isinstance(any_form, str | Engine):
-        return  # one function resolves the forms
-    assert take(any_form) == FINGERPRINT
-    if isinstance(any_form, Engine | EngineConfig):
+    wanted = load("default", clip={"max_norm": 1.5}).engine().fingerprint
+    for form in (str(path), path, policy) if take is by_healer else ("default",):
+        assert take(form) == policy.engine().fingerprint
+        assert take(form, clip={"max_norm": 1.5}) == wanted
+    for engine in (policy.engine(), policy.config())[: 2 if take is by_healer else 1]:
+        assert take(engine) == policy.engine().fingerprint
         with pytest.raises(PolicyError, match="keyword"):
-            take(any_form, clip={"max_norm": 1.5})
-    else:
-        wanted = load("default", clip={"max_norm": 1.5}).engine().fingerprint
-        assert take(any_form, clip={"max_norm": 1.5}) == wanted != FINGERPRINT
+            take(engine, clip={"max_norm": 1.5})
     with pytest.raises(PolicyError, match="preset"):
         take(7)
+
+
+HEAD = 'schema = 1\nname = "x"\n'
+ZCLIP = HEAD + '[clip]\nkind = "zclip"\n'
+
+
+def rule(to: str, do: str, when: str = "", more: str = "detect.nonfinite = {}") -> str:
+    """A policy with one rule."""
+    condition = f"when = {{ {when} }}\n" if when else ""
+    return f"{HEAD}{more}\n[[respond]]\nto = {to.split()}\ndo = {do.split()}\n{condition}"
+
+
+BOTH = "detect.loss_spike = {}\ndetect.loss_ratio = {}"
+WRONG = {
+    "no schema": ('name = "x"\n', "schema", "schema = 1"),
+    "another schema": ("schema = 2\n", "schema", "upgrade"),
+    "unknown key": (ZCLIP + "z_treshold = 2.0\n", "clip.z_treshold", "z_threshold"),
+    "another clip's key": (
+        HEAD + 'clip = { kind = "fixed", target = "max" }', "clip.target", "max_norm",
+    ),
+    "nan": (ZCLIP + "z_threshold = nan\n", "clip.z_threshold", "2.5"),
+    "1 as a float32": (ZCLIP + "ema_decay = 0.99999999999\n", "clip.ema_decay", "0.97"),
+    "float for a whole number": (ZCLIP + "warmup_steps = 30.0\n", "clip.warmup_steps", "30"),
+    "unknown mode": (HEAD + 'mode = "heel"\n', "mode", "heal"),
+    "a table that is a number": (HEAD + "clip = 3\n", "clip", "[clip]"),
+    "no cause": (HEAD + 'respond = [{ do = ["skip"] }]', "respond[0].to", "to = ["),
+    "unknown cause": (rule("nan", "skip"), "respond[0].to[0]", "one of"),
+    "the same action twice": (rule("nonfinite", "skip skip"), "respond[0].do[1]", "drop"),
+    "no detector": (rule("divergence", "alert"), "respond[0].to[0]", "[detect.divergence]"),
+    "rollback without a budget": (
+        rule("loss_spike", "skip rollback", more="detect.loss_spike = {}\nbudget.recoveries = 0"),
+        "respond[0].do[1]", "budget.recoveries = 3",
+    ),
+    "count without within": (
+        rule("nonfinite", "skip", "count = 3"), "respond[0].when.count", "within",
+    ),
+    "more hits than steps": (
+        rule("nonfinite", "skip", "count = 9, within = 5"), "respond[0].when.count", "count = 5",
+    ),
+    "floor above the first cut": (HEAD + "lr.floor = 0.6\n", "lr.floor", "floor = 0.5"),
+    "sustained after the escape": (
+        HEAD + "detect.grad_ema.sustain = 26\n", "detect.grad_ema.sustain", "sustain = 25",
+    ),
+    "two detectors of one cause": (
+        rule("loss_spike", "skip", more=BOTH), "respond[0].to[0]", "loss_ratio",
+    ),
+    "a fault and a cause": (rule("oom nonfinite", "save"), "respond[0].to[1]", "separate"),
+    "a condition of a fault": (rule("oom", "save", "consecutive = 2"), "respond[0].when", "drop"),
+    "no budget for smaller parts": (
+        rule("oom", "shrink_microbatch", more="budget.shrinks = 0"), "respond[0].do[0]",
+        "budget.shrinks = 3",
+    ),
+    "a first wait above all": (HEAD + "retry.base_delay_s = 90\n", "retry.base_delay_s", "60"),
+    "more in a row than all": (HEAD + "skip_batch.count = 2\n", "skip_batch.consecutive", "= 2"),
+    "no TOML": ("schema = = 1\n", "", "place"),
+    "brackets without end": (f"schema = {'[' * 5000}\n", "", "place"),
+}  # fmt: skip
+"""Document, the key of the problem, and a word of what to write."""
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_message_names_the_key_the_rule_and_the_correction(case):
+    document, key, write = WRONG[case]
+    with pytest.raises(PolicyError) as caught:
+        loads(document, source="runs/my.toml")
+    error = caught.value
+    assert error.source == "runs/my.toml"
+    assert not error.unreadable
+    problem = next(p for p in error.problems if p.key == key)
+    assert write in problem.write
+    assert all(part in str(error) for part in (error.source, key, problem.rule, problem.write))
+
+
+def test_all_problems_are_reported_at_once():
+    text = ZCLIP + "z_threshold = nan\nwarmup = 3\n[lr]\nfactor = 2\n"
+    with pytest.raises(PolicyError, match="3 problems") as caught:
+        loads(text)
+    keys = {p.key for p in caught.value.problems}
+    assert keys == {"clip.z_threshold", "clip.warmup", "lr.factor"}
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.problems) == (str(caught.value), caught.value.problems)
+
+
+def test_what_cannot_be_read_has_a_clear_message(tmp_path):
+    binary, large = tmp_path / "weights.toml", tmp_path / "large.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    large.write_bytes(b"#" * (1 << 21))
+    messages: dict[Any, str] = {
+        "agressive": "aggressive",
+        "no/such.toml": "No such file",
+        "nul\0.toml": "null byte",
+        "/": "directory",
+        3: "from_dict",
+        binary: "not UTF-8 at byte 0",
+        large: "limit",
+    }
+    for wanted, word in messages.items():
+        with pytest.raises(PolicyError, match=word):
+            load(wanted)

@@ -1,16 +1,16 @@
-"""The policies that come with healcore."""
+"""The policies that come with healcore, and rules for faults, which reach the host only."""
 
 from __future__ import annotations
-
-import tomllib
 
 import numpy as np
 import pytest
 
+from healcore.core.engine import EngineConfig
 from healcore.core.verdict import Action, Cause
-from healcore.policy import diff, load, preset_names, preset_text
+from healcore.policy import diff, dumps, fingerprint, load, loads, preset_names
+from healcore.policy.answers import FAULTS, Retry, SkipBatch
+from healcore.runtime.host_policy import HostPolicy
 from tests.catalogue.watch.curves import decisions_of, first
-from tests.core.engine_runner import Runner
 
 
 def healthy(steps):
@@ -21,17 +21,9 @@ def healthy(steps):
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_each_has_a_name_a_description_and_references(name):
+def test_each_is_described_and_leaves_a_healthy_run_alone(name):
     policy = load(name)
-    assert policy.name == name
-    assert policy.description.endswith(".")
-    assert policy.references
-    written = tomllib.loads(preset_text(name))
-    assert "shift" not in written.get("clip", {}), "the escape has the core's defaults"
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_a_healthy_run_is_left_alone(name):
+    assert (policy.name, policy.description[-1], bool(policy.references)) == (name, ".", True)
     decisions = decisions_of(name, *healthy(600))
     assert not decisions.skip.any()
     assert not decisions.action.any()
@@ -50,29 +42,18 @@ def test_nans_that_go_on_are_a_rollback_and_a_cut():
     assert begins == sorted(set(begins)), "aggressive acts first, conservative last"
 
 
-# -- what default does with finite numbers, and pretraining ---------------------------------------
-
-
-def test_default_skips_no_finite_batch_and_pretraining_does():
-    """Single losses and norms far above the level."""
-    losses, norms = healthy(300)
-    losses[150:280:13] += 5.0
-    norms[150:280:13] *= 50.0
-    assert not decisions_of("default", losses, norms).skip.any()
-    assert decisions_of("pretraining", losses, norms).skip.sum() >= 8
-
-
 def test_default_only_says_that_data_may_be_other_and_pretraining_acts():
     """Loss and norm quadruple and slowly fall. `default` confirms before it rolls back."""
-    assert load("default").rollback.confirm
-    assert not load("pretraining").rollback.confirm
+    assert [load(name).rollback.confirm for name in ("default", "pretraining")] == [True, False]
     losses, norms = healthy(400)
     high = np.exp(-np.arange(200) / 300)
     losses[200:] += 6.0 * high
     norms[200:] *= 1 + 3 * high
     default, acting = (decisions_of(name, losses, norms) for name in ("default", "pretraining"))
+    assert not default.skip.any()
     assert not default.orders(Action.CUT_LR | Action.STOP).any()
     assert default.orders(Action.ALERT).any()
+    assert acting.skip.any()
     assert acting.orders(Action.CUT_LR).any()
     assert acting.orders(Action.ROLLBACK).any()
     assert not acting.orders(Action.STOP).any()
@@ -87,10 +68,9 @@ def test_default_warns_of_a_loss_that_blows_up_and_changes_no_finite_step():
     decisions = decisions_of("default", losses, norms)
     at = first(decisions.reports(Cause.LOSS_SPIKE))
     assert at is not None
-    assert at >= 200
-    assert decisions.action[at] == Action.ALERT
+    assert (at >= 200, decisions.action[at]) == (True, Action.ALERT)
+    assert (decisions.lr_scale == decisions.grad_scale).all()
     assert (decisions.lr_scale == 1).all()
-    assert (decisions.grad_scale == 1).all()
     assert not decisions.skip.any()
     assert not load("default").engine().cuts_lr
     assert load("default").engine().limits_lr
@@ -99,8 +79,52 @@ def test_default_warns_of_a_loss_that_blows_up_and_changes_no_finite_step():
 def test_observe_is_default_in_another_mode():
     differing = {d.key for d in diff(load("default"), load("observe"))}
     assert differing == {"name", "description", "references", "mode"}
-    losses, norms = healthy(100)
-    norms[50] = np.inf
-    for decision in Runner(load("observe").config()).feed(loss=losses, grad_norm=norms):
-        assert not decision.skip
-        assert (decision.grad_scale, decision.lr_scale, decision.action) == (1, 1, 0)
+
+
+FAULT_HEAD = 'schema = 1\nname = "x"\n[detect.nonfinite]\n'
+ALL = "".join(
+    f'[[respond]]\nto = ["{cause}"]\ndo = {list(words)}\n' for cause, (_, words) in FAULTS.items()
+)
+NUMBERS = "[budget]\nshrinks = 2\n[retry]\nbase_delay_s = 30\nmax_delay_s = 600\n"
+
+
+def test_every_fault_and_every_answer_can_be_written_and_reaches_the_host():
+    """Rules for the same fault add up, and the device sees none of them."""
+    again = '[[respond]]\nto = ["oom"]\ndo = ["save"]\n'
+    policy, without = loads(FAULT_HEAD + ALL + again + NUMBERS), loads(FAULT_HEAD)
+    assert loads(dumps(policy)) == policy
+    assert policy.config() == without.config()
+    assert fingerprint(policy) == fingerprint(without)
+    assert all(flag >= Cause.OOM for flag, _ in FAULTS.values())
+    host = HostPolicy.of(policy)
+    for flag, words in FAULTS.values():
+        assert host.answers(flag) == set(words)
+    assert (host.budget.shrinks, host.retry.base_delay_s, host.retry.max_delay_s) == (2, 30, 600)
+
+
+def test_an_observing_policy_and_an_engine_answer_nothing():
+    for host in (HostPolicy.of("default", {"mode": "observe"}), HostPolicy.of(EngineConfig())):
+        assert not any(host.answers(flag) for flag, _ in FAULTS.values())
+        assert host.retry == Retry()
+
+
+PUBLISHED = {  # it saves for what it does not know, and for nothing else
+    Cause.OOM: {"shrink_microbatch", "clear_cache"},
+    Cause.DATA: {"skip_batch"},
+    Cause.NETWORK: {"retry"},
+    Cause.UNKNOWN: {"save"},
+}
+
+
+def test_the_presets_answer_all_faults():
+    wanted = {cause: {*words, "save"} for cause, words in PUBLISHED.items()}
+    for name in {*preset_names()} - {"zclip"}:
+        assert load(name).fault_actions() == wanted | {Cause.HANG: {"alert"}}, name
+
+
+@pytest.mark.parametrize("name", ["default", "aggressive", "conservative"])
+def test_the_published_system_with_its_own_numbers(name):
+    policy = load(f"self-healing-trl-{name}")
+    assert policy.fault_actions() == PUBLISHED
+    assert (policy.retry[:3], policy.budget.shrinks) == ((30, 2, 600), 3)
+    assert policy.skip_batch == SkipBatch()

@@ -114,10 +114,9 @@ def contained(part, whole) -> bool:
     return part == whole
 
 
+LEAVES = st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.dates()
 anything = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.dates()
-    ),
+    st.one_of(*LEAVES),
     lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
     max_leaves=10,
 )
@@ -136,11 +135,8 @@ def damaged(draw):
     data = to_dict(load(draw(st.sampled_from(ALL))))
     place = data
     while True:
-        inner = [
-            v
-            for v in (place.values() if isinstance(place, dict) else place)
-            if v and isinstance(v, dict | list)
-        ]
+        values = place.values() if isinstance(place, dict) else place
+        inner = [each for each in values if each and isinstance(each, dict | list)]
         if not inner or draw(st.booleans()):
             break
         place = draw(st.sampled_from(inner))

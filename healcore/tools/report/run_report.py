@@ -247,7 +247,9 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         "Mode": start.mode,
         "Started": _time_of(first),
         "Last event": _time_of(run.processes[-1].last),
-        "Duration": f"{timedelta(seconds=round(min(sum(seconds), 1e9)))}" if seconds else None,
+        "Duration": f"{timedelta(seconds=round(max(min(sum(seconds), 1e9), 0)))}"
+        if seconds
+        else None,
         "Faults": "; ".join(faults),
         "Step at the end": ends[-1].step if ends else written.get("step"),
         "Last known-good": written.get("last_good") if run.last_good is None else run.last_good,

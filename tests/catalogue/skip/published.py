@@ -45,12 +45,8 @@ def axlearn(
 ) -> np.ndarray:
     """`skip_and_clip_by_global_norm` (AXLearn 34aed43, axlearn/common/optimizers.py).
 
-    Args:
-        norms: (steps,).
-        ratio: smallest multiplier of `drop_norm_by_grad_norm_ema`, or None.
-        sigmas: smallest multiplier of `drop_norm_by_grad_norm_stddev`, or None.
-        min_count: steps before which the latter drops nothing.
-        decay: `grad_norm_ema_decay`.
+    `ratio` and `sigmas` are the smallest multipliers of `drop_norm_by_grad_norm_ema` and of
+    `drop_norm_by_grad_norm_stddev`, which drops nothing before `min_count` steps.
     """
     mean, square, count, dropped = 1.0, 1.0, 0, []
     for norm in norms.tolist():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from healcore.core.verdict import Cause
-from healcore.policy import Policy, load
+from healcore.policy import load
 from tests.catalogue.skip import published, traces
 from tests.catalogue.watch.curves import decisions_of
 
@@ -34,37 +34,26 @@ def test_equal_wherever_the_windows_are(recipe, original):
     assert skipped >= 10
 
 
-def sigmas() -> Policy:
-    """AXLearn's `drop_norm_by_grad_norm_stddev` in place of `drop_norm_by_grad_norm_ema`.
-
-    From step 100 on: 500 is longer than the runs.
-    """
-    change = {"ratio": None, "sigmas": 6.0, "warmup_steps": 100}
-    return load("axlearn-skip", detect={"grad_ema": change})
+# In place of `drop_norm_by_grad_norm_ema`. From step 100 on: 500 is longer than the runs.
+STDDEV = {"grad_ema": {"ratio": None, "sigmas": 6.0, "warmup_steps": 100}}
+BY_DEVIATIONS = functools.partial(published.axlearn, ratio=None, sigmas=6.0, min_count=100)
+MEGATRON = functools.partial(published.megatron_skips, threshold=100.0)
 
 
 @pytest.mark.parametrize(
-    ("policy", "original", "fewest", "runs"),
+    ("policy", "original", "fewest"),
     [
-        ("axlearn-skip", published.axlearn, 5, traces.everything()),
-        (
-            sigmas(),
-            functools.partial(published.axlearn, ratio=None, sigmas=6.0, min_count=100),
-            10,
-            [run for run in traces.synthetic() if "shift" not in run.name],
-        ),
-        (
-            "megatron-threshold",
-            functools.partial(published.megatron_skips, threshold=100.0),
-            5,
-            traces.everything(),
-        ),
+        (load("axlearn-skip"), published.axlearn, 5),
+        (load("axlearn-skip", detect=STDDEV), BY_DEVIATIONS, 10),
+        (load("megatron-threshold"), MEGATRON, 5),
     ],
     ids=["AXLearn", "AXLearn by deviations", "Megatron"],
 )
-def test_the_same_norms_are_skipped(policy, original, fewest, runs):
+def test_the_same_norms_are_skipped(policy, original, fewest):
     """AXLearn: equal where the first norm is below 20 and no level shifts for good."""
-    skipped = 0
+    runs, skipped = traces.everything(), 0
+    if original is BY_DEVIATIONS:
+        runs = [run for run in traces.synthetic() if "shift" not in run.name]
     for run, ours in zip(runs, traces.port(policy, runs), strict=True):
         theirs = original(run.norm)
         np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)

@@ -1,14 +1,8 @@
 """The clipping recipes against their authors' packages.
 
-zclip-paper and zclip-1.0.0 are equal to 1e-3 up to the first norm of ten times the mean within the
-warm-up, and until a level shift is over; the package with `max_grad_norm=None` is the paper's
-algorithm.
-
-pytorch_optimizer's AdaGC ends its warm-up one step before ours (it counts from 1), and has the
-numbers of the paper's first version: the comparison runs with its 1.05 and 0.98, from step 100 on.
-
-The limit of autoclip comes from a histogram, rounded up to its bin: between the published one and
-4.4 % more.
+zclip-paper (the package without `max_grad_norm`) and zclip-1.0.0 are equal to 1e-3 until a level
+shift. AdaGC ends its warm-up one step before ours, with the numbers of the paper's first version.
+The limit of autoclip comes from a histogram, rounded up to its bin: up to 4.4 % more.
 """
 
 from __future__ import annotations
@@ -74,8 +68,7 @@ def adagc_factors(norms: np.ndarray) -> np.ndarray:
     return np.array(factors)
 
 
-@pytest.mark.parametrize("scale", [1.0, 5.0])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("scale", "seed"), [(1.0, 0), (5.0, 1)])
 def test_adagc_has_the_same_factors_tensor_by_tensor(seed: int, scale: float):
     """Two tensors: noise about a slow drift, and spikes; global norms of about 0.4."""
     rng = np.random.default_rng(seed)
@@ -108,7 +101,7 @@ def test_the_limit_of_autoclip_is_the_published_one_up_to_a_bin():
 def test_the_package_autoclip_clips_the_same_steps():
     """The limit comes from the norms before this one."""
     autoclip = pytest.importorskip("autoclip.torch", exc_type=ImportError)
-    runs = traces.synthetic()[:6]
+    runs = traces.synthetic()[:4]
     for run, ours in zip(runs, traces.port("autoclip", runs), strict=True):
         weight = torch.nn.Parameter(torch.ones(1))
         clipper = autoclip.QuantileClip([weight], quantile=0.1, global_threshold=True)

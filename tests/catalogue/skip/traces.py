@@ -64,13 +64,8 @@ def synthetic() -> list[Trace]:
             ("heavy tails", heavy, heavy[::-1]),
             ("norm only", ones, np.where(single, 1000.0, 1.0)),
         ):
-            runs.append(
-                Trace(
-                    f"{name} {seed}",
-                    (base.loss * loss).astype(np.float32),
-                    (base.norm * norm).astype(np.float32),
-                )
-            )
+            scaled = (base.loss * loss).astype(np.float32), (base.norm * norm).astype(np.float32)
+            runs.append(Trace(f"{name} {seed}", *scaled))
     return runs
 
 

@@ -64,11 +64,7 @@ class LossWatchDog(TrainerCallback):
 
 
 def watched(losses: Any, *, threshold: float) -> np.ndarray:
-    """At which steps Axolotl's watchdog has asked the Trainer to stop.
-
-    As the Trainer calls it: a step ends first and is logged afterwards, so that the entry of a step
-    is what the next one sees.
-    """
+    """At which steps Axolotl's watchdog has asked to stop: the Trainer logs after `on_step_end`."""
     state, control, watchdog = TrainerState(), TrainerControl(), LossWatchDog(threshold)
     asked = []
     for loss in losses:

@@ -31,11 +31,12 @@ def port(losses):
     return curves.decisions_of(NAME, losses)
 
 
-def compare(losses):
-    """Steps at which both had the same window, and outliers there."""
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_the_same_outliers(name):
+    """Wherever both have the same window."""
+    losses = SYNTHETIC[name]
     theirs, _, _ = original(losses)
-    decisions = port(losses)
-    ours = decisions.reports(Cause.LOSS_SPIKE)
+    ours = port(losses).reports(Cause.LOSS_SPIKE)
     clean = outliers = 0
     for i in range(len(losses)):
         past = slice(max(0, i - WINDOW), i)
@@ -47,12 +48,6 @@ def compare(losses):
             assert ours[i] == theirs[i], f"step {i}"
             clean += 1
             outliers += bool(ours[i])
-    return clean, outliers
-
-
-@pytest.mark.parametrize("name", SYNTHETIC)
-def test_the_same_outliers(name):
-    clean, outliers = compare(SYNTHETIC[name])
     assert clean >= WINDOW
     if name.startswith("healthy"):
         assert outliers == 0
@@ -88,16 +83,11 @@ def test_half_a_window_above_ten_kills():
 # -- Axolotl's loss watchdog, on transformers' own callback classes --------------------------------
 
 
-def stopped(name, threshold):
-    """The step of a synthetic curve whose loss makes the port stop, or None."""
-    policy = load("axolotl-watchdog", detect={"loss_ceiling": {"ceiling": threshold}})
-    return curves.first(curves.decisions_of(policy, SYNTHETIC[name]).orders(Action.STOP))
-
-
 @pytest.mark.parametrize("threshold", [2.2, 3.0, 5.0])
-@pytest.mark.parametrize("name", SYNTHETIC)
-def test_axolotl_stops_at_the_same_loss(name, threshold):
+def test_axolotl_stops_at_the_same_loss(threshold):
     """With `logging_steps = 1`: the original is asked before the step is logged, one step later."""
-    losses = [*SYNTHETIC[name], SYNTHETIC[name][-1]]
-    asked = curves.first(originals.watched(losses, threshold=threshold))  # one step later
-    assert stopped(name, threshold) == (None if asked is None else asked - 1)
+    policy = load("axolotl-watchdog", detect={"loss_ceiling": {"ceiling": threshold}})
+    for name, losses in SYNTHETIC.items():
+        asked = curves.first(originals.watched([*losses, losses[-1]], threshold=threshold))
+        stop = curves.first(curves.decisions_of(policy, losses).orders(Action.STOP))
+        assert stop == (None if asked is None else asked - 1), name

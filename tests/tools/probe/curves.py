@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from healcore.tools.probe.checks import LossInputs, ProbeResult
 from healcore.tools.probe.loss import probe_loss
-from healcore.tools.traces import open_traces
+from tests.tools.replay import logs
 
 
-def write(folder: Path, values: np.ndarray, name: str = "run.csv", steps: object = None) -> Path:
+def write(folder: Path, values: np.ndarray, name: str = "run.csv", steps: Any = None) -> Path:
     """A CSV file with the values as they are, NaN and Inf included."""
-    of = np.arange(len(values)) if steps is None else np.asarray(steps)
-    path = folder / name
-    pairs = zip(of.tolist(), map(float, values), strict=True)
-    lines = [f"{step},{value!r}" for step, value in pairs]
-    path.write_text("\n".join(["step,loss", *lines]) + "\n")
-    return path
+    return logs.write(folder / name, {"loss": np.asarray(values).tolist()}, steps)
 
 
 def probe(path: Path, **inputs: object) -> ProbeResult:
-    (trace,), failed = open_traces([str(path)])
-    assert not failed
-    return probe_loss(trace, LossInputs.model_validate(inputs))
+    return probe_loss(logs.trace(path), LossInputs.model_validate(inputs))
 
 
 def probe_values(folder: Path, values: object, **inputs: object) -> ProbeResult:

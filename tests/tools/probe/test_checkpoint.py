@@ -24,13 +24,12 @@ def probe(path: Path, **inputs: object) -> ProbeResult:
 
 
 def filled(case: StoreCase, root: Path, *statuses: str) -> list[Path]:
+    """The checkpoints of a store whose first ones are known good."""
     store = case.make(root)
-    for step, status in enumerate(statuses, 1):
-        proven = statuses.count("good")
-        healing = {"attempts": [0], "proven": proven}
+    for step in range(1, len(statuses) + 1):
+        healing = {"attempts": [0], "proven": statuses.count("good")}
         store.save(step, case.state(step), healing=healing)
         store.wait()
-        assert status == ("good" if step <= proven else "candidate")
     return sorted(root.glob("step-*"))
 
 
@@ -43,53 +42,47 @@ def picture(root: Path) -> dict[Path, tuple[int, int, bytes]]:
     }
 
 
-def flip(path: Path, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(bytes(data))
-
-
 @over(*DISKS, *TIERS)
-def test_known_good_and_intact_passes(case, tmp_path):
+def test_known_good_and_intact_passes_and_nothing_is_changed_or_locked(case, tmp_path):
     statuses = "good", "good", "candidate"
     filled(case, tmp_path, *statuses)
+    (tmp_path / ".tmp-healcore-0000000000000000").mkdir()
+    held, before = claim(tmp_path), picture(tmp_path)
     result = probe(tmp_path)
+    assert picture(tmp_path) == before
+    held.release()
     assert result.verdict.value == "PASS", result.checks
     assert result.facts["newest_good"] == 2
-    rows = result.facts["checkpoints"]
     wanted = [(step, each, True, True) for step, each in enumerate(statuses, 1)]
     keys = "step", "status", "intact", "finite"
+    rows = result.facts["checkpoints"]
     assert [tuple(row[key] for key in keys) for row in rows] == wanted
 
 
 @over(*DISKS)
-def test_a_flipped_bit_is_found_and_named_wherever_it_is(case, tmp_path):
+def test_damage_is_found_and_named_wherever_it_is(case, tmp_path):
+    """A flipped bit in each file; and one file cut, empty and absent."""
     _, newer = filled(case, tmp_path, "good", "good")
     files = [path for path in newer.rglob("*") if path.is_file() and path.stat().st_size]
     rng = random.Random(20261120)
+    damaged: list[tuple[Path, bytes | None]] = []
     for path in files:
-        bit = rng.randrange(path.stat().st_size * 8)
-        flip(path, bit)
+        data = bytearray(path.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        damaged.append((path, bytes(data)))
+    largest = max(files, key=lambda path: path.stat().st_size)
+    damaged += [(largest, content) for content in (largest.read_bytes()[:-1], b"", None)]
+    for path, content in damaged:
+        whole = path.read_bytes()
+        path.unlink() if content is None else path.write_bytes(content)
         result = probe(tmp_path)
         assert result.verdict.value == "FAIL", path
         assert path.relative_to(newer).as_posix() in result.checks[0].message
         assert result.facts["newest_good"] == 1
         assert probe(newer).verdict.value == "FAIL"
         assert probe(tmp_path, step=1).verdict.value == "PASS"
-        flip(path, bit)
+        path.write_bytes(whole)
     assert probe(tmp_path).verdict.value == "PASS"
-
-
-@over(*DISKS)
-def test_a_file_that_is_not_whole(case, tmp_path):
-    _, newer = filled(case, tmp_path, "good", "good")
-    path = max(newer.rglob("*"), key=lambda each: each.stat().st_size if each.is_file() else -1)
-    for content in (path.read_bytes()[:-1], b"", None):
-        path.unlink() if content is None else path.write_bytes(content)
-        result = probe(tmp_path)
-        assert result.verdict.value == "FAIL"
-        assert path.name in result.checks[0].message
-        assert result.facts["newest_good"] == 1
 
 
 @over(*DISKS)
@@ -109,18 +102,6 @@ def test_nan_is_reported_and_is_not_known_good(case, tmp_path):
     store.wait()
     mark_good(store, 2)
     assert verdicts(probe(tmp_path))["finite"] == "WARN"  # there is one to go back to
-
-
-@over(*DISKS)
-def test_reading_changes_nothing_and_needs_no_lock(case, tmp_path):
-    filled(case, tmp_path, "good", "candidate")
-    (tmp_path / ".tmp-healcore-0000000000000000").mkdir()
-    held = claim(tmp_path)
-    before = picture(tmp_path)
-    result = probe(tmp_path)
-    assert result.verdict.value == "PASS", result.checks
-    assert picture(tmp_path) == before
-    held.release()
 
 
 def test_there_is_nothing(tmp_path):
@@ -146,8 +127,7 @@ def test_a_checkpoint_that_no_store_wrote_is_finite_or_not(tmp_path, save):
     save(weights, tmp_path / "well")
     result = probe(tmp_path / "well")
     assert result.verdict.value == "PASS", result.checks
-    assert verdicts(result)["known_good"] == "SKIP"
-    assert result.facts["known_good"] is None
+    assert (verdicts(result)["known_good"], result.facts["known_good"]) == ("SKIP", None)
     assert probe(tmp_path / "well", require_good=True).verdict.value == "SKIP"
     weights["a"][299, 6] = float("nan")
     save(weights, tmp_path / "ill")

@@ -31,19 +31,14 @@ def killed(path, inputs):
     return ProbeResult(path.name, str(path), (), {"limits": limits})
 
 
-@pytest.fixture
-def good(tmp_path):
-    """A file of torch."""
-    torch.save({"w": torch.ones(4)}, tmp_path / "good.pt")
-    return tmp_path / "good.pt"
-
-
-def test_a_path_that_needs_too_much_costs_no_other_path_its_verdict(tmp_path, good):
+def test_a_path_that_needs_too_much_costs_no_other_path_its_verdict(tmp_path):
     """The hash of the key of `deep` needs a stack of gigabytes."""
+    torch.save({"w": torch.ones(4)}, tmp_path / "good.pt")
     deep = torch_file(tmp_path / "deep.pt", BEGIN + b"})" + b"\x85" * 400_000 + b"Ns" + END)
     size = b"\x8a\x05" + (10**11).to_bytes(5, "little")
     large = torch_file(tmp_path / "a.pt", BEGIN + called("builtins.bytearray", size) + END)
-    results = probe_paths("checkpoint", judge, [large, deep, good], CheckpointInputs())
+    paths = [large, deep, tmp_path / "good.pt"]
+    results = probe_paths("checkpoint", judge, paths, CheckpointInputs())
     assert [result.verdict.value for result in results] == ["ERROR", "ERROR", "PASS"]
     assert "memory" in results[0].checks[0].message
     assert "ended" in results[1].checks[0].message
@@ -63,7 +58,7 @@ def test_a_process_that_ends_is_replaced(tmp_path):
     assert large[1] > small[1] + 200
 
 
-@pytest.mark.parametrize("times", [15, pytest.param(200, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.stress)])
 def test_damage_of_an_orbax_checkpoint_is_an_answer(tmp_path, times):
     """TensorStore may crash. tests/hostile/test_fuzz.py damages the other formats."""
     ocp.save(str(tmp_path / "orbax"), {"a": np.ones((50, 6)), "b": {"c": np.ones(3)}})
@@ -73,18 +68,11 @@ def test_damage_of_an_orbax_checkpoint_is_an_answer(tmp_path, times):
         shutil.copytree(tmp_path / "orbax", copy)
         files = [path for path in sorted(copy.rglob("*")) if path.is_file() and path.stat().st_size]
         file = rng.choice(files)
-        spoilt = bytearray(file.read_bytes())
-        at = rng.randrange(len(spoilt))
-        match rng.choice(["bit", "byte", "cut", "zeros"]):
-            case "bit":
-                spoilt[at] ^= 1 << rng.randrange(8)
-            case "byte":
-                spoilt[at] = rng.randrange(256)
-            case "cut":
-                del spoilt[at:]
-            case "zeros":
-                spoilt[at : at + 40] = bytes(len(spoilt[at : at + 40]))
-        file.write_bytes(spoilt)
+        whole = file.read_bytes()
+        at = rng.randrange(len(whole))
+        noise = rng.randbytes(1)
+        spoilt = [noise + whole[at + 1 :], bytes(40) + whole[at + 40 :], b""]  # set, zeros, cut
+        file.write_bytes(whole[:at] + rng.choice(spoilt))
     results = probe_paths("checkpoint", judge, copies, CheckpointInputs())
     assert [result.subject for result in results] == list(map(str, copies))
     strict(dumps(results, CheckpointInputs()))

@@ -9,143 +9,13 @@ from hypothesis import strategies as st
 
 from healcore.tools.probe.loss_curve import Event, find_events
 from tests.tools.probe.curves import falling, probe, probe_values, verdict_of, write
-
-RANDOM = np.random.default_rng(20261120)
-
-
-@pytest.mark.parametrize(
-    ("steps", "noise"), [(40, 0.0), (40, 0.3), (300, 0.05), (3000, 0.05), (3000, 0.3)]
-)
-def test_a_healthy_noisy_run_passes(tmp_path, steps, noise):
-    result = probe_values(tmp_path, falling(steps, noise))
-    assert result.verdict.value == "PASS", result.checks
-
-
-def test_a_run_that_ends_in_nan_fails(tmp_path):
-    for last in (np.nan, np.inf, -np.inf):
-        values = falling(200, 0.05)
-        values[-1] = last
-        assert verdict_of(probe_values(tmp_path, values), "finite") == "FAIL"
-
-
-def test_nan_that_was_survived_warns_and_names_the_steps(tmp_path):
-    values = falling(200, 0.05)
-    values[60:63] = np.nan
-    result = probe_values(tmp_path, values)
-    assert result.verdict.value == "WARN"
-    assert "3 of 200" in result.checks[0].message
-    assert "step 60" in result.checks[0].message
-    assert probe_values(tmp_path, values, max_nonfinite=3).verdict.value == "PASS"
-
-
-def test_a_rising_line_fails(tmp_path):
-    for steps in 10, 500, 5000:
-        result = probe_values(tmp_path, np.linspace(2, 3, steps))
-        assert verdict_of(result, "progress") == result.verdict.value == "FAIL"
-
-
-def test_progress_that_is_lost_again(tmp_path):
-    fall = np.linspace(10, 2, 400)
-    for end, verdict in ((2.4, "PASS"), (3.5, "WARN"), (7.0, "FAIL")):
-        values = np.concatenate([fall, np.linspace(2, end, 400)])
-        values += 0.02 * RANDOM.normal(size=800)
-        result = probe_values(tmp_path, values)
-        assert verdict_of(result, "regret") == verdict, (end, result.checks)
-
-
-def test_a_curve_that_never_changes_warns(tmp_path):
-    result = probe_values(tmp_path, [0.5] * 100)
-    assert verdict_of(result, "progress") == result.verdict.value == "WARN"
-
-
-def test_losses_of_policy_gradients_are_about_0_or_below(tmp_path):
-    noise = RANDOM.normal(size=400)
-    assert probe_values(tmp_path, 0.02 * noise).verdict.value == "PASS"
-    result = probe_values(tmp_path, np.linspace(-1, -3, 400) + 0.05 * noise)
-    assert result.verdict.value == "PASS"
-    assert verdict_of(result, "convergence_ratio") == "SKIP"
-
-
-def test_smoothness_follows_its_definition(tmp_path):
-    values = falling(300, 0.2)
-    recorded = values.astype(np.float32).astype(np.float64)
-    expected = 1 - np.diff(recorded).var() / recorded.var()
-    result = probe_values(tmp_path, values)
-    check = next(check for check in result.checks if check.name == "smoothness")
-    assert check.value == pytest.approx(expected, rel=1e-9)
-
-
-def test_the_bounds_can_be_set(tmp_path):
-    path = write(tmp_path, falling(300, 0.02))
-    assert verdict_of(probe(path, max_final_loss=1.5), "final_loss") == "FAIL"
-    assert verdict_of(probe(path, max_final_loss=3.0), "final_loss") == "PASS"
-    assert verdict_of(probe(path, max_convergence_ratio=0.1), "convergence_ratio") == "WARN"
-    assert verdict_of(probe(path, min_smoothness=0.9999), "smoothness") == "WARN"
-
-
-def test_steps_trained_again_count_once(tmp_path):
-    """A run that diverged, rolled back and recovered passes."""
-    good = falling(300, 0.02)
-    bad = np.concatenate([good[:150], np.full(60, 50.0)])
-    steps = np.concatenate([np.arange(210), np.arange(150, 300)])
-    values = np.concatenate([bad, good[150:]])
-    result = probe(write(tmp_path, values, steps=steps))
-    assert result.verdict.value == "PASS", result.checks
-    assert result.facts["values"] == 300
-    assert 20 > result.facts["start"] > result.facts["end"] > 0
-    assert result.facts["initial_loss"] == np.float32(good[0])
-    assert result.facts["files"] == 1
-    assert any("60 rows" in note for note in result.notes)
-
-
-def test_the_thinned_curve_keeps_the_extremes(tmp_path):
-    values = falling(20_000, 0.05)
-    values[7_777], values[13_131], values[15_000] = 99.0, -5.0, np.nan
-    curve = probe_values(tmp_path, values).facts["curve"]
-    assert len(curve["value"]) == len(curve["step"]) <= 512
-    kept = dict(zip(curve["step"], curve["value"], strict=True))
-    for step in 0, 7_777, 13_131, 15_000, 19_999:
-        assert np.array_equal(kept[step], np.float32(values[step]), equal_nan=True)
-
-
-def test_a_healthy_curve_has_score_1_and_one_that_ends_in_nan_0(tmp_path):
-    values = falling(300, 0.05)
-    assert probe_values(tmp_path, values).facts["score"] == 1.0
-    assert probe_values(tmp_path, np.append(values, np.nan)).facts["score"] == 0.0
-    assert probe_values(tmp_path, values[:5]).facts["score"] is None
-
-
-def test_a_warning_counts_half_of_its_weight(tmp_path):
-    values = falling(300, 0.6)
-    checks = [check.name for check in probe_values(tmp_path, values).checks]
-    for weights, expected in (
-        ({}, 6.5 / 7),
-        ({"smoothness": 2.0}, 7 / 8),
-        (dict.fromkeys(checks, 0.0) | {"smoothness": 1.0}, 0.5),
-    ):
-        result = probe_values(tmp_path, values, min_smoothness=0.999, weights=weights)
-        assert result.facts["score"] == expected
-
-
-@settings(max_examples=60)
-@given(st.lists(st.floats(width=32), min_size=1, max_size=120))
-def test_any_curve_has_an_answer(tmp_path_factory, values):
-    verdict = probe_values(tmp_path_factory.mktemp("curve"), values).verdict.value
-    finite = np.isfinite(values)
-    if not finite[-1]:
-        assert verdict == "FAIL"
-    elif not finite.all():
-        assert verdict in ("WARN", "FAIL")
-    elif len(values) < 10:
-        assert verdict == "SKIP"
-
-
-# -- other columns ---------------------------------------------------------------------------------
+from tests.tools.replay import logs
 
 ROWS = 100
 LOSS = falling(ROWS, 0.02)
 NORM = np.linspace(2, 1, ROWS)
 COLLAPSED = np.where(np.arange(ROWS) < 40, LOSS, 0.0)
+NOISE = np.random.default_rng(20261120).normal(size=800)
 
 
 def replaced(values: np.ndarray, where: slice | list[int], value: float) -> np.ndarray:
@@ -161,7 +31,23 @@ def evaluations(*values: float) -> list[float | None]:
     return column
 
 
+def regret(end: float) -> np.ndarray:
+    """A loss that falls to 2 and rises to `end`."""
+    rise = np.linspace(2, end, 400)
+    return np.concatenate([np.linspace(10, 2, 400), rise]) + 0.02 * NOISE
+
+
 CASES = {
+    "healthy and short": ("PASS", falling(40, 0.0), {}),
+    "healthy and noisy": ("PASS", falling(3000, 0.3), {}),
+    "a rising line": ("FAIL", np.linspace(2, 3, 10), {}),
+    "a long rising line": ("FAIL", np.linspace(2, 3, 5000), {}),
+    "all the same": ("WARN", np.full(ROWS, 0.5), {}),
+    "policy gradients about 0": ("PASS", 0.02 * NOISE[:400], {}),
+    "policy gradients below 0": ("PASS", np.linspace(-1, -3, 400) + 0.05 * NOISE[:400], {}),
+    "a little progress lost again": ("PASS", regret(2.4), {}),
+    "progress lost again": ("WARN", regret(3.5), {}),
+    "most progress lost again": ("FAIL", regret(7.0), {}),
     "NaN norms at the end": ("FAIL", LOSS, {"grad_norm": replaced(NORM, slice(-5, None), np.nan)}),
     "NaN norms in the middle": ("WARN", LOSS, {"grad_norm": replaced(NORM, slice(30, 60), np.nan)}),
     "overflows of a loss scale": ("PASS", LOSS, {"grad_norm": replaced(NORM, [0, 1, 50], np.inf)}),
@@ -176,24 +62,94 @@ CASES = {
     "evaluations that rise by 5 %": ("PASS", LOSS, {"eval_loss": evaluations(2.0, 2.05, 2.1)}),
     "evaluations near 0": ("PASS", LOSS, {"eval_loss": evaluations(0.001, 0.002, 0.003)}),
     "NaN evaluations": ("FAIL", LOSS, {"eval_loss": evaluations(5, 4, 3, np.nan)}),
-    "noise": (
-        "PASS",
-        LOSS,
-        {"eval_loss": evaluations(5, 4, 4, 3.7, 3.8, 3.6, 3.7, 3.5, 3.6, 3.5)},
-    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_verdict_depends_on_the_other_columns(tmp_path, name):
+def test_verdict(tmp_path, name):
     verdict, loss, others = CASES[name]
-    columns = {"step": range(ROWS), "loss": loss, **others}
-    rows = zip(*map(list, columns.values()), strict=True)
-    cells = [["" if cell is None else repr(float(cell)) for cell in row] for row in rows]
-    path = tmp_path / "run.csv"
-    path.write_text("".join(f"{','.join(row)}\n" for row in [list(columns), *cells]))
-    result = probe(path)
+    columns = {"loss": loss.tolist()} | {name: list(column) for name, column in others.items()}
+    result = probe(logs.write(tmp_path / "run.csv", columns))
     assert result.verdict.value == verdict, result.checks
+    if name == "policy gradients below 0":
+        assert verdict_of(result, "convergence_ratio") == "SKIP"
+
+
+def test_nan_that_was_survived_warns_and_names_the_steps(tmp_path):
+    values = replaced(falling(200, 0.05), slice(60, 63), np.nan)
+    result = probe_values(tmp_path, values)
+    assert result.verdict.value == "WARN"
+    assert "3 of 200" in result.checks[0].message
+    assert "step 60" in result.checks[0].message
+    assert probe_values(tmp_path, values, max_nonfinite=3).verdict.value == "PASS"
+
+
+def test_smoothness_follows_its_definition(tmp_path):
+    values = falling(300, 0.2)
+    recorded = values.astype(np.float32).astype(np.float64)
+    result = probe_values(tmp_path, values)
+    check = next(check for check in result.checks if check.name == "smoothness")
+    assert check.value == pytest.approx(1 - np.diff(recorded).var() / recorded.var(), rel=1e-9)
+
+
+def test_the_bounds_can_be_set(tmp_path):
+    path = write(tmp_path, falling(300, 0.02))
+    assert verdict_of(probe(path, max_final_loss=1.5), "final_loss") == "FAIL"
+    assert verdict_of(probe(path, max_final_loss=3.0), "final_loss") == "PASS"
+    assert verdict_of(probe(path, max_convergence_ratio=0.1), "convergence_ratio") == "WARN"
+    assert verdict_of(probe(path, min_smoothness=0.9999), "smoothness") == "WARN"
+
+
+def test_steps_trained_again_count_once(tmp_path):
+    """A run that diverged, rolled back and recovered passes."""
+    good = falling(300, 0.02)
+    steps = np.concatenate([np.arange(210), np.arange(150, 300)])
+    values = np.concatenate([good[:150], np.full(60, 50.0), good[150:]])
+    result = probe(write(tmp_path, values, steps=steps))
+    assert result.verdict.value == "PASS", result.checks
+    assert (result.facts["values"], result.facts["files"]) == (300, 1)
+    assert 20 > result.facts["start"] > result.facts["end"] > 0
+    assert result.facts["initial_loss"] == np.float32(good[0])
+    assert any("60 rows" in note for note in result.notes)
+
+
+def test_the_thinned_curve_keeps_the_extremes(tmp_path):
+    values = falling(20_000, 0.05)
+    values[7_777], values[13_131], values[15_000] = 99.0, -5.0, np.nan
+    curve = probe_values(tmp_path, values).facts["curve"]
+    assert len(curve["value"]) == len(curve["step"]) <= 512
+    kept = dict(zip(curve["step"], curve["value"], strict=True))
+    for step in 0, 7_777, 13_131, 15_000, 19_999:
+        assert np.array_equal(kept[step], np.float32(values[step]), equal_nan=True)
+
+
+def test_score(tmp_path):
+    """A warning counts half of its weight."""
+    values = falling(300, 0.05)
+    assert probe_values(tmp_path, values).facts["score"] == 1.0
+    assert probe_values(tmp_path, np.append(values, np.nan)).facts["score"] == 0.0
+    assert probe_values(tmp_path, values[:5]).facts["score"] is None
+    checks = [check.name for check in probe_values(tmp_path, values).checks]
+    for weights, expected in (
+        ({}, 6.5 / 7),
+        ({"smoothness": 2.0}, 7 / 8),
+        (dict.fromkeys(checks, 0.0) | {"smoothness": 1.0}, 0.5),
+    ):
+        result = probe_values(tmp_path, values, min_smoothness=0.9999, weights=weights)
+        assert result.facts["score"] == expected
+
+
+@settings(max_examples=60)
+@given(st.lists(st.floats(width=32), min_size=1, max_size=120))
+def test_any_curve_has_an_answer(tmp_path_factory, values):
+    verdict = probe_values(tmp_path_factory.mktemp("curve"), values).verdict.value
+    finite = np.isfinite(values)
+    if not finite[-1]:
+        assert verdict == "FAIL"
+    elif not finite.all():
+        assert verdict in ("WARN", "FAIL")
+    elif len(values) < 10:
+        assert verdict == "SKIP"
 
 
 # -- instability events: sustained spikes, not noise ----------------------------------------------
@@ -216,13 +172,13 @@ def base(steps: int, noise: str = "gauss", size: float = 0.02) -> np.ndarray:
     return 1 + 9 * (1 + np.arange(steps) / 5) ** -0.4 + size * NOISES[noise](random, steps)
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_noise_is_no_event(noise):
-    assert events(base(5000, noise, 0.1))[0] == []
+def test_noise_is_no_event():
+    assert [name for name in NOISES if events(base(5000, name, 0.1))[0]] == []
 
 
-@pytest.mark.parametrize("length", [3, 5, 20, 60])
-@pytest.mark.parametrize("noise", sorted(NOISES.keys() - {"one in ten"}))
+@pytest.mark.parametrize(
+    ("noise", "length"), [("gauss", 3), ("heavy tails", 5), ("skewed", 20), ("gauss", 60)]
+)
 def test_a_spike_that_lasts_is_one(noise, length):
     values = base(2000, noise)
     values[1200 : 1200 + length] += 3.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
+from healcore.tools.probe.checks import ProbeResult
 from healcore.torch.store import DCPStore
 from tests.tools.probe.trained_networks import probe, saved, train, trained, unjudged, verdicts
 
+ADAPTER = "adapter_model.safetensors"
 ADAMS = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
-    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "radam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "fused amsgrad": functools.partial(torch.optim.AdamW, amsgrad=True, fused=True),
+    "radam": torch.optim.RAdam,
 }
 
 
@@ -77,13 +77,7 @@ def file_of_the_trainer(net, optimizer, folder):
     return folder / "optimizer.pt"
 
 
-def one_file(net, optimizer, folder):
-    return saved(folder, net, optimizer)
-
-
-@pytest.mark.parametrize(
-    "save", [one_file, with_names, dcp, safetensors, trainer, file_of_the_trainer]
-)
+@pytest.mark.parametrize("save", [with_names, dcp, safetensors, trainer, file_of_the_trainer])
 def test_one_state_in_every_format(tmp_path, save):
     net, optimizer = trained()
     optimizer.state[net.linear(3).weight]["exp_avg_sq"] *= 1e4
@@ -126,8 +120,7 @@ def test_before_step_50_nothing_is_judged(tmp_path):
 
 
 def test_what_a_trainer_saves_about_the_run_is_reported(tmp_path):
-    _, optimizer = trained()
-    state = optimizer.state_dict()
+    state = trained()[1].state_dict()
     for slots in state["state"].values():
         del slots["step"]
     torch.save({"optimizer": state, "best_val_loss": 0.25}, tmp_path / "training.pt")
@@ -142,77 +135,48 @@ def test_what_a_trainer_saves_about_the_run_is_reported(tmp_path):
     assert verdicts(probe(tmp_path, global_step=60))["step"] == "PASS"
 
 
-class Adapter(nn.Module):
+def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path):
     """Low-rank matrices beside projections in each layer, as PEFT names and orders them."""
+    prefix, sizes = "base_model.model.model.layers", {"q_proj": 16, "o_proj": 16, "v_proj": 8}
+    weights = {
+        f"{prefix}.{layer}.{name}.{half}.weight": nn.Parameter(torch.zeros(shape))
+        for layer in range(12)
+        for name, out in sizes.items()
+        for half, shape in (("lora_A", (4, 16)), ("lora_B", (out, 4)))
+    }
+    optimizer = torch.optim.AdamW(weights.values())
+    for name, each in weights.items():
+        square = 1e-6 * torch.rand_like(each) * (1e6 if "v_proj" in name else 1)
+        step, average = torch.tensor(60.0), torch.zeros_like(each)
+        optimizer.state[each] = {"step": step, "exp_avg": average, "exp_avg_sq": square.detach()}
+    save_file({name: each.detach() for name, each in weights.items()}, tmp_path / ADAPTER)
 
-    def __init__(self, outputs: dict[str, int], layers: int = 12, rank: int = 4) -> None:
-        super().__init__()
+    def probed(factors: dict[str, float]) -> ProbeResult:
+        for name, each in weights.items():
+            for part, factor in factors.items():
+                optimizer.state[each]["exp_avg_sq"] *= factor if part in name else 1
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        result = probe(tmp_path, top=12)
+        assert probe(tmp_path / "optimizer.pt", top=12).facts["top"] == result.facts["top"]
+        return result
 
-        def pair(out: int) -> nn.ModuleDict:
-            low, high = nn.Linear(16, rank, bias=False), nn.Linear(rank, out, bias=False)
-            return nn.ModuleDict({"lora_A": low, "lora_B": high})
-
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({name: pair(out) for name, out in outputs.items()}) for _ in range(layers)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            assert isinstance(layer, nn.ModuleDict)
-            low = [each["lora_B"](each["lora_A"](x)) for each in layer.values()]  # type: ignore[index]
-            *others, last = (nn.functional.pad(each, (0, 16 - each.shape[-1])) for each in low)
-            # The last projection has gradients that are 1000 times larger.
-            x = x + torch.tanh(torch.stack(others).sum(0)) + 1e3 * last
-        return x
-
-
-@pytest.mark.parametrize(
-    "outputs", [{"q_proj": 16, "v_proj": 16}, {"q_proj": 16, "o_proj": 16, "v_proj": 8}], ids=str
-)
-def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path, outputs):
-    torch.manual_seed(0)
-    net = Adapter(outputs)
-    for name, each in net.named_parameters():
-        each.data *= 1e-3 if "v_proj" in name else 1
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-6)
-    for _ in range(60):
-        x = torch.randn(32, 16)
-        optimizer.zero_grad()
-        (net(x) - x.roll(1, 1)).square().mean().backward()
-        optimizer.step()
-    weights = {f"base_model.model.model.{name}": p.detach() for name, p in net.named_parameters()}
-    save_file(weights, tmp_path / "adapter_model.safetensors")
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    for path in (tmp_path, tmp_path / "optimizer.pt"):
-        result = probe(path, top=12)
-        assert result.verdict.value == "PASS", result.checks
-        assert result.facts["score"] == 1.0
-        layers = {f"base_model.model.model.layers.{at}" for at in range(12)}
-        assert {each["layer"] for each in result.facts["top"]} == layers
-    for kind in ("v_proj.lora_B", "q_proj.lora_A"):
-        weight = net.get_parameter(f"layers.10.{kind}.weight")
-        optimizer.state[weight]["exp_avg_sq"] *= 1e5
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    result = probe(tmp_path, top=12)
+    result = probed({})
+    assert result.verdict.value == "PASS", result.checks
+    assert result.facts["score"] == 1.0
+    assert {each["layer"] for each in result.facts["top"]} == {f"{prefix}.{i}" for i in range(12)}
+    result = probed({"layers.10.v_proj.lora_B": 1e5, "layers.10.q_proj.lora_A": 1e5})
     (far,) = [each for each in result.facts["top"] if each["outlier"]]
-    assert far["layer"] == "base_model.model.model.layers.10"
-    assert far["parameter"].startswith("base_model.model.model.layers.10.")
+    assert far["layer"] == f"{prefix}.10"
+    assert far["parameter"].startswith(f"{prefix}.10.")
     assert result.facts["score"] == 7 / 8
-    spike_layers(net.layers[::2], optimizer, 1e3)
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    assert verdicts(probe(tmp_path))["outliers"] == "FAIL"
+    half = probed({f"layers.{at}.": 1e3 for at in range(0, 12, 2)})
+    assert verdicts(half)["outliers"] == "FAIL"
 
 
-def spike_layers(layers: Iterable[nn.Module], optimizer: Any, factor: float) -> None:
-    for layer in layers:
-        for parameter in layer.parameters():
-            optimizer.state[parameter]["exp_avg_sq"] *= factor
-
-
-@pytest.mark.parametrize(("slot", "bad"), [("exp_avg_sq", "nan"), ("exp_avg", "inf")])
-def test_one_nan_in_any_parameter_warns(tmp_path, slot, bad):
+def test_one_nan_in_any_parameter_warns(tmp_path):
     net, optimizer = trained()
-    for name, parameter in [*net.named_parameters()][::6]:
+    for at, (name, parameter) in enumerate([*net.named_parameters()][::6]):
+        slot, bad = (("exp_avg_sq", "nan"), ("exp_avg", "inf"))[at % 2]
         values = optimizer.state[parameter][slot].view(-1)
         kept, values[-1] = values[-1].clone(), float(bad)
         path = saved(tmp_path, net, optimizer)
@@ -241,50 +205,43 @@ def test_second_moments_of_exactly_0(tmp_path):
     assert verdicts(probe(saved(tmp_path, net, optimizer)))["dead"] == "FAIL"
 
 
-class TestOutliers:
-    def test_a_benign_gradient_over_depth_passes(self, tmp_path):
-        net, optimizer = trained(blocks=12)
-        for depth, block in enumerate(net.blocks):
-            spike_layers([block], optimizer, 2.5 ** (2 * depth / 11))
-        assert probe(saved(tmp_path, net, optimizer)).verdict.value == "PASS"
+FACTORS: dict[str, tuple[Callable[[int], float], str, set[int]]] = {
+    "a benign gradient over depth": (lambda depth: 2.5 ** (2 * depth / 11), "PASS", set()),
+    "one layer far below": (lambda depth: 1e-4 if depth == 5 else 1.0, "WARN", {5}),
+    "one layer far above": (lambda depth: 1e2 if depth == 5 else 1.0, "WARN", {5}),
+    "half of the layers": (lambda depth: 1e3 if depth > 5 else 1.0, "FAIL", set(range(6, 12))),
+}
+"""Factors of the second moments at a depth, the verdict, and the depths that are far off."""
 
-    @pytest.mark.parametrize("factor", [1e-4, 1e2, 1e20])
-    def test_one_layer_far_off_warns(self, tmp_path, factor):
-        net, optimizer = trained(blocks=8)
-        spike_layers(net.blocks[5:6], optimizer, factor)
-        result = probe(saved(tmp_path, net, optimizer))
-        assert verdicts(result)["outliers"] == "WARN"
-        assert result.facts["top"][0]["layer"] == "blocks.5"
 
-    @pytest.mark.parametrize(("blocks", "first", "names"), [(8, 0, True), (12, 6, False)])
-    def test_half_of_the_layers_far_off_fail(self, tmp_path, blocks, first, names):
-        net, optimizer = trained(blocks=blocks)
-        risen = list(net.blocks)[first : first + blocks // 2]
-        spike_layers(risen, optimizer, 1e3)
-        path = saved(tmp_path, net, optimizer)
-        if not names:
-            torch.save(optimizer.state_dict(), path)
-        result = probe(path, top=blocks)
-        assert verdicts(result)["outliers"] == "FAIL"
-        assert f"{blocks // 2} of {blocks} similar layers" in result.checks[-1].message
-        far = {each["layer"] for each in result.facts["top"] if each["outlier"]}
-        if names:
-            assert far == {f"blocks.{at}" for at in range(first, first + blocks // 2)}
-        else:
-            begins = [1 + 4 * at for at in range(first, first + blocks // 2)]
-            assert far == {f"group 0, parameters {at} to {at + 3}" for at in begins}
+@pytest.mark.parametrize("name", FACTORS)
+def test_outliers(tmp_path, name):
+    """Without names the layers are groups of parameters."""
+    factor, verdict, far = FACTORS[name]
+    net, optimizer = trained(blocks=12)
+    for depth, block in enumerate(net.blocks):
+        for parameter in block.parameters():
+            optimizer.state[parameter]["exp_avg_sq"] *= factor(depth)
+    path = saved(tmp_path, net, optimizer)
+    labels = {f"blocks.{depth}" for depth in far}
+    if verdict == "FAIL":
+        torch.save(optimizer.state_dict(), path)
+        labels = {f"group 0, parameters {1 + 4 * at} to {4 + 4 * at}" for at in far}
+    result = probe(path, top=12)
+    assert verdicts(result)["outliers"] == result.verdict.value == verdict
+    assert {each["layer"] for each in result.facts["top"] if each["outlier"]} == labels
 
-    def test_a_younger_parameter_is_corrected_for_its_own_age(self, tmp_path):
-        state = {}
-        for i in range(12):
-            step = 60 if i == 5 else 3000
-            v = torch.full((4,), 1e-6 * (1 - 0.999**step))
-            state[i] = {"step": step, "exp_avg": torch.zeros(4), "exp_avg_sq": v}
-        path = tmp_path / "o.pt"
-        torch.save({"state": state, "param_groups": []}, path)
-        result = probe(path)
-        assert result.verdict.value == "PASS"
-        assert abs(result.facts["top"][0]["ratio"] - 1) < 1e-3
+
+def test_a_younger_parameter_is_corrected_for_its_own_age(tmp_path):
+    state = {}
+    for i in range(12):
+        step = 60 if i == 5 else 3000
+        v = torch.full((4,), 1e-6 * (1 - 0.999**step))
+        state[i] = {"step": step, "exp_avg": torch.zeros(4), "exp_avg_sq": v}
+    torch.save({"state": state, "param_groups": []}, tmp_path / "o.pt")
+    result = probe(tmp_path / "o.pt")
+    assert result.verdict.value == "PASS"
+    assert abs(result.facts["top"][0]["ratio"] - 1) < 1e-3
 
 
 def test_a_bias_before_a_norm_is_not_ill(tmp_path):
@@ -301,13 +258,7 @@ def test_a_bias_before_a_norm_is_not_ill(tmp_path):
     assert any("6 parameters have only rounding errors" in note for note in result.notes)
 
 
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum_buffer"),
-        (lambda p: torch.optim.Adafactor(p), "no exp_avg_sq"),
-    ],
-)
-def test_an_optimizer_without_second_moments_is_skipped_with_the_reason(tmp_path, make, why):
-    net, optimizer = trained(make, steps=2)
-    unjudged(saved(tmp_path, net, optimizer), "SKIP", why)
+def test_an_optimizer_without_second_moments_is_skipped_with_the_reason(tmp_path):
+    with_momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    for make, why in ((with_momentum, "momentum_buffer"), (torch.optim.Adafactor, "no exp_avg_sq")):
+        unjudged(saved(tmp_path, *trained(make, steps=2)), "SKIP", why)

@@ -48,12 +48,8 @@ def train(net: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> None:
         optimizer.step()
 
 
-def adamw(parameters: Any) -> Any:
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
 def trained(
-    make: Callable[[Any], Any] = adamw, steps: int = 60, blocks: int = 6
+    make: Callable[[Any], Any] = torch.optim.AdamW, steps: int = 60, blocks: int = 6
 ) -> tuple[Net, Any]:
     torch.manual_seed(0)
     net = Net(blocks)

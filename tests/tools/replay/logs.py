@@ -49,28 +49,19 @@ def eventful(rows: int, seed: int = 0) -> dict[str, list[float | str]]:
 
 
 def write(path: Path, columns: Mapping[str, Column], steps: Sequence[float] | None = None) -> Path:
-    """A CSV file with a step column.
-
-    Args:
-        path: where.
-        columns: cells by name, all of one length.
-        steps: 0, 1, 2, ... if None.
-    """
-    rows = len(next(iter(columns.values())))
+    """A CSV file with these columns and a step column: 0, 1, 2, ... if `steps` is None."""
+    steps = range(len(next(iter(columns.values())))) if steps is None else steps
     with path.open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(["step", *columns])
-        table.writerows(
-            zip(steps if steps is not None else range(rows), *columns.values(), strict=True)
-        )
+        table.writerows(zip(steps, *columns.values(), strict=True))
     return path
 
 
 def trace(*paths: Path) -> Trace:
     """The trace in a file; of several files, of the run whose attempts they are."""
-    traces, unreadable = open_traces([str(path) for path in paths], join=len(paths) > 1)
+    (found,), unreadable = open_traces([str(path) for path in paths], join=len(paths) > 1)
     assert not unreadable, unreadable
-    (found,) = traces
     return found
 
 

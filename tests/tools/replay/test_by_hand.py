@@ -1,8 +1,9 @@
-"""Compares a replay with the engine driven row by row, without any of the replay's code."""
+"""A replay decides as the engine driven row by row without its code, and as a live run."""
 
 from __future__ import annotations
 
 import csv
+import json
 import math
 from pathlib import Path
 
@@ -11,33 +12,12 @@ import pytest
 
 from healcore.core.engine import Engine
 from healcore.core.signals import Signals
-from healcore.core.verdict import Action, Cause
-from healcore.policy import load, loads
+from healcore.core.verdict import Action, Cause, names
+from healcore.policy import load
 from healcore.tools.replay import replay
 from healcore.tools.report.page import outcome
-from tests.healer.training_loops import rules
+from tests.healer.training_loops import Faults, loop_of, rules, train
 from tests.tools.replay import logs
-
-OVERFIT = """
-schema = 1
-name = "overfit"
-clip = { kind = "autoclip", window = 50 }
-respond = [
-    { to = ["nonfinite", "update_spike"], do = ["skip"] },
-    { to = ["overfit"], do = ["alert", "save"] },
-]
-detect = { nonfinite = {}, overfit = { max_gap = 0.5 }, update_spike = {} }
-"""
-ADAGC = """
-schema = 1
-name = "adagc"
-clip = { kind = "adagc" }
-detect = { nonfinite = {}, loss_spike = {} }
-respond = [
-    { to = ["nonfinite", "loss_spike"], do = ["skip", "alert"] },
-    { to = ["loss_spike"], when = { sustained = true }, do = ["rollback", "cut_lr"] },
-]
-"""
 
 
 def rows_of(path: Path):
@@ -102,34 +82,34 @@ def replayed(trace, policy):
 
 
 def test_one_attempt(tmp_path):
-    path = logs.write(tmp_path / "a.csv", logs.eventful(900))
-    engine = load("pretraining").engine()
-    wanted, _ = by_hand(engine, engine.init(), rows_of(path), range(900))
-    got, result = replayed(logs.trace(path), "pretraining")
-    assert got == wanted
-    summary = result.summary
-    assert summary.rows == 900
-    assert summary.unjudged == sum(not row["loss"] + row["grad_norm"] for row in rows_of(path)) > 0
-
-
-def test_counts_are_those_of_the_lines(tmp_path):
+    """The decisions, the counts of them, and the scores of each row."""
     run = logs.eventful(900)
     for onset in (300, 450, 600, 750):
         run["loss"][onset : onset + 12] = ["nan"] * 12
-    got, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), "pretraining")
+    path = logs.write(tmp_path / "a.csv", run)
+    rows, engine = rows_of(path), load("pretraining").engine()
+    wanted, _ = by_hand(engine, engine.init(), rows, range(900))
+    got, result = replayed(logs.trace(path), "pretraining")
+    assert got == wanted
     summary, decisions = result.summary, [line for _, line in got]
+    assert summary.rows == 900
+    assert summary.unjudged == sum(not row["loss"] + row["grad_norm"] for row in rows) > 0
     assert summary.skips == sum(line[2] for line in decisions)
     assert summary.clips == sum(line[3] < 1 for line in decisions)
-    for cause in Cause:
-        assert summary.causes.get(str(cause.name), 0) == sum(cause in line[0] for line in decisions)
-    for action in Action:
-        count = sum(action in line[1] for line in decisions)
-        assert summary.actions.get(str(action.name), 0) == count
+    for place, found, flags in ((0, summary.causes, Cause), (1, summary.actions, Action)):
+        counts = {str(flag.name): sum(flag in line[place] for line in decisions) for flag in flags}
+        assert found == {name: count for name, count in counts.items() if count}
     assert summary.rollbacks == summary.actions["ROLLBACK"]
     assert summary.lowest_lr == pytest.approx(min(float(line[4]) for line in decisions))
     assert summary.incidents == len(result.incidents) > 2
-    ends = [each.step for each in result.incidents if "STOP" in each.action]
-    assert summary.stopped_step == ends[0]
+    assert summary.stopped_step == next(
+        each.step for each in result.incidents if "STOP" in each.action
+    )
+    for row in result:
+        logged = {name for name in ("loss", "grad_norm") if rows[row.index][name] != ""}
+        assert set(row.z) == logged
+        assert (row.threshold is None) == ("grad_norm" not in logged)
+        assert all(math.isfinite(z) for z in row.z.values())
 
 
 def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
@@ -146,25 +126,6 @@ def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
     got, result = replayed(logs.trace(first, second), "pretraining")
     assert got == before + after
     assert {each.attempt for each in result.incidents} == {0, 1}
-
-
-def test_a_spent_budget_is_reported_and_the_replay_goes_on(tmp_path):
-    run = logs.noisy(900)
-    for onset in range(100, 900, 150):
-        run["loss"][onset : onset + 20] = ["nan"] * 20
-    first = logs.write(tmp_path / "1.csv", run)
-    second = logs.write(tmp_path / "2.csv", logs.part(run, 680, 900), range(680, 900))
-    _, result = replayed(logs.trace(first, second), "pretraining")
-    summary = result.summary
-    recoveries = load("pretraining").budget.recoveries
-    assert summary.rollbacks - summary.spent == recoveries
-    assert summary.spent >= 2
-    again = [row for row in replay(result.trace, "pretraining") if row.spent]
-    assert again[0].index < 680
-    assert again[0].step == summary.stopped_step
-    assert again[-1].attempt == 1
-    assert all(Action.STOP | Action.ROLLBACK in row.action for row in again)
-    assert "budget was exhausted" in outcome(result.incidents[recoveries])
 
 
 def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path):
@@ -192,7 +153,8 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
 
 def test_evaluations_are_signals_of_the_whole_run(tmp_path):
     """NaN where there was none; the detector goes on learning the training loss there."""
-    policy = loads(OVERFIT)
+    change = {"overfit": {"max_gap": 0.5}, "update_spike": {}}
+    policy = load("autoclip", clip={"window": 50}, detect=change)
     run = logs.noisy(300)
     run["eval_loss"] = [5.5 if row % 50 == 49 else "" for row in range(300)]
     path = logs.write(tmp_path / "a.csv", run)
@@ -203,31 +165,62 @@ def test_evaluations_are_signals_of_the_whole_run(tmp_path):
     assert result.summary.causes["OVERFIT"] > 100
 
 
-def test_scores_belong_to_the_signals_of_the_row(tmp_path):
-    path = logs.write(tmp_path / "a.csv", logs.eventful(700))
-    rows = rows_of(path)
-    seen = set()
-    for row in replay(logs.trace(path), "pretraining"):
-        logged = rows[row.index]
-        assert set(row.z) == {name for name in ("loss", "grad_norm") if logged[name] != ""}
-        assert (row.threshold is None) == (logged["grad_norm"] == "")
-        assert all(math.isfinite(z) for z in row.z.values())
-        seen.add(frozenset(row.z))
-    assert len(seen) == 3
-
-
-def test_observing_orders_the_same(tmp_path):
-    """Observe mode reports what the same policy does in heal mode."""
-    trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(440)))
-    healing = load("pretraining", mode="heal", name="same")
-    watching = load(healing, mode="observe")
-    assert [*replay(trace, watching).lines()][:-1] == [*replay(trace, healing).lines()][:-1]
-
-
 def test_adagc_without_norms_of_tensors(tmp_path):
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(440)))
-    *lines, summary = replay(trace, loads(ADAGC)).lines()
+    rule = {"to": ["loss_spike"], "when": {"sustained": True}, "do": ["rollback", "cut_lr"]}
+    policy = load("adagc", detect={"loss_spike": {}}, respond=[rule])
+    *lines, summary = replay(trace, policy).lines()
     assert '"clips": 0' in summary
     assert '"group_norms": ["clip"]' in summary
     assert '"ROLLBACK"' in "".join(lines)
     assert "threshold" not in "".join(lines)
+
+
+def live_and_replayed(path: Path, policy):
+    """The decisions of a live run and of its replay, without what the replay adds; its summary."""
+    live = [
+        (
+            [each.name for each in Cause if each.name in line["cause"]],
+            [each.name for each in Action if each.name in line["action"]],
+            line["skip"],
+            np.float32(line["grad_scale"]),
+            np.float32(line["lr_scale"]),
+        )
+        for line in map(json.loads, path.open())
+    ]
+    found = [([], [], False, np.float32(1), np.float32(1))] * len(live)
+    result = replay(logs.trace(path), policy)
+    for row in result:
+        action = row.action & ~Action.ROLLBACK if row.spent else row.action
+        scales = np.float32(row.grad_scale), np.float32(row.lr_scale)
+        found[row.index] = [*names(row.cause)], [*names(action)], row.skip, *scales
+    return live, found, result.summary
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("bad", [[23], [2], [9, 30]], ids=["late", "before a save", "twice"])
+def test_with_rollbacks(framework, bad, tmp_path):
+    """With rollbacks to a checkpoint and to the beginning."""
+    path = tmp_path / "run.metrics.jsonl"
+    loop = loop_of(framework, Faults(once=bad), rules())
+    facts = train(loop, rules(), range(40), metrics=path)
+    assert facts["rollbacks"] == len(bad)
+    live, found, summary = live_and_replayed(path, rules())
+    assert found == live
+    assert summary.rollbacks == len(bad)
+    orders = [row for row in replay(logs.trace(path), rules()) if row.action & Action.ROLLBACK]
+    assert [row.attempt for row in orders] == list(range(len(bad)))
+
+
+def test_a_run_that_its_policy_stopped(tmp_path):
+    """The replay marks the last order of a live run as spent."""
+    path = tmp_path / "run.metrics.jsonl"
+    policy = rules(recoveries=1)
+    loop = loop_of("torch", Faults(always=range(20, 60)), policy)
+    with pytest.raises(SystemExit):
+        train(loop, policy, range(60), metrics=path)
+    live, found, summary = live_and_replayed(path, policy)
+    assert found == live
+    assert "budget was exhausted" in outcome(replay(logs.trace(path), policy).incidents[-1])
+    assert (summary.rollbacks, summary.spent) == (2, 1)
+    assert summary.stopped_step is not None

@@ -1,18 +1,22 @@
-"""`healcore replay`, through the real command line."""
+"""`healcore replay` through the real command line, its table at any width, and docs/replay.md."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from healcore.policy import preset_text
 from healcore.tools.cli import app
+from healcore.tools.replay import replay
+from healcore.tools.replay.table import summary_table
+from tests.packaging.test_pages import blocks, snippet
+from tests.parity import recorded_runs
 from tests.tools.replay import logs
-
-ROOT = Path(__file__).parents[3]
 
 
 def healcore_replay(*arguments: str | Path):
@@ -45,24 +49,29 @@ def test_the_table_and_the_page(run, spiked, tmp_path):
     assert cells(done.output, "spiked.csv")[:4] == ["spiked.csv", "300", "25", "1"]
     assert "0.25 (1)" in done.output
     assert "spiked.csv" in page.read_text()
-    both = healcore_replay(spiked, run)
-    assert cells(both.output, "all 2")[2] == "600"
+    halved = healcore_replay(spiked, "-p", "pretraining", "--set", "lr.factor=0.5")
+    assert "0.5 (1)" in halved.output
+    gone = tmp_path / "gone.csv"
+    partly = healcore_replay(spiked, gone, run)
+    assert (partly.exit_code, cells(partly.output, "all 2")[2]) == (1, "600")
+    assert f"{gone}: it cannot be read" in partly.output
+    losses = logs.write(tmp_path / "losses.csv", {"loss": logs.noisy(60)["loss"]})
+    inactive = healcore_replay(spiked, losses, "-p", "zclip").output
+    assert "no grad_norm logged: clip is inactive in 1 of 2 traces" in inactive
 
 
 def test_lines_of_json(run, tmp_path):
     out = tmp_path / "out.jsonl"
-    assert healcore_replay(run, "--jsonl", out).exit_code == 0
+    policies = "-p", "pretraining", "-p", "zclip"
+    assert healcore_replay(run, *policies, "--jsonl", out).exit_code == 0
 
-    def refuse(token: str):
-        raise AssertionError(f"{token} is no JSON")
-
-    *rows, summary = (json.loads(line, parse_constant=refuse) for line in out.open())
-    first = rows[0]
-    assert list(first)[:9] == [
-        *("trace", "index", "step", "cause", "action", "skip", "grad_scale", "lr_scale", "z"),
-    ]
+    *lines, last = (json.loads(line, parse_constant=pytest.fail) for line in out.open())
+    first, end = lines[0], next(at for at, line in enumerate(lines) if line.get("summary"))
+    rows, summary = lines[:end], lines[end]
+    assert [summary["policy"], last["policy"]] == ["pretraining", "zclip"]
+    assert summary["fingerprint"] != last["fingerprint"]
+    assert " ".join(first).startswith("trace index step cause action skip grad_scale lr_scale z")
     assert first["trace"] == str(run)
-    assert not any(row.get("summary") for row in rows)
     assert [row["index"] for row in rows] == sorted({row["index"] for row in rows})
     assert summary["summary"] is True
     assert summary["rows"] == 300 == summary["steps"] + summary["unjudged"]
@@ -70,51 +79,17 @@ def test_lines_of_json(run, tmp_path):
     assert not [row for row in rows if neutral.items() <= row.items()]
 
 
-def test_comparing_policies(spiked, tmp_path):
-    mine = tmp_path / "mine.toml"
-    mine.write_text(preset_text("pretraining").replace('"rollback", "cut_lr"', '"rollback"'))
-    out = tmp_path / "out.jsonl"
-    done = healcore_replay(spiked, "-p", "pretraining", "-p", mine, "-p", "zclip", "--jsonl", out)
-    assert done.exit_code == 0, done.output
-    summaries = [each for each in map(json.loads, out.open()) if each.get("summary")]
-    assert [each["policy"] for each in summaries] == ["pretraining", str(mine), "zclip"]
-    assert [each["rollbacks"] - each["repeats"] for each in summaries] == [1, 1, 0]
-    assert [each["lowest_lr_first"] for each in summaries] == [0.25, 1, 1]
-    assert len({each["fingerprint"] for each in summaries}) == 3
-
-
-def test_a_value_is_replaced_in_every_policy(spiked):
-    done = healcore_replay(spiked, "-p", "pretraining", "--set", "lr.factor=0.5")
-    assert "0.5 (1)" in done.output
-    done = healcore_replay(spiked, "--set", "lr.factor=2")
-    assert done.exit_code == 2
-    assert "lr.factor = 2" in done.stderr
-
-
-def test_some_traces_cannot_be_read(spiked, tmp_path):
-    empty = tmp_path / "empty.csv"
-    empty.touch()
-    gone = tmp_path / "gone.csv"
-    done = healcore_replay(empty, spiked, gone)
-    assert done.exit_code == 1
-    assert f"{empty}: it is empty" in done.output
-    assert f"{gone}: it cannot be read" in done.output
-    assert cells(done.output, str(spiked.name))[1] == "300"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["RUN", "--policy", "defualt"], "did you mean 'default'"),
-        (["RUN", "--policy", "no.toml"], "No such file"),
+        (["RUN", "--set", "lr.factor=2"], "lr.factor = 2"),
+        (["RUN", "--set", "clip.max_norm="], "KEY=VALUE"),
         (["RUN", "-p", "zclip", "-p", "zclip"], "a policy is repeated"),
         (["RUN", "--column", "loss"], "SIGNAL=NAME, like loss=train/ce, got 'loss'"),
-        (["RUN", "--column", "los=b"], "'los' is not a signal"),
         (["RUN", "--jsonl", "RUN"], "is an input: write to another file"),
         (["RUN", "--report", "no/such/r.html"], "the folder no/such does not exist"),
-        (["RUN", "--report", "."], "is a folder"),
         (["gone.csv"], "no trace could be replayed"),
-        ([], "Missing argument"),
     ],
 )
 def test_invalid_arguments(run, arguments, message):
@@ -123,3 +98,65 @@ def test_invalid_arguments(run, arguments, message):
     assert done.exit_code == 2
     assert message in done.output
     assert run.read_bytes() == before
+
+
+def shown(summaries, width):
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(summary_table(summaries))
+    return capture.get()
+
+
+def test_numbers_are_never_cut(tmp_path):
+    folder = tmp_path / "logs_in_a_folder_with_quite_a_long_name"
+    folder.mkdir()
+    runs = {"a_run_with_a_long_name": logs.eventful(400), "healthy": logs.noisy(300)}
+    traces = [logs.trace(logs.write(folder / f"{name}.csv", run)) for name, run in runs.items()]
+    first, *rest = (replay(each, name).summary for each in traces for name in ("default", "zclip"))
+    counts = {"rollbacks": 31, "repeats": 15, "spent": 3}
+    first = first._replace(**counts, stopped_step=209_408.0, lowest_lr_first=0.5)
+    for width in (100, 160):
+        text = shown([first, *rest], width)
+        assert " 16 +15 again (3 denied) " in text
+        assert "209408" in text
+        assert "…" not in text
+        sums = [line.split()[:3] for line in text.splitlines() if "all 2" in line]
+        assert sums == [["all", "2", "default"], ["all", "2", "zclip"]]
+
+
+def test_alarms_that_change_nothing_are_in_the_table_and_the_plot(tmp_path):
+    """`default` orders nothing on a hump of the loss, because no log has the losses to compare."""
+    run = logs.noisy(400)
+    for row in range(200, 240):
+        run["loss"][row], run["grad_norm"][row] = 8.0, 4.0
+    result = replay(logs.trace(logs.write(tmp_path / "hump.csv", run)), "default")
+    assert (result.summary.incidents, result.summary.alarms) == (0, 40)
+    row = next(line.split() for line in shown([result.summary], 120).splitlines() if "hump" in line)
+    assert row[1:4] == ["400", "40", "-"]
+    assert list(result.report().alarms_outside) == list(range(200, 240))
+
+
+LOG = "llama31_8b__Cisco__hpf_n16__result_4.csv"
+
+
+@recorded_runs.needed
+def test_the_table_is_what_the_command_prints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(recorded_runs.FOLDER / "mlperf_v5.1" / LOG, "llama.csv")
+    options = ["-p", "default", "-p", "pretraining", "--jsonl", "out.jsonl"]
+    done = CliRunner().invoke(app, ["replay", "llama.csv", *options], env={"COLUMNS": "110"})
+    assert done.exit_code == 0
+    (table,) = [each for each in blocks("replay.md", "text") if "alarms" in each]
+    (line,) = [each for each in blocks("replay.md", "json") if '"index"' in each]
+    printed, quoted = (re.findall(r"\S.*\S", text) for text in (done.output, table))
+    assert printed[: len(quoted)] == quoted
+    assert line.strip() in Path("out.jsonl").read_text().splitlines()
+
+
+def test_the_program_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    losses = [2.0 + 0.01 * (step % 7) for step in range(60)]
+    losses[50] = float("nan")
+    logs.write(Path("run.csv"), {"loss": losses})
+    exec(snippet("replay.md", "open_traces"), {})
+    assert "NONFINITE_LOSS" in capsys.readouterr().out

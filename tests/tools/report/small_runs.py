@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.healer import training_loops
-from tests.healer.training_loops import Faults, broken_at, loop_of
+from tests.healer.training_loops import Faults, loop_of
 
 
 def train(
@@ -29,14 +29,6 @@ def train(
     with contextlib.suppress(SystemExit):
         training_loops.train(loop_of("torch", Faults(always=bad)), policy, data, **options, **more)
     return events
-
-
-def broken_and_resumed(folder: Path) -> Path:
-    """A process that dies of an exception at batch 330, and one that resumes its checkpoint."""
-    store = folder / "checkpoints"
-    with contextlib.suppress(RuntimeError):
-        train(folder, range(150, 162), before=broken_at(330), store=store)
-    return train(folder, range(450, 462), store=store)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -1,20 +1,33 @@
-"""The report of a real run follows from its events and metrics."""
+"""The report of a real run and of damaged files; its page is complete, self-contained and safe."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
+import shutil
+import tracemalloc
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from markupsafe import escape
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from typer.testing import CliRunner
 
-from healcore.history import Curves, Incident, Mode
+from healcore.events.models import EventRecord, EvidenceRecord
+from healcore.history import Counts, Curves, Incident, Mode, RunState
 from healcore.history.incident import count_incidents
+from healcore.history.run import RunAttempt
 from healcore.policy import load
+from healcore.tools.cli import app
 from healcore.tools.report.page import outcome, render
-from healcore.tools.report.run_report import RunReport, read_reports
+from healcore.tools.report.picture import WIDTHS, draw, plot
+from healcore.tools.report.run_report import ReportError, RunReport, read_reports
 from tests.tools.report.small_runs import lines_of, train
 
 RUNS = pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
@@ -34,20 +47,15 @@ def test_every_incident_and_rollback_is_reported(run, request):
     events = request.getfixturevalue(run)
     (report,) = read_reports(events)
     begun = of_kind(events, "incident")
-    assert len(report.incidents) == len(begun) > 2
-    assert [case.number for case in report.incidents] == [event["incident"] for event in begun]
-    assert [case.onset_step for case in report.incidents] == [event["onset"] for event in begun]
-    # The report also names the causes that only alert.
-    assert all(
-        {*e["cause"]} <= {*case.cause} for case, e in zip(report.incidents, begun, strict=True)
-    )
+    assert len(begun) > 2
+    for case, event in zip(report.incidents, begun, strict=True):
+        assert (case.number, case.onset_step) == (event["incident"], event["onset"])
+        assert {*event["cause"]} <= {*case.cause}, "the report names causes that only alert, too"
     back = [case for case in report.incidents if "ROLLBACK" in case.action]
-    rollbacks = of_kind(events, "rollback")
-    assert [case.checkpoint for case in back] == [event["checkpoint"] for event in rollbacks]
-    assert [case.lr_path[-1] for case in back] == [event["lr_scale"] for event in rollbacks]
-    assert [[list(b) for b in case.skipped_batches] for case in back] == [
-        e["batches"] for e in rollbacks
-    ]
+    for case, event in zip(back, of_kind(events, "rollback"), strict=True):
+        assert case.checkpoint == event["checkpoint"]
+        assert case.lr_path[-1] == event["lr_scale"]
+        assert [list(batch) for batch in case.skipped_batches] == event["batches"]
     skips = sum(event["skip"] for event in of_kind(events, "alarm") if event["incident"])
     assert sum(case.skipped for case in report.incidents) == skips > 10
     # With the skips that were undone before they were read, which have no event.
@@ -75,42 +83,36 @@ def test_curves_are_the_metrics_row_by_row(run, request):
     events = request.getfixturevalue(run)
     (report,) = read_reports(events)
     rows = lines_of(events.with_name("run.metrics.jsonl"))
-    series = report.curves
-    assert series.rows == len(rows) == len(series.step)
-    np.testing.assert_array_equal(series.step, [row["step"] for row in rows])
+    series, step = report.curves, report.curves.step
+    assert series.rows == len(rows)
+    assert step.tolist() == [row["step"] for row in rows]
     for curve, name in ((series.loss, "loss"), (series.grad_norm, "grad_norm")):
-        logged = np.array([float(row[name]) for row in rows], np.float32)
-        np.testing.assert_array_equal(curve, logged)
+        wanted = np.array([float(row[name]) for row in rows], np.float32)
+        np.testing.assert_array_equal(curve, wanted)
     np.testing.assert_array_equal(series.nonfinite, [row["loss"] == "nan" for row in rows])
-    for case in report.incidents:
-        assert any(row["step"] == case.onset_step and row["cause"] for row in rows)
-
-
-@RUNS
-def test_undone_steps_are_marked(run, request):
-    events = request.getfixturevalue(run)
-    (report,) = read_reports(events)
-    step = report.curves.step
     # By definition: a row is undone if a later one has its step or an earlier one.
     expected = [bool(np.any(step[row + 1 :] <= step[row])) for row in range(len(step))]
-    assert report.curves.undone().tolist() == expected
+    assert series.undone().tolist() == expected
     assert any(expected)
-    attempt = report.curves.attempt
-    assert attempt is not None
-    assert len(report.attempts) == len(np.unique(attempt))
+    assert series.attempt is not None
+    assert len(report.attempts) == len(np.unique(series.attempt))
     for part in report.attempts:
-        assert step[attempt == part.number][0] == part.first_step
+        assert step[series.attempt == part.number][0] == part.first_step
     left = [part.left for part in report.attempts if part.origin == "rollback"]
     assert left == [event["step"] for event in of_kind(events, "rollback")]
 
 
 def test_a_stopped_run_is_reported_as_stopped(stopped):
+    """The policy stops the run while its last step is not read yet."""
     (report,) = read_reports(stopped)
     assert report.facts["Ending"] == "stopped by the policy"
-    assert "budget of recoveries is exhausted" in report.diagnosis
-    assert "STOP" in report.incidents[-1].action
-    assert "budget of recoveries is exhausted" in outcome(report.incidents[-1])
     assert report.facts["Framework"].startswith("torch ")
+    assert "STOP" in report.incidents[-1].action
+    for text in (report.diagnosis, outcome(report.incidents[-1])):
+        assert "budget of recoveries is exhausted" in text
+    (written,), rows = postmortems(stopped), lines_of(stopped.with_name("run.metrics.jsonl"))
+    assert written["skips"] == written["metrics"]["heal/skips"] == report.counts.skips > 10
+    assert report.facts["Step at the end"] == str(written["step"]) == str(rows[-1]["step"] + 1)
 
 
 def test_a_resumed_run_is_one_report(resumed):
@@ -120,61 +122,271 @@ def test_a_resumed_run_is_one_report(resumed):
     assert [each.origin for each in report.attempts] == ["start", "rollback", "resume", "rollback"]
 
 
-# -- counts are the same everywhere ---------------------------------------------------------------
-
-
-def text_of(page: str) -> str:
-    """The text of a page, without its markup and its script."""
-    body = page[page.index("<body>") :]
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
-
-
-def case(number: int, at: float, *action: str, skipped: int = 0) -> Incident:
-    return Incident(number, 0, at, at, ("LOSS_SPIKE",), action, Mode.REPLAY, skipped=skipped)
-
-
-MIXED = (
-    *(case(1, 10, "ROLLBACK", "CUT_LR"), case(2, 30, "ROLLBACK", "STOP")),
-    *(case(3, 60, "STOP"), case(4, 80, skipped=3)),
-)
-
-
-def test_an_incident_with_a_rollback_and_a_stop_counts_as_both():
-    step, counts = np.arange(100.0), count_incidents(MIXED)
-    curves = Curves(step, np.exp(-step / 50))
-    report = RunReport("a.csv", Mode.REPLAY, "pretraining", "", "", curves, MIXED, counts, {})
-    report = report._replace(stop=40.0)
-    assert report.counts.rollbacks == 2
-    assert [each.outcome for each in MIXED] == ["rollback", "rollback", "stop", "skip"]
-    page = text_of(render([report]))
-    assert "would have rolled back, then would have stopped" in page
-    assert "would stop at step 40" in page
-
-
-def test_a_stopped_run_has_the_same_skips_and_steps_everywhere(stopped):
-    """The policy stops the run while its last step is not read yet."""
-    (written,), rows = postmortems(stopped), lines_of(stopped.with_name("run.metrics.jsonl"))
-    (report,) = read_reports(stopped)
-    assert written["skips"] == written["metrics"]["heal/skips"] == report.counts.skips > 10
-    assert report.facts["Step at the end"] == str(written["step"]) == str(rows[-1]["step"] + 1)
-
-
 def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
     policy = load("pretraining", mode="observe")
     events = train(tmp_path, range(300, 900), policy=policy, batches=900)
     (written,) = postmortems(events)
-    for numbers, name in ((written, ""), (written["metrics"], "heal/")):
-        assert (numbers[f"{name}skips"], numbers[f"{name}observed_skips"]) == (0, 600)
+    assert (written["skips"], written["observed_skips"]) == (0, 600)
     assert "Tried: nothing: the policy only observes." in written["diagnosis"]
+    assert written["metrics"]["heal/observed_skips"] == 600
     (report,) = read_reports(events)
     (incident,) = report.incidents
-    assert (report.counts.skips, report.counts.alarms, report.counts.rollbacks) == (600, 600, 1)
-    path = (1.0, 0.25, 0.0625, 0.015625)
-    assert (incident.onset_step, incident.lr_path[:4]) == (300.0, path)
+    counts = report.counts
+    assert (counts.skips, counts.alarms, counts.rollbacks) == (600, 600, 1)
+    assert incident.lr_path[:4] == (1.0, 0.25, 0.0625, 0.015625)
     assert "only observed" in outcome(incident)
     assert not report.curves.undone().any()
-    page = text_of(render([report]))
+    page = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", render([report])))
     assert "would have skipped 100 steps or more, rolled back, stopped the run" in page
-    for text in ("600 steps would be skipped", "last finite loss", "1 → 0.25 → 0.0625"):
-        assert text in page
+    assert "600 steps would be skipped" in page
+    assert "1 → 0.25 → 0.0625" in page
+
+
+def healcore(*arguments: object):
+    return CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def copy(healed, tmp_path):
+    """A copy of a run's files, for a test to damage."""
+    for name in ("run.events.jsonl", "run.metrics.jsonl"):
+        (tmp_path / name).write_bytes(healed.with_name(name).read_bytes())
+    return tmp_path / "run.events.jsonl"
+
+
+def test_a_report_is_written_next_to_its_run(copy):
+    done = healcore("report", copy)
+    assert (done.exit_code, done.stderr) == (0, "")
+    page = copy.with_name("run.report.html")
+    assert done.stdout.splitlines() == [f"page: {page}"]
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    # The directory stands for the run in it.
+    assert healcore("report", copy.parent, "--out", copy.with_name("a.html")).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"step,loss\n1,2.0\n", "healcore probe loss"),
+        (b'{"a": 1}\n', "schema is not a whole number"),
+    ],
+)
+def test_nothing_to_report(content, message, tmp_path):
+    events = tmp_path / "run.events.jsonl"
+    events.write_bytes(content)
+    done = healcore("report", events)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert str(events) in done.stderr
+    assert not (tmp_path / "run.report.html").exists()
+
+
+def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
+    lines = copy.read_bytes().splitlines(keepends=True)
+    kinds = [event["kind"] for event in lines_of(copy)]
+    at = kinds.index("incident")
+    lines[at] = lines[at][:40] + b"\n"
+    copy.write_bytes(b"".join(lines) + b'{"schema":1,"se')
+    metrics = copy.with_name("run.metrics.jsonl")
+    rows = metrics.read_bytes().splitlines(keepends=True)
+    rows[7] = b"\xff\xfe nonsense\n"
+    metrics.write_bytes(b"".join(rows))
+    done = healcore("report", copy)
+    assert done.exit_code == 0
+    for damage in (f"line {at + 1}: not JSON", f"line {len(lines) + 1}: torn"):
+        assert f"run.events.jsonl: damaged: {damage}" in done.stderr
+    assert "run.metrics.jsonl: damaged: line 8: not JSON" in done.stderr
+    assert "damaged: line 8" in copy.with_name("run.report.html").read_text()
+    (report,) = read_reports(copy)
+    assert report.curves.rows == len(rows) - 1
+    # Its alarms still show the incident.
+    assert [case.number for case in report.incidents] == list(range(1, len(report.incidents) + 1))
+
+
+ODD = [None, True, -1, 1 << 60, 1.5, "nan", "x", [], {}, [[1]], [None], {"a": 1}, "</script>"]
+
+
+def test_any_value_in_any_field_is_a_page_or_a_message(copy):
+    """Events of a file that somebody has edited, or another program has written."""
+    events = lines_of(copy)
+    metrics = lines_of(copy.with_name("run.metrics.jsonl"))[:200]
+    source = random.Random(0)
+    for _ in range(40):
+        spoilt = [{**events[0], "mono": 1 << 60}, *map(dict, events[1:])]
+        for event in spoilt[1:]:
+            for name in [*event, "outcome", "batches", "evidence", "cause", "lr_scale"]:
+                if source.random() < 0.1:
+                    event[name] = source.choice(ODD)
+        copy.write_text("".join(json.dumps(event) + "\n" for event in spoilt))
+        rows = [{name: source.choice([v, v, *ODD]) for name, v in row.items()} for row in metrics]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        copy.with_name("run.metrics.jsonl").write_text(lines)
+        try:
+            reports = read_reports(copy)
+        except ReportError:
+            continue
+        page = render(reports)
+        assert 'class="incident"' in page or "No incident." in page
+
+
+EVIL = (
+    "</script><script>document.body.dataset.hacked=1</script><img src=x onerror=alert(1)>&'\"$x^{"
+)
+
+
+def hostile() -> RunReport:
+    """A report in which every text wants to be a script."""
+    step = np.arange(50.0)
+    case = Incident(
+        number=1, attempt=0, onset_step=20.0, step=22.0, cause=(EVIL,), action=(EVIL, "ROLLBACK"),
+        skipped=2, responses=(EventRecord(kind="stop", why=EVIL),), checkpoint=10,
+        evidence=(EvidenceRecord(name=EVIL, grad_norm=1.0),),
+    )  # fmt: skip
+    return RunReport(
+        title=EVIL, mode=Mode.HEAL, policy_name=EVIL, policy_toml=EVIL, fingerprint=EVIL,
+        curves=Curves(step, np.exp(-step / 10), attempt=np.zeros(50, int)),
+        incidents=(case,), counts=count_incidents((case,)), facts={EVIL: EVIL},
+        state=RunState.UNKNOWN, notes=(EVIL,),
+        attempts=(RunAttempt(0, 0.0, EVIL), RunAttempt(1, 0.0, EVIL, 9.0)),
+        alarms_outside={3.0: (EVIL,)},
+        diagnosis=f"{EVIL}\n  - {EVIL}\n    {EVIL}",
+    )  # fmt: skip
+
+
+def elements_of(page: str) -> list[tuple[str, dict[str, str | None]]]:
+    """Every element with its attributes."""
+    found = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: found.append((tag, dict(attrs)))
+    parser.feed(page)
+    return found
+
+
+def test_nothing_is_loaded(healed):
+    page = render(read_reports(healed))
+    elements = elements_of(page)
+    for tag, attributes in elements:
+        assert tag not in {"script", "link", "iframe", "object", "embed", "base"}
+        assert not {"srcset", "action", "ping"} & attributes.keys()
+        assert all((attributes.get(e) or "#")[0] == "#" for e in ("href", "xlink:href", "src"))
+    assert not re.search(r"url\((?!#)|@import", page)
+    policy = next(a["content"] for t, a in elements if a.get("http-equiv"))
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def test_every_incident_has_its_row(healed):
+    (report,) = read_reports(healed)
+    page = render([report])
+    assert page.count('<tr class="incident">') == len(report.incidents)
+    for case in report.incidents:
+        assert f"#{case.number}: " in page
+        assert escape(outcome(case)) in page
+    # The last text is that of an attempt, undone or not.
+    texts = "epoch 0: 250–260 (11 skipped)", "1 → 0.25", "[budget]", report.fingerprint, "completed"
+    assert all(each in page for each in (*texts, "from step 0 (start): 1 incident;"))
+
+
+def test_texts_cannot_become_elements():
+    page = render([hostile(), hostile()])
+    elements = elements_of(page)
+    assert page.count("<section") == 2
+    assert re.findall(r'<a href="(#s\d)"', page) == ["#s0", "#s1"]
+    tags = [tag for tag, _ in elements]
+    assert not {"script", "img"} & {*tags}
+    assert tags.count("svg") == 4, "two figures in two widths"
+    assert not any(name.startswith("on") for _, attributes in elements for name in attributes)
+
+
+def empty() -> RunReport:
+    """A run with no event but its start."""
+    nothing = Curves(np.zeros(0), np.zeros(0, np.float32))
+    state = RunState.RUNNING
+    return RunReport("nothing", Mode.HEAL, "default", "", "", nothing, (), Counts(), {}, state)
+
+
+def test_the_programs_of_the_documentation_run(healed, tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parents[3] / "docs" / "reports.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(healed, "run.events.jsonl")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    found = [block for block in blocks if "read_reports" in block or "runs_of" in block]
+    assert len(found) == 2
+    for program in found:
+        exec(program, {})
+    assert "</html>" in Path("run.html").read_text()
+    assert "completed" in capsys.readouterr().out.lower()
+
+
+ROWS = 40_000
+SPIKE, NAN, BACK, TO = 21_234, 27_777, 30_000, 25_000
+
+
+def test_outliers_stay(tmp_path):
+    """40,000 rows with a spike, a NaN, and a rollback of 5,000 steps."""
+    events = [
+        {"kind": "start", "step": None, "host": "h", "pid": 1, "environment": {}, "policy": "p"},
+        {"kind": "rollback", "step": BACK, "onset": BACK - 1, "checkpoint": TO},
+    ]
+    common = {"schema": 1, "run": "r", "time": "2026-11-20T07:24:41.536532Z", "mono": 1.0}
+    text = "".join(json.dumps({**common, "seq": i, **e}) + "\n" for i, e in enumerate(events))
+    (tmp_path / "run.events.jsonl").write_text(text)
+    loss = 2 + np.random.default_rng(0).normal(0, 0.1, ROWS)
+    loss[[SPIKE, NAN]] = 9.0, np.nan
+    steps = [*range(BACK), *range(TO, ROWS - BACK + TO)]
+    row = (
+        '{{"schema":1,"kind":"step","run":"r","step":{},"loss":{},"grad_norm":1.0,"threshold":0.0,'
+        '"lr_scale":1.0,"cause":[],"action":[]}}\n'
+    )
+    rows = (row.format(*each) for each in zip(steps, loss.round(6).tolist(), strict=True))
+    (tmp_path / "run.metrics.jsonl").write_text("".join(rows).replace(":nan", ':"nan"'))
+    tracemalloc.start()
+    (report,) = read_reports(tmp_path / "run.events.jsonl")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 14e6  # the file has 5 MB as text, and some 40 MB as objects
+    series: Any = report.curves
+    assert series.rows == ROWS
+    assert 1000 < len(series.step) <= 9000
+    assert ((series.loss == 9.0).sum(), series.nonfinite.sum()) == (1, 1)
+    assert series.threshold is None  # 0 stands for none in force
+    assert (series.step[0], series.step[-1]) == (0, ROWS - 1 - BACK + TO)
+    # The place where it went back is sharp.
+    assert series.step[series.attempt == 1][0] == TO
+    assert series.step[series.undone()].min() >= TO
+
+
+@pytest.mark.parametrize("width", WIDTHS.values())
+@RUNS
+def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request):
+    (report,) = read_reports(request.getfixturevalue(run))
+    figure = Figure()
+    plot(figure, report, width, {})
+    FigureCanvasAgg(figure).draw()
+    texts = [*figure.legends[0].get_texts(), *figure.axes[0].get_yticklabels()]
+    for axis in figure.axes:
+        texts += [*axis.texts, axis.xaxis.label, axis.yaxis.label]
+    shown = {text.get_text() for text in texts}
+    boxes = [text.get_window_extent() for text in texts if text.get_text()]
+    back = [each for each in report.attempts if each.left is not None]
+    arcs = {f"{each.left:.0f} → {each.first_step:.0f}" for each in back}
+    assert arcs <= {re.split(",| restart", text)[0] for text in shown}
+    assert {report.ending(), "optimizer step", "loss", "gradient\nnorm (L2)"} <= shown
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
+    themed = re.sub(r"var\(--c\w+, #\w+\)|:root{.*?}", "", draw(report, width))
+    assert not re.findall("#[0-9a-f]{6}", themed), "each colour has one for a dark page"
+
+
+def test_a_picture_of_anything():
+    step = np.arange(100.0)
+    nan, ones = np.full(100, np.nan), np.ones(100)
+    odd = [
+        Curves(step, np.sin(step)),
+        Curves(step, nan, nonfinite=np.ones(100, bool), grad_norm=nan),
+        Curves(step, np.where(step == 5, np.inf, 1e30), grad_norm=ones, threshold=ones),
+        Curves(step[:1], ones[:1], lr_scale=ones[:1]),
+    ]
+    for report in (*(hostile()._replace(curves=curves) for curves in odd), empty()):
+        assert draw(report, 8.0).endswith("</svg>\n")
+    assert "No curves" in render([empty()])

@@ -14,9 +14,8 @@ from healcore.tools.traces import Trace, lineage, open_traces
 
 def open_one(path: str | os.PathLike[str], **options: Any) -> Trace:
     """The only trace that a path has."""
-    traces, unreadable = open_traces([os.fspath(path)], **options)
+    (trace,), unreadable = open_traces([os.fspath(path)], **options)
     assert not unreadable
-    (trace,) = traces
     return trace
 
 

@@ -1,28 +1,28 @@
-"""Files that are no log, or an empty one: one sentence names the reason."""
+"""Any log: files without a usable row, the names of the signals, and resumed runs."""
 
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from healcore.tools.traces import open_traces
-from tests.tools.traces.opened_traces import open_one, refusal, write
+from healcore.tools.traces import TraceError, open_traces
+from healcore.tools.traces.names import resolve
+from tests.tools.traces.opened_traces import lineage_of, open_one, refusal, write
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "it is empty"),
-        ("step,loss\n", "no usable row"),
         ("step,loss\n1,\n2,\n", "no usable row"),
-        ("step,accuracy\n1,2\n", "only 'step', 'accuracy'. Name one: --column loss="),
         ("1,2.5\n2,2.25\n", "its first line is data, not a header: '1,2.5'. Write the names"),
-        ("step,loss\n1,x\n2,y\n", "column 'loss': 'x' is not a number"),
-        ("a log in prose\nof two lines\n", "its first line is 'a log in prose'. It is not a CSV"),
+        ("a log in prose\nof two lines\n", "It is not a CSV"),
         ("\0\1\2", "it is binary"),
         ('{"torn', "it is JSON, but has no 'log_history'"),
-        ('{"step": 1, "loss": null}\n', "no usable row"),
         ("x" * (2 << 20), "this is not a table"),
     ],
 )
@@ -30,12 +30,14 @@ def test_files_without_a_usable_row(tmp_path, text, message):
     assert message in refusal(write(tmp_path / "run.csv", text))
 
 
-def test_paths_that_cannot_be_read_do_not_stop_the_others(tmp_path):
+def test_paths_that_cannot_be_read_do_not_stop_the_others_and_a_pipe_is_not_waited_for(tmp_path):
     good = write(tmp_path / "good.csv", "step,loss\n1,2\n")
-    absent = str(tmp_path / "absent.csv")
-    traces, unreadable = open_traces([absent, str(good)])
+    os.mkfifo(tmp_path / "pipe")
+    absent, pipe = str(tmp_path / "absent.csv"), str(tmp_path / "pipe")
+    traces, (first, second) = open_traces([absent, str(good), pipe])
     assert [trace.name for trace in traces] == [str(good)]
-    assert unreadable == [(absent, "it cannot be read: No such file or directory")]
+    assert first == (absent, "it cannot be read: No such file or directory")
+    assert (second.path, "pipe or a device" in second.problem) == (pipe, True)
 
 
 def test_a_directory_of_several_kinds_reports_what_it_reads(tmp_path):
@@ -48,6 +50,99 @@ def test_a_directory_of_several_kinds_reports_what_it_reads(tmp_path):
     assert (trace.rows.step.tolist(), trace.rows.values["loss"].tolist()) == ([1, 2], [2, 1])
 
 
-def test_a_pipe_is_refused_with_a_message_and_without_waiting(tmp_path):
-    os.mkfifo(tmp_path / "log")
-    assert "pipe or a device" in refusal(tmp_path / "log")
+TRAINERS = {
+    "Trainer": "loss=train/loss, grad_norm=train/grad_norm, train/epoch, eval_loss=eval/loss",
+    "Megatron": "loss=lm loss, lm loss vs samples, grad_norm=grad-norm, grad-norm vs samples",
+    "NeMo": "loss=reduced_train_loss, grad_norm=grad_norm, step=global_step, eval_loss=val_loss",
+    "torchtitan": "loss=loss_metrics/global_avg_loss, loss_metrics/global_max_loss",
+    "Levanter": "loss=train/loss, grad_norm=grad/norm/total, eval_loss=eval/loss, step=global_step",
+    "MaxText": "loss=learning/loss, learning/grad_norm, grad_norm=learning/raw_grad_norm, "
+    "eval_loss=evaluation/avg_loss",
+    "OLMo": "step=_step, loss=train/CE loss, train/PPL, grad_norm=optim/total grad norm, optim/LR",
+    "LLM Foundry": "loss=loss/train/total, grad_norm=l2_norm/grad/global, step=time/batch",
+    "fairseq": "step=num_updates, loss=loss, grad_norm=gnorm, lr",
+    "Lightning": "epoch, step=step, loss=train_loss_step, train_loss_epoch, eval_loss=val_loss",
+}
+"""Trainer or tracker -> its names, each after the signal that is read from it."""
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_names_of_trainers(trainer):
+    columns = [column.split("=") for column in TRAINERS[trainer].split(", ")]
+    found, _ = resolve([name for *_, name in columns], {})
+    assert found == {signal: name for *signals, name in columns for signal in signals}
+
+
+@pytest.mark.parametrize(
+    ("names", "columns", "message"),
+    [
+        (["step", "a"], {}, "only 'step', 'a'. Name one: --column loss=NAME"),
+        (["train_loss", "train/loss"], {}, "may each be the loss"),
+        (["loss", "iter", "iteration"], {}, "may each be the step"),
+        (["loss"], {"loss": "x"}, "--column loss=x: the log has no 'x'; it has 'loss'"),
+        (["a", "a"], {"loss": "a"}, "two columns have the name 'a': rename one"),
+    ],
+)
+def test_refusals(names, columns, message):
+    with pytest.raises(TraceError) as error:
+        resolve(names, columns)
+    assert message in str(error.value)
+    _, notes = resolve(["step", "loss", "train_loss"], {})
+    assert notes == ["loss is read from 'loss', not from 'train_loss'"], "an earlier tier wins"
+
+
+def csv(steps, first=0):
+    return "step,loss\n" + "".join(f"{step},{first + at}\n" for at, step in enumerate(steps))
+
+
+def test_rows_of_one_step_with_different_signals_are_one_row(tmp_path):
+    """Also if an evaluation is written late, which is no resume."""
+    text = "step,loss,eval_loss\n1,5,\n1,,4\n2,4,\n3,3,\n2,,9\n4,2,\n3,,8\n"
+    trace = open_one(write(tmp_path / "run.csv", text))
+    table = trace.rows
+    assert table.step.tolist() == [1, 2, 3, 4]
+    assert table.values["loss"].tolist() == [5, 4, 3, 2]
+    assert table.values["eval_loss"].tolist()[:3] == [4, 9, 8]
+    assert (len(trace.attempts), trace.notes) == (1, ())
+
+
+def test_tables_in_one_folder_are_runs(tmp_path):
+    for name in ("run-2", "run-10", "seedA"):
+        write(tmp_path / f"{name}.csv", csv([1, 2, 3]))
+    traces, failed = open_traces([str(tmp_path)])
+    assert not failed
+    names = [os.path.basename(trace.name) for trace in traces]
+    assert names == ["run-2.csv", "run-10.csv", "seedA.csv"]
+    (whole,), _ = open_traces([str(tmp_path)], join=True)
+    assert len(whole.rows.step) == 9
+
+
+@settings(max_examples=100)
+@given(
+    steps=st.lists(st.integers(0, 12), min_size=1, max_size=40), cuts=st.sets(st.integers(0, 40))
+)
+def test_the_lineage_is_that_of_a_list_that_is_cut_back(tmp_path_factory, steps, cuts):
+    """The oracle keeps the whole run in a list and cuts it where the run goes back."""
+    folder = tmp_path_factory.mktemp("run")
+    edges = sorted({0, len(steps), *(cut for cut in cuts if cut < len(steps))})
+    parts = {f"{low}.csv": csv(steps[low:high], low) for low, high in pairwise(edges)}
+    paths = [str(write(folder / name, text)) for name, text in parts.items()]
+    (trace,), _ = open_traces(paths, join=True)
+    run: list[tuple[int, int]] = []
+    ancestors: list[int | None] = [None]
+    replaced = 0
+    for index, step in enumerate(steps):
+        back = run and (step < run[-1][0] or (step == run[-1][0] and index in edges))
+        if back:
+            stays = [row for row in run if row[0] < step]
+            replaced += len(run) - len(stays)
+            run = stays
+            ancestors.append(run[-1][1] if run else None)
+        run.append((step, index))
+    assert [attempt.resumes_after for attempt in trace.attempts] == ancestors
+    assert trace.stale == replaced
+    notes = [note for note in trace.notes if "the run was resumed: attempt " in note]
+    assert bool(notes) == (len(ancestors) > 1)
+    last = dict(run)  # of a repeated step the last row stays
+    assert lineage_of(trace) == sorted(last.values())
+    assert len(trace.rows.step) == len(steps)

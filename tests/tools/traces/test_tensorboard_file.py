@@ -47,10 +47,7 @@ def test_a_resumed_run_in_one_directory(tmp_path):
     log(tmp_path, 0, 30, suffix=".a")
     log(tmp_path, 20, 40, suffix=".b")
     trace = open_one(tmp_path)
-    assert [(a.first_step, a.resumes_after) for a in trace.attempts] == [
-        (0, None),
-        (20, 19),
-    ]
+    assert [(a.first_step, a.resumes_after) for a in trace.attempts] == [(0, None), (20, 19)]
     assert lineage(trace).step.tolist() == list(range(40))
 
 

@@ -1,0 +1,199 @@
+"""`healcore policy` and `healcore events`, docs/cli.md, and the files that commands write."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import healcore
+from healcore.events import Log
+from healcore.policy import load, loads, preset_names, preset_text, recipe_names
+from healcore.tools.cli import app
+from healcore.tools.output import OutputError, check_outputs, replacing
+from tests.events.sample_events import SAMPLES
+
+ALL = (*preset_names(), *recipe_names())
+
+
+def healcore_cli(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A policy file: pretraining with another threshold."""
+    file = tmp_path / "mine.toml"
+    file.write_text(preset_text("pretraining").replace("z_threshold = 2.5 ", "z_threshold = 3.5 "))
+    return str(file)
+
+
+def test_every_policy_is_listed_shown_as_its_file_and_checked(mine):
+    lines = healcore_cli("policy", "list").output.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in ALL:
+        assert any(line.startswith(f"{name} ") for line in lines)
+        done = healcore_cli("policy", "show", name)
+        assert (done.exit_code, done.output) == (0, preset_text(name))
+    done = healcore_cli("policy", "check", *ALL, mine)
+    assert done.exit_code == 0
+    assert len(done.output.splitlines()) == len(ALL) + 1
+    assert "mine.toml: ok (heal, clip zclip, watches nonfinite, loss_spike" in done.output
+    assert healcore_cli("--version").output == f"healcore {healcore.__version__}\n"
+
+
+def test_check_of_a_wrong_one_goes_on_to_the_others(tmp_path):
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text('schema = 1\nname = "wrong"\n[clip]\nkind = "zclip"\nz_threshold = nan\n')
+    done = healcore_cli("policy", "check", str(wrong), "default")
+    assert done.exit_code == 1
+    for text in ("clip.z_threshold = nan", "wrong.toml: 1 problem", "write: z_threshold = 2.5"):
+        assert text in done.stderr
+    assert done.stdout.startswith("default: ok")
+
+
+def test_diff(mine):
+    done = healcore_cli("policy", "diff", "pretraining", mine)
+    assert done.exit_code == 1
+    (line,) = [line for line in done.output.splitlines() if line.startswith("clip.")]
+    assert line.split() == ["clip.z_threshold", "2.5", "3.5"]
+
+
+def test_show_with_a_value_replaced_is_a_policy_to_keep():
+    done = healcore_cli(
+        "policy", "show", "default", "--set", "clip.max_norm=1", "--set", "mode=observe",
+        "--set", "detect.plateau={}",
+    )  # fmt: skip
+    assert done.exit_code == 0
+    policy = load("default", clip={"max_norm": 1}, mode="observe", detect={"plateau": {}})
+    assert loads(done.output) == policy
+
+
+def test_show(tmp_path):
+    path = tmp_path / "run.events.jsonl"
+    log = Log(path)
+    for step, kind in enumerate(SAMPLES):
+        log.write(kind, step=step, **SAMPLES[kind])
+    done = healcore_cli("events", "show", str(path))
+    assert done.exit_code == 0
+    first, *lines = done.stdout.splitlines()
+    assert first == f"run {log.run}"
+    assert [line.split()[2] for line in lines] == list(SAMPLES)
+    assert max(map(len, lines)) < 1000
+    assert "back to the checkpoint of step 300" in done.stdout
+
+
+def following(*arguments: object) -> subprocess.Popen[str]:
+    """`healcore events show --follow`, running."""
+    code = "from healcore.tools.cli import main; main()"
+    command = [sys.executable, "-c", code, "events", "show", "--follow", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_live_run_is_followed_to_its_end(tmp_path):
+    """The file does not exist at first; it is torn, and rotated."""
+    process = following(tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert "does not exist yet" in process.stderr.readline()
+    path = tmp_path / "healcore.events.jsonl"
+    log = Log(path)
+    log.write("start", step=None, policy="default", mode="heal", framework="torch")
+    assert process.stdout.readline() == f"run {log.run}\n"
+    assert " start " in process.stdout.readline()
+    with path.open("ab") as file:
+        file.write(b'{"torn\n')
+    assert "damaged" in process.stderr.readline()
+    path.rename(tmp_path / "old")
+    log.write("good", step=40)
+    assert " 40  good" in process.stdout.readline()
+    log.write("end", step=60, ending="stopped", incidents=0, rollbacks=0)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (1, "")
+    assert " 60  end" in out
+
+
+def test_a_run_that_was_killed_ends_it(tmp_path):
+    path = tmp_path / "run.events.jsonl"
+    log = Log(path)
+    log.write("start", step=None, policy="default", mode="heal", framework="torch")
+    path.write_text(re.sub(r'"boot":\s*"[^"]*"', '"boot":"another"', path.read_text()))
+    out, errors = following(path).communicate(timeout=60)
+    assert " start " in out
+    assert "was killed" in errors
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = [
+    (DOCS / f"{name}.md").read_text()
+    for name in ("cli", "replay", "recipes", "reports", "tutorial")
+]
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """All commands without subcommands, with their names."""
+    if not hasattr(command, "commands"):
+        yield name, command
+        return
+    for word, each in command.commands.items():
+        yield from commands(each, f"{name} {word}")
+
+
+COMMANDS = dict(commands(typer.main.get_command(app), "healcore"))
+
+
+def test_the_pages_name_every_command_and_options_that_exist():
+    for name in COMMANDS:
+        *group, word = name.split()
+        row = rf"`{' '.join(group)} (\w+`, `)?[^`]*\b{word}\b|`{word}`|`{word} "
+        assert re.search(row, PAGES[0]), name
+    known = {flag for each in COMMANDS.values() for param in each.params for flag in param.opts}
+    known |= {"--help", "--version"}
+    for line in "\n".join(PAGES).splitlines():
+        if line.lstrip("|` ").startswith("healcore "):
+            assert set(re.findall(r"(?<= )--[a-z-]+", line)) <= known, line
+    in_tables = set(re.findall(r"`(--[a-z-]+)", PAGES[0]))
+    assert len(in_tables) > 5
+    assert in_tables <= known
+
+
+def test_an_output_may_not_be_an_input(tmp_path):
+    log = tmp_path / "runs" / "log.csv"
+    log.parent.mkdir()
+    log.write_text("step,loss\n")
+    link = tmp_path / "link"
+    link.symlink_to(log)
+    for output in (log, link):
+        for given in (log, log.parent):
+            with pytest.raises(OutputError, match="is an input"):
+                check_outputs([output], [given])
+    check_outputs([tmp_path / "runs" / "new.html"], [log.parent, tmp_path / "not there"])
+
+
+def test_the_old_file_stays_until_all_is_written(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_text("old")
+
+    def interrupted() -> None:
+        with replacing(path) as draft:
+            draft.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "old"
+    with replacing(path) as draft:
+        draft.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["out.jsonl"]
