@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import grain
 import numpy as np
 import pytest
 import torch
+import torchdata.nodes
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore.runtime.data import BatchId, Cursor
 
@@ -87,8 +91,6 @@ def weighted() -> WeightedRandomSampler:
 
 
 def stateful(**options: Any) -> Any:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     torch.manual_seed(5)  # without a generator the sampler seeds its own from this
     return StatefulDataLoader(Squares(), batch_size=SIZE, **options)
 
@@ -99,9 +101,6 @@ def generator() -> Any:
 
 def accelerated(data: Any = None, *, shuffle: bool = False, **config: Any) -> Any:
     """Prepared by Accelerate, whose loader reads one batch ahead."""
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration
-
     torch.manual_seed(5)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
     data = Squares() if data is None else data
@@ -109,21 +108,15 @@ def accelerated(data: Any = None, *, shuffle: bool = False, **config: Any) -> An
 
 
 def nodes() -> Any:
-    import torchdata.nodes as nodes
-
-    numbers = nodes.SamplerWrapper(range(11))  # type: ignore[arg-type]
-    return nodes.Loader(nodes.Batcher(numbers, SIZE, drop_last=False))
+    numbers = torchdata.nodes.SamplerWrapper(range(11))  # type: ignore[arg-type]
+    return torchdata.nodes.Loader(torchdata.nodes.Batcher(numbers, SIZE, drop_last=False))
 
 
 def grain_map(seed: int = 4) -> Any:
-    import grain
-
     return grain.MapDataset.source(EXAMPLES).shuffle(seed=seed).batch(SIZE)
 
 
 def grain_loader() -> Any:
-    import grain
-
     sampler = grain.samplers.IndexSampler(
         len(EXAMPLES), shard_options=grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=3
     )
@@ -136,30 +129,20 @@ class Kind(NamedTuple):
     make: Callable[[], Any]
     epochs: int = 3
 
-    @property
-    def needs(self) -> str:
-        """The package of the loader."""
-        word = self.name.split()[0]
-        return {"stateful": "torchdata", "torchdata": "torchdata", "accelerate": "accelerate",
-                "grain": "grain"}.get(word, "torch")  # fmt: skip
-
 
 SEEDED = {"shuffle": True, "use_seedable_sampler": True}
 REWINDING = [
     Kind("list", lambda: [EXAMPLES[at : at + SIZE] for at in range(0, 11, SIZE)]),
     Kind("range", lambda: range(BATCHES)),
     Kind("user's iterator", Shuffled),
-    Kind("DataLoader", plain),
     Kind("DataLoader shuffled", lambda: shuffled()),
     Kind("DataLoader of single examples", lambda: shuffled(batch_size=None), 2),
     Kind("DataLoader workers", lambda: shuffled(num_workers=2), 2),
     Kind("DataLoader kept workers", lambda: shuffled(num_workers=1, persistent_workers=True), 2),
     Kind("DataLoader weighted", lambda: plain(sampler=weighted())),
-    Kind("stateful", stateful),
     Kind("stateful shuffled", lambda: stateful(shuffle=True)),
     Kind("stateful generator", generator),
     Kind("stateful worker", lambda: stateful(shuffle=True, num_workers=1), 2),
-    Kind("accelerate", accelerated),
     Kind("accelerate shuffled", lambda: accelerated(**SEEDED)),
     Kind("accelerate stateful", lambda: accelerated(**SEEDED, use_stateful_dataloader=True)),
     Kind("grain map", grain_map),
@@ -174,18 +157,11 @@ FORWARD = [
     Kind("generator", lambda: ([at] for at in range(BATCHES)), 1),
     Kind("map", lambda: map(list, ["ab", "cd"]), 1),
     Kind("tensor", lambda: torch.arange(8).reshape(4, 2)),
-    Kind("array", lambda: np.arange(8).reshape(4, 2)),
 ]
 
 
 def over(kinds: list[Kind]) -> Any:
-    """A parameter `kind`; those whose package is not installed are skipped."""
-    values = []
-    for kind in kinds:
-        missing = importlib.util.find_spec(kind.needs) is None
-        mark = pytest.mark.skipif(missing, reason=f"needs {kind.needs}")
-        values.append(pytest.param(kind, id=kind.name.replace(" ", "-"), marks=mark))
-    return pytest.mark.parametrize("kind", values)
+    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.name.replace(" ", "-"))
 
 
 Handed = tuple[BatchId, Any]

@@ -19,8 +19,6 @@ Loss = Callable[[float, Any], float]
 
 
 class ToyDriver:
-    """Has one weight."""
-
     def __init__(self) -> None:
         self.weight: float = 10.0
         self.evaluations = -3
@@ -56,14 +54,11 @@ class Run:
         self,
         loss_fn: Loss | None,
         *,
-        threshold: float = 1e4,
         interval: int = 100,
-        ranks: Any = None,
     ) -> None:
         self.driver = ToyDriver()
         self.warnings: list[str] = []
         self.assessments: list[str] = []
-        """The verdicts that were logged."""
         log: Any = RunLog(Log(None), silent=True)
         log.event = lambda kind, **fields: self.assessments.append(fields["verdict"])
         self.loss_fn = loss_fn
@@ -72,8 +67,8 @@ class Run:
         self.dominance = Dominance(
             driver=driver,
             loss_fn=loss_fn,
-            ranks=ranks or Alone(),
-            threshold=threshold,
+            ranks=Alone(),
+            threshold=1e4,
             interval=interval,
             warn=self.warnings.append,
             log=log,
@@ -89,7 +84,6 @@ class Run:
         *,
         weight: float | None = None,
         alarm: bool = False,
-        trained: bool = True,
         loss: float | None = None,
         norm: float = float("nan"),
     ) -> Verdict | None:
@@ -100,19 +94,11 @@ class Run:
         if loss is None:
             loss = self.loss_fn(self.driver.weight, batch)
         step = TrainedStep(self.step, (ObservedBatch(batch),), norm)
-        verdict = self.dominance.observe(step, loss, alarm=alarm, trained=trained)
+        verdict = self.dominance.observe(step, loss, alarm=alarm, trained=True)
         self.step += 1
         if self.step % self.interval == 0:
             self.dominance.keep(self.step, self.restorable)
         return verdict
-
-    def until_verdict(self, steps: int, **options: Any) -> Verdict | None:
-        """Steps on batches numbered by step, at most so many, until a verdict."""
-        for _ in range(steps):
-            verdict = self.take(self.step, **options)
-            if verdict is not None:
-                return verdict
-        return None
 
 
 def noisy(weight: float, batch: int) -> float:
@@ -121,7 +107,6 @@ def noisy(weight: float, batch: int) -> float:
 
 
 def healthy(run: Run, steps: int, *, alarm: bool = False) -> None:
-    """The weight falls."""
     for _ in range(steps):
         assert run.take(run.step, weight=10.0 / (1 + run.step / 50), alarm=alarm) is None
 
@@ -131,6 +116,7 @@ LASTS = 50
 
 
 def damaged(run: Run, steps: int = 250, by: float = 5.0, *, alarm: bool = True) -> Any:
-    """From now on the weight is higher; the detectors say so."""
+    """The verdict, if one comes: from now on the weight is higher, and the detectors say so."""
     level = run.driver.weight + by
-    return run.until_verdict(steps, weight=level, alarm=alarm)
+    taken = (run.take(run.step, weight=level, alarm=alarm) for _ in range(steps))
+    return next((verdict for verdict in taken if verdict is not None), None)
