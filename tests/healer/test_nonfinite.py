@@ -66,12 +66,9 @@ class Spoils:
     """Makes the statistics NaN, at some batches."""
 
     def __init__(self, framework: str, policy: Any, at: Any) -> None:
-        self.loop = with_statistics(framework, policy)
-        self._at = set(at)
-        self.batches: list[int] = []
+        self.loop, self._at = with_statistics(framework, policy), at
 
     def before(self, healer: Any, number: int) -> None:
-        self.batches.append(number)
         if number in self._at:
             spoil(self.loop, healer, "statistics")
 
@@ -83,7 +80,7 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     (logged,) = events(tmp_path, "rollback")
     assert logged["onset"] == 24, "the checkpoint of step 25 has it"
     assert logged["checkpoint"] in (15, 20)
-    assert it.batches.count(22) == 1, "the data of those steps are left out"
+    assert it.loop.faults.order.count(22) == 1, "the data of those steps are left out"
     order = events(tmp_path, "order")[0]
     assert (order["action"], order["step"]) == (["ROLLBACK"], 29), "the last judged step"
     assert "seen" in order["why"]
@@ -111,7 +108,8 @@ def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
     """One rollback: a save that saw the undone damage is no news on the repeated steps."""
     policy = rules() if preset == "test" else policies.load("default", rollback={"probation": 5})
     loop = with_statistics(framework, policy)
-    step, of_jax, number_now = loop.step, getattr(loop, "_step", None), [-1]
+    step, number_now = loop.step, [-1]
+    of_jax: Any = getattr(loop, "_step", None)
 
     def spoiling_step(healer: Any, number: int) -> None:
         """The loss is NaN while the statistics are."""

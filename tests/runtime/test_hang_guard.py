@@ -102,7 +102,7 @@ def main(root: Path) -> None:
     statuses = {how: [0] * world for how, world in RUNS.items()}
     while pids:
         if [*pids.values()] == [("stopped", 1)]:
-            os.kill(*pids, signal.SIGKILL)  # as a launcher does it
+            os.kill(next(iter(pids)), signal.SIGKILL)  # as a launcher does it
         pid, status = os.waitpid(-1, 0)
         how, rank = pids.pop(pid)
         statuses[how][rank] = os.waitstatus_to_exitcode(status)

@@ -155,7 +155,7 @@ def test_the_end_of_a_generator_by_an_exception_is_not_that_of_the_data():
 
 
 class Numbers:
-    at, fails_at, state_fails = 0, None, False
+    at, fails_at, state_fails = 0, -1, False
 
     def __iter__(self):
         while self.at < 6:

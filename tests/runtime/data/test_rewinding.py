@@ -49,6 +49,19 @@ def test_from_the_end_to_every_position_and_in_a_later_process(kind):
         assert take(resumed, len(rest)) == rest
 
 
+@over([kind for kind in REWINDING if kind.epochs == 3])
+def test_between_two_epochs(kind):
+    """After the StopIteration of `next`, where a loop outside is."""
+    cursor = Cursor(kind.make(), epochs=1)
+    take(cursor)
+    between = cursor.position()
+    cursor.extend()
+    second = take(cursor)
+    assert [which.epoch for which, _ in second] == [1] * 4
+    assert cursor.rewind(between)
+    assert take(cursor) == second
+
+
 EPOCHS = 3
 IDS = st.tuples(st.integers(0, EPOCHS), st.integers(0, BATCHES + 2))
 STEPS = st.one_of(

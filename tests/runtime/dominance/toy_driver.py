@@ -5,6 +5,7 @@ Comparisons take no time that counts, and every loss is known in advance.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,29 +34,18 @@ class ToyDriver:
         return self.weight
 
     def losses_of(
-        self,
-        loss_fn: Loss,
-        batches: Iterable[Any],
-        weights: float | None = None,
-        *,
-        redraw: bool = False,
+        self, loss_fn: Loss, batches: Iterable[Any], weights: Any = None, **options: Any
     ) -> list[float]:
-        found = []
-        for batch in batches:
-            self.evaluations += 1
-            found.append(loss_fn(self.weight if weights is None else weights, batch))
+        weights = self.weight if weights is None else weights
+        found = [loss_fn(weights, batch) for batch in batches]
+        self.evaluations += len(found)
         return found
 
 
 class Run:
     """A run that is compared with its past, without a Healer."""
 
-    def __init__(
-        self,
-        loss_fn: Loss | None,
-        *,
-        interval: int = 100,
-    ) -> None:
+    def __init__(self, loss_fn: Loss, *, interval: int = 100) -> None:
         self.driver = ToyDriver()
         self.warnings: list[str] = []
         self.assessments: list[str] = []
@@ -79,18 +69,11 @@ class Run:
         self.dominance.keep(0, self.restorable)
 
     def take(
-        self,
-        batch: Any,
-        *,
-        weight: float | None = None,
-        alarm: bool = False,
-        loss: float | None = None,
-        norm: float = float("nan"),
+        self, batch: Any, *, weight: Any = None, loss: Any = None, norm: Any = math.nan, alarm=False
     ) -> Verdict | None:
         """One step on a batch; `weight` is the weight before its update."""
         if weight is not None:
             self.driver.weight = weight
-        assert self.loss_fn is not None
         if loss is None:
             loss = self.loss_fn(self.driver.weight, batch)
         step = TrainedStep(self.step, (ObservedBatch(batch),), norm)

@@ -90,7 +90,7 @@ def test_every_cause_has_its_advice(cause):
         assert all(word in hint for word in ("initialisation", "data", "learning rate", "beta"))
     began = ("incident", 3, {"incident": 1, "onset": 3, "cause": [cause.name]})
     text = explain(end_of("stopped", 7, began))
-    assert f"Seen: {cause.name.lower()} from step 3 on." in text
+    assert f"Seen: {str(cause.name).lower()} from step 3 on." in text
     assert " ".join(hint.split()[:5]) in text
     others = [advice(other)[0] for other in Cause if other != cause]
     assert hint not in others

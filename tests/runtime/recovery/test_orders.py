@@ -141,6 +141,18 @@ def test_the_first_trial_in_order_that_is_allowed(tried, facts):
     assert decide(tried, facts) == next(e for e in ORDER if allowed(e, tried, facts))
 
 
+@given(st.lists(FACTS, min_size=10, max_size=10))
+def test_each_place_ends_with_an_acceptance(all_facts):
+    """Whatever is measured at each of the verdicts: at most ten in one place."""
+    tried: list[Trial] = []
+    for facts in all_facts:
+        tried.append(decide(tried, facts))
+        if tried[-1] is Trial.ACCEPT:
+            break
+    assert tried[-1] is Trial.ACCEPT
+    assert max(tried.count(Trial.REPEAT), tried.count(Trial.NUMBERS)) <= 1
+
+
 # -- what the monitor logs, which batches a rollback skips, and the host's own rules --------------
 
 FINE = record()
