@@ -131,13 +131,14 @@ SLOW = (
         for example in ("accelerate", "fabric", "lightning", "linen", "nnx", "optax")
     ),
     "tests/examples/test_jax_data_and_rates.py",
-    "tests/healer/test_failure_table.py::test_a_row_happens_and_its_recipe_is_carried_out",
     "tests/tools/probe/test_recorded_runs.py",
     "tests/torch/trainers/lightning/test_kills.py",
     # The other framework, store or optimizer for what `make test` shows with one.
-    "tests/healer/test_jax_loops.py",
-    "tests/healer/test_lost_disks.py",
-    "tests/healer/test_slow_disks.py",
+    *(
+        f"tests/healer/test_jax_states.py::test_{test}"
+        for test in ("one_bad", "a_nan", "batch_statistics")
+    ),
+    "tests/healer/test_unreliable_disks.py",
     *(
         f"tests/jax/driver/test_comparison.py::test_{test}"
         for test in ("damaged", "a_healthy", "steps", "every", "objects", "the_l", "a_l")

@@ -1,94 +1,353 @@
-"""Healed runs that kill themselves: `python -m tests.healer.killed_runs SCENARIO ARGUMENTS...`."""
+"""Runs whose processes are killed again and again, each beside a run that is not killed.
+
+The frameworks are imported once, and a child is forked for every start, or one for each rank. What
+the run that is not killed did at every step is what the killed ones must do too.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import functools
+import hashlib
+import itertools
+import json
+import mmap
 import os
+import random
 import signal
 import sys
+import threading
+import time
+import traceback
+from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from healcore import policy as policies
-from tests import forked_programs
-from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
+from healcore.events import read
+from healcore.runtime.loop.recovery import Recovery
+from healcore.runtime.loop.saver import Saver
+from healcore.runtime.postmortem import postmortem
+from healcore.runtime.store import CheckpointStore
+
+NAME = "healcore.events.jsonl"
+TIMEOUT = 60
+"""The time-out of a process group in seconds."""
+BOUND = 30.0
+"""Seconds until torchrun's agent kills ranks that do not end after SIGTERM: more is a hang."""
+PATIENCE = 120
+"""Seconds after which a process shows where it is, and ends: a failure of the test."""
+
+STEP, SAVE, WRITE, BACK = "step", "save", "write", "rollback"
+PHASES = {STEP: 0.01, SAVE: 0.01, WRITE: 0.05, BACK: 0.05}
+"""About how long each lasts, in seconds: a step, the copy of the state, its write behind the loop,
+and a rollback."""
+CALLS = ("fsync", "rename", "replace", "write", "unlink", "mkdir", "rmdir")
+"""Functions of `os` that change the disk; the framework's own writing of arrays is not in it."""
+AFTER_ANOTHER = {1, 128 + signal.SIGTERM, -signal.SIGTERM}
+"""Exit statuses of a rank after another one's death: its own error, or what SIGTERM leads to, in
+the run or behind its end."""
 
 
-def killed(scenario: Callable[..., None], *arguments: object) -> None:
-    """Runs a function of this file in a process of its own, until it kills itself."""
-    done = forked_programs.run("-m", "tests.healer.killed_runs", scenario.__name__, *arguments)
-    assert done.returncode == -9, done.stderr
+# -- the death of a process -----------------------------------------------------------------------
+
+
+class Aim(NamedTuple):
+    """When a process kills itself."""
+
+    phase: str
+    occurrence: int  # how often the phase has begun by then, from 1
+    rank: int | None = None  # None: all of them
+    delay: float = 0.0  # seconds after its beginning
+    calls: int | None = None  # or after so many of CALLS in it, and at its end at the latest
+
+
+def aim_of(seed: object, start: int, kills: int, world: int = 1) -> Aim | None:
+    """The aim of a start; None: nobody is killed."""
+    if start >= kills:
+        return None
+    rng = random.Random(f"{seed}/{start}")
+    phase = (BACK, WRITE, STEP, SAVE, BACK, WRITE)[start % 6]
+    occurrence = rng.randint(1, {STEP: 12, BACK: 1}.get(phase, 3))
+    calls = rng.randrange(12) if phase in (BACK, WRITE) and rng.random() < 0.5 else None
+    delay = rng.random() ** 2 * PHASES[phase]
+    return Aim(phase, occurrence, rng.randrange(world), delay, calls)
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def at_step(folder: str, step: str) -> None:
-    """Killed at a step, with every checkpoint on disk."""
+class Watched:
+    """Marks the phases under way in a file that outlives the process, and kills it at its aim."""
 
-    def before(healer: Any, number: int) -> None:
-        if healer.step == int(step):
-            healer._loop.saver.store.wait()
+    def __init__(self, path: Path, aim: Aim | None, rank: int = 0) -> None:
+        path.write_bytes(bytes(len(PHASES)))
+        with path.open("r+b") as file:
+            self._shared = mmap.mmap(file.fileno(), len(PHASES))
+        self._aim = aim if aim and aim.rank in (None, rank) else None
+        self._begun = Counter[str]()
+        self._calls_left: int | None = None
+        for owner, name, phase in (
+            (Saver, "write", SAVE),
+            (CheckpointStore, "_commit", WRITE),
+            (Recovery, "roll_back", BACK),
+        ):
+            self._watch(owner, name, phase)
+        if self._aim and self._aim.calls is not None:
+            for name in CALLS:
+                self._count(name)
+
+    def _watch(self, owner: Any, name: str, phase: str) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.begin(phase)
+            result = function(*args, **kwargs)
+            self.end(phase)
+            return result
+
+        setattr(owner, name, watched)
+
+    def _count(self, name: str) -> None:
+        function = getattr(os, name)
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self._calls_left is not None:
+                self._calls_left -= 1
+                if self._calls_left < 0:
+                    die()
+            return function(*args, **kwargs)
+
+        setattr(os, name, counted)
+
+    def begin(self, phase: str) -> None:
+        self._shared[[*PHASES].index(phase)] = 1
+        self._begun[phase] += 1
+        if self._aim and (phase, self._begun[phase]) == self._aim[:2]:
+            self._calls_left = self._aim.calls
+            if self._calls_left is None and not self._aim.delay:
+                die()
+            if self._calls_left is None:
+                timer = threading.Timer(self._aim.delay, die)
+                timer.daemon = True
+                timer.start()
+
+    def end(self, phase: str) -> None:
+        if self._aim and self._calls_left is not None and phase == self._aim.phase:
             die()
+        self._shared[[*PHASES].index(phase)] = 0
 
-    train(loop_of("torch"), rules(), range(40), store=Path(folder), before=before)
+
+def digest(*values: Any) -> str:
+    """Of arrays, and of values as JSON."""
+    found = hashlib.sha256()
+    for value in values:
+        is_array = hasattr(value, "tobytes")
+        found.update(value.tobytes() if is_array else json.dumps(value, sort_keys=True).encode())
+    return found.hexdigest()[:16]
 
 
-def stopped() -> None:
-    """Stopped by the policy: nothing catches it."""
+# -- processes ------------------------------------------------------------------------------------
+
+
+def forked(target: Callable[[], None], errors: Path | None = None) -> int:
+    """Calls `target` in a child, which ends as Python does; returns its process id.
+
+    Standard error goes to the file `errors`. SIGUSR1 shows there where the child is.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
     try:
-        train(loop_of("torch", Faults(always=range(8, 40))), rules(recoveries=1), range(40))
-    except Exception:
-        print("swallowed")
-    print("went on")
+        if errors is not None:
+            os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
+        faulthandler.register(signal.SIGUSR1)
+        target()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        print(ended, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
-# -- a poisoned model -----------------------------------------------------------------------------
+class Ended(NamedTuple):
+    statuses: list[int]  # exit statuses; of a killed rank the negative number of the signal
+    errors: list[str]  # what each wrote to standard error
 
 
-def poisoned(framework: str, folder: str) -> None:
-    """Poisoned at step 8, saved at step 10, killed at step 11."""
-    policy = never_known_good()
-    loop = loop_of(framework, policy=policy)
+def run_ranks(
+    root: Path,
+    world: int,
+    target: Callable[[int], None],
+    *,
+    seconds: float = TIMEOUT,
+    kills_after: float | None = None,
+    alone: bool = False,
+) -> Ended:
+    """Forks ranks, each of which calls `target` in a process group with that time-out.
 
-    def before(healer: Any, number: int) -> None:
-        if number == 8:
-            loop.state = healer.state
-            poison(loop)
-            healer.update(loop.state) if framework == "jax" else None
-        if number == 11:
-            healer._loop.saver.store.wait()
-            die()
+    When a rank has ended with an error, the others get SIGTERM, and SIGKILL `kills_after` seconds
+    later. AssertionError instead of SIGKILL if that is None, after BOUND seconds. `alone`: one
+    process without a group.
+    """
+    root.mkdir(exist_ok=True)
+    file = root / f"rendezvous-{time.monotonic_ns()}"
+    files = [root / f"stderr-{rank}" for rank in range(world)]
 
-    train(loop, policy, range(30), store=Path(folder), before=before)
+    def begin(rank: int) -> None:
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        if not alone:
+            import torch.distributed as dist
+
+            wait = timedelta(seconds=seconds)
+            meet: dict[str, Any] = {"init_method": f"file://{file}", "timeout": wait}
+            dist.init_process_group("gloo", rank=rank, world_size=world, **meet)
+        target(rank)
+
+    left = {forked(functools.partial(begin, rank), files[rank]): rank for rank in range(world)}
+    statuses, until = [0] * world, float("inf")
+    while left:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in left:
+            code = os.waitstatus_to_exitcode(status)
+            statuses[left.pop(pid)] = code
+            if code and until == float("inf"):
+                until = time.monotonic() + (BOUND if kills_after is None else kills_after)
+                for other in left:
+                    os.kill(other, signal.SIGTERM)
+        elif time.monotonic() > until:
+            if kills_after is None:
+                for other in left:
+                    os.kill(other, signal.SIGUSR1)  # shows where it is
+                time.sleep(1.0)
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+            texts = "\n".join(each.read_text()[-4000:] for each in files)
+            assert kills_after is not None, f"{root}: ranks {[*left.values()]} hang\n{texts}"
+            until = float("inf")
+        else:
+            time.sleep(0.005)
+    file.unlink(missing_ok=True)
+    return Ended(statuses, [each.read_text() for each in files])
 
 
-def never_known_good() -> Any:
-    """A policy under which no checkpoint of a short run becomes known-good."""
-    text = RULES.format(cut="", skip_batches=0, recoveries=3)
-    return policies.loads(text.replace("probation = 4", "probation = 1000"))
+# -- a run that is killed again and again ---------------------------------------------------------
 
 
-def poison(loop: Any) -> None:
-    """Makes the weights large but finite: no loss shows it yet."""
-    if loop.framework == "torch":
-        loop.model[0].bias.data += 1e8
-    else:
-        params = loop.state["params"]
-        loop.state = {**loop.state, "params": {**params, "b1": params["b1"] + 1e8}}
+class Kind:
+    """One kind of run, with what it does when nobody is killed.
+
+    `start` is one start of one rank to the end of the run in a directory. It appends a line for
+    each step to `trace-RANK`, calls `begin(STEP)`, and writes `end-RANK.json`.
+    """
+
+    def __init__(
+        self, root: Path, start: Callable[[Path, Watched], None], *, world: int = 1
+    ) -> None:
+        self.root, self.world, self._start = root, world, start
+        assert self.start(root, 0, None).statuses == [0] * world
+        self.steps, self.facts = steps_of(root), facts_of(root)
+        assert min(each["rollbacks"] for each in self.facts) >= 2, self.facts
+
+    def start(self, root: Path, number: int, aim: Aim | None) -> Ended:
+        def target(rank: int) -> None:
+            self._start(root, Watched(root / f"phases-{number}-{rank}", aim, rank))
+
+        return run_ranks(root, self.world, target, alone=self.world == 1)
+
+    def killed(self, root: Path, kills: int, seed: object) -> Counter[str]:
+        """A run with up to `kills` kills, to its end; counts what was under way at each."""
+        counts, logged = Counter[str](), b""
+        for number in itertools.count():
+            aim = aim_of(seed, number, kills, self.world)
+            ended = self.start(root, number, aim)
+            logged = goes_on(root, logged)
+            if ended.statuses == [0] * self.world:  # also if it came to its end before its aim
+                break
+            assert aim is not None, ended
+            statuses = dict(enumerate(ended.statuses))
+            assert statuses.pop(aim.rank or 0) == -signal.SIGKILL, (aim, ended)
+            assert {*statuses.values()} <= AFTER_ANOTHER, (aim, ended)
+            marks = (root / f"phases-{number}-{aim.rank}").read_bytes()
+            under_way = {phase for phase, mark in zip(PHASES, marks, strict=True) if mark}
+            counts["kills"] += 1
+            counts["in a rollback"] += BACK in under_way
+            counts["in a save"] += bool(under_way & {SAVE, WRITE})
+            counts["in a step"] += STEP in under_way
+        assert facts_of(root) == self.facts, (root, facts_of(root), self.facts)
+        for at, state in steps_of(root).items():
+            assert self.steps.get(at) == state, f"{root}: {at} {state} {self.steps.get(at)}"
+        whole(root, self.root)
+        return counts
 
 
-def is_poisoned(loop: Any) -> bool:
-    if loop.framework == "torch":
-        return float(loop.model[0].bias.detach().max()) > 1e6
-    return float(loop.state["params"]["b1"].max()) > 1e6
+def facts_of(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(root.glob("end-*.json"))]
 
 
-def show_poison(loop: Any, number: int) -> None:
-    """From batch 12 on the loss of a poisoned model is NaN."""
-    loop.faults.always = frozenset([number] if number >= 12 and is_poisoned(loop) else [])
+def steps_of(root: Path) -> dict[tuple[int, int, int], list[Any]]:
+    """(rank, rollbacks so far, steps done) -> the next batch and digests of weights and engines.
+
+    Steps that a later process has repeated must have come out the same.
+    """
+    found: dict[tuple[int, int, int], list[Any]] = {}
+    for path in sorted(root.glob("trace-*")):
+        for line in path.read_text().splitlines():
+            rollbacks, step, *state = json.loads(line)
+            place = int(path.name[6:]), rollbacks, step
+            earlier = found.setdefault(place, state)
+            assert earlier == state, f"{root}: {place}: {earlier}, {state}"
+    return found
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+def logged_changes(root: Path) -> set[tuple[Any, ...]]:
+    """Each rollback (number, onset, checkpoint) and change of the rate's multiplier, as logged."""
+    found: set[tuple[Any, ...]] = set()
+    numbers: list[int] = []
+    for event in read(root / "store" / NAME).events:
+        if event["kind"] == "rollback":
+            numbers.append(event["number"])
+            found.add((event["number"], event["onset"], event["checkpoint"]))
+        if event["kind"] == "lr":
+            found.add(("lr", event["step"], event["lr_scale_before"], event["lr_scale"]))
+    assert len({*numbers}) == len(numbers), f"{root}: a rollback is logged twice: {numbers}"
+    return found
+
+
+def goes_on(root: Path, before: bytes) -> bytes:
+    """The events file now; checks that its earlier content is unchanged."""
+    path = root / "store" / NAME
+    now = path.read_bytes() if path.exists() else b""
+    assert now.startswith(before), f"{root}: earlier events have changed"
+    if now:
+        history = read(path)
+        assert history.problems == [], history.problems
+        for events in history.runs().values():
+            numbers = [event["seq"] for event in events]
+            assert numbers == list(range(len(numbers))), f"{root}: {numbers}"
+    return now
+
+
+def whole(root: Path, clean: Path) -> None:
+    """At the end: only rollbacks of the run that was not killed, and each death has its cause.
+
+    A kill between the commit of a rollback and its event loses the event.
+    """
+    logged, expected = logged_changes(root), logged_changes(clean)
+    assert logged <= expected, f"{root}: {logged}, not {expected}"
+    path = root / "store" / NAME
+    for name, events in read(path).runs().items():
+        if events[0]["kind"] != "start":
+            continue
+        ends = [event["ending"] for event in events if event["kind"] == "end"]
+        found = postmortem.read(postmortem.path_for(path, name))
+        assert found["ending"] in (ends or ["killed"]), f"{root}: run {name}"

@@ -22,7 +22,6 @@ def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def postmortems(folder: Path) -> list[dict[str, Any]]:
-    """Oldest first."""
     found = [json.loads(path.read_text()) for path in folder.glob("*postmortem*.json")]
     return sorted(found, key=lambda each: each["ended"])
 

@@ -1,22 +1,25 @@
-"""Which actions are carried out, and when: observing policies, hooks, repeated rollbacks."""
+"""Which actions are carried out, and when: observing policies, hooks, rates after a rollback."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from healcore import Checkpoints, Healer
+from healcore import Checkpoints, Healer, Hooks
 from healcore import policy as policies
-from healcore.core.verdict import Action
+from healcore.core.verdict import Action, Cause
+from healcore.policy import PolicyError
 from healcore.runtime.loop.termination import IncompleteRun
-from tests.healer.run_directory import events
+from tests.healer.run_directory import events, events_of
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
+from tests.runtime.faults.test_page import assert_on_the_page
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -33,7 +36,6 @@ def test_observe_changes_nothing_and_logs_the_same(framework, tmp_path):
     assert facts["rollbacks"] == 0
     assert same(watched.weights(), plain.weights())
     orders = events(tmp_path, "order")
-    assert orders, "what would have been done is logged"
     assert all(order["observed"] for order in orders)
     assert "ROLLBACK" in orders[0]["action"]
     assert events(tmp_path, "rollback") == []
@@ -86,11 +88,8 @@ def test_used_where_it_cannot_be():
         healer.update(None)
     with pytest.raises(RuntimeError, match="has ended"):
         next(healer.batches([1]))
-    assert healer.step == 0
     with pytest.raises(RuntimeError, match="opened once"), healer:
         pass
-    with pytest.raises(ValueError, match="every is a whole number"):
-        Healer(rules(), state=loop.state, checkpoints=Checkpoints(every=0))
     with pytest.raises((TypeError, ValueError), match=r"nothing of torch|no healing state"):
         Healer(rules(), state={}).__enter__()
 
@@ -141,30 +140,13 @@ def test_hooks_receive_saves_and_rollbacks_and_the_report_is_a_plain_dict(framew
     assert "completed at step 39" in str(report)
 
 
-ROWS = policies.loads(
-    policies.dumps(SKIPS).replace("quiet_steps = 20", "quiet_steps = 2")
-    + '\n[[respond]]\nto = ["nonfinite"]\nwhen = { consecutive = 5 }\ndo = ["rollback"]\n'
-)
-"""A policy that rolls back after five NaN in a row."""
-
-
-@BOTH
-def test_the_onset_is_the_first_step_of_the_row_with_no_checkpoint_on_probation(
-    framework, tmp_path
-):
-    """The newest checkpoint, of step 20, has long passed its probation."""
-    loop = loop_of(framework, Faults(always=range(33, 39)), ROWS)
-    facts = train(loop, ROWS, range(60), store=tmp_path, save_every=20)
-    (rollback,) = events(tmp_path, "rollback")
-    assert (rollback["onset"], facts["step"]) == (33, 54)
-    assert rollback["batches"] == [[0, number] for number in range(33, 39)]
-
-
 ALERTS = policies.loads(
     """
 schema = 1
 name = "alerts"
 [detect.nonfinite]
+[detect.loss_spike]
+window = 20
 [detect.plateau]
 window = 5
 patience = 2
@@ -175,47 +157,38 @@ patience = 1
 to = ["nonfinite"]
 do = ["skip", "alert"]
 [[respond]]
-to = ["plateau", "overfit"]
+to = ["plateau", "overfit", "loss_spike"]
 do = ["alert"]
 """
 )
 
 
-class Events(list[Any]):
-    """A tracker that keeps the events."""
-
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        pass
-
-    def event(self, event: Any) -> None:
-        self.append(event)
-
-
-def alerted(folder: Path, losses: list[float], *, evaluates: bool, **options: Any) -> None:
+@pytest.mark.parametrize("cause", ["PLATEAU", "OVERFIT", "NONFINITE_LOSS", "LOSS_SPIKE"])
+def test_an_alert_names_severity_diagnosis_action_and_reference(
+    cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    losses = [3.0 - 0.05 * step for step in range(40)]
+    if cause == "LOSS_SPIKE":
+        losses[35] = 40.0
+    if cause == "PLATEAU":
+        losses = [3.0] * 40
+    if cause == "NONFINITE_LOSS":
+        losses[30] = losses[31] = float("nan")
+    tracked, contexts = [], []
+    tracker = SimpleNamespace(metrics=lambda step, values: None, event=tracked.append)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
-    with Healer(ALERTS, state=state, store=folder, **grouped(options)) as healer:
-        for _, wanted in zip(healer.batches(list(losses)), losses, strict=False):
+    options: Any = {"hooks": Hooks(on_incident=contexts.append), "trackers": [tracker]}
+    with Healer(ALERTS, state=state, store=tmp_path, **options) as healer:
+        for wanted in healer.batches(losses):
             loss = (model(torch.ones(1)) * 0).sum() + wanted
             healer.observe(loss)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if evaluates and healer.step == 35:
+            if cause == "OVERFIT" and healer.step == 35:
                 healer.observe(eval_loss=9.0)
-
-
-@pytest.mark.parametrize("cause", ["PLATEAU", "OVERFIT", "NONFINITE_LOSS"])
-def test_an_alert_names_severity_diagnosis_action_and_reference(cause: str, tmp_path: Path):
-    losses = [3.0 - 0.05 * step for step in range(40)]
-    if cause == "PLATEAU":
-        losses = [3.0] * 40
-    if cause == "NONFINITE_LOSS":
-        losses[30] = losses[31] = float("nan")
-    tracked, contexts = Events(), []
-    options = {"trackers": [tracked], "on_incident": contexts.append}
-    alerted(tmp_path, losses, evaluates=cause == "OVERFIT", **options)
     mine = [each for each in events(tmp_path, "alert") if cause in each["cause"]]
     alert = mine[0]
     assert "ALERT" in alert["action"]
@@ -224,5 +197,98 @@ def test_an_alert_names_severity_diagnosis_action_and_reference(cause: str, tmp_
     assert alert["diagnosis"]
     assert alert["references"]
     assert [each for each in tracked if each["kind"] == "alert"] == mine
+    assert_on_the_page(Cause[cause], capsys.readouterr().err, tmp_path)
     assert contexts[0].failures[0].severity == alert["severity"]
     assert set(contexts[0].failures[0].references) <= {*alert["references"]}
+
+
+# -- the learning rate and the optimizers' moments after a rollback -------------------------------
+
+RESETS = policies.load(rules(), rollback={"reset_moments": True})
+
+
+def adam_steps(loop: Any) -> int:
+    """Steps that the bias correction of the loop's AdamW counts."""
+    if loop.framework == "torch":
+        (steps,) = {int(each["step"]) for each in loop.optimizer.state.values()}
+        return steps
+    import optax
+
+    return int(optax.tree.get_all_with_path(loop.state, "count")[0][1])
+
+
+@pytest.mark.parametrize(
+    ("framework", "policy"),
+    [("torch", RESETS), ("jax", RESETS), ("torch", rules())],
+    ids=["torch", "jax", "off"],
+)
+def test_the_optimizer_has_only_the_steps_since_the_rollback(framework, policy, tmp_path):
+    loop = loop_of(framework, Faults(always=[23]), policy)
+    facts = train(loop, policy, range(40), store=tmp_path)
+    (event,) = events(tmp_path, "rollback")
+    since = facts["step"] - event["checkpoint"]
+    assert event.get("moments_reset") is (True if policy is RESETS else None)
+    assert adam_steps(loop) == (since if policy is RESETS else facts["step"])
+
+
+def test_an_optimizer_that_is_not_known_is_refused_before_the_run(tmp_path):
+    class Own(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    loop = loop_of("torch")
+    loop.state["optimizer"] = Own(loop.model.parameters(), lr=1e-2)
+    del loop.state["scheduler"]
+    with pytest.raises(PolicyError, match=r"rollback\.reset_moments = true[\s\S]*Own"):
+        Healer(RESETS, state=loop.state, store=tmp_path).__enter__()
+
+
+RATE, CUT = 0.01, 0.25
+
+
+def warm_up(step: int) -> float:
+    return min(1.0, ((step + 1) / 40) ** 3)
+
+
+def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp_path, capsys):
+    """The cut at step 37 limits the rate to a quarter; at step 0 the schedule is lower anyway."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+    options: dict[str, Any] = {"rollback": {"confirm": False, "probation": 20}, "save_every": 5}
+    options |= {"incident": {"quiet_steps": 3}, "events": tmp_path / "run.events.jsonl"}
+    three = {"to": ["nonfinite"], "do": ["rollback", "cut_lr"], "when": {"consecutive": 3}}
+    options["respond"] = [{"to": ["nonfinite"], "do": ["skip"]}, three]
+    state, rates = {"model": net, "optimizer": optimizer, "schedule": schedule}, {}
+    with Healer("default", state=state, **grouped(options)) as healer:
+        driver: Any = healer._loop.driver
+        for batch in healer.batches([torch.randn(8, 4) for _ in range(70)]):
+            step = healer.step
+            optimizer.zero_grad()
+            loss = ((net(batch) - batch.sum(1, keepdim=True)) ** 2).mean()
+            if step in (35, 36, 37, 38) and not healer.rollbacks:
+                loss = loss * float("nan")
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            decision = driver.healings["optimizer"].last_decision()
+            rates[step] = optimizer.param_groups[0]["lr"] * float(decision.lr_scale)
+            schedule.step()
+        (done,) = healer.report().rollbacks
+    limit = CUT * RATE * warm_up(37)
+    assert (done.step, done.target, done.lr_scale) == (39, 0, 1.0)
+    assert (done.lr, done.lr_limit) == pytest.approx((RATE, limit))
+    assert max(rates.values()) == pytest.approx(limit), "no step after it has had more"
+    assert rates[1] == pytest.approx(RATE * warm_up(1)), "and the first ones their schedule's"
+    found = events_of(options["events"])
+    (back,) = (each for each in found if each["kind"] == "rollback")
+    assert (back["lr"], back["lr_limit"], back["lr_scale"]) == (done.lr, done.lr_limit, 1.0)
+    first, second = (each for each in found if each["kind"] == "lr")
+    assert (first["step"], first["action"], first["lr_scale"]) == (37, ["CUT_LR"], CUT)
+    assert ("action" in second, second["lr_scale_before"]) == (False, 1.0)
+    assert RATE * warm_up(second["step"] - 1) < limit < RATE * warm_up(second["step"])
+    (line,) = (e for e in capsys.readouterr().err.splitlines() if "back to the checkpoint" in e)
+    assert f"learning rate at most {limit:.3g} (the schedule had come to 0.01)" in line
+    assert "data rewound" in line
+    assert "×" not in line

@@ -1,25 +1,37 @@
-"""Every way in which a run can end, and the files it leaves."""
+"""Every way in which a run can end, and the files and the exit status that it leaves.
+
+This file is a program too, of a run whose disk fills up at a step (0: never): `python -m
+tests.healer.test_endings FRAMEWORK FOLDER STEP`. With `torchrun MODULE ARGUMENT` it calls the
+main function of a module as torchrun calls a worker.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import signal
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from healcore import Checkpoints, Healer
-from healcore.jax import protect
+from healcore import Healer
+from healcore.errors import IncompleteRun
 from healcore.runtime.loop import termination
 from healcore.runtime.loop.termination import EndRequested, RunStopped, Terminated
+from healcore.runtime.store import Keep
+from healcore.runtime.store.claim import LOCK
 from tests import forked_programs
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
+from tests.healer.training_loops import EVERY_5, SKIPS, Faults, at, broken_at, loop_of, rules, train
+from tests.jax.driver.small_runs import batch, in_place
+from tests.runtime.store.disk_faults import small_disk
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -64,15 +76,14 @@ def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_th
     monkeypatch.setattr(termination, "POLL_INTERVAL_S", 0.01)
     store, path = tmp_path / "store", tmp_path / "STOP"
 
-    def ask(healer, number):
-        if number == 7:
-            path.touch()
-            while not healer._loop.ranks.stop_file.found:
-                time.sleep(0.01)
+    def ask(healer):
+        path.touch()
+        while not healer._loop.ranks.stop_file.found:
+            time.sleep(0.01)
 
     loop = loop_of(framework, policy=rules())
     with pytest.raises(EndRequested) as ended:
-        train(loop, rules(), range(12), store=store, before=ask, stop_file=path)
+        train(loop, rules(), range(12), store=store, before=at(7, ask), stop_file=path)
     assert ended.value.code == 0
     (found,) = postmortems(store)
     assert (found["ending"], found["step"], found["exception"]) == ("requested", 8, None)
@@ -86,8 +97,18 @@ def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_th
     assert events(store, "end")[-1]["ending"] == "completed"
 
 
-def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen(tmp_path):
-    done = forked_programs.run("-m", "tests.healer.killed_runs", "stopped")
+STOPPED = """
+from tests.healer.training_loops import Faults, loop_of, rules, train
+try:
+    train(loop_of("torch", Faults(always=range(8, 40))), rules(recoveries=1), range(40))
+except Exception:
+    print("swallowed")
+print("went on")
+"""
+
+
+def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen():
+    done = forked_programs.run("-c", STOPPED)
     assert done.returncode == 1
     assert done.stdout == ""
     assert "healcore stopped the run at step" in done.stderr
@@ -95,27 +116,19 @@ def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen(t
 
 
 def test_an_exception_of_the_loop_comes_through(tmp_path):
-    def fail(healer, number):
-        if number == 7:
-            raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        train(loop_of("torch"), rules(), range(12), store=tmp_path, before=fail)
+    fails = broken_at(7, ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError, match="power"):
+        train(loop_of("torch"), rules(), range(12), store=tmp_path, before=fails)
     (found,) = postmortems(tmp_path)
     assert found["ending"] == "exception"
-    assert "ZeroDivisionError: mine" in found["exception"]
+    assert "ZeroDivisionError: power" in found["exception"]
     # The step may have been half done: what is in memory now is not saved.
     assert events(tmp_path, "save")[-1]["step"] == 5
 
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "Slurm"])
 def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(asked, tmp_path):
-    before = signal.getsignal(asked)
-
-    def ask(healer, number):
-        if number == 7:
-            os.kill(os.getpid(), asked)
-
+    before, ask = signal.getsignal(asked), at(7, lambda healer: os.kill(os.getpid(), asked))
     with pytest.raises(Terminated) as ended:
         train(loop_of("torch"), rules(), range(12), store=tmp_path, before=ask)
     assert ended.value.code == 128 + asked
@@ -129,7 +142,7 @@ def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(asked,
 
 def accumulating_torch_loop(store: Path, batches: int = 10, terminated_at: int = -1) -> None:
     loop = loop_of("torch")
-    with Healer(SKIPS, state=loop.state, store=store, checkpoints=Checkpoints(every=5)) as healer:
+    with Healer(SKIPS, state=loop.state, store=store, checkpoints=EVERY_5) as healer:
         for number in healer.batches(range(batches)):
             loop.model(torch.full((1, 4), float(number))).sum().backward()
             if number == terminated_at:
@@ -139,45 +152,157 @@ def accumulating_torch_loop(store: Path, batches: int = 10, terminated_at: int =
                 loop.optimizer.zero_grad()
 
 
-def accumulating_jax_loop(store: Path) -> None:
-    params = {"w": jnp.ones(2)}
-    tx = protect(optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation(), SKIPS)
-    state = {"params": params, "opt_state": tx.init(params)}
-
-    @jax.jit
-    def step(state, number):
-        grads = {"w": jnp.full(2, number)}
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"], value=number)
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
-
-    with Healer(SKIPS, state=state, store=store, checkpoints=Checkpoints(every=5)) as healer:
-        for number in healer.batches(range(10)):
-            healer.update(step(healer.state, float(number)))
-
-
-@pytest.mark.parametrize(
-    ("loop", "steps"), [(accumulating_torch_loop, 2), (accumulating_jax_loop, 10)]
-)
-def test_a_loop_that_ends_within_an_accumulation_is_saved(loop, steps, tmp_path):
-    loop(tmp_path)
-    assert events(tmp_path, "save")[-1]["step"] == steps
+def test_a_loop_that_ends_within_an_accumulation_is_saved(tmp_path):
+    accumulating_torch_loop(tmp_path)
+    assert events(tmp_path, "save")[-1]["step"] == 2
     (problem,) = [each["problem"] for each in events(tmp_path, "problem")]
     assert "the run ends within an accumulation window" in problem
 
 
+# -- loops that end by themselves and whose runs are not complete ---------------------------------
+
+
+def ended(folder: Any) -> list[str]:
+    return [each["ending"] for each in events(folder, "end")]
+
+
 @BOTH
-def test_what_the_last_step_orders_is_done_although_a_signal_ends_the_run(framework, tmp_path):
-    """The step is read one step later: without that, the next start goes on from after it."""
+def test_a_run_without_a_step_is_an_error_and_the_next_start_trains(framework, tmp_path):
+    loop = loop_of(framework, policy=rules())
+    line = {"torch": r"optimizer\.step\(\)", "jax": r"healer\.update\(step\(healer\.state"}
+    for _ in range(2):
+        with (
+            pytest.raises(IncompleteRun, match=rf"no step \(12 batches .*{line[framework]}"),
+            Healer(rules(), state=loop.state, store=tmp_path) as healer,
+        ):
+            for _number in healer.batches(range(12)):
+                pass
+    assert ended(tmp_path) == ["exception"] * 2
+    assert train(loop, rules(), range(12), store=tmp_path)["step"] == 12
+    assert loop.faults.order == list(range(12))
+    assert ended(tmp_path)[-1] == "completed"
 
-    def terminate(healer, number):
-        if number == 9:
-            os.kill(os.getpid(), signal.SIGTERM)
 
-    loop = loop_of(framework, Faults(always=[9]), rules())
-    with pytest.raises(Terminated):
-        train(loop, rules(), range(20), store=tmp_path, before=terminate, save_every=4)
-    (back,) = events(tmp_path, "rollback")
-    assert (back["onset"], back["checkpoint"]) == (9, 4)
-    after = loop_of(framework, Faults(always=[9]), rules())
-    assert train(after, rules(), range(20), store=tmp_path, save_every=4)["step"] == 19
-    assert 9 not in after.faults.order
+@pytest.mark.parametrize("framework", ["torch", "nnx"])
+def test_steps_that_the_healer_does_not_see_are_an_error(framework, tmp_path):
+    """In JAX `update` is what shows a step; objects that change in place need `batches`."""
+    policy = rules()
+    loop = loop_of("torch") if framework == "torch" else in_place(policy)
+    healer = Healer(policy, state=loop.state, store=tmp_path).__enter__()
+    for number in range(12):
+        if framework == "torch":
+            loop.step(healer, number)
+        else:
+            loop.step(healer.state, batch(number))
+    with pytest.raises(IncompleteRun, match=r"without the Healer.*for batch in healer\.batches"):
+        healer.__exit__(None, None, None)
+    assert ended(tmp_path) == ["exception"]
+    assert events(tmp_path, "save")[-1]["step"] > 0, "the last state is saved"
+
+
+@BOTH
+def test_a_run_that_skips_most_of_its_data_is_stopped(framework, tmp_path):
+    loop = loop_of(framework, Faults(always=range(4, 20)), SKIPS)
+    with pytest.raises(RunStopped, match="of 20 steps, 16 were skipped"):
+        train(loop, SKIPS, range(20), store=tmp_path)
+    assert ended(tmp_path) == ["stopped"]
+    assert events(tmp_path, "save")[-1]["step"] == 20
+    with pytest.raises(RunStopped):  # and not "nothing to do" with status 0
+        train(loop_of(framework, policy=SKIPS), SKIPS, range(20), store=tmp_path)
+
+
+def test_a_break_before_the_end_of_the_data_is_resumed(tmp_path, caplog):
+    def run(limit: int) -> list[int]:
+        loop = loop_of("torch")
+        with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
+            for number in healer.batches(range(12)):
+                loop.step(healer, number)
+                if number == limit:
+                    break
+        return loop.faults.order
+
+    with caplog.at_level("INFO", "healcore"):
+        run(7)
+    assert "ended by a `break` in epoch 0, before batch 8 of 12, after step 8" in caplog.text
+    (found,) = postmortems(tmp_path)
+    assert (found["ending"], found["step"]) == ("requested", 8)
+    assert events(tmp_path, "save")[-1]["step"] == 8
+    assert run(11) == [8, 9, 10, 11]  # at the last batch: that is no early end
+    assert ended(tmp_path) == ["requested", "completed"]
+
+
+# -- the same command, started again and again by a scheduler -------------------------------------
+
+PROGRAM = "tests.healer.test_endings"
+
+
+def nothing_is_done(run: Path, *program: object) -> None:
+    files = sorted(each for each in run.rglob("*") if each.is_file() and each.name != LOCK)
+    contents = [each.read_bytes() for each in files]
+    again = forked_programs.run("-m", *program)
+    assert again.returncode == 0, again.stderr
+    assert "Traceback" not in again.stderr
+    assert again.stdout == ""
+    (line,) = (line for line in again.stderr.splitlines() if line.startswith("healcore: "))
+    assert f"nothing to do: {run} holds a run that completed at step" in line
+    assert "resume=True" in line
+    assert [each.read_bytes() for each in files] == contents, "and nothing was touched"
+
+
+def test_after_a_completed_run_there_is_nothing_to_do_for_a_worker_of_torchrun(tmp_path):
+    first = forked_programs.run("-m", "examples.torch_healer", tmp_path)
+    assert first.returncode == 0, first.stderr
+    nothing_is_done(tmp_path, PROGRAM, "torchrun", "examples.torch_healer", tmp_path)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_disk_that_is_full_at_the_end_is_no_completed_run(framework, tmp_path):
+    with small_disk(tmp_path / "disk", 16) as disk:
+        full = forked_programs.run("-m", PROGRAM, framework, disk, 29)
+        assert full.returncode == 1, full.stderr
+        assert full.stdout == ""
+        # Not always the last line: Orbax's thread prints a traceback of its own.
+        assert "\nhealcore: the loop has ended at step 30, and its last state is not" in full.stderr
+        # 24 where the disk was full before the save of 28 had reached it.
+        assert re.search("it resumes from the checkpoint of step (24|28)", full.stderr)
+        (disk / "filler").unlink()
+        again = forked_programs.run("-m", PROGRAM, framework, disk, 0)
+        assert again.returncode == 0, again.stderr
+        assert "healcore: resumes from the checkpoint of step" in again.stderr
+        assert again.stdout == "trained to 30\n"
+        endings = [found["ending"] for found in postmortems(disk / "run")]
+        assert endings[-1] == "completed"
+        nothing_is_done(disk / "run", PROGRAM, framework, disk, 0)
+
+
+LEFT = 8192
+"""Bytes that stay free: enough for a record, too few for a checkpoint."""
+
+
+def fill(folder: Path) -> None:
+    file = folder / "filler"
+    with suppress(OSError), file.open("wb", buffering=0) as disk:
+        while True:
+            disk.write(bytes(4096))
+    os.truncate(file, max(0, file.stat().st_size - LEFT))
+
+
+def trains(framework: str, folder: Path, full_at: int) -> None:
+    policy = rules()
+    loop = loop_of(framework, policy=policy)
+    keep = Keep(good=50, candidates=50)  # nothing is deleted, which would make room
+
+    def full(healer: Any) -> None:
+        healer._loop.saver.store.wait()  # a save that fails would free its part of the disk
+        fill(folder)
+
+    before = at(full_at or -1, full)
+    options: Any = {"store": folder / "run", "keep": keep, "save_every": None, "before": before}
+    print("trained to", train(loop, policy, list(range(30)), **options)["step"])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "torchrun":
+        record(importlib.import_module(sys.argv[2]).main)(sys.argv[3])
+    else:
+        trains(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

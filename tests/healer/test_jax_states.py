@@ -1,7 +1,10 @@
-"""Loops in JAX that keep the state in a variable, pass another state to `update`, or use Rngs."""
+# flax and optax type every tree as the union of all trees.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+"""Whole runs in JAX that are easy to get wrong: a state in a variable, accumulation, BatchNorm."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -11,67 +14,61 @@ import optax
 import pytest
 from flax import nnx
 
+from healcore import Healer
 from healcore.jax import HealStateError, protect
-from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events
 from tests.healer.run_options import grouped
-from tests.healer.training_loops import rules
-from tests.jax.driver.small_runs import batch, plain
+from tests.healer.training_loops import EVERY_5, SKIPS, rules
+from tests.jax.driver.small_runs import batch, in_place, linen, mse, plain
 
 RULES = rules()
-BAD = 23
 
 
-def healed(loop: Any, tmp_path: Any, policy: Any = RULES, data: Any = range(40), **options: Any):
-    """A run with one bad batch under `loop(healer, run, numbers)`, and its final weights."""
-    run = plain(policy=policy)
-    options = {"store": tmp_path, "save_every": 5, **options}
-    with Healer(policy, state=run.state, **grouped(options)) as healer:
-        loop(healer, run, data)
-    weights = [np.asarray(leaf) for leaf in jax.tree.leaves(healer.state["params"])]
-    return healer, weights
+def healed(loop: Any, folder: Any, numbers: Any = range(40)) -> Any:
+    """The Healer of a run under `loop(healer, run, numbers)`."""
+    run = plain(policy=RULES)
+    with Healer(RULES, state=run.state, store=folder, checkpoints=EVERY_5) as healer:
+        loop(healer, run, numbers)
+    return healer
 
 
-def step(run: Any, state: Any, number: int) -> Any:
-    return run.step(state, batch(number, bad=number == BAD))
+def step(run: Any, state: Any, number: int, bad: int = 23) -> Any:
+    return run.step(state, batch(number, bad=number == bad))
 
 
-def from_the_healer(healer: Any, run: Any, numbers: Any) -> None:
-    for number in healer.batches(list(numbers)):
-        healer.update(step(run, healer.state, number))
+def weights(healer: Any) -> list[Any]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(healer.state["params"])]
 
 
-def from_what_update_returns(healer: Any, run: Any, numbers: Any) -> None:
-    state = healer.state
-    for number in healer.batches(list(numbers)):
-        state = healer.update(step(run, state, number))
-
-
-def from_a_variable(healer: Any, run: Any, numbers: Any) -> None:
-    state = healer.state
-    for number in healer.batches(list(numbers)):
-        state = step(run, state, number)
-        healer.update(state)
-
-
-@pytest.mark.parametrize("bad", [BAD, 39])
-def test_a_loop_continues_with_what_update_returns(bad, tmp_path, monkeypatch):
+@pytest.mark.parametrize("bad", [23, 39])
+def test_a_loop_continues_with_what_update_returns(bad, tmp_path):
     """Also if the last batch is the bad one: its rollback comes before the data end."""
-    monkeypatch.setitem(globals(), "BAD", bad)
-    healer, weights = healed(from_what_update_returns, tmp_path / "a")
-    other, expected = healed(from_the_healer, tmp_path / "b")
-    for each in (healer, other):
-        assert (each.rollbacks, each.step) == (1, 39)
-    assert all(np.array_equal(*pair) for pair in zip(weights, expected, strict=True))
+
+    def returned(healer: Any, run: Any, numbers: Any) -> None:
+        state = healer.state
+        for number in healer.batches(numbers):
+            state = healer.update(step(run, state, number, bad))
+
+    def asked_for(healer: Any, run: Any, numbers: Any) -> None:
+        for number in healer.batches(numbers):
+            healer.update(step(run, healer.state, number, bad))
+
+    both = healed(returned, tmp_path / "a"), healed(asked_for, tmp_path / "b")
+    assert [(each.rollbacks, each.step) for each in both] == [(1, 39)] * 2
+    assert all(np.array_equal(*pair) for pair in zip(*map(weights, both), strict=True))
 
 
 def test_a_stale_state_is_refused_in_the_next_update(tmp_path):
-    line = r"state = healer\.update\(step\(healer\.state, batch\)\)"
-    with pytest.raises(HealStateError, match=line):
-        healed(from_a_variable, tmp_path)
+    def loop(healer: Any, run: Any, numbers: Any) -> None:
+        state = healer.state
+        for number in healer.batches(numbers):
+            state = step(run, state, number)
+            healer.update(state)
+
+    with pytest.raises(HealStateError, match=r"state = healer\.update\(step\(healer\.state, batch"):
+        healed(loop, tmp_path)
     assert len(events(tmp_path, "rollback")) == 1
-    (end,) = events(tmp_path, "end")
-    assert end["ending"] == "exception"
+    assert [each["ending"] for each in events(tmp_path, "end")] == ["exception"]
 
 
 def test_a_loop_without_batches_is_healed(tmp_path):
@@ -82,31 +79,25 @@ def test_a_loop_without_batches_is_healed(tmp_path):
         for number in numbers:
             state = healer.update(step(run, state, number))
 
-    healer, weights = healed(loop, tmp_path)
+    healer = healed(loop, tmp_path)
     assert healer.rollbacks == 1
     assert healer.step < 40, "the steps of the rollback are not repeated"
     assert len(events(tmp_path, "save")) > 5
-    assert all(np.isfinite(each).all() for each in weights)
+    assert all(np.isfinite(each).all() for each in weights(healer))
 
 
 def changed(state: Any, how: str) -> Any:
     params = state["params"]
-    if how == "dtype":
-        params = {**params, "hidden": params["hidden"] > 0}
-    if how == "shape":
-        params = {**params, "hidden": jnp.zeros((4, 5))}
-    if how == "missing":
-        params = {"hidden": params["hidden"]}
-    if how == "more":
-        params = {**params, "ema": jnp.zeros(3)}
+    if how == "dtype and shape":
+        params = {**params, "hidden": params["hidden"][:, :2] > 0}
+    if how == "missing and more":
+        params = {"hidden": params["hidden"], "ema": jnp.zeros(3)}
     return (state, 0.5) if how == "tuple" else {**state, "params": params}
 
 
 FOUND = {
-    "dtype": r"state\['params'\]\['hidden'\] is bool\(4, 3\), and was float32\(4, 3\)",
-    "shape": r"state\['params'\]\['hidden'\] is float32\(4, 5\), and was float32\(4, 3\)",
-    "missing": r"state\['params'\]\['out'\]\['w'\] is missing, and was float32\(3, 1\)",
-    "more": r"state\['params'\]\['ema'\] is float32\(3,\), and was not present",
+    "dtype and shape": r"state\['params'\]\['hidden'\] is bool\(4, 2\), and was float32\(4, 3\)",
+    "missing and more": r"state\['params'\]\['ema'\] is float32\(3,\), and was not present",
     "tuple": "and nothing else",
     "none": r"update takes the state that the step returns, got None: does the step `return`",
 }
@@ -114,14 +105,13 @@ FOUND = {
 
 def test_another_state_is_refused_before_it_is_taken(tmp_path):
     def loop(healer: Any, run: Any, numbers: Any) -> None:
-        for how, number in zip(FOUND, healer.batches(list(numbers)), strict=True):
+        for how, number in zip(FOUND, healer.batches(numbers), strict=True):
             new = step(run, healer.state, number)
             with pytest.raises(HealStateError, match=FOUND[how]):
                 healer.update(None if how == "none" else changed(new, how))
             healer.update(new)
 
-    healer, _ = healed(loop, tmp_path, data=range(len(FOUND)))
-    assert healer.step == len(FOUND)
+    assert healed(loop, tmp_path, range(len(FOUND))).step == len(FOUND)
 
 
 def nnx_run(rngs: Any, store: Any, steps: int) -> float:
@@ -145,3 +135,78 @@ def test_generators_of_nnx_resume_exactly(make, tmp_path):
         nnx_run(make(), tmp_path / "killed", 3)
     expected = nnx_run(make(), tmp_path / "whole", -1)
     assert nnx_run(make(), tmp_path / "killed", -1) == expected
+
+
+# -- accumulation and batch statistics ------------------------------------------------------------
+
+EVERY = 4
+
+
+def accumulated(inner: Any, policy: Any) -> Any:
+    """`protect` inside: an update is judged, not each micro-batch."""
+    steps = optax.MultiSteps(protect(inner, policy), every_k_schedule=EVERY)
+    return optax.GradientTransformationExtraArgs(steps.init, steps.update)
+
+
+def train(run: Any, policy: Any, numbers: Any, bad: Any = lambda _: False, **options: Any) -> Any:
+    with Healer(policy, state=run.state, **grouped(options)) as healer:
+        for number in healer.batches(list(numbers)):
+            healer.update(run.step(healer.state, batch(number, bad=bad(number))))
+    return healer
+
+
+def loss_of(state: Any) -> float:
+    """Evaluates with the running statistics."""
+    inputs = batch(1000)
+    if isinstance(state, dict):
+        model = nnx.clone(state["model"])
+        model.eval()
+        return float(mse(model(inputs), inputs))
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    return float(mse(state.apply_fn(variables, inputs, train=False), inputs))
+
+
+def test_one_bad_micro_batch_costs_one_rollback(tmp_path):
+    asked: Counter[int] = Counter()
+
+    def bad(number: int) -> bool:
+        asked[number] += 1
+        return number == 29 and asked[number] == 1
+
+    run = plain(policy=RULES, wrap=accumulated)
+    healer = train(run, RULES, range(60), bad, store=tmp_path, save_every=5)
+    (rollback,) = events(tmp_path, "rollback")
+    assert rollback["onset"] == 31
+    assert rollback["checkpoint"] % EVERY == 0
+    (alarm,) = events(tmp_path, "alarm")  # and not at each of the micro-steps
+    assert alarm["step"] == 31
+    (order,) = events(tmp_path, "order")
+    assert order["action"] == ["ROLLBACK", "CUT_LR"]
+    assert healer.rollbacks == 1
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(healer.state["params"]))
+
+
+def test_a_nan_that_stays_in_the_accumulator_is_left_out_with_its_whole_accumulation(tmp_path):
+    run = plain(policy="default", wrap=accumulated)
+    train(run, "default", range(100), lambda number: number == 9, store=tmp_path)
+    (rollback,) = events(tmp_path, "rollback")  # at the tenth skipped update in a row
+    assert rollback["onset"] == 11
+    assert rollback["batches"] == [[0, number] for number in range(8, 48)]
+    assert {each["incident"] for each in events(tmp_path, "alarm")} == {1}
+
+
+@pytest.mark.parametrize("kind", [linen, in_place])
+def test_batch_statistics_of_a_skipped_batch_are_taken_back(kind, tmp_path):
+    """As in docs/jax.md: `HealTrainState`, or `update(..., before=snapshot(model))`."""
+    run = kind(SKIPS)
+    losses = [loss_of(run.state)]
+    options = {"store": tmp_path, "save_every": 20}
+    healer = train(run, SKIPS, range(120), lambda number: number == 60, **options)
+    assert healer.rollbacks == 0
+    (alarm,) = events(tmp_path, "alarm")
+    assert (alarm["step"], alarm["skip"]) == (60, True)
+    leaves = jax.tree.leaves(healer._loop.driver.state()["state" if kind is linen else "model"])
+    assert all(np.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, float))
+    assert all(each.finite for each in healer._loop.saver.store.steps())
+    losses.append(loss_of(healer.state))
+    assert losses[1] < 0.5 * losses[0]

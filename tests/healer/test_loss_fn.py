@@ -1,35 +1,121 @@
-"""The first batch tries `Healer(loss_fn=...)`."""
+"""The first batch tries `Healer(loss_fn=...)`, and the run ends as without healcore."""
 
 from __future__ import annotations
 
+import contextlib
+import random
+from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import torch
 from torch import nn
 
-from healcore import Healer
+from healcore import Healer, Logging
 from healcore.errors import SignalError
 from healcore.jax import protect
 
-DATA = [[float(i), 1.0] for i in range(5)]
+calls: list[Any] = []
 
 
-def torch_run(loss_fn: Any) -> None:
-    """A run of five steps."""
+def batches() -> list[Any]:
+    make = torch.Generator().manual_seed(1)
+    return [
+        {"x": torch.randn(8, 4, generator=make), "more": [torch.randn(8, 1, generator=make)]}
+        for _ in range(120)
+    ]
+
+
+def mse(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch["x"]) - batch["more"][0]).square().mean()
+
+
+def warm_up(model: nn.Module, batch: Any) -> torch.Tensor:
+    calls.append(batch)
+    return mse(model, batch) * min(1, len(calls) / 50)
+
+
+class Carries:
+    """An object with state, in an attribute and in a dictionary."""
+
+    def __init__(self) -> None:
+        self.n, self.seen = 0, {"x": torch.zeros(8, 4)}
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.n += 1
+        x, self.seen["x"] = batch["x"] + self.seen["x"] / self.n, batch["x"]
+        return (model(x) - batch["more"][0]).square().mean()
+
+
+def draws(model: nn.Module, batch: Any) -> torch.Tensor:
+    mask = torch.from_numpy(np.random.rand(8, 4) > 0.5)  # noqa: NPY002
+    return (model(batch["x"] * mask + random.random()) - batch["more"][0]).square().mean()
+
+
+def run(function: Callable[..., Any], data: list[Any], *, healed: bool) -> tuple[torch.Tensor, Any]:
+    """The weights and the Healer of a run that skips batches that are None or too short."""
+    calls.clear()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
     state = {"model": model, "optimizer": optimizer}
-    with Healer("default", state=state, loss_fn=lambda *given: loss_fn(model, *given)) as healer:
-        for batch in healer.batches(DATA):
-            loss = model(torch.tensor([batch, batch])).square().mean()
-            healer.observe(loss)
-            loss.backward()
+    loss_fn = function if isinstance(function, nn.Module) else lambda batch: function(model, batch)
+    log = Logging(console=False)
+    healer = Healer("default", state=state, loss_fn=loss_fn, logging=log) if healed else None
+    with healer or contextlib.nullcontext():
+        for batch in healer.batches(data) if healer else data:
+            if batch is None or len(batch) < 2:
+                continue
+            (healer.loss(batch) if healer else loss_fn(batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
+    return model.weight.detach(), healer
+
+
+@pytest.mark.parametrize("kind", [mse, draws, warm_up, Carries])
+def test_the_first_batch_changes_no_state_of_the_loss_fn(kind):
+    made = [Carries() if kind is Carries else kind for _ in range(2)]
+    expected, _ = run(made[0], batches(), healed=False)
+    weights, _ = run(made[1], batches(), healed=True)
+    assert torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize("kind", [warm_up, Carries()])
+def test_weights_are_not_compared_by_a_loss_fn_with_state(kind, caplog):
+    run(kind, batches()[:4], healed=True)
+    assert "keeps state" in caplog.text
+
+
+@pytest.mark.parametrize("convert", [dict, UserDict])
+@pytest.mark.parametrize(
+    ("write", "part"),
+    [
+        (lambda batch: batch.pop("x"), "'x'"),
+        (lambda batch: batch["more"][0].clamp_(0), "batch['more'][0]"),
+    ],
+)
+def test_a_loss_fn_that_changes_its_batch_is_an_error(convert, write, part):
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = mse(model, batch)
+        write(batch)
+        return loss
+
+    with pytest.raises(SignalError) as raised:
+        run(loss_fn, [convert(each) for each in batches()[:3]], healed=True)
+    assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("first", [None, {}])
+def test_a_first_batch_that_the_loop_skips_is_no_error(first):
+    expected, _ = run(mse, batches(), healed=False)
+    weights, _ = run(mse, [first, first, *batches()], healed=True)
+    assert torch.equal(weights, expected)
 
 
 def jax_run(loss_fn: Any) -> None:
@@ -37,19 +123,20 @@ def jax_run(loss_fn: Any) -> None:
     params = {"w": jnp.ones(2)}
     state = {"params": params, "opt": tx.init(params)}
     with Healer("default", state=state, loss_fn=loss_fn) as healer:
-        for batch in healer.batches([jnp.array(each) for each in DATA]):
+        for batch in healer.batches([jnp.array([float(i), 1.0]) for i in range(5)]):
             old = healer.state
             updates, opt = tx.update({"w": batch}, old["opt"], value=jnp.float32(1.0))
             healer.update({"params": optax.apply_updates(old["params"], updates), "opt": opt})
 
 
+def torch_run(loss_fn: Any) -> None:
+    run(loss_fn, batches()[:5], healed=True)
+
+
 @pytest.mark.parametrize(
     ("run", "loss_fn", "said"),
     [
-        (torch_run, lambda model: 0.0, r"TypeError on the first batch.*loss_fn\(batch\)"),
-        (torch_run, lambda model, batch: torch.ones(2), "one number, got shape"),
-        (torch_run, lambda model, batch: None, "a number, got None"),
-        (torch_run, lambda model, batch: (0.5, 0.1), r"a tuple of 2.*of \(loss, aux\)"),
+        (jax_run, lambda state, batch: None, "a number, got None"),
         (torch_run, lambda model, batch: {"loss": 0.5}, "a dict of 1.*the number alone"),
         (jax_run, lambda batch: 0.0, "TypeError on the first batch"),
         (jax_run, lambda state, batch: batch, r"one number, got shape \(2,\)"),

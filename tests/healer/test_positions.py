@@ -13,9 +13,18 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints, Cursor, Healer
-from tests.healer import training_loops
+from tests.healer.run_directory import events, postmortems
 from tests.healer.test_faults import with_answers
-from tests.healer.training_loops import Faults, TorchLoop, loop_of, rules, same, train
+from tests.healer.training_loops import (
+    SKIPS,
+    Faults,
+    TorchLoop,
+    loop_of,
+    rules,
+    same,
+    skip_no_batches,
+    train,
+)
 
 BATCHES = 7
 FEW = settings(
@@ -55,7 +64,7 @@ class Accumulating(TorchLoop):
 
     def __init__(self, window: int, faults: Faults | None = None) -> None:
         super().__init__(faults)
-        self.window, self.waiting = window, 0
+        self.window = window
         self.used: list[tuple[float, ...]] = []
         self.pending: list[float] = []
         self.model.append(torch.nn.BatchNorm1d(1))
@@ -138,45 +147,62 @@ def test_a_rollback_after_a_break_goes_on_in_the_epoch_that_it_restores(bad):
     assert second[:-BATCHES] == [n for n in range(second[0], BATCHES) if n != bad]
 
 
-@pytest.mark.parametrize("window", [2, 3])
-def test_a_rollback_at_the_end_of_the_data_with_batches_that_wait_for_a_step(window):
-    """Their gradients are dropped, and they come again."""
-    last = BATCHES // window * window - 1
-    loop = Accumulating(window, Faults(once=[last]))
-    with Healer(rules(cut=False), state=loop.state, checkpoints=Checkpoints(every=1)) as healer:
-        seen = 0
-        for number in healer.batches(listed()):
-            if healer.rollbacks != seen:  # what the loop has collected was of the weights before
-                seen, loop.pending[:] = healer.rollbacks, []
-                del loop.used[healer.step :]
-            loop.micro_batch(healer, number)
-        assert healer.rollbacks == 1
-        assert healer.step == BATCHES // window - 1, "the bad window is left out"
-    used = [number for each in loop.used for number in each]
-    assert used == list(range(last + 1 - window))
-    assert loop.pending == list(range(last + 1, BATCHES))
+@pytest.mark.parametrize(
+    ("framework", "data"),
+    [
+        ("torch", lambda: range(40)),
+        ("torch", lambda: DataLoader(listed(), batch_size=None, shuffle=True)),
+        ("torch", shuffled),
+        ("jax", lambda: range(40)),
+    ],
+)
+def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):
+    skip_no_batches(monkeypatch)
+    policy, clean = rules(cut=False), loop_of(framework, policy=rules(cut=False))
+    train(clean, policy, data(), epochs=5)
+    hurt, bad = loop_of(framework, policy=policy), clean.faults.order[23]
+    # Bad only this time, which may be in a later epoch.
+    hurt.faults.once, hurt.faults.seen[bad] = {bad}, -clean.faults.order[:23].count(bad)
+    facts = train(hurt, policy, data(), epochs=5)
+    assert (facts["rollbacks"], facts["step"]) == (1, len(clean.faults.order))
+    assert len(hurt.faults.order) > len(clean.faults.order), "the run did not go back"
+    assert same(hurt.weights(), clean.weights())
+
+
+# -- the batches that a run reads after a rollback ------------------------------------------------
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_transient_fault_leaves_no_trace(framework, monkeypatch):
-    training_loops.skip_no_batches(monkeypatch)
-    policy = rules(cut=False)
-    clean = loop_of(framework, policy=policy)
-    train(clean, policy, range(40))
-    hurt = loop_of(framework, Faults(once=[23]), policy)
-    facts = train(hurt, policy, range(40))
-    assert (facts["rollbacks"], facts["step"]) == (1, 40)
-    assert hurt.faults.seen[22] == 2, "the run did not go back"
-    assert same(hurt.weights(), clean.weights())
+def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(framework, tmp_path):
+    loop = loop_of(framework, Faults(always=[23]), rules())
+    facts = train(loop, rules(), iter(range(40)), store=tmp_path)
+    assert loop.faults.order == list(range(40)), "nothing twice, nothing left out"
+    (rollback,) = events(tmp_path, "rollback")
+    warned, moved = events(tmp_path, "data")
+    assert "continues forward" in warned["outcome"], "before it is needed"
+    assert moved["rewound"] is False
+    assert "range_iterator" in moved["outcome"]
+    assert facts["step"] == rollback["checkpoint"] + 15
 
 
-@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-def test_dropout_and_shuffling_included(kind, monkeypatch):
-    training_loops.skip_no_batches(monkeypatch)
-    loader = lambda: kind(list(range(50)), batch_size=None, shuffle=True)  # noqa: E731
-    clean = loop_of("torch")
-    train(clean, rules(), loader(), epochs=2)
-    hurt, bad = loop_of("torch"), clean.faults.order[70]
-    hurt.faults.once, hurt.faults.seen[bad] = frozenset({bad}), -1  # bad in the second epoch only
-    assert train(hurt, rules(cut=False), loader(), epochs=2)["rollbacks"] == 1
-    assert same(hurt.weights(), clean.weights())
+def test_the_policy_sets_how_many_batches_are_left_out(tmp_path):
+    """No more than the epoch has: the next one is read from its first batch."""
+    for count, batches in ((4, range(23, 28)), (30, range(23, 40))):
+        loop, store = loop_of("torch", Faults(once=[23])), tmp_path / str(count)
+        train(loop, rules(skip_batches=count), range(40), store=store, epochs=2)
+        (left_out,) = events(store, "skipped_batches")
+        assert left_out["batches"] == [[0, n] for n in batches]
+        assert loop.faults.order[-40:] == list(range(40))
+        assert loop.faults.order.count(24) == 2, "read on the way to the rollback, not after it"
+
+
+def test_a_bad_batch_is_named_with_its_rows(tmp_path, caplog):
+    data = DataLoader(range(40), batch_size=None, shuffle=True)  # type: ignore[arg-type]
+    loop = loop_of("torch", Faults(always=[23]))
+    with caplog.at_level("INFO", "healcore"):
+        train(loop, SKIPS, data, store=tmp_path)
+    (alarm,), (incident,) = events(tmp_path, "alarm"), events(tmp_path, "incident")
+    assert alarm["rows"] == incident["rows"] == [[23]]
+    named = f"epoch 0 batch {alarm['batches'][0][1]} (rows 23)"
+    assert named in caplog.text
+    assert named in postmortems(tmp_path)[-1]["diagnosis"].replace("\n", " ")

@@ -1,92 +1,162 @@
-"""What a start after a crash must know, one fact per test. All at once: test_killed.py."""
+"""What a start after a crash must know and do. All at once and with SIGKILL: test_killed.py."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
-import torch
 
 from healcore import Checkpoints, Healer
 from healcore import policy as policies
-from healcore.runtime.loop.recovery import Recovery
+from healcore.errors import IncompleteRun
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.loop.end import release
 from healcore.runtime.loop.saver import Saver
-from tests.healer.killed_runs import (
-    is_poisoned,
-    killed,
-    never_known_good,
-    poison,
-    poisoned,
-    show_poison,
-)
+from healcore.runtime.recovery.restoring import Restorer
+from healcore.runtime.store import CheckpointStore, files
 from tests.healer.run_directory import events
-from tests.healer.test_crashes import crash
-from tests.healer.training_loops import RULES, Faults, broken_at, loop_of, rules, same, train
+from tests.healer.training_loops import (
+    EVERY_5,
+    RULES,
+    Faults,
+    breaks_off,
+    loop_of,
+    rules,
+    same,
+    train,
+)
+
+# -- a crash at any point of a rollback: the same end, bit for bit --------------------------------
+
+POINTS = [
+    (CheckpointStore, "restore"),
+    (Restorer, "_load_state"),
+    (LoaderRegistry, "rewind"),
+    (Saver, "begin_attempt"),
+    (CheckpointStore, "commit"),
+    (files, "replace"),
+    (Saver, "report_failures"),
+]
+BAD = [23, 26]
 
 
-def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
-    """A loop that calls `batches` once for every epoch."""
-
-    def go(drawn: list[float], folder: Any, die: bool = False) -> None:
-        state = loop_of("torch").state
-        with Healer(rules(), state=state, store=folder, checkpoints=Checkpoints(every=5)) as healer:
-            data = list(range(10))
-            for epoch in range(3):
-                for number in healer.batches(data):
-                    if die and (epoch, number) == (0, 7):
-                        healer._loop.saver.store.wait()
-                        raise RuntimeError("power")
-                    drawn.append(torch.rand(()).item())
-                    loss = state["model"](torch.ones(1, 4)).sum()
-                    healer.observe(loss)
-                    loss.backward()
-                    state["optimizer"].step()
-                    state["optimizer"].zero_grad()
-
-    clean, first, second = [], [], []
-    go(clean, tmp_path / "clean")
-    with pytest.raises(RuntimeError, match="power"):
-        go(first, tmp_path / "killed", die=True)
-    go(second, tmp_path / "killed")
-    assert second == clean[5:]
+class Crash(BaseException):
+    """Stands for the kill: not caught, and no cleanup runs after it; see `crashing`."""
 
 
-def test_data_that_only_runs_forward_is_not_read_twice(tmp_path, monkeypatch):
-    def go(folder: str) -> Any:
-        loop = loop_of("torch", Faults(always=[23]))
-        return loop, train(loop, rules(), iter(range(50)), store=tmp_path / folder)
-
-    clean, expected = go("clean")
-    crash(monkeypatch, Recovery, "report", lambda *_: True, lambda: go("killed"))
-    loop, facts = go("killed")
-    assert facts["step"] == expected["step"]
-    assert same(loop.weights(), clean.weights())
-    assert loop.faults.order[0] == 25
+def end_without_log(run: Any, error: BaseException | None) -> None:
+    """Ends a run as its process's death does, without a word in its log."""
+    run.saver.wait()
+    run.ranks.termination.stop()
+    run.driver.close()
+    release(run)
+    assert error is None or isinstance(error, Crash)
 
 
-def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path, monkeypatch):
-    def go() -> Any:
-        loop = loop_of("torch", Faults(always=[13, 33]))
-        return train(loop, rules(), range(50), store=tmp_path)
+@contextmanager
+def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[str]]:
+    """Raises Crash before the `at`-th point within a rollback; counts them with None."""
+    passed: list[str] = []
+    inside, roll_back = [False], Restorer.roll_back
 
-    crash(monkeypatch, Saver, "commit", lambda self, step: len(self.ledger.rollbacks) > 1, go)
-    go()
-    assert events(tmp_path, "end")[-1]["incidents"] == 2
-    assert [event["incident"] for event in events(tmp_path, "incident")] == [1, 2, 2]
+    def watched(self: Any, order: Any) -> Any:
+        inside[0] = True
+        result = roll_back(self, order)
+        inside[0] = False
+        return result
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if inside[0] and len(passed) == at:
+                inside[0] = False
+                raise Crash(function.__qualname__)
+            passed.extend([function.__qualname__] if inside[0] else [])
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Restorer, "roll_back", watched)
+        for owner, name in POINTS:
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        # A killed process logs nothing at its end.
+        patch.setattr("healcore.runtime.healer.close", end_without_log)
+        yield passed
+
+
+@pytest.mark.parametrize(
+    ("framework", "data", "distance"),
+    [("torch", range, 1), ("torch", lambda count: iter(range(count)), 3), ("jax", range, 3)],
+    ids=["torch", "data that only runs forward", "jax"],
+)
+def test_every_point_of_a_rollback(framework, data, distance, tmp_path, monkeypatch):
+    def run(folder: str) -> tuple[dict[str, Any], list[Any]]:
+        loop = loop_of(framework, Faults(always=BAD), rules())
+        facts = train(loop, rules(), data(40), store=tmp_path / folder)
+        return {name: facts[name] for name in ("step", "rollbacks")}, loop.weights()
+
+    with crashing(monkeypatch, None) as passed:
+        expected, weights = run("clean")
+    assert expected["rollbacks"] == 2
+    first = len(passed) // 2
+    assert passed[:first] == passed[first:]
+    assert len({*passed}) == len(POINTS)
+    for at in range(0, first, distance):
+        with crashing(monkeypatch, at), pytest.raises(Crash):
+            run(str(at))
+        facts, after = run(str(at))
+        assert facts == expected, passed[at]
+        assert same(after, weights), passed[at]
+
+
+# -- one fact per test ----------------------------------------------------------------------------
+
+
+def poisoned_run(
+    framework: str, policy: Any, *, shows: int, at: int = -1, until: int = -1, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The loop and the facts of a run whose weights become large but finite at a batch.
+
+    From the batch `shows` on the loss of large weights is NaN. The run breaks off at `until`.
+    """
+    loop, todo = loop_of(framework, policy=policy), {at}
+
+    def is_large(loop: Any) -> bool:
+        bias = loop.model[0].bias if framework == "torch" else loop.state["params"]["b1"]
+        return float(bias.max()) > 1e6
+
+    def before(healer: Any, number: int) -> None:
+        loop.state = healer.state
+        if number in todo:
+            todo.clear()
+            if framework == "torch":
+                loop.model[0].bias.data += 1e8
+            else:
+                params = loop.state["params"]
+                loop.state = {**loop.state, "params": {**params, "b1": params["b1"] + 1e8}}
+                healer.update(loop.state)
+        if number == until:
+            healer._loop.saver.store.wait()
+            raise RuntimeError("power")
+        loop.faults.always = frozenset([number] if number >= shows and is_large(loop) else [])
+
+    facts = train(loop, policy, before=before, **options)
+    assert not is_large(loop)
+    return loop, facts
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(framework, tmp_path):
-    killed(poisoned, framework, tmp_path)
-    policy = never_known_good()
-    loop = loop_of(framework, policy=policy)
-
-    def look(healer: Any, number: int) -> None:
-        loop.state = healer.state
-        show_poison(loop, number)
-
-    facts = train(loop, policy, range(30), store=tmp_path, before=look)
-    assert not is_poisoned(loop)
+    """Damaged at step 8, saved at step 10, broken off at step 11; no checkpoint is known-good."""
+    text = RULES.format(cut="", skip_batches=0, recoveries=3)
+    policy = policies.loads(text.replace("probation = 4", "probation = 1000"))
+    options: dict[str, Any] = {"shows": 12, "data": range(30), "store": tmp_path}
+    with pytest.raises(RuntimeError, match="power"):
+        poisoned_run(framework, policy, at=8, until=11, **options)
+    _, facts = poisoned_run(framework, policy, **options)
     assert [event["checkpoint"] for event in events(tmp_path, "rollback")] == [10, 0]
     assert facts["rollbacks"] == 2
 
@@ -94,49 +164,37 @@ def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(framework, 
 def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypatch):
     """Killed long after the first rollback; the second one goes past the first one's window."""
     faults, options = Faults(always=[13, 31]), {"store": tmp_path}
-    with pytest.raises(RuntimeError, match="power"):
-        train(loop_of("torch", faults), rules(), range(50), before=broken_at(27), **options)
+    breaks_off(loop_of("torch", faults), rules(), range(50), at=27, **options)
     train(loop_of("torch", faults), rules(), range(50), **options)
     first, second = events(tmp_path, "rollback")
     assert second["checkpoint"] < first["onset"], "the test needs a deep one"
     assert faults.seen[13] == 1
 
 
-def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path, monkeypatch):
+def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path):
     """The checkpoint that it went to is damaged by the next start, which takes an older one."""
-
-    def go(before: Any = None) -> Any:
-        loop = loop_of("torch", Faults(always=[23]))
-        return train(loop, rules(), range(40), store=tmp_path, before=before)
+    seen: list[Any] = []
 
     def stumble(healer: Any, number: int) -> None:
-        if healer.rollbacks:
+        engine = healer._loop.driver.engines()["optimizer"]["state"]
+        tally = engine["tally"]["rollbacks"]
+        seen.append((healer.step, engine["budget"]["recoveries"], tally))
+        if tally:
             raise RuntimeError("power")
 
-    with pytest.raises(RuntimeError, match="power"):
-        go(stumble)
-    (folder,) = tmp_path.glob("step-0000000015.*")
-    (folder / "state.json").write_text("{}")
-    seen = {}
-
-    def look(healer: Any, number: int) -> None:
-        engine = healer._loop.driver.engines()["optimizer"]["state"]
-        seen.setdefault("at", healer.step)
-        seen.setdefault("left", engine["budget"]["recoveries"])
-        seen.setdefault("done", engine["tally"]["rollbacks"])
-
-    go(look)
-    assert seen == {"at": 10, "left": 2, "done": 1}
+    for place in (15, 10):
+        loop = loop_of("torch", Faults(always=[23]))
+        with pytest.raises(RuntimeError, match="power"):
+            train(loop, rules(), range(40), store=tmp_path, before=stumble)
+        assert seen[-1] == (place, 2, 1)
+        for folder in tmp_path.glob("step-0000000015.*"):
+            (folder / "state.json").write_text("{}")
 
 
 def test_a_restart_whose_data_are_used_up_is_reported(tmp_path):
-    with pytest.raises(RuntimeError, match="power"):
-        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=broken_at(27))
+    breaks_off(loop_of("torch"), rules(), range(40), store=tmp_path, at=27)
     train(loop_of("torch"), rules(), range(20), store=tmp_path)
     assert any("exhausted" in event["problem"] for event in events(tmp_path, "problem"))
-
-
-BROKEN, SEEN = 10, 28
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -144,19 +202,114 @@ def test_damage_of_long_ago_is_left_behind(framework, tmp_path):
     """The run goes back one checkpoint, then three, then five, ..."""
     text = RULES.format(cut="", skip_batches=0, recoveries=8)
     deep = policies.loads(text.replace("[rollback]", "[rollback]\ndeepen = 2"))
-    loop, broken = loop_of(framework, policy=deep), []
-
-    def drift(healer: Any, number: int) -> None:
-        loop.state = healer.state
-        if number == BROKEN and not broken:
-            broken.append(number)
-            poison(loop)
-            healer.update(loop.state) if framework == "jax" else None
-        loop.faults.always = frozenset([number] if number >= SEEN and is_poisoned(loop) else [])
-
-    facts = train(loop, deep, range(40), store=tmp_path, save_every=2, before=drift)
+    options: dict[str, Any] = {"data": range(40), "store": tmp_path, "save_every": 2}
+    _, facts = poisoned_run(framework, deep, at=10, shows=28, **options)
     *before, last = [event["checkpoint"] for event in events(tmp_path, "rollback")]
-    assert min(before) > BROKEN >= last, "only the last one was deep enough"
+    assert min(before) > 10 >= last, "only the last one was deep enough"
     assert len(events(tmp_path, "good")) > 8, "and the newest three had left it behind long since"
-    assert not is_poisoned(loop)
-    assert facts["step"] > SEEN
+    assert facts["step"] > 28
+
+
+# -- loops of epochs and steps --------------------------------------------------------------------
+
+LENGTH = 10
+BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
+
+
+def start(framework, store, program, kill_at=None):
+    """Runs `program(healer, step)` in a new Healer; returns the batches. A kill saves nothing."""
+    loop, taken = loop_of(framework, policy=rules()), []
+    healer = Healer(rules(), state=loop.state, store=store, checkpoints=Checkpoints(every=4))
+
+    def step(healer, batch):
+        loop.step(healer, batch)
+        taken.append(batch)
+        if healer.step == kill_at:
+            raise Crash
+
+    healer.__enter__()
+    try:
+        program(healer, step)
+    except Crash as crash:
+        end_without_log(healer._run, crash)
+    else:
+        healer.__exit__(None, None, None)
+    return taken
+
+
+@BOTH
+@pytest.mark.parametrize(("kill_at", "new_loaders"), [(17, False), (22, True)])
+def test_epochs_continue_after_a_kill(framework, kill_at, new_loaders, tmp_path):
+    """A checkpoint at the end of an epoch resumes there, because code after the epoch follows."""
+    loader, epochs, ended = list(range(LENGTH)), [], []
+
+    def program(healer, step):
+        for epoch in healer.epochs(3):
+            epochs.append(epoch)
+            batches = healer.batches(list(loader) if new_loaders else loader, epoch=epoch)
+            assert len(batches) == LENGTH
+            for batch in batches:
+                step(healer, batch)
+            ended.append((healer.step, random.random()))  # a scheduler's step, an evaluation
+
+    random.seed(0)
+    start(framework, tmp_path / "undisturbed", program)
+    undisturbed = ended[1:]
+    random.seed(0)
+    start(framework, tmp_path / "killed", program, kill_at)
+    epochs.clear()
+    ended.clear()
+    taken = start(framework, tmp_path / "killed", program)
+    assert epochs == [1, 2]
+    assert ended == undisturbed
+    assert taken == [i % LENGTH for i in range(kill_at // 4 * 4, 3 * LENGTH)]
+
+
+@BOTH
+def test_steps_continue_after_a_kill_and_end_at_the_total(framework, tmp_path):
+    numbers = []
+
+    def program(healer, step):
+        for number in healer.steps(30):
+            numbers.append(number)
+            assert healer.step == number
+            step(healer, number)
+            assert healer.step == number + 1
+
+    start(framework, tmp_path, program, 17)
+    numbers.clear()
+    start(framework, tmp_path, program)
+    assert numbers == [*range(16, 30)]
+
+
+@pytest.mark.parametrize(("passes", "completed"), [(2, True), (1, False)])
+def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_path):
+    """The next start trains nothing, and is complete if it repeats all passes from epoch 0 on."""
+    loader = list(range(12))  # a checkpoint at the last step of each epoch
+
+    def program(healer, step, passes=passes):
+        for _ in range(passes):
+            for batch in healer.batches(loader):
+                step(healer, batch)
+
+    def killed(healer, step):
+        program(healer, step, passes=2)
+        raise Crash
+
+    start("torch", tmp_path, killed)
+    with nullcontext() if completed else pytest.raises(IncompleteRun):
+        assert start("torch", tmp_path, program) == []
+
+
+def test_an_evaluation_inside_the_loop(tmp_path):
+    loop = loop_of("torch", Faults(always=[23]))
+    validation, seen = list(range(100, 103)), []
+    with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
+        for number in healer.batches(range(40)):
+            loop.step(healer, number)
+            if number % 10 == 0:
+                seen += list(healer.batches(validation))
+        assert healer.step == 39
+        assert healer.rollbacks == 1
+    assert events(tmp_path, "skipped_batches")[0]["batches"] == [[0, 23]]
+    assert seen[:6] == validation * 2

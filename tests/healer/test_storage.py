@@ -1,20 +1,42 @@
-"""Disk faults during a run, and unexpected files in its directory."""
+"""What a run finds in its directory at a start, and disk faults while it runs."""
 
 from __future__ import annotations
 
+import logging
+import re
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import jax.numpy as jnp
+import optax
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from healcore.runtime.healer import Healer
+from healcore import Healer
+from healcore.errors import StateMismatch
+from healcore.jax import protect
 from healcore.runtime.loop import saver
-from healcore.runtime.loop.start import AlreadyCompleted, StoreNotEmpty
-from healcore.runtime.loop.termination import LastStateNotSaved
-from healcore.runtime.store import StateMismatch, StoreInUse
+from healcore.runtime.loop.start import StoreNotEmpty
+from healcore.runtime.loop.termination import AlreadyCompleted, LastStateNotSaved
+from healcore.runtime.store import Keep, NoGoodCheckpoint
 from healcore.torch.store import DCPStore
-from tests.healer.run_directory import events, new_process, postmortems
-from tests.healer.training_loops import Faults, broken_at, loop_of, rules, train
+from tests.healer.run_directory import events, events_of, flip_a_bit, new_process, postmortems
+from tests.healer.training_loops import (
+    SKIPS,
+    Faults,
+    TorchLoop,
+    at,
+    breaks_off,
+    broken_at,
+    loop_of,
+    rules,
+    same,
+    train,
+)
 
 
 def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypatch):
@@ -25,11 +47,9 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypa
             raise OSError(28, "No space left on device")
         return write(self, captured, folder)
 
-    def fill(healer, number):
-        full[:] = [18 <= number < 28]
-
     monkeypatch.setattr(DCPStore, "_write", fails)
     loop = loop_of("torch", Faults(always=[30]))
+    fill: Any = lambda healer, number: full.__setitem__(slice(None), [18 <= number < 28])  # noqa: E731
     assert train(loop, rules(), range(40), store=tmp_path, before=fill)["step"] == 39
     failed = events(tmp_path, "save_failed")
     assert failed[0]["step"] in (15, 20), "a slow disk may still be at the one before"
@@ -53,21 +73,13 @@ def test_saves_take_a_small_share_of_the_time_unless_their_distance_is_given(
     monkeypatch.setattr(saver, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(DCPStore, "save", slow)
     options = {"store": tmp_path, "before": tick, "save_every": every}
-    train(loop_of("torch"), rules(), range(900), **options)
+    train(loop_of("torch"), rules(), range(40 if every else 900), **options)
     saved = [each["step"] for each in events(tmp_path, "save") if each["why"] == "regular"]
     if every:
-        assert saved == list(range(5, 901, 5))
+        assert saved == list(range(5, 41, 5))
         return
     assert saved == [4, 8, 576]
     assert caplog.text.count("Checkpoints(every=N) saves every N steps") == 1
-
-
-def test_an_edited_policy_does_not_make_checkpoints_useless(tmp_path):
-    with pytest.raises(RuntimeError, match="power"):
-        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=broken_at(12))
-    facts = train(loop_of("torch"), "default", range(40), store=tmp_path)
-    assert facts["step"] == 40
-    assert any("restart their warm-up" in event["problem"] for event in events(tmp_path, "problem"))
 
 
 def test_the_values_of_resume(tmp_path):
@@ -81,53 +93,27 @@ def test_the_values_of_resume(tmp_path):
     assert facts["step"] == 24
 
 
-def test_another_model_is_refused_before_anything_is_touched(tmp_path):
-    with pytest.raises(RuntimeError, match="power"):
-        train(loop_of("torch"), rules(), range(40), store=tmp_path, before=broken_at(12))
-    model = torch.nn.Linear(3, 3)
-    before = model.weight.detach().clone()
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = {"model": model, "optimizer": optimizer}
-    with pytest.raises(StateMismatch), Healer(rules(), state=state, store=tmp_path) as healer:
-        del healer
-    assert torch.equal(model.weight, before)
-    assert not optimizer._optimizer_step_pre_hooks, "no hook of healcore is left on it"
-
-
 def test_a_state_that_becomes_unsavable_costs_checkpoints_and_not_the_run(tmp_path):
     loop, extra = loop_of("torch"), []
 
-    class Extra:
-        def state_dict(self):
-            return {"extra": list(extra)}
-
-        def load_state_dict(self, state):
-            extra[:] = state["extra"]
-
-    def spoil(healer, number):
-        if number == 12:
-            extra.append(lambda: None)
-
-    loop.state = {**loop.state, "extra": Extra()}
+    spoil = at(12, lambda healer: extra.append(lambda: None))
+    loop.state["extra"] = SimpleNamespace(
+        state_dict=lambda: {"extra": list(extra)}, load_state_dict=lambda state: None
+    )
     with pytest.raises(LastStateNotSaved, match=r"at step 30.*checkpoint of step 10"):
         train(loop, rules(), range(30), store=tmp_path, before=spoil)
     assert "no plain form" in events(tmp_path, "save_failed")[0]["problem"]
     assert "not saved" in postmortems(tmp_path)[0]["diagnosis"]
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_completed_store_is_of_one_run(framework, tmp_path):
+def test_a_completed_store_is_of_one_run(tmp_path):
     """The store does not give its weights to another run."""
 
     def run(seed: int) -> None:
-        loop = loop_of(framework, policy=rules())
-        if framework == "torch":
-            torch.manual_seed(seed)
-            for each in loop.model.parameters():
-                torch.nn.init.normal_(each)
-        else:
-            params = {name: each + seed for name, each in loop.state["params"].items()}
-            loop.state = {**loop.state, "params": params}
+        loop = loop_of("torch")
+        torch.manual_seed(seed)
+        for each in loop.model.parameters():
+            torch.nn.init.normal_(each)
         train(loop, rules(), range(12), store=tmp_path)
 
     run(0)
@@ -141,9 +127,222 @@ def test_a_completed_store_is_of_one_run(framework, tmp_path):
         run(0)
 
 
-def test_two_runs_do_not_share_a_directory(tmp_path):
-    def open_again(healer, number):
-        with pytest.raises(StoreInUse, match="this process"):
-            Healer(rules(), state=loop_of("torch").state, store=tmp_path).__enter__()
+# -- a start that finds damage: an older checkpoint or an error, never a silent step 0 ------------
 
-    train(loop_of("torch"), rules(), range(2), store=tmp_path, before=open_again)
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that broke off at step 22, with checkpoints up to step 20."""
+    folder = tmp_path_factory.mktemp("killed")
+    breaks_off(loop_of("torch"), rules(), range(40), store=folder, at=22)
+    return folder
+
+
+def flip_data(folder: Path) -> None:
+    """Only reading the whole checkpoint shows it."""
+    flip_a_bit(folder, 0)
+
+
+def remove_state(folder: Path) -> None:
+    (folder / "state.json").unlink()
+
+
+WAYS = [flip_data, remove_state]
+
+
+def copy_of(killed: Path, folder: Path) -> list[Path]:
+    shutil.copytree(killed, folder, dirs_exist_ok=True)
+    return sorted(folder.glob("step-*"))
+
+
+@pytest.mark.parametrize("damage", WAYS)
+def test_every_checkpoint_damaged_is_refused(damage, killed, tmp_path):
+    for each in copy_of(killed, tmp_path):
+        damage(each)
+    loop = loop_of("torch")
+    before = sorted(path.name for path in tmp_path.glob("step-*"))
+    with pytest.raises(NoGoodCheckpoint, match="damaged"):
+        train(loop, rules(), range(40), store=tmp_path)
+    assert len(events(tmp_path, "end")) == 2
+    assert loop.faults.order == []
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == before, "nothing is deleted"
+
+
+@pytest.mark.parametrize("damage", WAYS)
+def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(
+    damage, killed, tmp_path, caplog
+):
+    *_, second, newest = copy_of(killed, tmp_path)
+    damage(second)
+    damage(newest)
+    loop = loop_of("torch")
+    with caplog.at_level(logging.INFO, "healcore"):
+        facts = train(loop, rules(), range(40), store=tmp_path)
+    assert facts["step"] == 40
+    assert loop.faults.order[0] == 10
+    logged = [event["step"] for event in events(tmp_path, "damaged")]
+    assert sorted(logged) == [15, 20]
+    (line,) = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]
+    assert "resumes at step 10: 10 steps up to checkpoint 20 are lost" in line
+    assert line.count("damaged") == 2
+
+
+def test_a_rollback_names_what_it_passes_over(tmp_path):
+    def damage(healer: Any) -> None:
+        healer._loop.saver.store.wait()
+        (folder,) = tmp_path.glob("step-0000000015.*")
+        remove_state(folder)
+
+    store: Any = DCPStore(tmp_path)  # without copies in memory
+    loop = loop_of("torch", Faults(always=[23]))
+    train(loop, rules(), range(40), store=store, before=at(23, damage))
+    (logged,) = events(tmp_path, "rollback")
+    assert logged["checkpoint"] == 10
+    assert [event["step"] for event in events(tmp_path, "damaged")] == [15]
+
+
+def test_no_checkpoint_is_deleted_that_is_newer_than_the_resumed(tmp_path: Path):
+    run = {"store": tmp_path, "keep": Keep(good=2, candidates=9, older=True)}
+    breaks_off(loop_of("torch"), rules(), range(60), at=45, **run)
+    newest = sorted(tmp_path.glob("step-*"))[-3:]
+    for folder in newest:
+        flip_a_bit(folder, 1)
+    again = loop_of("torch")
+    train(again, rules(), range(60), save_every=11, **run)
+    assert again.faults.order[0] < int(newest[0].name.split("-")[1].split(".")[0])
+    assert all(folder.is_dir() for folder in newest)
+
+
+# -- a disk that is gone when a run has to go back ------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_memory_has_what_a_rollback_needs_when_the_directory_was_deleted(framework, tmp_path):
+    """The events are kept somewhere else. The disk is still gone at the end: no status 0."""
+    weights: list[Any] = []
+    for folder in (tmp_path / "healthy", tmp_path / "deleted"):
+        loop, todo = loop_of(framework, Faults(always=[23]), rules()), ["delete"]
+
+        def before(healer: Any, number: int, folder: Path = folder, todo: Any = todo) -> None:
+            if number == 22 and folder.name == "deleted" and todo:
+                todo.clear()
+                healer._loop.saver.store.wait()
+                shutil.rmtree(folder)
+
+        log = folder.with_suffix(".jsonl")
+        with nullcontext() if folder.name == "healthy" else pytest.raises(LastStateNotSaved):
+            train(loop, rules(), range(40), store=folder, events=log, before=before)
+        weights.append(loop.weights())
+    assert same(*weights)
+    found = events_of(log)
+    assert [each["checkpoint"] for each in found if each["kind"] == "rollback"] == [15]
+    problems = " ".join(each.get("problem", "") for each in found)
+    assert re.search("cannot be read.* in memory", problems)
+    assert "rollback is not on disk" in problems
+    assert "No such file" in problems
+
+
+# -- another program than before: its hyperparameters and parameters ------------------------------
+
+
+def fit(
+    folder: Path, *, lr: float = 0.01, batch: int = 2, policy: Any = SKIPS, **more: Any
+) -> float:
+    """Trains on 20 batches, and returns the learning rate at the end."""
+    new_process()
+    loop = type("Loop", (TorchLoop,), {"rate": lr})()
+    rows: Any = list(range(20 * batch))
+    data = DataLoader(rows, batch_size=batch, collate_fn=lambda numbers: numbers[0])
+    train(loop, policy, data, store=folder, **more)
+    return loop.optimizer.param_groups[0]["lr"]
+
+
+def warned(folder: Path) -> list[str]:
+    return [event["problem"] for event in events(folder, "problem")]
+
+
+def test_an_interrupted_run_that_is_given_another_learning_rate_says_which_holds(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="power"):
+        fit(tmp_path, before=broken_at(16))
+    assert fit(tmp_path, lr=0.5, batch=4, policy="default") < 0.01
+    lines = "\n".join(warned(tmp_path))
+    assert "optimizer.lr: 0.01 -> 0.5" in lines
+    assert "empty directory" in lines
+    assert "policy: 'skips (" in lines
+    assert "-> 'default (" in lines
+    assert "batch size: 2 -> 4" in lines
+    assert "restart their warm-up" in lines
+
+
+def test_a_completed_run_that_is_given_another_learning_rate_is_not_returned(tmp_path: Path):
+    fit(tmp_path)
+    with pytest.raises(AlreadyCompleted, match="nothing to do"):
+        fit(tmp_path)
+    with pytest.raises(StoreNotEmpty, match=r"optimizer\.lr: 0\.01 -> 0\.5.*Nothing was trained"):
+        fit(tmp_path, lr=0.5)
+    with pytest.raises(AlreadyCompleted, match="nothing to do"):
+        fit(tmp_path)  # the refusal has changed nothing
+
+
+def test_hyperparameters_of_a_jax_state(tmp_path: Path):
+    def run(lr: float, steps: int) -> None:
+        new_process()
+        tx = protect(optax.inject_hyperparams(optax.adam)(learning_rate=lr), SKIPS)
+        params = jnp.ones(3)
+        state: Any = (params, tx.init(params))
+        with Healer(SKIPS, state=state, store=tmp_path) as healer:
+            for _ in healer.batches(list(range(6))):
+                params, inner = healer.state
+                updates, inner = tx.update(params, inner, params, value=jnp.sum(params))
+                healer.update((optax.apply_updates(params, updates), inner))
+                if healer.step == steps:
+                    raise KeyboardInterrupt
+
+    for steps in (2, 3):
+        with pytest.raises(KeyboardInterrupt):
+            run(0.001, steps)
+    assert warned(tmp_path) == []
+    run(0.5, 10)
+    assert ["learning_rate: 0.001 -> 0.5" in each for each in warned(tmp_path)] == [True]
+    with pytest.raises(StoreNotEmpty, match=r"learning_rate: 0\.001 -> 0\.5"):
+        run(0.5, 10)
+
+
+def shape_of(loop: Any, kind: str) -> None:
+    """Changes the parameters of a loop, as a program that unfreezes or grows layers does."""
+    if kind == "more":
+        loop.model.append(torch.nn.Linear(1, 1))
+        loop.optimizer.add_param_group({"params": [*loop.model[-1].parameters()]})
+    if kind == "wider":
+        loop.model[0], loop.model[3] = torch.nn.Linear(4, 16), torch.nn.Linear(16, 1)
+        loop.optimizer.state.clear()
+        loop.optimizer.param_groups[0]["params"] = [*loop.model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["more", "wider"])
+def test_a_start_does_not_fall_back_past_a_checkpoint_that_does_not_fit(kind: str, tmp_path: Path):
+    def start(until: int, *, changed: bool = False) -> None:
+        loop = loop_of("torch")
+        loop.scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1000)
+        loop.state["scheduler"] = loop.scheduler
+        if changed:
+            shape_of(loop, kind)
+
+        def before(healer: Healer, number: int) -> None:
+            resumed.append(number)
+            if number == 20 and not changed:
+                shape_of(loop, kind)
+            broken_at(until)(healer, number)
+
+        train(loop, rules(), range(60), store=tmp_path, before=before)
+
+    resumed: list[int] = []
+    with pytest.raises(RuntimeError, match="power"):
+        start(45)
+    written = {each.name for each in tmp_path.glob("step-*")}
+    with pytest.raises(StateMismatch, match="step 45 in "):
+        start(60)
+    with pytest.raises(RuntimeError, match="power"):
+        start(46, changed=True)
+    assert resumed[-2:] == [45, 46]
+    assert {each.name for each in tmp_path.glob("step-*")} >= written

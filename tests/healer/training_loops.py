@@ -62,7 +62,6 @@ SKIPS = policies.loads(
 def rules(
     *, cut: bool = True, skip_batches: int = 0, recoveries: int = 3, mode: Any = "heal"
 ) -> Any:
-    """A policy that goes back at the first NaN."""
     more = ', "cut_lr"' if cut else ""
     text = RULES.format(cut=more, skip_batches=skip_batches, recoveries=recoveries)
     return policies.load(policies.loads(text), mode=mode)
@@ -82,7 +81,6 @@ class Faults:
         self.order: list[int] = []
 
     def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 (16, 4) and (16, 1)."""
         self.seen[number] += 1
         self.order.append(number)
         random = np.random.default_rng(number)
@@ -120,7 +118,6 @@ class TorchLoop:
         self.optimizer.zero_grad()
 
     def weights(self) -> list[np.ndarray]:
-        """Everything that a step changes, as NumPy arrays."""
         moments = [
             m for s in self.optimizer.state.values() for m in (s["exp_avg"], s["exp_avg_sq"])
         ]
@@ -225,14 +222,22 @@ def train(
         return {"step": healer.step, "rollbacks": healer.rollbacks, "good": good}
 
 
-def broken_at(batch: int) -> Callable[[Healer, int], None]:
-    """A `before` that raises at a batch."""
+def at(batch: int, action: Callable[[Any], object]) -> Callable[[Healer, int], None]:
+    """A `before` that calls an action with the Healer at a batch."""
+    return lambda healer, number: action(healer) if number == batch else None  # type: ignore[return-value]
 
-    def before(healer: Healer, number: int) -> None:
-        if number == batch:
-            raise RuntimeError("power")
 
-    return before
+def broken_at(batch: int, error: type[BaseException] = RuntimeError) -> Any:
+    def fail(healer: Healer) -> None:
+        raise error("power")
+
+    return at(batch, fail)
+
+
+def breaks_off(loop: Any, policy: Any, data: Any, *, at: int, **options: Any) -> None:
+    """`train` up to a batch, at which the run ends with an exception."""
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop, policy, data, before=broken_at(at), **options)
 
 
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:

@@ -1,47 +1,131 @@
-"""Steps that never return are reported with the stacks of every rank, and ended on request."""
+"""Steps that never return are reported with the stacks of every rank, and ended on request.
+
+The runs are this file as a program: python -m tests.runtime.test_hang_guard ROOT. With several
+ranks only rank 1 hangs, and the others wait for it in an all_reduce.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 import signal
+import sys
+import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from healcore.core.verdict import Cause
 from healcore.events import read
+from healcore.runtime import hang_guard
 from healcore.runtime.hang_guard import EXIT_STATUS
+from healcore.runtime.healer import Healer
 from tests import forked_programs
 from tests.events import processes
 from tests.events.sample_events import problems
+from tests.healer.killed_runs import forked
 from tests.healer.run_directory import events, postmortems
+from tests.runtime.faults.test_page import assert_on_the_page
 
 BOUND_S = 1200
 """After which a test fails. How long it takes depends on what else runs, and is not asserted."""
-ALONE = ("python", "sleeps")
-RANKS = {"stopped": 3, "sleeps": 2}
-RUNS = [(how, 1) for how in (*ALONE, "slow", "preset", "healthy")] + [*RANKS.items()]
+RUNS = {"python": 1, "slow": 1, "preset": 1, "healthy": 1, "sleeps": 2, "stopped": 3}
+"""How the process or rank 1 hangs, or that it only takes long -> number of ranks."""
+HANGS_AT = 5
+LIMIT = 1.0
+"""Seconds that a step may take."""
+HEALTHY = 4.0
+"""The same in a healthy run, whose steps a busy machine may delay."""
+OPTIONS: dict[str, dict[str, Any]] = {"slow": {"mode": "observe"}, "preset": {}}
+"""What differs from a policy that ends a process that hangs."""
+ENDS = {"respond": [{"to": ["hang"], "do": ["stop"]}]}
 
 
-def run(root: Path, runs: list[tuple[str, int]]) -> dict[str, int]:
-    """The exit status of each process, by how it hangs, number of ranks and rank."""
-    program = "-m", "tests.runtime.hanging_run", root, json.dumps(runs)
-    done = processes.run(*program, seconds=BOUND_S)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def hang(how: str, folder: Path) -> None:
+    """Never returns, unless it is only slow."""
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how in ("slow", "preset"):
+        while not events(folder, "fault"):
+            time.sleep(0.05)
+    elif how == "sleeps":
+        time.sleep(1000)
+    while how == "python":
+        pass
+
+
+def train(how: str, folder: Path, rank: int) -> None:
+    """Trains 10 steps; at step HANGS_AT it does what `how` says."""
+    faulthandler.dump_traceback_later(1000, exit=True)
+    limit, world = HEALTHY if how == "healthy" else LIMIT, RUNS[how]
+    if world > 1:
+        hang_guard._STACKS_TIMEOUT_S, hang_guard._REPORT_TIMEOUT_S = 10.0, 600.0
+        at = f"file://{folder}.rendezvous"
+        dist.init_process_group("gloo", init_method=at, rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state, options = {"model": model, "optimizer": optimizer}, OPTIONS.get(how, ENDS)
+    healer: Any = Healer("default", state=state, store=folder, hang={"timeout_s": limit}, **options)
+    with healer:
+        for number in healer.batches(range(10)):
+            time.sleep(0.05)
+            if number == 0 and how == "healthy":
+                time.sleep(1.5 * HEALTHY)  # the first step, which compiles
+            if number == HANGS_AT and (world == 1 or rank == 1):
+                hang(how, folder)
+            loss = model(torch.ones(1, 2)).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            for p in model.parameters():
+                if world > 1:
+                    dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == HANGS_AT and how == "healthy":
+                time.sleep(1.5 * HEALTHY)  # an evaluation, or a checkpoint
+
+
+def main(root: Path) -> None:
+    """Runs all at once, each in a folder of `root`; prints how -> exit status of each rank."""
+    pids: dict[int, tuple[str, int]] = {}
+    for how, world in RUNS.items():
+        (folder := root / how).mkdir()
+        for rank in range(world):
+            pid = forked(partial(train, how, folder, rank), Path(f"{folder}.{rank}.log"))
+            pids[pid] = how, rank
+    statuses = {how: [0] * world for how, world in RUNS.items()}
+    while pids:
+        if [*pids.values()] == [("stopped", 1)]:
+            os.kill(next(iter(pids)), signal.SIGKILL)  # as a launcher does it
+        pid, status = os.waitpid(-1, 0)
+        how, rank = pids.pop(pid)
+        statuses[how][rank] = os.waitstatus_to_exitcode(status)
+    print(json.dumps(statuses), flush=True)
 
 
 class Runs:
-    """One process for each way to hang, all at once, and some of several ranks."""
-
     def __init__(self, root: Path) -> None:
-        self.root, self._statuses = root, run(root, RUNS)
+        self.root = root
+        done = processes.run("-m", "tests.runtime.test_hang_guard", root, seconds=BOUND_S)
+        assert done.returncode == 0, done.stderr
+        self.ended: dict[str, list[int]] = json.loads(done.stdout)
 
-    def folder(self, how: str, world: int = 1) -> Path:
-        return self.root / f"{how}{world}"
+    def faults(self, how: str) -> list[dict[str, Any]]:
+        return events(self.root / how, "fault")
 
-    def ended(self, how: str, world: int = 1) -> list[int]:
-        """The exit status of each rank."""
-        return [self._statuses[f"{how}{world}.{rank}"] for rank in range(world)]
+    def stacks(self, how: str) -> dict[int, str]:
+        """Rank -> its stacks, in the postmortem; those in the event are the same."""
+        (found,), fault = postmortems(self.root / how), self.faults(how)[-1]
+        assert found["cause"] == fault["cause"] == ["HANG"]
+        assert (fault["answer"], found["ending"]) == ("stop", "stopped")
+        assert fault["stacks"] == found["stacks"]
+        return {rank: each["stacks"] for each in found["stacks"] for rank in each["ranks"]}
 
 
 @pytest.fixture(scope="module")
@@ -49,28 +133,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("hangs"))
 
 
-def stacks_of(folder: Path) -> dict[int, str]:
-    """Rank -> its stacks, in the postmortem; those in the event are the same."""
-    (found,) = postmortems(folder)
-    *_, fault = (each for each in events(folder) if each["kind"] == "fault")
-    assert found["cause"] == fault["cause"] == ["HANG"]
-    assert fault["answer"] == "stop"
-    assert fault["stacks"] == found["stacks"]
-    assert found["ending"] == "stopped"
-    return {rank: each["stacks"] for each in found["stacks"] for rank in each["ranks"]}
-
-
-@pytest.mark.parametrize("how", ALONE)
-def test_one_process_is_ended_with_its_stack(how, runs):
-    assert runs.ended(how) == [EXIT_STATUS]
-    (stacks,) = stacks_of(runs.folder(how)).values()
+def test_one_process_is_ended_with_its_stack(runs):
+    assert runs.ended["python"] == [EXIT_STATUS]
+    (stacks,) = runs.stacks("python").values()
     assert "in hang" in stacks.partition("\nThread ")[0], "the thread that trains comes first"
 
 
 def test_all_ranks_are_ended_with_the_stacks_of_each(runs):
-    first, second = runs.ended("sleeps", 2)
-    assert (first, second) == (EXIT_STATUS, EXIT_STATUS)
-    stacks = stacks_of(runs.folder("sleeps", 2))
+    assert runs.ended["sleeps"] == [EXIT_STATUS] * 2
+    stacks = runs.stacks("sleeps")
     assert sorted(stacks) == [0, 1]
     assert "in hang" in stacks[1]
     assert "in all_reduce" in stacks[0]
@@ -78,49 +149,43 @@ def test_all_ranks_are_ended_with_the_stacks_of_each(runs):
 
 
 def test_a_stopped_rank_is_named_and_left_to_the_launcher(runs):
-    first, stopped, third = runs.ended("stopped", 3)
+    first, stopped, third = runs.ended["stopped"]
     assert (first, stopped) == (EXIT_STATUS, -signal.SIGKILL)
     assert third in (EXIT_STATUS, 1), "the connection to rank 0 breaks"
-    *_, fault = (each for each in events(runs.folder("stopped", 3)) if each["kind"] == "fault")
-    assert "rank 1 has not answered" in fault["problem"]
-    assert sorted(stacks_of(runs.folder("stopped", 3))) == [0, 2]
-
-
-def test_every_event_of_a_hang_is_valid(runs):
-    for how in ("python", "slow"):
-        history = read(runs.folder(how) / "healcore.events.jsonl")
-        assert history.problems == []
-        assert [each for event in history.events for each in problems(event)] == []
+    assert "rank 1 has not answered" in runs.faults("stopped")[-1]["problem"]
+    assert sorted(runs.stacks("stopped")) == [0, 2]
 
 
 @pytest.mark.parametrize(("how", "answer"), [("slow", None), ("preset", "alert")])
 def test_what_does_not_end_a_run(how, answer, runs):
     """A policy that observes, and the presets."""
-    assert runs.ended(how) == [0]
-    fault, *_ = (each for each in events(runs.folder(how)) if each["kind"] == "fault")
+    assert runs.ended[how] == [0]
+    fault = runs.faults(how)[0]
     assert fault.get("answer") == answer
     assert fault.get("observed", False) == (how == "slow")
     assert "in hang" in fault["stacks"][0]["stacks"]
-    assert [each["ending"] for each in postmortems(runs.folder(how))] == ["completed"]
+    assert [each["ending"] for each in postmortems(runs.root / how)] == ["completed"]
+    assert_on_the_page(Cause.HANG, (runs.root / f"{how}.0.log").read_text(), runs.root / how)
+    history = read(runs.root / how / "healcore.events.jsonl")
+    assert history.problems == []
+    assert [each for event in history.events for each in problems(event)] == []
 
 
 def test_a_long_first_step_and_a_long_evaluation_are_no_hang(runs):
-    assert runs.ended("healthy") == [0]
-    assert not [each for each in events(runs.folder("healthy")) if each["kind"] == "fault"]
+    assert runs.ended["healthy"] == [0]
+    assert runs.faults("healthy") == []
 
 
 LEFT = """
-import torch, healcore
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
-    iterator = healer.batches([torch.ones(4, 2)] * 9)
-    for batch in iterator:
-        healer.observe(model(batch).square().mean())
-        if healer.step == 4:
+from healcore import Healer
+from tests.healer.training_loops import SKIPS, loop_of
+loop = loop_of("torch")
+with Healer(SKIPS, state=loop.state) as healer:
+    iterator = healer.batches(range(9))
+    for number in iterator:
+        loop.step(healer, number)
+        if number == 4:
             break
-        model(batch).sum().backward()
-        optimizer.step()
 """
 
 
@@ -128,3 +193,7 @@ def test_an_iterator_that_is_left_and_kept_ends_with_the_interpreter():
     done = forked_programs.run("-c", LEFT)
     assert done.returncode == 0, done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

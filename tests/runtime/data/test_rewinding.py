@@ -6,26 +6,33 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from healcore.runtime.data import BatchId, Cursor
-from tests.runtime.data.loaders import BATCHES, REWINDING, Kind, Squares, fabric, over, take
+from healcore.runtime.data import BatchId, Cursor, EmptyLoader, UnusableLoader
+from healcore.runtime.data.loader_adapters import DataError, position_of_other_ranks
+from tests.runtime.data.loaders import (
+    BATCHES,
+    EXAMPLES,
+    REWINDING,
+    SIZE,
+    Kind,
+    over,
+    take,
+)
 
 
-def gone_through(kind: Kind) -> tuple[Cursor, list, list]:
-    """A cursor at the end, the batches, and the position in front of each and behind the last."""
+@over(REWINDING)
+def test_from_the_end_to_every_position_and_in_a_later_process(kind):
     cursor = Cursor(kind.make(), epochs=kind.epochs)
     positions, handed = [cursor.position()], []
     while batch := take(cursor, 1):
         handed += batch
         positions.append(cursor.position())
-    return cursor, handed, positions
-
-
-@over(REWINDING)
-def test_from_the_end_to_every_position_and_in_a_later_process(kind):
-    cursor, handed, positions = gone_through(kind)
     assert cursor.why_not is None
     last = len(positions) - 1
     # With a worker a rewind starts a process: then only the ends and the middle of an epoch.
@@ -46,37 +53,14 @@ def test_from_the_end_to_every_position_and_in_a_later_process(kind):
 def test_between_two_epochs(kind):
     """After the StopIteration of `next`, where a loop outside is."""
     cursor = Cursor(kind.make(), epochs=1)
-    first = take(cursor)
+    take(cursor)
     between = cursor.position()
     cursor.extend()
     second = take(cursor)
-    assert [which.epoch for which, _ in first + second] == [0] * 4 + [1] * 4
-    assert cursor.rewind(between)
-    assert take(cursor, 2) == second[:2]
+    assert [which.epoch for which, _ in second] == [1] * 4
     assert cursor.rewind(between)
     assert take(cursor) == second
-    if kind.name != "user's iterator":  # its loader counts the passes of this process
-        resumed = Cursor(kind.make(), epochs=2)
-        assert resumed.rewind(between)
-        assert take(resumed) == second
 
-
-def test_fabric_counts_the_epochs_and_a_bad_batch_does_not_end_the_loader():
-    make = next(kind.make for kind in REWINDING if kind.name == "fabric distributed")
-    alone, cursor = make(), Cursor(make())
-    handed = take(cursor)
-    for _ in range(EPOCHS - 1):
-        cursor.extend()
-        handed += take(cursor)
-    assert [batch for _, batch in handed] == [b.tolist() for _ in range(EPOCHS) for b in alone]
-    bad = Cursor(fabric(Squares(bad=4)))
-    bad.next()
-    with pytest.raises(OSError, match="example 4"):
-        bad.next()
-    assert bad.next()[1] == BatchId(0, 2)
-
-
-# -- random walks, against the list of all batches ------------------------------------------------
 
 EPOCHS = 3
 IDS = st.tuples(st.integers(0, EPOCHS), st.integers(0, BATCHES + 2))
@@ -150,3 +134,130 @@ def test_random_walks(kind):
 @over([kind for kind in REWINDING if kind.epochs == EPOCHS])
 def test_random_walks_over_every_loader(kind):
     random_walks(kind, 20 if kind.name.startswith("grain") else 100, 40)  # Grain starts threads
+
+
+# -- several epochs: within the cursor, in a loop outside, and samplers with `set_epoch` ----------
+
+
+def distributed(sampler_type: Any = DistributedSampler, loader_type: Any = DataLoader) -> Any:
+    sampler = sampler_type(EXAMPLES, num_replicas=1, rank=0)
+    return loader_type(EXAMPLES, batch_size=SIZE, sampler=sampler)
+
+
+STATEFUL: Any = (StatefulDistributedSampler, StatefulDataLoader)
+
+
+@pytest.mark.parametrize(("types", "by_cursor"), [((), True), ((), False), (STATEFUL, False)])
+def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
+    """The number is the cursor's, or that of a loop outside, which sets its own."""
+    loader = distributed(*types)
+    cursor = Cursor(loader, epochs=None if by_cursor else 1)
+    handed, positions = [], []
+    for number in (7, 3, 4):
+        if not by_cursor:
+            loader.sampler.set_epoch(number)
+            if number != 7:
+                cursor.extend()
+        for _ in range(BATCHES):
+            positions.append(cursor.position())
+            handed += take(cursor, 1)
+    alone = distributed()  # a loop without healcore
+    for epoch, number in enumerate([0, 1, 2] if by_cursor else [7, 3, 4]):
+        alone.sampler.set_epoch(number)
+        batches = [batch for which, batch in handed if which.epoch == epoch]
+        assert batches == [batch.tolist() for batch in alone]
+    for place in (11, 6, 2):
+        assert cursor.rewind(positions[place])
+        assert take(cursor, 12 - place) == handed[place:]
+    resumed = Cursor(distributed(*types), epochs=3)
+    assert resumed.rewind(positions[6])
+    assert take(resumed) == handed[6:]
+
+
+@pytest.mark.parametrize(("empty", "epochs"), [([], None), (torch.empty(0, 2), 1)])
+def test_an_empty_loader(empty, epochs):
+    with pytest.raises(EmptyLoader, match="gave no batch in epoch 0: is the dataset empty"):
+        Cursor(empty, epochs=epochs).next()
+
+
+def test_an_iterator_has_one_epoch():
+    for epochs in (1, None):
+        assert len(take(Cursor(iter([1, 2]), epochs=epochs))) == 2
+    cursor = Cursor(iter([1, 2]))
+    take(cursor)
+    cursor.extend()  # as a plain loop: nothing more comes
+    assert take(cursor) == []
+    with pytest.raises(UnusableLoader, match="is an iterator and has one epoch, not 2"):
+        Cursor(iter([1, 2]), epochs=2)
+
+
+# -- a position of another number of ranks: the same global batch, or an error --------------------
+
+ROWS = 96
+
+
+def loaders(kind: type, ranks: int, batch_size: int) -> list:
+    """One of each rank, over the same rows, shuffled."""
+    data: Any = list(range(ROWS))
+    samplers = [DistributedSampler(data, ranks, rank, seed=7) for rank in range(ranks)]
+    return [kind(data, batch_size=batch_size, sampler=each) for each in samplers]
+
+
+def global_batches(cursors: list[Cursor]) -> list[set[int]]:
+    """The rows of all ranks, batch by batch, to the end of the second epoch."""
+    found = []
+    while True:
+        try:
+            batches = [cursor.next()[0] for cursor in cursors]
+        except StopIteration:
+            return found
+        found.append({int(row) for batch in batches for row in torch.as_tensor(batch)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "now", "read"),
+    [
+        (DataLoader, (4, 2), (2, 4), 0),
+        (DataLoader, (2, 4), (1, 8), 15),
+        (StatefulDataLoader, (2, 4), (4, 2), 5),
+        (StatefulDataLoader, (4, 2), (2, 4), 12),  # the end of an epoch
+    ],
+)
+def test_the_same_global_batches_with_another_number_of_ranks(kind, before, now, read):
+    cursors = [Cursor(each, epochs=2) for each in loaders(kind, *before)]
+    for _ in range(read):
+        _ = [cursor.next() for cursor in cursors]
+    position = position_of_other_ranks(cursors[0].position(), before[0])
+    expected = global_batches(cursors)
+    assert len(expected) == 24 - read
+    others = [Cursor(each, epochs=2) for each in loaders(kind, *now)]
+    for cursor in others:
+        if not cursor.rewind(position):
+            cursor.fast_forward(position)
+    assert global_batches(others) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "why"),
+    [
+        (range(10), range(5), r"the loader had 10 batches, and range has 5 batches"),
+        (iter(range(10)), iter(range(10)), "how the loader divided the data"),
+        (
+            loaders(DataLoader, 2, 4)[0],
+            loaders(DataLoader, 4, 4)[0],
+            "the loader had 8 rows of a global batch, and .* has 16 rows of a global batch",
+        ),
+        (loaders(DataLoader, 2, 4)[0], iter(range(10)), "has an unknown number"),
+    ],
+)
+def test_another_division_is_refused(before, now, why):
+    cursor = Cursor(before)
+    cursor.next()
+    position = position_of_other_ranks(cursor.position(), 2)
+    other = Cursor(now)
+    assert not other.rewind(position)
+    with pytest.raises(DataError, match=why) as error:
+        other.fast_forward(position)
+    assert "saved by 2 ranks" in str(error.value)
+    assert "Start the run with 2 ranks" in str(error.value)
+    assert other.next()[1] == (0, 0), "nothing was read"

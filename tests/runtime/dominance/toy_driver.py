@@ -5,6 +5,7 @@ Comparisons take no time that counts, and every loss is known in advance.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,8 +20,6 @@ Loss = Callable[[float, Any], float]
 
 
 class ToyDriver:
-    """Has one weight."""
-
     def __init__(self) -> None:
         self.weight: float = 10.0
         self.evaluations = -3
@@ -35,35 +34,21 @@ class ToyDriver:
         return self.weight
 
     def losses_of(
-        self,
-        loss_fn: Loss,
-        batches: Iterable[Any],
-        weights: float | None = None,
-        *,
-        redraw: bool = False,
+        self, loss_fn: Loss, batches: Iterable[Any], weights: Any = None, **options: Any
     ) -> list[float]:
-        found = []
-        for batch in batches:
-            self.evaluations += 1
-            found.append(loss_fn(self.weight if weights is None else weights, batch))
+        weights = self.weight if weights is None else weights
+        found = [loss_fn(weights, batch) for batch in batches]
+        self.evaluations += len(found)
         return found
 
 
 class Run:
     """A run that is compared with its past, without a Healer."""
 
-    def __init__(
-        self,
-        loss_fn: Loss | None,
-        *,
-        threshold: float = 1e4,
-        interval: int = 100,
-        ranks: Any = None,
-    ) -> None:
+    def __init__(self, loss_fn: Loss, *, interval: int = 100) -> None:
         self.driver = ToyDriver()
         self.warnings: list[str] = []
         self.assessments: list[str] = []
-        """The verdicts that were logged."""
         log: Any = RunLog(Log(None), silent=True)
         log.event = lambda kind, **fields: self.assessments.append(fields["verdict"])
         self.loss_fn = loss_fn
@@ -72,8 +57,8 @@ class Run:
         self.dominance = Dominance(
             driver=driver,
             loss_fn=loss_fn,
-            ranks=ranks or Alone(),
-            threshold=threshold,
+            ranks=Alone(),
+            threshold=1e4,
             interval=interval,
             warn=self.warnings.append,
             log=log,
@@ -84,35 +69,19 @@ class Run:
         self.dominance.keep(0, self.restorable)
 
     def take(
-        self,
-        batch: Any,
-        *,
-        weight: float | None = None,
-        alarm: bool = False,
-        trained: bool = True,
-        loss: float | None = None,
-        norm: float = float("nan"),
+        self, batch: Any, *, weight: Any = None, loss: Any = None, norm: Any = math.nan, alarm=False
     ) -> Verdict | None:
         """One step on a batch; `weight` is the weight before its update."""
         if weight is not None:
             self.driver.weight = weight
-        assert self.loss_fn is not None
         if loss is None:
             loss = self.loss_fn(self.driver.weight, batch)
         step = TrainedStep(self.step, (ObservedBatch(batch),), norm)
-        verdict = self.dominance.observe(step, loss, alarm=alarm, trained=trained)
+        verdict = self.dominance.observe(step, loss, alarm=alarm, trained=True)
         self.step += 1
         if self.step % self.interval == 0:
             self.dominance.keep(self.step, self.restorable)
         return verdict
-
-    def until_verdict(self, steps: int, **options: Any) -> Verdict | None:
-        """Steps on batches numbered by step, at most so many, until a verdict."""
-        for _ in range(steps):
-            verdict = self.take(self.step, **options)
-            if verdict is not None:
-                return verdict
-        return None
 
 
 def noisy(weight: float, batch: int) -> float:
@@ -121,7 +90,6 @@ def noisy(weight: float, batch: int) -> float:
 
 
 def healthy(run: Run, steps: int, *, alarm: bool = False) -> None:
-    """The weight falls."""
     for _ in range(steps):
         assert run.take(run.step, weight=10.0 / (1 + run.step / 50), alarm=alarm) is None
 
@@ -131,6 +99,7 @@ LASTS = 50
 
 
 def damaged(run: Run, steps: int = 250, by: float = 5.0, *, alarm: bool = True) -> Any:
-    """From now on the weight is higher; the detectors say so."""
+    """The verdict, if one comes: from now on the weight is higher, and the detectors say so."""
     level = run.driver.weight + by
-    return run.until_verdict(steps, weight=level, alarm=alarm)
+    taken = (run.take(run.step, weight=level, alarm=alarm) for _ in range(steps))
+    return next((verdict for verdict in taken if verdict is not None), None)

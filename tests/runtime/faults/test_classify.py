@@ -1,4 +1,4 @@
-"""Real exceptions of real libraries are the fault that they are, and prose is never one."""
+"""Real exceptions of real libraries are the fault that they are, and network calls are repeated."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import errno
 import gzip
 import importlib.util
 import io
+import itertools
 import json
-import socket
+import logging
+import time
 import urllib.request
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,33 +34,22 @@ from PIL import Image
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
+import healcore
 from healcore import classify
 from healcore.core.verdict import Cause
+from healcore.policy import load
+from healcore.runtime.faults import retry
+from healcore.runtime.faults.retry import Retries, repeated
+from healcore.runtime.host_policy import HostPolicy
 from tests.runtime.faults.local_server import by_httpx, by_requests, serving
 
 
 def error_of(action, *arguments, **options) -> BaseException:
-    """What a call raises."""
     try:
         action(*arguments, **options)
     except BaseException as error:
         return error
     raise AssertionError("nothing was raised")
-
-
-def chained(outer: BaseException, inner: BaseException) -> BaseException:
-    """`outer`, raised from `inner`."""
-    outer.__cause__ = inner
-    return outer
-
-
-def while_handling(inner: BaseException, outer: BaseException) -> BaseException:
-    """`outer`, raised while `inner` was handled, without `from`."""
-    outer.__context__ = inner
-    return outer
-
-
-# -- HTTP -----------------------------------------------------------------------------------------
 
 
 def by_urllib(url):
@@ -80,35 +73,24 @@ def by_aiohttp(url):
 CLIENTS = [by_requests, by_httpx, by_urllib, by_models_of_hub]
 if importlib.util.find_spec("aiohttp"):  # only other libraries bring it along
     CLIENTS.append(by_aiohttp)
+CLOSES, LATE = 0, -1  # see `serving`
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize(
-    ("status", "transient"),
-    [(400, False), (401, False), (403, False), (404, False), (429, True), (500, True),
-     (501, False), (503, True)],
-)  # fmt: skip
-def test_a_status(client, status, transient):
+@pytest.mark.parametrize("status", [404, 429, 503, CLOSES])
+def test_a_status(client, status):
+    """For other statuses see `test_only_errors_of_http_are_transient_or_network`."""
     with serving(status) as server:
         fault = classify(error_of(client, server.url))
-    assert fault == (Cause.NETWORK, f"HTTP {status}", transient, None)
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_nobody_listens_or_the_connection_is_lost(client):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    refused = classify(error_of(client, f"http://127.0.0.1:{port}"))
-    with serving(0) as server:
-        lost = classify(error_of(client, server.url))
-    for fault in refused, lost:
-        assert (fault.cause, fault.transient) == (Cause.NETWORK, True)
+    assert (fault.cause, fault.transient) == (Cause.NETWORK, status != 404)
+    assert fault.sign == f"HTTP {status}" or status == CLOSES
+    fault = classify(error_of(client, server.url))  # the server is gone
+    assert (fault.cause, fault.transient) == (Cause.NETWORK, True)
 
 
 @pytest.mark.parametrize("client", [requests.get, httpx.get, urllib.request.urlopen])
 def test_a_timeout(client):
-    with serving(-1) as server:
+    with serving(LATE) as server:
         fault = classify(error_of(client, server.url, timeout=0.05))
     assert (fault.cause, fault.transient) == (Cause.NETWORK, True)
 
@@ -121,9 +103,6 @@ def test_a_timeout(client):
 def test_how_long_the_server_asks_to_wait(client, header, seconds):
     with serving(429, headers={"Retry-After": header}) as server:
         assert classify(error_of(client, server.url)).retry_after_s == seconds
-
-
-# -- memory, data, hangs --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,7 +156,6 @@ OOM_MESSAGES = [
     ids=str,
 )
 def test_messages_of_systems_that_are_not_here(error, cause):
-    """As the sources of torch write them."""
     fault = classify(error)
     assert (fault.cause, fault.transient) == (cause, False)
 
@@ -197,28 +175,26 @@ def test_a_rank_that_does_not_come():
     assert classify(error) == (Cause.HANG, "gloo timeout", False, None)
 
 
-# -- chains --------------------------------------------------------------------------------------
-
-
 class Wrapped(Exception): ...
 
 
-def test_an_error_that_is_raised_from_another_is_that_one():
-    inner = ConnectionResetError(errno.ECONNRESET, "x")
-    assert classify(chained(Wrapped("y"), inner)).transient
-    assert classify(while_handling(inner, Wrapped("y"))).transient
-    assert classify(chained(Wrapped("y"), chained(Wrapped("z"), MemoryError()))).cause is Cause.OOM
+def chain(*errors: BaseException, link: str = "__cause__") -> BaseException:
+    """The first error, raised from the second one (or while it was handled), and so on."""
+    for outer, inner in itertools.pairwise(errors):
+        setattr(outer, link, inner)
+    return errors[0]
 
 
-def test_a_bug_in_a_handler_is_a_bug():
-    inner = ConnectionResetError(errno.ECONNRESET, "x")
-    assert classify(while_handling(inner, NameError("y"))).cause is Cause.UNKNOWN
-    suppressed = while_handling(inner, Wrapped("y"))
-    suppressed.__suppress_context__ = True
-    assert classify(suppressed).cause is Cause.UNKNOWN
+def test_an_error_is_the_one_from_which_it_was_raised_but_a_bug_in_a_handler_is_a_bug():
+    lost = ConnectionResetError(errno.ECONNRESET, "x")
+    assert classify(chain(Wrapped("y"), lost)).transient
+    assert classify(chain(Wrapped("y"), Wrapped("z"), MemoryError())).cause is Cause.OOM
+    handled = chain(Wrapped("y"), lost, link="__context__")
+    assert classify(handled).transient
+    handled.__suppress_context__ = True
+    assert classify(handled).cause is Cause.UNKNOWN
+    assert classify(chain(NameError("y"), lost, link="__context__")).cause is Cause.UNKNOWN
 
-
-# -- prose ----------------------------------------------------------------------------------------
 
 WORDS = ["capital", "API", "rate limit", "429", "503", "timeout", "out of memory", "CUDA", "NCCL",
          "connection reset", "OOM", "RESOURCE_EXHAUSTED", "http", "errno 104", "data"]  # fmt: skip
@@ -240,3 +216,83 @@ def test_only_errors_of_http_are_transient_or_network(status):
     assert (fault.cause is Cause.NETWORK) == (400 <= status <= 599)
     for_a_while = {408, 425, 429, *range(500, 600)} - {501, 505}
     assert fault.transient == (status in for_a_while)
+
+
+# -- which calls are repeated, how often, after which waits ---------------------------------------
+
+
+def recorded(call: Any, **rules: Any) -> Any:
+    """The repeated call, with its `waits` and `attempts`; nothing waits for real."""
+    defaults = {"jitter": 0.0, "base_delay_s": 1.0, "factor": 2.0, "max_delay_s": 5.0}
+    policy = HostPolicy.of(load("default", retry={**defaults, "attempts": 5, **rules}))
+    found = SimpleNamespace(waits=[], attempts=[])
+    report, sleep = found.attempts.append, found.waits.append
+    found.call = repeated(call, partial(Retries, policy=policy, report=report, sleep=sleep))
+    return found
+
+
+def by_hub(url: str) -> str:
+    huggingface_hub.HfApi(endpoint=url).whoami(token="x")
+    return "done"
+
+
+@pytest.mark.parametrize("client", [by_requests, by_httpx, by_hub])
+def test_the_failed_call_is_made_again_until_it_succeeds_or_gives_up(client):
+    run = recorded(client)
+    with serving(503, 0, 429, 200) as server:
+        assert run.call(server.url) == "done"
+    assert server.requests == 4
+    assert run.waits == [1, 2, 4]
+    assert [(each.number, each.wait_s) for each in run.attempts] == [
+        (1, 1), (2, 2), (3, 4), (4, None),
+    ]  # fmt: skip
+    assert run.attempts[0].fault.sign == "HTTP 503"
+    assert run.attempts[-1].fault is None
+
+    run = recorded(client)
+    with serving(503) as server, pytest.raises(Exception, match="503") as caught:
+        run.call(server.url)
+    assert server.requests == 5
+    assert run.waits == [1, 2, 4, 5]
+    assert type(caught.value).__module__.startswith(("requests", "httpx", "huggingface_hub"))
+    assert "gives up" in run.attempts[-1].line
+
+
+def test_how_long_a_server_may_ask_to_wait():
+    run = recorded(by_requests)
+    with serving(429, 200, headers={"Retry-After": "42"}) as server:
+        run.call(server.url)
+    day = {"Retry-After": "86400"}
+    with serving(429, headers=day) as server, pytest.raises(requests.HTTPError):
+        run.call(server.url)
+    assert (server.requests, run.waits) == (1, [42])
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1, 1e4), st.floats(1, 1e6))
+def test_waits_grow_by_the_factor_up_to_the_limit(base, more, factor):
+    def fail():
+        raise ConnectionResetError
+
+    run = recorded(fail, base_delay_s=base, max_delay_s=base * more, factor=factor, attempts=6)
+    with pytest.raises(ConnectionResetError):
+        run.call()
+    assert run.waits == pytest.approx([min(base * factor**n, base * more) for n in range(5)])
+
+
+def test_without_a_healer(monkeypatch, caplog):
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setattr(retry, "_random", lambda: 0.0)
+    policy = load("default", retry={"attempts": 3, "jitter": 0.0, "base_delay_s": 0.5})
+    with serving(503, 503, 200, 404) as server, caplog.at_level(logging.INFO, "healcore"):
+        get = healcore.retrying(by_requests, policy)
+        assert get(server.url) == "done"
+        with pytest.raises(requests.HTTPError, match="404"):
+            get(server.url)
+    assert (server.requests, waits) == (4, [0.5, 1])
+    with serving(503) as server, pytest.raises(requests.HTTPError, match="503"):
+        healcore.retrying(by_requests, "observe")(server.url)
+    assert server.requests == 1, "a policy that does not repeat"
+    lines = [each.getMessage() for each in caplog.records][:3]
+    assert lines[0].startswith("by_requests failed (HTTP 503, attempt 1), again in 0.5 s: HTTPErr")
+    assert lines[-1] == "by_requests has succeeded at attempt 3"

@@ -23,7 +23,7 @@ from healcore.runtime.loop.termination import REPEATED_S, Terminated
 from tests.forked_programs import ForkedProgram
 from tests.healer.run_directory import events, postmortems
 from tests.healer.test_endings import accumulating_torch_loop
-from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
+from tests.healer.training_loops import SKIPS, Faults, at, loop_of, rules, train
 
 
 @contextmanager
@@ -41,7 +41,6 @@ def started(folder: Path, how: str = "") -> Iterator[subprocess.Popen[str]]:
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:
-    """Ctrl-C, and waits until the program has taken note."""
     assert process.stderr is not None
     process.send_signal(signal.SIGINT)
     assert any("Ctrl-C again stops at once" in line for line in process.stderr)
@@ -62,8 +61,7 @@ def test_the_first_one_saves_and_ends_with_130_and_a_plain_line(how, tmp_path):
     assert loop.faults.order == [8, 9, 10, 11]
 
 
-def test_the_second_one_stops_at_once(tmp_path):
-    """In the middle of a step."""
+def test_the_second_one_stops_at_once_in_the_middle_of_a_step(tmp_path):
     with started(tmp_path) as process:
         interrupt(process)
         process.send_signal(signal.SIGINT)
@@ -76,31 +74,29 @@ def test_the_second_one_stops_at_once(tmp_path):
     assert loop.faults.order[0] == 5
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_scheduler_that_signals_twice_does_not_cost_the_last_state(second, tmp_path):
+@pytest.mark.parametrize(
+    ("second", "after", "status"),
+    [
+        (signal.SIGTERM, 0.2, 128 + signal.SIGTERM),  # of a scheduler that signals twice
+        (signal.SIGINT, 0.2, 128 + signal.SIGTERM),
+        (signal.SIGTERM, REPEATED_S + 0.5, -signal.SIGTERM),
+    ],
+)
+def test_a_later_signal_ends_the_process_at_once_and_one_of_the_same_moment_does_not(
+    second, after, status, tmp_path
+):
     with started(tmp_path) as process:
-        for number in (signal.SIGTERM, second):
-            process.send_signal(number)
-            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(after)
+        process.send_signal(second)
+        time.sleep(0.2)
         _, err = process.communicate("\n" * 5, timeout=600)
-    assert process.returncode == 128 + signal.SIGTERM, err
-    assert "checkpoint 8 is on disk" in err
-
-
-def test_a_later_sigterm_ends_the_process_at_once(tmp_path):
-    with started(tmp_path) as process:
-        process.send_signal(signal.SIGTERM)
-        time.sleep(REPEATED_S + 0.5)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=600)
-    assert process.returncode == -signal.SIGTERM
+    assert process.returncode == status, err
+    assert ("checkpoint 8 is on disk" in err) == (status > 0)
 
 
 def test_sigterm_in_an_incident_saves_too(tmp_path):
-    def ask(healer, number):
-        if number == 24:
-            os.kill(os.getpid(), signal.SIGTERM)
-
+    ask = at(24, lambda healer: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Terminated):
         train(loop_of("torch", Faults(always=[23])), SKIPS, range(40), store=tmp_path, before=ask)
     assert events(tmp_path, "save")[-1]["step"] == 25
@@ -120,8 +116,12 @@ def main(folder: str, how: str) -> None:
         if number == 7 and not how:
             healer._loop.saver.store.wait()
         print(number, flush=True)
+        # A signal that comes just before a blocking read is noted in C, and its handler would run
+        # only when the read is over.
+        while number >= 7 and not select.select([sys.stdin], [], [], 0.05)[0]:
+            pass
         if number >= 7:
-            wait_for_line()
+            sys.stdin.readline()
 
     try:
         train(loop_of("torch"), rules(), range(12), store=Path(folder), before=before)
@@ -131,17 +131,6 @@ def main(folder: str, how: str) -> None:
         raise
     finally:
         print("tidied up", flush=True)
-
-
-def wait_for_line() -> None:
-    """Reads one line, and comes back to Python meanwhile.
-
-    A signal that comes just before a blocking read is noted in C, and its handler would run only
-    when the read is over.
-    """
-    while not select.select([sys.stdin], [], [], 0.05)[0]:
-        pass
-    sys.stdin.readline()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""The postmortem: whole or not at all, one for each run, and of a killed run by the next start."""
+"""The postmortem and its diagnosis, of this run, and of a killed run by the next start."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,37 +13,115 @@ from typing import Any
 import pytest
 
 from healcore.core.verdict import Cause
-from healcore.events import Log, process, read
+from healcore.events import Log, read
+from healcore.events.models import Ending
 from healcore.history import Counts, Run, runs_of
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.postmortem.diagnosis import RunEnd, explain
+from healcore.runtime.postmortem.diagnosis import RunEnd, advice, explain
 from healcore.runtime.postmortem.postmortem import path_for
 from tests.events.processes import first_line, python
 from tests.events.sample_events import SAMPLES
-from tests.history.test_run import START
+from tests.history.test_run import START, run_of
 from tests.history.test_run import events as events_of
-from tests.runtime.postmortem.test_diagnosis import ALARM, STOPPED, end_of
 from tests.runtime.store.disk_faults import read_only, small_disk
+
+# -- the diagnosis for every cause and ending -----------------------------------------------------
+
+ALARM = {
+    "incident": 4,
+    "skip": True,
+    "cause": ["NONFINITE_GRAD", "LOSS_SPIKE"],
+    "readings": {"loss": 2.31, "grad_norm": 14.2, "threshold": 1.27, "z": 55.0, "z_loss": 3.0},
+    "evidence": [{"name": "layers.3.weight", "grad_norm": "nan"}],
+    "batches": [[0, 412], [0, 413]],
+}
+
+
+def end_of(ending: str, step: int, *happened: Any, **fields: Any) -> RunEnd:
+    run = run_of(*happened)
+    return RunEnd(run, ending, step, run.counts(), **fields)
+
+
+WITH_A_CAUSE = ("incident", 3, {"incident": 1, "onset": 3, "cause": ["LOSS_SPIKE"]})
+STOPPED = end_of(
+    "stopped",
+    4121,
+    ("rollback", 4011, {"onset": 4000, "checkpoint": 3900, "lr": 1e-3, "lr_limit": 5e-4}),
+    ("rollback", 4021, {"onset": 4010, "checkpoint": 3800, "batches": [[0, 1]]}),
+    ("damaged", 3950, {"problem": "a flipped bit"}),
+    ("incident", 4093, {"incident": 4, "onset": 4093, "cause": ["LOSS_SPIKE"]}),
+    ("alarm", 4093, ALARM),
+    why="the budget of 2 recoveries is spent",
+    open=True,
+    lr_scale=0.25,
+    last_good=3800,
+    last_good_path="checkpoints/step-0000003800.0a1b2c3d",
+)
+
+
+def test_the_whole_of_it():
+    text = explain(STOPPED)
+    assert text.startswith("healcore stopped the run at step 4121: the budget")
+    flat = " ".join(text.split())
+    for part in (
+        "from step 4093 on", "loss 2.31", "layers.3.weight (nan)", "epoch 0 batch 412",
+        "skipped 1 step", "a flipped bit", "3950", "learning rate at most 0.0005",
+        "step 4011 back to the checkpoint of step 3900",
+    ):  # fmt: skip
+        assert part in flat
+    assert text.count("  - ") == len(advice(STOPPED.cause, rollbacks=2)) == 3
+    assert text.endswith("checkpoints/step-0000003800.0a1b2c3d.")
+    assert max(map(len, text.splitlines())) <= 96
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_the_least_that_can_be_known(ending):
+    text = explain(end_of(ending, 7))
+    assert "step 7" in text.splitlines()[0]
+    assert "Last known-good: none" in text
+    assert "Seen" not in text
+    assert "Tried" not in text
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_every_cause_has_its_advice(cause):
+    (hint,) = advice(cause)
+    if cause is Cause.PLATEAU:
+        assert all(word in hint for word in ("initialisation", "data", "learning rate", "beta"))
+    began = ("incident", 3, {"incident": 1, "onset": 3, "cause": [cause.name]})
+    text = explain(end_of("stopped", 7, began))
+    assert f"Seen: {str(cause.name).lower()} from step 3 on." in text
+    assert " ".join(hint.split()[:5]) in text
+    others = [advice(other)[0] for other in Cause if other != cause]
+    assert hint not in others
+
+
+def test_a_completed_run_gets_no_lecture():
+    text = explain(STOPPED._replace(ending="completed", open=False, why=""))
+    assert text.startswith("The run is complete at step 4121.\n")
+    assert ", resolved by the end" in text
+    assert "Look at" not in text
+    none = " ".join(explain(end_of("completed", 40, probation=100)).split())
+    assert "resume" not in none
+    assert "after 100 healthy steps (rollback.probation), and the run has had 40" in none
+    assert 'rollback={"probation": 20}' in none
+    stopped = explain(end_of("stopped", 400, WITH_A_CAUSE, probation=100))
+    assert "resume from the start" in stopped
+    assert "the run has had" not in stopped
+
+
+def test_an_exception_adds_what_it_means():
+    end = end_of("exception", 7, exception="OSError: [Errno 5] input/output error")
+    assert "Look at" not in explain(end)
+    assert "The data could not be read" in explain(end._replace(fault=Cause.DATA))
+
+
+# -- the file -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def events(tmp_path) -> Path:
     return tmp_path / "run.events.jsonl"
-
-
-def waiting_run(path: Path) -> subprocess.Popen[str]:
-    """A run that writes its events, and then waits to be killed."""
-    return python("-m", "tests.runtime.postmortem.test_postmortem", path)
-
-
-def rewritten(path: Path, **changes) -> None:
-    """The same file, with other values in `start`."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[0].update(changes)
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-
-
-# -- writing --------------------------------------------------------------------------------------
 
 
 def test_the_postmortem_of_this_process(events):
@@ -79,11 +156,7 @@ def test_a_full_and_a_read_only_disk(tmp_path):
         assert "could not be written" in str(problem)
 
 
-# -- of a run that was killed ---------------------------------------------------------------------
-
-
-def of_killed(path: Path) -> dict[str, Any] | None:
-    """The postmortem that the next start writes, or None."""
+def of_killed(path: Path) -> Any:
     run = postmortem.last_run(path)
     if run is None or not postmortem.of_killed(path, run):
         return None
@@ -91,14 +164,13 @@ def of_killed(path: Path) -> dict[str, Any] | None:
 
 
 def test_kill_9(events):
-    run = waiting_run(events)
+    run = python("-m", "tests.runtime.postmortem.test_postmortem", events)
     name = first_line(run)
     assert of_killed(events) is None, "it is still there"
     os.kill(run.pid, signal.SIGKILL)
     os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
     found = of_killed(events)  # a zombie that nobody has waited for is gone all the same
     run.communicate()
-    assert found is not None
     assert found == of_killed(events)
     assert (found["run"], found["ending"], found["step"]) == (name, "killed", 350)
     assert (found["incidents"], found["cause"]) == (2, ["LOSS_SPIKE"])
@@ -120,40 +192,43 @@ def test_kill_9(events):
         assert part in text
 
 
-@pytest.fixture
-def killed(events) -> Path:
-    """The events of a run that was killed and waited for."""
-    run = waiting_run(events)
-    first_line(run)
-    run.kill()
-    run.communicate()
-    return events
+def log_of_a_run(path: Path, **changes: Any) -> str:
+    """Writes the events of a run, with other values in `start`; returns its name."""
+    log = Log(path)
+    for kind, step, more in (
+        ("start", 0, {}),
+        ("good", 300, {}),
+        ("good", 400, {}),
+        ("incident", 412, {"onset": 412, "incident": 2}),
+        ("alarm", 412, {}),
+        ("resume", 300, {"checkpoint": 300}),
+        ("rollback", 413, {}),
+        ("save", 350, {}),
+    ):
+        log.write(kind, step=step, **{**SAMPLES[kind], **more})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0].update(changes)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return log.run
 
 
-def test_the_next_start_closes_the_case(killed):
-    assert of_killed(killed) is not None
-    log = Log(killed)
-    log.write("start", step=350, policy="default")
-    assert of_killed(killed) is None, "this one is alive"
-    log.write("end", step=360, ending="completed")
-    assert of_killed(killed) is None
-    assert [p for p in killed.parent.iterdir() if "postmortem" in p.name] == [
-        path_for(killed, read(killed).events[0]["run"])
-    ]
-
-
-def test_a_number_that_is_used_again_and_another_host(killed):
-    """A later process may have the number of the killed one; another host cannot be seen."""
-    me = process.current_process()
-    rewritten(killed, pid=me.pid)
-    found = of_killed(killed)
-    assert found is not None
+def test_the_next_start_closes_the_case(events):
+    """An earlier process had the number of this one."""
+    name = log_of_a_run(events, born=1)
+    found = of_killed(events)
     assert found["certain"]
-    rewritten(killed, born=me.born)
-    assert of_killed(killed) is None
-    rewritten(killed, host="elsewhere")
-    found = of_killed(killed)
-    assert found is not None
+    log = Log(events)
+    log.write("start", step=350, policy="default")
+    assert of_killed(events) is None, "this one is alive"
+    log.write("end", step=360, ending="completed")
+    assert of_killed(events) is None
+    postmortems = [p for p in events.parent.iterdir() if "postmortem" in p.name]
+    assert postmortems == [path_for(events, name)]
+
+
+def test_a_process_of_another_host_cannot_be_seen(events):
+    log_of_a_run(events, host="elsewhere")
+    found = of_killed(events)
     assert not found["certain"]
     assert "elsewhere" in found["diagnosis"]
 
@@ -193,27 +268,6 @@ def test_the_last_good_checkpoint_is_of_the_last_store():
     assert processes(first, (other, ("good", 20, {}))).last_good == 20
 
 
-def test_counts_are_of_the_whole_run_and_the_step_is_of_the_last_process():
-    resumed = ("start", None, {"mode": "heal", "store": "there", "resumes": True})
-    one = (START, ("alarm", 5, ALARM), ("save", 6, {}))
-    both = processes(one, (resumed, ("alarm", 8, ALARM), ("save", 9, {})))
-    assert (both.counts().skips, both.step) == (2, 9)
-    new = processes(one, (START, ("save", 4, {})))
-    assert (new.counts().skips, new.step) == (0, 4)
-
-
 if __name__ == "__main__":
-    log = Log(sys.argv[1])
-    for kind, step, more in (
-        ("start", 0, {}),
-        ("good", 300, {}),
-        ("good", 400, {}),
-        ("incident", 412, {"onset": 412, "incident": 2}),
-        ("alarm", 412, {}),
-        ("resume", 300, {"checkpoint": 300}),
-        ("rollback", 413, {}),
-        ("save", 350, {}),
-    ):
-        log.write(kind, step=step, **{**SAMPLES[kind], **more})
-    print(log.run, flush=True)
+    print(log_of_a_run(Path(sys.argv[1])), flush=True)
     time.sleep(60)

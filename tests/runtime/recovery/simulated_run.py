@@ -59,7 +59,6 @@ class Listed(CheckpointStore):
         self.bad: list[tuple[int, tuple[str, ...]]] = []
         """Saves with NaN that were not reported yet."""
         self.finite = True
-        """Whether the state saved next is finite."""
         self.calls_left = -1
         """Changes until the process is killed; negative: it is not."""
 
@@ -117,24 +116,10 @@ class Listed(CheckpointStore):
 
 
 class Nothing:
-    """A driver without a state."""
-
     framework = "none"
     state = engines = staticmethod(dict)
     learning_rate = staticmethod(lambda: None)
     load = hold_numbers = staticmethod(lambda *given, **options: None)
-
-
-class EventList(Log):
-    """Appends events to a list too."""
-
-    def __init__(self, events: list[dict[str, Any]]) -> None:
-        super().__init__(None)
-        self._events = events
-
-    def write(self, kind: str, *, step: int | None, **fields: Any) -> dict[str, Any]:
-        self._events.append({"kind": kind, "step": step, **fields})
-        return super().write(kind, step=step, **fields)
 
 
 class Process:
@@ -145,7 +130,8 @@ class Process:
         facts = Record()
         self.ledger = facts.ledger
         self.events: list[dict[str, Any]] = []
-        log = RunLog(EventList(self.events), console=False)
+        log: Any = RunLog(Log(None), console=False)
+        log.event = lambda kind, **fields: self.events.append({"kind": kind, **fields})
         host = HostState(self.loaders.position, None)
         self.data: Any = SimpleNamespace(step=0, loaders=self.loaders, host=host)
         parts: dict[str, Any] = {"policy": POLICY, "driver": Nothing(), "store": store, "log": log}
@@ -157,10 +143,9 @@ class Process:
         self.incident = 0
         self._goes_on = False
 
-    @property
-    def step(self) -> int:
-        """Steps done."""
-        return self.data.step
+    step = property(lambda self: self.data.step)
+    onset = property(lambda self: self.ledger.incidents[-1].onset)
+    """The onset of the incident under way."""
 
     def begin(self) -> None:
         """The same steps as `start.begin`."""
@@ -173,18 +158,12 @@ class Process:
             self.save("first")
 
     def take(self, *, alarm: bool, skip: bool, is_open: bool) -> None:
-        """One step and its bookkeeping, without orders."""
         cause = Cause.NONFINITE_LOSS if alarm else Cause(0)
         # The engine counts a new incident; after a restart it goes on from the checkpoint's count.
         self.incident += alarm and not self._goes_on
         self._goes_on = alarm or is_open
-        judged = record(
-            step=self.step + 1,
-            cause=cause,
-            skip=skip,
-            incident=self.incident,
-            incident_open=is_open,
-        )
+        incident = {"incident": self.incident, "incident_open": is_open}
+        judged = record(step=self.step + 1, cause=cause, skip=skip, **incident)
         self.ledger.record(self.step, [judged])
         self.data.step += 1
         if self.step % EVERY == 0 and not self.ledger.open:
@@ -195,13 +174,7 @@ class Process:
         self.saver.write(self.step, why)
 
     def go_back(self, depth: int) -> RollbackRecord:
-        """A rollback in answer to the incident under way."""
         order = Order(index=self.step - 1, onset=self.onset, depth=depth)
         done, _ = self.restorer.roll_back(order)
         self.data.step, self._goes_on = done.target, False
         return done
-
-    @property
-    def onset(self) -> int:
-        """The onset of the incident under way."""
-        return self.ledger.incidents[-1].onset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,8 +25,6 @@ from tests.runtime.recovery.simulated_run import (
 
 
 class Back(NamedTuple):
-    """A rollback of the oracle."""
-
     onset: int
     target: int
     step: int
@@ -43,7 +41,7 @@ class History(RuleBasedStateMachine):
         self.healthy: list[bool] = []
         self.skipped: list[int] = []
         self.back: list[Back] = []
-        self.onset: int | None = None
+        self.onset: Any = None
         self.only_skips = False
         self.good: set[int] = set()
         self.recorded: set[int] = set()
@@ -94,7 +92,6 @@ class History(RuleBasedStateMachine):
     @rule(depth=st.integers(1, 4), calls=st.integers(-1, 12))
     def goes_back(self, depth: int, calls: int) -> None:
         """A rollback as ordered; killed after some number of changes, if it makes so many."""
-        assert self.onset is not None
         process = self.process
         process.saver.prove(before=self.onset)
         self.what_is_good()
@@ -119,7 +116,6 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: not self.over)
     @rule(during=st.integers(0, 6), steps=st.integers(0, 6))
     def is_killed(self, during: int, steps: int) -> None:
-        """Between two steps, or in a save or a deletion."""
         self.store.calls_left = during
         with contextlib.suppress(Killed):
             self.goes_well(steps)
@@ -131,7 +127,6 @@ class History(RuleBasedStateMachine):
 
     def target(self, depth: int) -> int | None:
         """The checkpoint that it must return to; None if there is none."""
-        assert self.onset is not None
         saves = self.process.saver.listed()
         usable = [s for s in saves if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
@@ -151,7 +146,6 @@ class History(RuleBasedStateMachine):
         return wanted
 
     def went(self, target: int | None) -> None:
-        assert self.onset is not None
         assert target is not None
         self.back.append(Back(self.onset, target, len(self.healthy)))
         assert target <= self.onset

@@ -50,7 +50,6 @@ def _mount(*arguments: str) -> None:
 
 
 def flip(path: Path, bit: int) -> None:
-    """Flips one bit of a file."""
     with path.open("r+b") as file:
         file.seek(bit // 8)
         (byte,) = file.read(1)

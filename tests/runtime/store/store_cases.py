@@ -115,7 +115,6 @@ class StoreCase:
         return {"weights": weights, "values": python_values(), "cursor": Cursor(seed)}
 
     def with_nan(self, seed: int = 0) -> dict[str, Any]:
-        """A state with one NaN in one array."""
         state = self.state(seed)
         weights = state["weights"]
         if self.in_jax:
@@ -158,8 +157,11 @@ TIERS = (TORCH_TIERS, JAX_TIERS)
 ALL = (*DISKS, TORCH_MEMORY, JAX_MEMORY, *TIERS)
 
 
+def named(name: str) -> StoreCase:
+    return next(case for case in ALL if case.name == name)
+
+
 def over(*cases: StoreCase) -> Any:
-    """Runs a test over some stores."""
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
@@ -221,7 +223,6 @@ def mark_good(store: CheckpointStore, step: int) -> None:
 
 
 def prune(store: CheckpointStore, keep: Keep) -> None:
-    """Deletes superfluous checkpoints."""
     for step in superfluous(store.steps(), keep):
         store.delete(step)
 

@@ -1,60 +1,86 @@
-"""Disks that are full, read-only or gone, and leftovers of other processes. All faults are real."""
+"""Disks that are full, read-only or damaged, and directories that another run holds."""
 
 from __future__ import annotations
 
 import os
+import random
+import resource
 import shutil
+import signal
+import subprocess
+import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from healcore.runtime.store import SaveFailed, StoreError, files
+from healcore.runtime.store import CheckpointDamaged, SaveFailed, StoreError, files
+from healcore.runtime.store.claim import LOCK, StoreInUse, claim
+from healcore.runtime.store.files import ChecksumError, unseal
 from healcore.runtime.store.manifest import sweep
-from tests.runtime.store.disk_faults import read_only, small_disk
-from tests.runtime.store.programs import PROGRAMS, large, run
+from tests import forked_programs
+from tests.forked_programs import ROOT, ForkedProgram
+from tests.hostile.run_directories import cut_short, go_on
+from tests.runtime.store.disk_faults import flip, read_only, small_disk
 from tests.runtime.store.store_cases import (
     DCP,
     DISKS,
     JAX_TIERS,
     TIERS,
+    StoreCase,
     mark_good,
     over,
     same_states,
 )
 
-
-def on_disk(store) -> list[int]:
-    return store.steps_on_disk()
+# -- full or read-only disks, and leftovers; all faults are real ----------------------------------
 
 
-@over(*DISKS, *TIERS)
-def test_disk_full(case, tmp_path):
-    with small_disk(tmp_path / "disk", megabytes=4) as root:
+def large(case: StoreCase, megabytes: int) -> dict[str, Any]:
+    """A state that does not compress."""
+    state = case.state(9)
+    noise = np.random.default_rng(0).bytes(megabytes << 20)
+    state["values"]["noise"] = np.frombuffer(noise, np.uint8).copy()
+    return state
+
+
+@contextmanager
+def size_limit(path: Path, megabytes: int) -> Iterator[Path]:
+    """The same through a limit for each file, which needs no rights to set."""
+    path.mkdir()
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (megabytes << 20, hard))
+    try:
+        yield path
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+FULL = [*((each, small_disk) for each in (*DISKS, *TIERS)), *((each, size_limit) for each in DISKS)]
+
+
+@pytest.mark.parametrize(("case", "disk"), FULL, ids=lambda each: getattr(each, "name", None))
+def test_disk_full(case, disk, tmp_path):
+    with disk(tmp_path / "disk", megabytes=4) as root:
         store = case.filled(root, 1)
         mark_good(store, 1)
         store.save(2, large(case, 8))  # does not raise: training continues
-        with pytest.raises(SaveFailed, match="No space left") as error:
+        with pytest.raises(SaveFailed, match=r"No space left|too large") as error:
             store.wait()
         assert error.value.step == 2
         store.wait()  # raised once
-        assert on_disk(store) == [1]
+        assert store.steps_on_disk() == [1]
         assert not [name for name in os.listdir(root) if name.startswith(".tmp-")]
         store.verify(1)
         store.save(3, case.state(3))
         store.wait()
-        assert on_disk(store) == [1, 3]
+        assert store.steps_on_disk() == [1, 3]
         for step in (1, 3):
             assert same_states(case.state(step), case.make(root).restore(step, case.state(2)).state)
-
-
-@over(*DISKS)
-def test_file_size_limit(case, tmp_path):
-    """The same through a limit of the system, which needs no rights to set."""
-    done = run(PROGRAMS, "file_size_limit", case.name, tmp_path)
-    assert done.stdout.splitlines() == ["failed 2", "[1, 3] []"], done.stderr
 
 
 @over(*DISKS)
@@ -96,7 +122,7 @@ def test_a_failed_background_write_shows_at_wait_and_once(case, tmp_path):
     root.mkdir()
     store.save(3, case.state(3))
     store.wait()
-    assert on_disk(store) == [3]
+    assert store.steps_on_disk() == [3]
 
 
 def test_stale_files_are_removed_and_nothing_else(tmp_path):
@@ -104,49 +130,204 @@ def test_stale_files_are_removed_and_nothing_else(tmp_path):
     folder = Path(store.steps()[0].path)
     name = ".tmp-healcore-000000000000000"
     ours = [tmp_path / f"{name}a", folder / f"{name}b"]
-    others = [
-        tmp_path / ".tmp-healcore-a",  # not quite the shape
-        tmp_path / ".tmp",
-        tmp_path / "1.orbax-checkpoint-tmp",
-        folder / ".tmp-somebody",
-        tmp_path.parent / f"outside-{tmp_path.name}",
-    ]
+    # Not quite the shape, somebody else's, and what a link leads to.
+    names = (".tmp-healcore-a", "1.orbax-checkpoint-tmp", f"{folder.name}/.tmp-somebody", "other")
+    others = [tmp_path / each for each in names]
     for path in (*ours, *others):
         path.mkdir()
-        (path / "part").write_text("")
+        (path / "part").touch()
     link = tmp_path / f"{name}f"
     link.symlink_to(others[-1], target_is_directory=True)
     assert len(sweep(tmp_path)) == len(ours) + 1
     assert not any(path.exists() for path in (*ours, link))
     assert all((path / "part").exists() for path in others)
-    assert store.damaged() == []
     store.verify(1)
 
 
-def test_a_directory_that_a_thread_still_writes_is_removed(tmp_path):
+def test_a_directory_that_a_thread_still_writes_is_removed(tmp_path, monkeypatch):
     """Orbax writes its arrays at the same time, and reports the first that fails."""
-    folder, ends = tmp_path / "save", time.monotonic() + 0.05
+    folder, rmtree, calls = tmp_path / "save", shutil.rmtree, []
 
-    def write() -> None:
-        number = 0
-        while time.monotonic() < ends:
-            folder.mkdir(exist_ok=True)
-            part = folder / f"{(number := number + 1)}.lock"
-            with suppress(FileNotFoundError):
-                part.touch()
-                part.rename(folder / f"{number}")
+    def with_a_new_file(path: Path) -> None:
+        calls.append(path)
+        if len(calls) < 3:
+            (path / f"{len(calls)}.lock").touch()
+            raise OSError(39, "Directory not empty")
+        rmtree(path)
 
     folder.mkdir()
-    with ThreadPoolExecutor() as pool:
-        pool.submit(write)
-        time.sleep(0.02)
-        assert files.discard(folder)
+    monkeypatch.setattr(files.shutil, "rmtree", with_a_new_file)
+    assert files.discard(folder)
+    assert not folder.exists()
+
+
+ENDS = """
+import pathlib, sys
+from tests.runtime.store import store_cases, test_disk_faults
+case = store_cases.named(sys.argv[1])
+case.make(pathlib.Path(sys.argv[2])).save(1, test_disk_faults.large(case, 8))
+sys.exit(7)
+"""
 
 
 @over(DCP, JAX_TIERS)
 def test_a_program_that_ends_finishes_its_save(case, tmp_path):
-    done = run(PROGRAMS, "ends", case.name, tmp_path)
+    done = forked_programs.run("-c", ENDS, case.name, tmp_path)
     assert (done.returncode, done.stderr) == (7, "")
     store = case.make(tmp_path)
     store.verify(1)
     assert store.damaged() == []
+
+
+# -- flipped bits and missing files are noticed, and an older checkpoint is used ------------------
+
+FLIPS = 60
+HEALING = {"attempts": [0], "proven": 2}
+
+
+def two_saves(case: StoreCase, root: Path) -> Path:
+    """Known-good checkpoints of steps 1 and 2; returns the newer one's directory."""
+    return Path(case.filled(root, 1, 2, healing=HEALING).steps()[1].path)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@over(*DISKS)
+def test_60_of_60_flipped_bits_are_noticed_and_the_older_one_is_intact(case, tmp_path):
+    newer = two_saves(case, tmp_path)
+    targets = files_of(newer)
+    sizes = [path.stat().st_size for path in targets]
+    rng = random.Random(20261120)
+    like = case.state(3)
+    for _ in range(FLIPS):
+        (path,) = rng.choices(targets, sizes)
+        bit = rng.randrange(path.stat().st_size * 8)
+        flip(path, bit)
+        store = case.make(tmp_path)  # what the next start sees
+        for call in (store.verify, lambda step, store=store: store.restore(step, like)):
+            with pytest.raises(CheckpointDamaged) as error:
+                call(2)
+            assert error.value.file == path.relative_to(newer).as_posix()
+        found = store.restore(1, like)
+        assert found.healing == HEALING
+        assert same_states(case.state(1), found.state)
+        flip(path, bit)
+    assert same_states(case.state(2), case.make(tmp_path).restore(2, like).state)
+
+
+@over(*DISKS)
+def test_every_bit_of_the_manifest(case, tmp_path):
+    newer = two_saves(case, tmp_path)
+    manifest = newer / "manifest.json"
+    data = manifest.read_bytes()
+    for bit in range(len(data) * 8):
+        spoilt = bytearray(data)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ChecksumError):
+            unseal(bytes(spoilt))
+    flip(manifest, 8 * (len(data) // 2))
+    store = case.make(tmp_path)
+    assert [saved.step for saved in store.steps()] == [1]
+    assert [(Path(e.path).name, e.file) for e in store.damaged()] == [(newer.name, "manifest.json")]
+
+
+@over(*DISKS)
+@pytest.mark.parametrize("how", ["truncated", "longer", "a directory"])
+def test_a_file_that_is_not_whole(case, tmp_path, how):
+    newer = two_saves(case, tmp_path)
+    for path in files_of(newer):
+        data = path.read_bytes()
+        path.unlink()
+        if how == "truncated" and data:
+            path.write_bytes(data[:-1])
+        elif how == "longer":
+            path.write_bytes(data + b"\0")
+        elif how == "a directory":
+            path.mkdir()
+        store = case.make(tmp_path)
+        assert [saved.step for saved in store.steps()] == [1], path
+        assert [Path(error.path).name for error in store.damaged()] == [newer.name]
+        with pytest.raises(CheckpointDamaged, match=path.name):
+            store.restore(2, case.state(2))
+        if path.is_dir():
+            path.rmdir()
+        path.write_bytes(data)
+    assert [saved.step for saved in case.make(tmp_path).steps()] == [1, 2]
+
+
+# -- one run at a time in a directory, with real processes ----------------------------------------
+
+CLAIMS = """
+import sys, time
+from healcore.runtime.store.claim import StoreInUse, claim
+time.sleep(max(0.0, float(sys.argv[2]) - time.time()))
+try:
+    held = claim(sys.argv[1])
+    print("held" if held.warning is None else held.warning, flush=True)
+except StoreInUse as error:
+    print(error.holder, flush=True)
+sys.stdin.read()
+"""
+"""Claims a directory at a point in time, prints the result, and holds it until stdin ends."""
+
+
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+
+
+def answers_of(*processes: subprocess.Popen[str]) -> list[str]:
+    """What each process prints: "held", or the holder."""
+    return [each.stdout.readline().strip() for each in processes if each.stdout]
+
+
+def end(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_a_living_process_holds_it_and_a_killed_one_does_not(tmp_path):
+    command = [sys.executable, "-c", CLAIMS, tmp_path, "0"]  # a child of this process
+    holder = subprocess.Popen(command, cwd=ROOT, text=True, **PIPES)
+    assert answers_of(holder) == ["held"]
+    with pytest.raises(StoreInUse, match=f"process {holder.pid} on .*pass another directory"):
+        claim(tmp_path)
+    holder.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # a zombie is as good as gone
+    held = claim(tmp_path)
+    assert held.warning is None
+    end(holder)
+    held.release()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_one_of_several_that_start_at_once_wins(tmp_path, stale):
+    if stale:  # the lock file that a killed process leaves
+        killed = ForkedProgram("-c", CLAIMS, tmp_path, 0.0, **PIPES)
+        assert answers_of(killed) == ["held"]
+        end(killed)
+        assert (tmp_path / LOCK).exists()
+    at = time.time() + 1.0
+    several = [ForkedProgram("-c", CLAIMS, tmp_path, at, **PIPES) for _ in range(5)]
+    answers = answers_of(*several)
+    winner = several[answers.index("held")]
+    answers.remove("held")
+    # The winner may not have written its name yet.
+    named = (f"process {winner.pid} on", f"a process that {LOCK} does not name")
+    assert all(each.startswith(named) for each in answers)
+    assert os.listdir(tmp_path) == [LOCK]
+    end(*several)
+
+
+def test_the_work_of_pods_that_are_gone_is_removed_by_a_run_that_has_the_lock(tmp_path):
+    cut_short("torch", tmp_path)
+    old = tmp_path / ".tmp-healcore-000000000000000a" / "data"
+    old.mkdir(parents=True)
+    held = claim(tmp_path)
+    with pytest.raises(StoreInUse):
+        go_on("torch", tmp_path)
+    assert old.exists(), "another run may be at work"
+    held.release()
+    go_on("torch", tmp_path)
+    assert not old.parent.exists()

@@ -1,13 +1,40 @@
-"""The same tests over every store."""
+"""The same tests over every store, values of checkpoints, and which can be deleted."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from healcore.runtime.store import CheckpointNotFound, StateMismatch, StoreError
-from tests.runtime.store.store_cases import ALL, DISKS, TIERS, Cursor, over, same_states
+from healcore.runtime.store import (
+    CheckpointNotFound,
+    Course,
+    Keep,
+    Saved,
+    StateMismatch,
+    StoreError,
+    UnsavableState,
+    superfluous,
+    values,
+)
+from tests.runtime.store.disk_faults import read_only
+from tests.runtime.store.store_cases import (
+    ALL,
+    DISKS,
+    TIERS,
+    Cursor,
+    StoreCase,
+    over,
+    same,
+    same_states,
+)
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 
@@ -53,8 +80,11 @@ def test_optional_names_that_a_checkpoint_lacks_are_left_out(case, tmp_path):
 
 
 @over(*ALL)
-def test_another_state_does_not_fit(case, tmp_path):
-    store, like = case.filled(tmp_path, 7), case.state(1)
+def test_a_commit_replaces_the_healing_state_alone_and_what_fails_changes_nothing(case, tmp_path):
+    store, like = case.filled(tmp_path, 7, healing=HEALING), case.state(1)
+    store.commit(7, {"lr": 0.25})
+    assert store.nonfinite_in(case.state(0)) == ()
+    assert store.nonfinite_in(case.with_nan()) == ("weights.bfloat16",)
     del like["weights"]["int32" if case.in_jax else "int64"]
     like["weights"]["float32"] = like["weights"]["float32"][:3]
     like["weights"]["new"] = like["weights"]["half"]
@@ -64,24 +94,10 @@ def test_another_state_does_not_fit(case, tmp_path):
     assert all(each in differences for each in ("float32", "new", "int"))
     with pytest.raises(StateMismatch, match="no such entry"):
         store.restore(7, {"no such entry": like["weights"]})
-
-
-@over(*ALL)
-def test_a_commit_replaces_the_healing_state_alone(case, tmp_path):
-    store = case.filled(tmp_path, 7, healing=HEALING)
-    store.commit(7, {"lr": 0.25})
-    restored = store.restore(7, case.state(2))
-    assert store.healings()[7] == restored.healing == {"lr": 0.25}
-    assert same_states(case.state(7), restored.state)
     with pytest.raises(CheckpointNotFound):
         store.commit(8, {})
     with pytest.raises(StoreError, match="JSON-safe"):
         store.commit(7, {"lr": float("nan")})
-
-
-@over(*ALL)
-def test_a_fault_while_the_copy_is_taken_loses_nothing(case, tmp_path):
-    store = case.filled(tmp_path, 7)
 
     class Broken:
         def state_dict(self):
@@ -92,8 +108,9 @@ def test_a_fault_while_the_copy_is_taken_loses_nothing(case, tmp_path):
             store.save(step, {**case.state(2), "broken": Broken()})
     store.wait()
     assert [saved.step for saved in store.steps()] == [7]
-    store.verify(7)
-    assert same_states(case.state(7), store.restore(7, case.state(1)).state)
+    restored = store.restore(7, case.state(2))
+    assert store.healings()[7] == restored.healing == {"lr": 0.25}
+    assert same_states(case.state(7), restored.state)
 
 
 @over(*DISKS, *TIERS)  # memory keeps no such copy
@@ -112,14 +129,220 @@ def test_arrays_that_may_hold_nan_can_be_named_later(case, tmp_path):
     assert not store.steps()[0].finite
 
 
-@over(*ALL)
-def test_nonfinite_entries_are_found_without_a_save(case, tmp_path):
-    store = case.make(tmp_path)
-    assert store.nonfinite_in(case.state(0)) == ()
-    assert store.nonfinite_in(case.with_nan()) == ("weights.bfloat16",)
-    assert store.steps() == []
-    store.nonfinite_ok += store.nonfinite_in(case.with_nan())
-    store.save(1, case.with_nan())
-    store.save(2, case.state(0))
+# -- after a rollback the same steps are saved again ----------------------------------------------
+
+
+def save(case: StoreCase, store, step: int, seed: int, *attempts: int) -> None:
+    healing = {"seed": seed, "attempts": [0, *attempts], "proven": 1}
+    store.save(step, case.state(seed), healing=healing)
     store.wait()
-    assert all(saved.finite for saved in store.steps())
+
+
+def holds(case: StoreCase, store, step: int, seed: int) -> bool:
+    """Whether the save that counts for a step is the one of that seed."""
+    restored = store.restore(step, case.state(0))
+    return restored.healing["seed"] == seed and same_states(case.state(seed), restored.state)
+
+
+def statuses(store) -> list[tuple[int, str]]:
+    return [(saved.step, saved.status) for saved in store.steps()]
+
+
+def roll_back(store, target: int, *attempts: int) -> None:
+    """The Healer's commit of a rollback."""
+    store.commit(target, {**store.healings()[target], "attempts": [0, *attempts]})
+
+
+@over(*ALL)
+def test_a_rollback_and_the_same_steps_again(case, tmp_path):
+    store = case.make(tmp_path)
+    for step in (1, 2, 3):
+        save(case, store, step, step)
+    roll_back(store, 1, 1)
+    if store.durable:  # memory deletes them at once
+        assert statuses(store) == [(1, "good"), (2, "abandoned"), (3, "abandoned")]
+    save(case, store, 2, 12, 1)
+    assert holds(case, store, 2, 12)
+    for seed in (13, 14):
+        save(case, store, 3, seed, 1)
+        assert holds(case, store, 3, seed)
+    assert statuses(store) == [(1, "good"), (2, "candidate"), (3, "candidate")]
+    assert store.damaged() == []
+    if store.durable:
+        names = sorted(path.name for path in store.root.iterdir())
+        assert names == [f"step-000000000{each}" for each in ("1.1", "2.2", "3.2")]
+
+
+@over(*TIERS)
+def test_an_older_save_on_disk_is_another_one(case, tmp_path):
+    """As after a failed write to disk: memory and disk have different saves of one step."""
+    store = case.make(tmp_path)
+    save(case, store, 1, 1)
+    save(case, store, 3, 3)
+    roll_back(store, 1, 1)
+    with read_only(store.root):
+        store.save(3, case.state(13), healing={"seed": 13, "attempts": [0, 1], "proven": 1})
+        store.join()
+    assert [failure.step for failure in store.failures()] == [3]
+    assert statuses(store) == [(1, "good"), (3, "candidate")]
+    assert holds(case, store, 3, 13)
+    # Gone from memory, it is the older one again.
+    store.delete(3)
+    assert statuses(store)[-1] == (3, "abandoned")
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
+def test_what_was_saved_after_the_step_of_a_later_rollback_is_abandoned(bases, data):
+    """Against a run that plays the attempts: which saves lead from the start to the end?"""
+    attempts, saved, alive = [0], set(), set()
+    for base in bases:
+        last = data.draw(st.integers(attempts[-1], 12))
+        new = {(step, len(attempts)) for step in range(attempts[-1], last + 1)}
+        attempts.append(min(base, last))
+        saved |= new
+        alive = {(step, attempt) for step, attempt in alive | new if step <= attempts[-1]}
+    course = Course(tuple(attempts))
+    assert alive == {each for each in saved if not course.abandons(*each)}
+
+
+# -- which checkpoints can be deleted -------------------------------------------------------------
+
+CODES = {"g": "good", "c": "candidate", "a": "abandoned", "n": "candidate"}
+
+
+def saves(text: str) -> list[Saved]:
+    """Of "gcan": a known-good one of step 0, a candidate of step 10, …; n: one with NaN in it."""
+    return [
+        Saved(10 * i, CODES[code], code != "n", 1, 0.0, 1, None)  # type: ignore[arg-type]
+        for i, code in enumerate(text)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "keep", "dropped"),
+    [
+        ("", Keep(), []),
+        ("ggggg", Keep(good=3), [0, 10]),
+        ("gc", Keep(good=1), []),
+        ("gaana", Keep(good=1), [10, 20, 40]),
+        ("cccc", Keep(candidates=2), [10, 20]),  # the oldest is the next to be good
+        ("gcccc", Keep(good=1, candidates=2), [20, 30]),
+        ("nnnn", Keep(), [0, 10]),
+    ],
+)
+def test_superfluous(text, keep, dropped):
+    assert superfluous(saves(text), keep) == dropped
+    assert superfluous(list(reversed(saves(text))), keep) == dropped
+
+
+@pytest.mark.parametrize("every", [1, 730])
+def test_older_ones_stay_at_distances_that_grow_geometrically(every):
+    """Of a run that saves regularly and whose checkpoints all become good."""
+    keep, kept = Keep(good=3, older=True), list[Saved]()
+    for step in range(0, 3000 * every, every):
+        kept.append(Saved(step, "good", True, 1, 0.0, 1, None))
+        gone = superfluous(kept, keep)
+        kept = [save for save in kept if save.step not in gone]
+        assert superfluous(kept, keep) == []
+    left = [save.step for save in kept]
+    newest = left[-1]
+    assert left[-3:] == [newest - 2 * every, newest - every, newest]
+    assert left[0] == 0, "the run's first is the way out of any drift"
+    distances = [newest - step for step in left[-2::-1]]
+    assert all(b <= 4 * a for a, b in itertools.pairwise(distances))
+    assert len(left) <= 3 + math.log2(newest / every) + 1
+
+
+@given(st.text("gcan", max_size=12), st.integers(1, 4), st.integers(2, 4))
+def test_always(text, good, candidates):
+    everything, keep = saves(text), Keep(good, candidates)
+    dropped = superfluous(everything, keep)
+    left = [save for save in everything if save.step not in dropped]
+    assert len(left) <= keep.most + 2
+    newest_good = [save for save in everything if save.status == "good"][-1:]
+    assert all(save in left for save in newest_good)
+    if not newest_good:
+        oldest = [s for s in everything if s.status == "candidate" and s.finite][:1]
+        assert all(save in left for save in oldest)
+    assert superfluous(left, keep) == []
+
+
+# -- nested Python values as JSON and back --------------------------------------------------------
+
+KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.floats(-9, 9))
+PLAIN = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),
+    st.complex_numbers(allow_nan=False),
+)  # fmt: skip
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.lists(inner, max_size=3).map(lambda parts: deque(parts, maxlen=5)),
+    ),
+    max_leaves=8,
+)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def unknown(path: Any, value: Any) -> None:
+    return None
+
+
+def back(value: Any) -> Any:
+    node = json.loads(values.to_json(values.encode(value, (), unknown)))
+    return values.decode(node, unknown)
+
+
+@given(VALUES)
+def test_any_value_comes_back(value):
+    assert same(value, back(value))
+    assert repr(value) == repr(back(value)), "in the same order"
+
+
+FACTORIES = (None, int, list, dict, set, str, float, tuple)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, "a"}, frozenset({(1, 2)}), range(3, 9, 2), bytearray(b"\0x"), deque(), set(),
+        OrderedDict([("b", 1), ("a", OrderedDict())]), Counter("abca"),
+        {"pair": Pair(1, [Pair(2, (3,))]), Pair(0, 1): 2},
+        [defaultdict(factory, {"a": defaultdict(int, b=2)}) for factory in FACTORIES],
+    ],
+)  # fmt: skip
+def test_other_types_of_the_standard_library(value):
+    assert same(value, back(value))
+
+
+class Special(dict):
+    pass
+
+
+class Counter2(Counter):
+    """Its name differs from the standard library's."""
+
+
+Counter2.__name__ = "Counter"
+Row = type("Row", (list,), {})
+Text = type("Text", (str,), {})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Special(a=1), Counter2("ab"), Row([1]), time.localtime(0),
+        defaultdict(lambda: 1), {"key": {Text("a"): 1}}, {Pair(1, 2): 1}.keys(),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_a_type_that_would_be_lost_is_refused_with_its_place(value: Any):
+    with pytest.raises(UnsavableState, match=r"state\['x'\]\['y'\]"):
+        values.encode({"x": {"y": value}}, (), unknown)

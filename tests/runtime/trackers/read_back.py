@@ -14,14 +14,10 @@ NAMES = ("wandb", "trackio", "mlflow", "tensorboard")
 
 
 class Stored(NamedTuple):
-    """What a tracker has of one run."""
-
     rows: list[tuple[int, dict[str, float]]]
     """Step and numbers, in the order of storage."""
     texts: list[str]
-    """About events."""
     runs: int = 1
-    """How many runs the tracker has."""
 
 
 def asked(name: str, folder: Path) -> str:
@@ -30,7 +26,6 @@ def asked(name: str, folder: Path) -> str:
 
 
 def stored(name: str, folder: Path) -> Stored:
-    """What the tracker `name` has."""
     readers = _wandb, _trackio, _mlflow, _tensorboard
     return dict[str, Any](zip(NAMES, readers, strict=True))[name](folder)
 

@@ -5,19 +5,20 @@ Whatever a tracker does, the run ends with the same weights, and its failure is 
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import wandb
 
-from healcore.runtime.healer import Healer
 from healcore.runtime.trackers import select, trackers
-from tests.healer.training_loops import Faults, loop_of, rules, same, train
+from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
 from tests.runtime.trackers.read_back import NAMES, asked, stored
 from tests.tools.report.small_runs import lines_of
 
@@ -62,13 +63,8 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
 def test_a_restarted_run_is_the_same_run_there(name, folder):
-    def end_at_8(healer: Healer, number: int) -> None:
-        if number == 8:
-            raise KeyError("a program that fails")
-
     options: Any = {"store": folder / "c", "trackers": asked(name, folder)}
-    with pytest.raises(KeyError):
-        train(loop_of("torch"), rules(), range(16), before=end_at_8, **options)
+    breaks_off(loop_of("torch"), rules(), range(16), at=8, **options)
     if name == "wandb":
         time.sleep(1.1)  # the folder of an offline run is named by the second in which it begins
     train(loop_of("torch"), rules(), range(16), **options)
@@ -80,45 +76,26 @@ def test_a_restarted_run_is_the_same_run_there(name, folder):
 
 
 def test_own_objects_get_everything(folder):
-    class Mine:
-        def __init__(self):
-            self.calls: list[str] = []
-
-        def start(self, run):
-            self.calls.append(f"start {run.config['policy']}")
-
-        def metrics(self, step, values):
-            self.calls.append(f"step {step}")
-
-        def event(self, event):
-            self.calls.append(event["kind"])
-
-        def close(self):
-            self.calls.append("close")
-
-    mine = Mine()
+    calls: list[str] = []
+    mine = SimpleNamespace(
+        start=lambda run: calls.append(f"start {run.config['policy']}"),
+        metrics=lambda step, values: calls.append(f"step {step}"),
+        event=lambda event: calls.append(event["kind"]),
+        close=lambda: calls.append("close"),
+    )
     train(loop_of("torch"), rules(), range(3), trackers=mine)
-    assert mine.calls[:2] == ["start test", "start"]
-    assert [each for each in mine.calls if "step" in each] == ["step 0", "step 1", "step 2"]
-    assert mine.calls[-2:] == ["end", "close"]
+    assert calls[:2] == ["start test", "start"]
+    assert [each for each in calls if "step" in each] == ["step 0", "step 1", "step 2"]
+    assert calls[-2:] == ["end", "close"]
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [
-        ("wandbb", "wandb:PROJECT"),
-        ("wandb:", "got 'wandb:'"),
-        (3, "got 3"),
-        (object, "got <class 'object'>"),
-        (["wandb", None], "got None"),
-    ],
+    [("wandbb", "wandb:PROJECT"), ("wandb:", "got 'wandb:'"), (["wandb", None], "got None")],
 )
 def test_what_is_no_tracker(given, message):
     with pytest.raises(ValueError, match=message):
         select(given)
-
-
-# -- active runs of the user: they keep their steps and stay open ----------------------------------
 
 
 def test_a_wandb_run_keeps_its_own_steps(folder):
@@ -138,11 +115,7 @@ def test_a_wandb_run_keeps_its_own_steps(folder):
     assert run.config["healcore"]["policy"] == "test"
 
 
-# -- failures --------------------------------------------------------------------------------------
-
-
 def run(folder: Path, **options: Any) -> list[Any]:
-    """The weights after a run with a rollback."""
     loop = loop_of("torch", Faults(once=[13]))
     facts = train(loop, rules(), range(20), events=folder / "run.events.jsonl", **options)
     assert (facts["step"], facts["rollbacks"]) == (19, 1), "one bad batch is left out"
@@ -154,58 +127,43 @@ def undisturbed(tmp_path_factory) -> list[Any]:
     return run(tmp_path_factory.mktemp("plain"))
 
 
-def cannot_start(name: str, folder: Path, monkeypatch: Any) -> str:
-    """What each real client raises for a place that it cannot use."""
-    if name == "wandb":
-        return f"wandb:{'x' * 200}"
-    if name == "trackio":
-        monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9")
-        return "trackio"
-    if name == "mlflow":
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://there")
-        return "mlflow"
-    (folder / "file").write_text("")
-    return f"tensorboard:{folder / 'file'}"
+CANNOT_START: dict[str, tuple[str, dict[str, str]]] = {
+    "wandb": (f"wandb:{'x' * 200}", {}),
+    "trackio": ("trackio", {"TRACKIO_SERVER_URL": "http://127.0.0.1:9"}),
+    "mlflow": ("mlflow", {"MLFLOW_TRACKING_URI": "nowhere://there"}),
+    "tensorboard": ("tensorboard:file", {}),
+}
+"""Real client -> a place that it cannot use, and the environment."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_it_cannot_start(name, folder, monkeypatch, undisturbed, capsys):
-    weights = run(folder, trackers=cannot_start(name, folder, monkeypatch))
-    assert same(weights, undisturbed)
+    (folder / "file").write_text("")
+    place, environment = CANNOT_START[name]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert same(run(folder, trackers=place), undisturbed)
     (problem,) = re.findall(r"tracker (\w+) fails, training continues", capsys.readouterr().err)
     assert problem == name
 
 
-class Broken:
+def broken(fault: Any) -> Any:
     """A tracker that is broken from its tenth record on."""
-
-    def __init__(self, fault: Any) -> None:
-        self.fault, self.records = fault, 0
-
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        self.records += 1
-        if self.records >= 10:
-            self.fault()
-
-    def event(self, event: Any) -> None:
-        pass
+    records = itertools.count()
+    metrics = lambda step, values: fault() if next(records) >= 9 else None  # noqa: E731
+    return SimpleNamespace(metrics=metrics, event=lambda event: None)
 
 
-def disk_full() -> None:
-    raise OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize(("fault", "text"), [(disk_full, "No space left"), (sys.exit, "SystemE")])
-def test_it_fails_later(fault, text, folder, undisturbed, capsys):
-    assert same(run(folder, trackers=Broken(fault)), undisturbed)
-    (problem,) = re.findall("tracker Broken fails.*", capsys.readouterr().err)
-    assert text in problem
+def test_it_fails_later(folder, undisturbed, capsys):
+    assert same(run(folder, trackers=broken(sys.exit)), undisturbed)
+    (problem,) = re.findall("tracker SimpleNamespace fails.*", capsys.readouterr().err)
+    assert "SystemExit" in problem
 
 
 def test_it_blocks(folder, undisturbed, monkeypatch, capsys):
     """The run does not wait for it, and its end waits for a bounded time."""
     monkeypatch.setattr(trackers, "MAX_WAIT", 0.2)
     released = threading.Event()
-    assert same(run(folder, trackers=Broken(released.wait)), undisturbed)
-    assert "tracker Broken has not finished within 0.2 s" in capsys.readouterr().err
+    assert same(run(folder, trackers=broken(released.wait)), undisturbed)
+    assert "tracker SimpleNamespace has not finished within 0.2 s" in capsys.readouterr().err
     released.set()

@@ -1,8 +1,8 @@
-"""A power loss: what was not flushed to the device is gone, and the run resumes from the rest.
+"""A slow disk changes no rollback target, and a power loss costs only what was not flushed.
 
-The checkpoints are on an ext4 image in a file. A copy of the file at some moment is the disk after
-a power loss then: it lacks what the file system still held in memory. The options of the mount
-make the file system flush late and in any order.
+In the test of a power loss the checkpoints are on an ext4 image in a file. A copy of the file at
+some moment is the disk after a power loss then: it lacks what the file system still held in memory.
+The options of the mount make the file system flush late and in any order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,71 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from healcore.jax import store as jax_stores
+from healcore.runtime.store import Keep
+from healcore.torch import store as torch_stores
 from tests import forked_programs
+from tests.healer.run_directory import events_of
+from tests.healer.training_loops import Faults, loop_of, rules, train
+
+STORES = {
+    "dcp": ("torch", torch_stores.DCPStore),
+    "torch tiers": ("torch", lambda at: at),
+    "jax tiers": ("jax", lambda at: at),
+}
+SECONDS = 0.03
+"""Many steps of a run, and a short time for a test."""
+
+
+def outcome_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, delay: float) -> Any:
+    """What a run has done on a disk that takes `delay` or more for some writes and proofs."""
+    framework, make = STORES[kind]
+    with monkeypatch.context() as patch:
+        for store in (torch_stores.DCPStore, jax_stores.OrbaxStore):
+            write, verify = store._write, store.verify
+
+            def writes_late(store: Any, copy: Any, folder: Path, write: Any = write) -> Any:
+                time.sleep(delay * (copy.step % 3))
+                return write(store, copy, folder)
+
+            def verifies_late(store: Any, step: int, verify: Any = verify) -> Any:
+                time.sleep(delay * (step % 2))
+                return verify(store, step)
+
+            patch.setattr(store, "_write", writes_late)
+            patch.setattr(store, "verify", verifies_late)
+        # The second bad batch is in the region of the first: the run goes deeper.
+        loop = loop_of(framework, Faults(always=[43, 46]), rules())
+        log = folder.with_suffix(".jsonl")
+        options = {"store": make(folder), "events": log, "keep": Keep(good=3, candidates=3)}
+        train(loop, rules(), range(70), **options)
+    found = events_of(log)
+    return {
+        "back": [(e["onset"], e["checkpoint"]) for e in found if e["kind"] == "rollback"],
+        "saved": [e["step"] for e in found if e["kind"] == "save"],
+        "failed": [e["problem"] for e in found if e["kind"] == "save_failed"],
+        "good": sorted({e["step"] for e in found if e["kind"] == "good"}),
+        "weights": [each.tobytes() for each in loop.weights()],
+    }
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_the_rollback_target_depends_only_on_the_steps(kind, tmp_path, monkeypatch):
+    fast = outcome_of(kind, tmp_path / "fast", monkeypatch, 0.0)
+    assert [onset for onset, _ in fast["back"]] == [43, 45]
+    assert fast["good"][:8] == [0, 5, 10, 15, 20, 25, 30, 35]
+    assert fast["failed"] == []
+    assert outcome_of(kind, tmp_path / "slow", monkeypatch, SECONDS) == fast
+
+
+# -- power loss -----------------------------------------------------------------------------------
 
 STEPS = 40
-PROGRAM = "tests.healer.test_power_loss"
+PROGRAM = "tests.healer.test_unreliable_disks"
 LOSSES = 6
 
 

@@ -1,0 +1,285 @@
+"""NaN and Inf that no skip heals: in the state, or in every step since the start."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from healcore import policy as policies
+from healcore.jax import protect
+from healcore.runtime.healer import Healer
+from healcore.runtime.incidents.steps import FROM_START
+from healcore.runtime.loop.termination import RunStopped
+from healcore.torch import LightningHealingCallback, attach, heal_trainer
+from tests.healer.run_directory import events, postmortems
+from tests.healer.training_loops import RULES, Faults, breaks_off, loop_of, rules, train
+from tests.torch.trainers.huggingface import small_runs
+from tests.torch.trainers.lightning.fits import Regression, trainer
+
+# -- NaN in the state that no step showed: a save finds it, and the policy decides ----------------
+
+BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
+
+
+def policy_with(what: str) -> Any:
+    text = RULES.format(cut="", skip_batches=0, recoveries=3)
+    return policies.loads(text.replace("[rollback]", f'[rollback]\nnonfinite_state = "{what}"'))
+
+
+def with_statistics(framework: str, policy: Any) -> Any:
+    """A loop with an array `seen` on which no loss depends."""
+    loop = loop_of(framework, policy=policy)
+    if framework == "torch":
+        loop.model.register_buffer("seen", torch.zeros(3))
+        return loop
+    loop.state["seen"] = jnp.zeros(3)
+    step = loop._step
+
+    def kept(state: Any, *batch: Any) -> Any:
+        rest = step({k: v for k, v in state.items() if k != "seen"}, *batch)
+        return {**rest, "seen": state["seen"]}
+
+    loop._step = kept
+    return loop
+
+
+def spoil(loop: Any, healer: Any, what: str, value: float = np.nan) -> None:
+    if loop.framework == "torch":
+        (loop.model[0].weight if what == "weights" else loop.model.seen).data.fill_(value)
+    elif what == "weights":
+        healer.state["params"] = {**healer.state["params"], "w1": jnp.full((4, 8), value)}
+    else:
+        healer.state["seen"] = jnp.full(3, value)
+
+
+class Spoils:
+    """Makes the statistics NaN, at some batches."""
+
+    def __init__(self, framework: str, policy: Any, at: Any) -> None:
+        self.loop, self._at = with_statistics(framework, policy), at
+
+    def before(self, healer: Any, number: int) -> None:
+        if number in self._at:
+            spoil(self.loop, healer, "statistics")
+
+
+@BOTH
+def test_the_run_goes_back_by_default(framework, tmp_path):
+    it = Spoils(framework, rules(), at=[22])
+    facts = train(it.loop, rules(), range(60), store=tmp_path, before=it.before)
+    (logged,) = events(tmp_path, "rollback")
+    assert logged["onset"] == 24, "the checkpoint of step 25 has it"
+    assert logged["checkpoint"] in (15, 20)
+    assert it.loop.faults.order.count(22) == 1, "the data of those steps are left out"
+    order = events(tmp_path, "order")[0]
+    assert (order["action"], order["step"]) == (["ROLLBACK"], 29), "the last judged step"
+    assert "seen" in order["why"]
+    assert facts["good"] > 30
+    (after,) = postmortems(tmp_path)
+    assert "NaN or Inf in" in after["diagnosis"]
+    assert "step 25" in after["diagnosis"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "what", "value", "preset", "framework", "steps"),
+    [
+        (49, "weights", np.nan, "default", "torch", 100),  # a save sees it
+        (49, "statistics", np.nan, "test", "torch", 100),
+        (57, "weights", np.inf, "test", "torch", 100),  # no save sees it
+        (57, "statistics", np.nan, "default", "torch", 100),
+        (57, "weights", np.nan, "default", "torch", 60),  # too few skips for an order, and no save
+        (49, "weights", np.inf, "default", "jax", 100),
+        (57, "statistics", np.nan, "test", "jax", 100),
+    ],
+)
+def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
+    batch, what, value, preset, framework, steps, tmp_path
+):
+    """One rollback: a save that saw the undone damage is no news on the repeated steps."""
+    policy = rules() if preset == "test" else policies.load("default", rollback={"probation": 5})
+    loop = with_statistics(framework, policy)
+    step, number_now = loop.step, [-1]
+    of_jax: Any = getattr(loop, "_step", None)
+
+    def spoiling_step(healer: Any, number: int) -> None:
+        """The loss is NaN while the statistics are."""
+        seen = loop.model.seen if framework == "torch" else healer.state["seen"]
+        loop.faults.always = frozenset() if np.isfinite(np.asarray(seen)).all() else {number}
+        number_now[0] = number
+        step(healer, number)
+        if framework == "torch" and number == batch:
+            spoil(loop, healer, what, value)
+
+    def spoiling(state: Any, *data: Any) -> Any:
+        new = SimpleNamespace(state=of_jax(state, *data))
+        if number_now[0] == batch:
+            spoil(loop, new, what, value)
+        return new.state
+
+    loop.step, loop._step = spoiling_step, spoiling
+    facts = train(loop, policy, range(steps), store=tmp_path, save_every=25)
+    (logged,) = events(tmp_path, "rollback")
+    assert logged["onset"] == (batch if steps == 100 else steps - 1)
+    assert logged["batches"][:2] == [[0, batch], [0, batch + 1]]
+    assert facts["step"] == steps - len(logged["batches"])
+
+
+@BOTH
+def test_it_stops_or_only_alerts_if_the_policy_orders_it(framework, tmp_path):
+    it, policy = Spoils(framework, policy_with("stop"), at=[22]), policy_with("stop")
+    with pytest.raises(RunStopped, match="NaN or Inf in"):
+        train(it.loop, policy, range(60), store=tmp_path / "stop", before=it.before)
+    it, policy = Spoils(framework, policy_with("alert"), at=[22]), policy_with("alert")
+    facts = train(it.loop, policy, range(60), store=tmp_path, before=it.before)
+    assert (facts["rollbacks"], facts["step"]) == (0, 60)
+    assert events(tmp_path, "order")[0]["action"] == ["ALERT"]
+    assert "The run ends in that state" in postmortems(tmp_path)[0]["diagnosis"]
+
+
+@BOTH
+def test_harmless_nonfinite_arrays_are_rolled_back_once(framework, tmp_path):
+    """A buffer that is infinite by design, or a logged number; the weights are finite."""
+    it = Spoils(framework, rules(), at=range(22, 100))
+    facts = train(it.loop, rules(), range(60), store=tmp_path, before=it.before)
+    assert facts["rollbacks"] == 1
+    assert any("nonfinite_ok" in each["problem"] for each in events(tmp_path, "problem"))
+
+
+def test_a_mask_of_minus_infinity_is_allowed_after_a_restart_too(tmp_path):
+    def loop():
+        made = loop_of("torch")
+        made.model.register_buffer("mask", torch.full((3,), -torch.inf))
+        return made
+
+    breaks_off(loop(), rules(), range(40), store=tmp_path, at=27)
+    assert "model.mask" in events(tmp_path, "problem")[0]["problem"]
+    assert events(tmp_path, "good")
+    assert train(loop(), rules(), range(40), store=tmp_path)["good"]
+    assert events(tmp_path, "resume")[0]["checkpoint"] == 25
+
+
+# -- a run that trains nothing ends with one true sentence ----------------------------------------
+
+SENTENCES = {
+    "loss": "the loss is NaN or Inf since the start; the first tensor is the gradient of 0.weight",
+    "gradient": "the gradient is NaN or Inf since the start; the first tensor is the gradient of ",
+    "weights": "Inf since the start, because they were loaded so; the first tensor is 3.bias",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "compares", "steps"),
+    [("loss", False, 20), ("loss", True, 300), ("gradient", True, 20), ("weights", False, 300)],
+)
+def test_without_a_finite_step_the_healer_ends(kind, compares, steps, tmp_path):
+    loop = loop_of("torch", Faults(always=range(steps) if kind == "loss" else ()))
+    if kind == "weights":
+        loop.model[3].bias.data.fill_(math.nan)
+    if kind == "gradient":
+        loop.model[0].weight.register_hook(lambda gradient: gradient * math.inf)
+    factor = math.nan if kind == "loss" else 1.0
+    loss_fn = (lambda batch: loop.model(torch.ones(1, 4)).mean() * factor) if compares else None
+    with pytest.raises(RunStopped) as stop:
+        train(loop, "default", range(steps), store=tmp_path, loss_fn=loss_fn)
+    assert SENTENCES[kind] in stop.value.why
+    assert len(loop.faults.order) <= FROM_START + 1
+    assert "resolved by the end" not in str(stop.value.code)
+
+
+def test_observing_never_ends_a_run(tmp_path):
+    policy, steps = policies.load("default", mode="observe"), FROM_START + 20
+    train(loop_of("torch", Faults(always=range(steps))), policy, range(steps), store=tmp_path)
+    assert events(tmp_path, "end")[0]["ending"] == "completed"
+
+
+def test_an_attached_policy_logs_an_error_at_powers_of_ten(caplog):
+    caplog.set_level(logging.ERROR, logger="healcore")
+    loop = loop_of("torch", Faults(always=range(1100)))
+    healing = attach(loop.optimizer, "default")
+    for number in range(1100):
+        loop.step(healing, number)
+    assert ["the loss is" in each.getMessage() for each in caplog.records] == [True, True]
+
+
+@pytest.mark.parametrize(("entry", "steps"), [("heal_trainer", 30), ("lightning", 120)])
+def test_a_trainer_ends_too(entry, steps, tmp_path):
+    scaled = dict.fromkeys(range(steps), math.nan)
+    if entry == "lightning":
+        healing = LightningHealingCallback("default", store=tmp_path)
+        fit = trainer(healing, max_steps=steps)
+        bad = TensorDataset(torch.full((8 * steps, 8), math.nan), torch.zeros(8 * steps, 1))
+        run = lambda: fit.fit(Regression(), DataLoader(bad, 8))  # noqa: E731
+    else:
+        run = heal_trainer(small_runs.trainer(tmp_path, steps=steps, scaled=scaled)).train
+    with pytest.raises(RunStopped, match=f"none of the first {min(steps, FROM_START)} steps was"):
+        run()
+
+
+def guarded(guard: str, tx: Any) -> Any:
+    """A step that keeps its old state, healing state included, if the loss is NaN."""
+
+    @jax.jit
+    def step(state: Any, x: Any, factor: Any = 1.0) -> Any:
+        params, memory = state
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+
+        def update(_: Any = None) -> Any:
+            updates, new = tx.update(grads, memory, params, value=loss)
+            return optax.apply_updates(params, updates) * factor, new
+
+        if guard == "apply_if_finite":
+            return update()
+        if guard == "cond":
+            return jax.lax.cond(jnp.isfinite(loss), update, lambda _: state, None)
+        return jax.tree.map(lambda n, o: jnp.where(jnp.isfinite(loss), n, o), update(), state)
+
+    return step
+
+
+def loss_of(params: Any, x: Any) -> Any:
+    return jnp.mean((params @ x - x.sum()) ** 2) + 0 * (params**2).sum()
+
+
+DRAW = np.random.default_rng(0)
+INPUTS = [DRAW.normal(size=2).astype(np.float32) for _ in range(420)]
+
+
+@pytest.mark.parametrize("guard", ["where", "cond", "apply_if_finite"])
+def test_a_step_that_keeps_its_old_state_is_counted_and_said_once(guard, tmp_path, capsys):
+    tx = protect(optax.sgd(0.01))
+    if guard == "apply_if_finite":
+        tx = optax.with_extra_args_support(optax.apply_if_finite(tx, 10**6))
+    step, state = guarded(guard, tx), (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    with Healer("default", state=state, store=tmp_path) as healer:
+        for number in healer.batches(range(40)):
+            factor = np.float32(math.nan if 20 <= number < 25 else 1.0)
+            healer.update(step(healer.state, INPUTS[number] * factor))
+    assert "has not changed the healing state" in capsys.readouterr().err
+    (problem,) = events(tmp_path, "problem")
+    assert "guard of the training step" in problem["problem"]
+    assert healer.report().counts["skips"] == 5
+    assert healer._loop.recovery.ledger.unhealthy == [*range(20, 25)]
+
+
+def test_damaged_weights_behind_a_guard_are_found_by_the_loss_of_the_batches(tmp_path):
+    tx, todo = protect(optax.inject_hyperparams(optax.sgd)(0.01)), [200]
+    step, state = guarded("where", tx), (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    loss_fn = jax.jit(lambda state, x: loss_of(state[0], x))
+    with Healer(state=state, store=tmp_path, loss_fn=loss_fn) as healer:
+        for number, x in enumerate(healer.batches(INPUTS)):
+            factor = 1e25 if [number] == todo else 1.0
+            todo = [] if factor > 1 else todo
+            healer.update(step(healer.state, x, jnp.float32(factor)))
+    (rollback,) = events(tmp_path, "rollback")
+    assert (rollback["checkpoint"], rollback["onset"]) == (100, 201)
+    assert float(loss_fn(healer.state, INPUTS[0])) < 1e-3
