@@ -1,7 +1,5 @@
 """A loop that Accelerate has prepared: attach, accumulation, scaler, checkpoints, rollback."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +11,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from healcore.runtime.healer import Healer
+from healcore import Checkpoints, Healer
 from healcore.torch import attach
-from tests.healer.run_options import grouped
 from tests.healer.training_loops import rules, skip_no_batches
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN
@@ -47,12 +44,11 @@ class Loop:
         stateful: bool = False,
         workers: int = 0,
     ) -> None:
+        reads = {"use_stateful_dataloader": stateful, "use_seedable_sampler": stateful}
         self.accelerator: Any = accelerate.Accelerator(
             cpu=True,
             gradient_accumulation_steps=accumulate,
-            dataloader_config=accelerate.DataLoaderConfiguration(
-                use_stateful_dataloader=stateful, use_seedable_sampler=stateful
-            ),
+            dataloader_config=accelerate.DataLoaderConfiguration(**reads),
         )
         torch.manual_seed(0)
         net = nn.Linear(3, 1)
@@ -68,16 +64,12 @@ class Loop:
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
 
-    def step(
-        self, batch: Any, observe: Any = None, *, bad: int = -1, clip: float | None = None
-    ) -> None:
+    def step(self, batch: Any, observe: Any, *, bad: int = -1, clip: float | None = None) -> None:
         """One micro-batch; the loss of batch `bad` is NaN."""
-        index, x = int(batch[0]), batch[1]
-        factor = NAN if index == bad else 1.0
+        x, factor = batch[1], NAN if int(batch[0]) == bad else 1.0
         with self.accelerator.accumulate(self.model):
             loss = (self.model(x) - x.sum()).square().mean() * factor
-            if observe is not None:
-                observe(loss)
+            observe(loss)
             self.accelerator.backward(loss)
             if clip is not None and self.accelerator.sync_gradients:
                 self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
@@ -128,47 +120,29 @@ def test_a_wrapper_with_a_scaler_is_healed_and_released(caplog: pytest.LogCaptur
     assert sum("pass accelerate's optimizer" in each.message for each in caplog.records) == 1
 
 
-def test_clipping_in_the_loop_is_noticed(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    ("clip", "policy", "lines"),
+    [(None, policies.SKIPS, 0), (0.01, policies.SKIPS, 1), (0.01, "default", 0)],
+)
+def test_clipping_in_the_loop_is_noticed(clip: Any, policy: Any, lines: int, caplog: Any):
     """It hides the norm from the policy; one line, where the loop clips and the policy compares."""
     caplog.set_level(logging.WARNING, "healcore")
-    cases = ((None, policies.SKIPS, 0), (0.01, policies.SKIPS, 1), (0.01, "default", 0))
-    for clip, policy, lines in cases:
-        caplog.clear()
-        loop = Loop()
-        heal = attach(loop.optimizer, policy)
-        for _ in range(2):
-            for batch in loop.loader:
-                loop.step(batch, heal.observe, clip=clip)
-        said = [each.message for each in caplog.records if "remove clip_grad_norm_" in each.message]
-        assert len(said) == lines
-        if said:
-            assert "the gradient norm was 0.01 at 20 steps and never above" in said[0]
+    loop = Loop()
+    heal = attach(loop.optimizer, policy)
+    for batch in [*loop.loader] * 2:
+        loop.step(batch, heal.observe, clip=clip)
+    said = "remove clip_grad_norm_", "the gradient norm was 0.01 at 20 steps and never above"
+    assert [caplog.text.count(each) for each in said] == [lines] * 2
 
 
-def test_accelerates_own_checkpoints_hold_the_policys_state(tmp_path: Any):
-    loops = Loop(), Loop()
-    first, second = (attach(loop.optimizer, policies.SKIPS) for loop in loops)
-    for loop, heal in zip(loops, (first, second), strict=True):
-        loop.accelerator.register_for_checkpointing(heal)
-    for batch in loops[0].loader:
-        loops[0].step(batch, first.observe, bad=3)
-    loops[0].accelerator.save_state(str(tmp_path / "saved"))
-    assert second.state_dict() != first.state_dict()
-    loops[1].accelerator.load_state(str(tmp_path / "saved"))
-    assert second.state_dict() == first.state_dict()
-    assert int(second.metrics()["heal/skips"]) == 1
-
-
-def dropped(
-    store: Any, loader: dict[str, Any], *, nan_at: int = -1, raise_at: int = -1, **options: Any
-) -> list[Tensor]:
+def dropped(store: Any, loader: Any, *, nan_at: int = -1, raise_at: int = -1) -> list[Tensor]:
     """Trains with dropout for two epochs; the weights at the end."""
     loop = Loop(shuffle=True, **loader)
     with Healer(
         rules(cut=False),
         state={"model": loop.model, "optimizer": loop.optimizer, "scheduler": loop.scheduler},
         store=store,
-        **grouped(options, save_every=4),
+        checkpoints=Checkpoints(every=4),
     ) as healer:
         for batch in healer.batches(loop.loader, epochs=2):
             step = healer.step
@@ -185,11 +159,7 @@ def dropped(
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize(
-    ("at", "loader"),
-    [
-        *((2, {}), (23, {}), (24, {}), (10, {"stateful": True})),
-        *((30, {"workers": 1}), (30, {"stateful": True, "workers": 1})),
-    ],
+    ("at", "loader"), [(23, {}), (24, {}), (10, {"stateful": True}), (30, {"workers": 1})]
 )
 def test_random_states_go_back_with_the_data(
     at: int, loader: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch

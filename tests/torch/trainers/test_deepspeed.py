@@ -1,19 +1,22 @@
-"""One process under DeepSpeed's engine: a bad batch, a healthy run, clipping, rollback."""
+"""Under DeepSpeed's engine, in one process and on two ranks: skips, clipping, rollbacks."""
 
-from __future__ import annotations
-
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from healcore.torch import AttachError, engine_state, heal_engine
 from tests.torch import policies
+from tests.torch.forked_ranks import Worlds, folder, serve, worlds_of
+from tests.torch.layouts import digest
 from tests.torch.optimizer_cases import NAN
 from tests.torch.sync_counter import CountSyncs
-from tests.torch.trainers.deepspeed_engines import FP16, KINDS, SCALED, Loop, prepare, zero
+from tests.torch.trainers.deepspeed_engines import BF16, FP16, KINDS, SCALED, Loop, prepare, zero
 
 pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
 
@@ -32,14 +35,14 @@ def test_only_a_bad_step_is_changed_and_nothing_waits(kind: str, factor: float):
     """A bad step changes nothing, in every group. The other steps are those without healcore."""
     plain, loop = Loop(KINDS[kind]), Loop(KINDS[kind])
     heal = heal_engine(loop.engine, policies.SKIPS)
-    syncs = []
-    for each in (plain, loop):
-        with CountSyncs() as counter:
-            for i in range(5):
-                each.step(i)
-        syncs.append(counter.count)
+    with CountSyncs() as theirs:
+        for i in range(5):
+            plain.step(i)
+    with CountSyncs() as ours:
+        for i in range(5):
+            loop.step(i)
     assert all(map(torch.equal, plain.weights, loop.weights))
-    assert syncs[0] == syncs[1]
+    assert theirs.count == ours.count
     before, moments = loop.weights, loop.moments
     loop.step(5, factor)
     skipped = factor != 1.0
@@ -98,17 +101,14 @@ def test_a_rollback_restores_every_part(kind: str, tmp_path: Any):
     assert all(bool(p.isfinite().all()) for p in runs[True][-1][2])
 
 
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         (zero(3), "ZeRO-3"),
-        (
-            {
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-                "zero_force_ds_cpu_optimizer": False,
-            },
-            "offloading",
-        ),
+        ({"zero_optimization": OFFLOADED, "zero_force_ds_cpu_optimizer": False}, "offloading"),
         ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "compute_grad_norm"),
         (FP16, "fp16"),
     ],
@@ -118,3 +118,68 @@ def test_what_cannot_be_healed_is_refused(config: Any, reason: str):
     with pytest.raises(AttachError, match=reason):
         heal_engine(engine)
     assert "backward" not in vars(engine)
+
+
+pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
+
+KINDS = {"float32": {}, "ZeRO-1": zero(1), "ZeRO-2, bfloat16": {**zero(2), **BF16}}
+worlds = worlds_of("tests.torch.trainers.test_deepspeed_ranks", 300)
+
+
+def one_nan(config: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 has a NaN at step 5; what both did."""
+    loop = Loop(config)
+    heal = heal_engine(loop.engine, policies.SKIPS)
+    digests, norms = [digest(loop.weights)], []
+    for i in range(8):
+        loop.step(i, NAN if i == 5 and dist.get_rank() == 1 else 1.0)
+        heal.judge_dropped()
+        norms.append(float(heal.metrics()["heal/grad_norm"]))
+        digests.append(digest(loop.weights))
+    return {"digests": digests, "norms": norms, "skips": int(heal.metrics()["heal/skips"])}
+
+
+def rollback(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Rank 1 has two bad micro-batches the first time; then the run goes back on both."""
+    found: dict[str, Any] = {"rollbacks": [], "back": None}
+    traces: list[dict[tuple[int, int], str]] = []
+    for bad in (True, False):
+        loop, trace = Loop(config), {}
+        with Healer(
+            policies.ROLLS_BACK,
+            state=engine_state(loop.engine),
+            store=root / str(bad),
+            checkpoints=Checkpoints(every=2),
+        ) as healer:
+            for i in healer.batches(list(range(20))):
+                if healer.rollbacks and found["back"] is None:
+                    found |= {"back": digest(loop.weights), "step": healer.step}
+                trace.setdefault((healer.step, i), digest(loop.weights))
+                broken = bad and dist.get_rank() == 1 and i in (12, 13) and not healer.rollbacks
+                loop.micro_step(i, NAN if broken else 1.0)
+        traces.append(trace)
+        found["rollbacks"].append(healer.rollbacks)
+    return found | {"reference": traces[1][found["step"], 2 * found["step"]]}
+
+
+def outcome(kind: str) -> dict[str, Any]:
+    prepare(dist.get_rank(), 2)
+    config = KINDS[kind]
+    return {"one_nan": one_nan(config), "rollback": rollback(config, folder() / kind)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_rank_sees_both_act_on(kind: str, worlds: Worlds):
+    """A NaN skips the step on both. Both return to the weights of a run without the bad batch."""
+    first, second = worlds.of(2, KINDS, kind)
+    assert first == second
+    nan, back = first["one_nan"], first["rollback"]
+    assert [a == b for a, b in pairwise(nan["digests"])] == [i == 5 for i in range(8)]
+    assert nan["skips"] == 1
+    assert back["rollbacks"] == [1, 0]
+    assert back["step"] > 0
+    assert back["back"] == back["reference"]
+
+
+if __name__ == "__main__":
+    serve(outcome, seconds=300)
