@@ -1,7 +1,4 @@
-"""One of several ranks that heal a run with a `loss_fn`. All worlds have the same global batches.
-
-A case is a layout and a fault.
-"""
+"""A rank of a run with a `loss_fn`, by layout and fault; all worlds have the same batches."""
 
 from typing import Any
 

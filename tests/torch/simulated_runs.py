@@ -1,7 +1,4 @@
-"""Runs on a simulated accelerator and on the CPU, each in a process of its own.
-
-python -m tests.torch.simulated_runs decisions default
-"""
+"""Runs on a simulated accelerator and on the CPU, each in a process of its own."""
 
 import math
 import sys

@@ -38,12 +38,8 @@ class Loader:
 class Unhealed(SFTTrainer):
     """Two epochs of nine batches, two batches per step: the fifth step is in both epochs.
 
-    Args:
-        folder: of the checkpoints.
-        bad: batch of the first epoch whose loss is NaN when it is first read.
-        save_every: steps between two of ArcticTraining's own checkpoints, or 0.
-        at: function called before the loss of the batch that is read as this one, from 0.
-        **config: values of TrainerConfig.
+    The loss of the batch `bad` of the first epoch is NaN when it is first read. `at` has a function
+    that is called before the loss of the batch that is read as this one, from 0.
     """
 
     name = "unhealed"

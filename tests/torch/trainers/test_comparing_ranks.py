@@ -1,7 +1,4 @@
-"""A healed Trainer and a healed fit decide with two ranks as with one, by their own losses.
-
-The weights of a run are damaged once.
-"""
+"""A healed Trainer and a healed fit decide with two ranks as with one, by their own losses."""
 
 import os
 from typing import Any
