@@ -248,7 +248,7 @@ def pipeline(kind: str) -> dict[str, Any]:
 # -- earlier weights -------------------------------------------------------------------------------
 
 EVALUATED = (
-    *LAYOUTS[:4], LAYOUTS[5], "FSDP2, bfloat16", "FSDP2, offloaded",
+    *LAYOUTS[:4], LAYOUTS[5], "FSDP1", "FSDP2, bfloat16", "FSDP2, offloaded",
     "FSDP2, resharded to two", "DDP, unused parameters", "loss in parts",
 )  # fmt: skip
 KEPT = 3
