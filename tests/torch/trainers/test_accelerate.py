@@ -1,4 +1,4 @@
-"""A loop that Accelerate has prepared: attach, accumulation, scaler, checkpoints, rollback."""
+"""A loop that Accelerate has prepared: attach, accumulation, scaler, clipping."""
 
 import logging
 from collections.abc import Iterator
@@ -11,9 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from healcore import Checkpoints, Healer
 from healcore.torch import attach
-from tests.healer.training_loops import rules, skip_no_batches
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN
 
@@ -31,33 +29,19 @@ def fresh_accelerate() -> Iterator[None]:
 
 
 class Loop:
-    """A small regression, prepared, with `accumulate` micro-batches per step.
+    """A small regression, prepared, with `accumulate` micro-batches per step."""
 
-    `stateful`: whether Accelerate reads a StatefulDataLoader; `workers`: processes that read.
-    """
-
-    def __init__(
-        self,
-        accumulate: int = 1,
-        *,
-        shuffle: bool = False,
-        stateful: bool = False,
-        workers: int = 0,
-    ) -> None:
-        reads = {"use_stateful_dataloader": stateful, "use_seedable_sampler": stateful}
+    def __init__(self, accumulate: int = 1) -> None:
         self.accelerator: Any = accelerate.Accelerator(
-            cpu=True,
-            gradient_accumulation_steps=accumulate,
-            dataloader_config=accelerate.DataLoaderConfiguration(**reads),
+            cpu=True, gradient_accumulation_steps=accumulate
         )
         torch.manual_seed(0)
         net = nn.Linear(3, 1)
         optimizer = AdamW(net.parameters(), lr=0.01)
         scheduler = LinearLR(optimizer, start_factor=0.5, total_iters=20)
         rows = TensorDataset(torch.arange(24), 1 + 0.1 * torch.rand(24, 3))
-        loader = DataLoader(rows, batch_size=1, shuffle=shuffle, num_workers=workers)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            net, optimizer, scheduler, loader
+            net, optimizer, scheduler, DataLoader(rows, batch_size=1)
         )
 
     @property
@@ -133,42 +117,3 @@ def test_clipping_in_the_loop_is_noticed(clip: Any, policy: Any, lines: int, cap
         loop.step(batch, heal.observe, clip=clip)
     said = "remove clip_grad_norm_", "the gradient norm was 0.01 at 20 steps and never above"
     assert [caplog.text.count(each) for each in said] == [lines] * 2
-
-
-def dropped(store: Any, loader: Any, *, nan_at: int = -1, raise_at: int = -1) -> list[Tensor]:
-    """Trains with dropout for two epochs; the weights at the end."""
-    loop = Loop(shuffle=True, **loader)
-    with Healer(
-        rules(cut=False),
-        state={"model": loop.model, "optimizer": loop.optimizer, "scheduler": loop.scheduler},
-        store=store,
-        checkpoints=Checkpoints(every=4),
-    ) as healer:
-        for batch in healer.batches(loop.loader, epochs=2):
-            step = healer.step
-            if step == raise_at:
-                raise ZeroDivisionError
-            loss = (loop.model(nn.functional.dropout(batch[1], 0.5)) - batch[1].sum()).square()
-            healer.observe(loss.mean() * (NAN if step == nan_at and not healer.rollbacks else 1.0))
-            loop.accelerator.backward(loss.mean())
-            loop.optimizer.step()
-            loop.scheduler.step()
-            loop.optimizer.zero_grad()
-    return loop.weights
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize(
-    ("at", "loader"), [(23, {}), (24, {}), (10, {"stateful": True}), (30, {"workers": 1})]
-)
-def test_random_states_go_back_with_the_data(
-    at: int, loader: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """To the bit, after a rollback that changes nothing and after a restart."""
-    skip_no_batches(monkeypatch)
-    expected = dropped(tmp_path / "whole", loader)
-    again = dropped(tmp_path / "back", loader, nan_at=at)
-    assert all(map(torch.equal, expected, again))
-    with pytest.raises(ZeroDivisionError):
-        dropped(tmp_path / "killed", loader, raise_at=at)
-    assert all(map(torch.equal, expected, dropped(tmp_path / "killed", loader)))
