@@ -122,7 +122,7 @@ def test_what_cannot_be_healed_is_refused(config: Any, reason: str):
 
 pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
 
-KINDS = {"float32": {}, "ZeRO-1": zero(1), "ZeRO-2, bfloat16": {**zero(2), **BF16}}
+RANK_KINDS = {"float32": {}, "ZeRO-1": zero(1), "ZeRO-2, bfloat16": {**zero(2), **BF16}}
 worlds = worlds_of("tests.torch.trainers.test_deepspeed_ranks", 300)
 
 
@@ -164,14 +164,14 @@ def rollback(config: dict[str, Any], root: Path) -> dict[str, Any]:
 
 def outcome(kind: str) -> dict[str, Any]:
     prepare(dist.get_rank(), 2)
-    config = KINDS[kind]
+    config = RANK_KINDS[kind]
     return {"one_nan": one_nan(config), "rollback": rollback(config, folder() / kind)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RANK_KINDS)
 def test_what_one_rank_sees_both_act_on(kind: str, worlds: Worlds):
     """A NaN skips the step on both. Both return to the weights of a run without the bad batch."""
-    first, second = worlds.of(2, KINDS, kind)
+    first, second = worlds.of(2, RANK_KINDS, kind)
     assert first == second
     nan, back = first["one_nan"], first["rollback"]
     assert [a == b for a, b in pairwise(nan["digests"])] == [i == 5 for i in range(8)]
