@@ -33,7 +33,8 @@ def prepare(rank: int = 0, world: int = 1) -> Any:
     """Sets up DeepSpeed for this process; returns the module."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if world == 1:  # the ranks of a program have one, which also names the memory that they share
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     import deepspeed  # pyright: ignore[reportMissingImports]
     from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
 

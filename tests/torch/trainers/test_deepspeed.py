@@ -16,7 +16,7 @@ from tests.torch.forked_ranks import Worlds, folder, serve, worlds_of
 from tests.torch.layouts import digest
 from tests.torch.optimizer_cases import NAN
 from tests.torch.sync_counter import CountSyncs
-from tests.torch.trainers.deepspeed_engines import BF16, FP16, KINDS, SCALED, Loop, prepare, zero
+from tests.torch.trainers.deepspeed_engines import FP16, KINDS, SCALED, Loop, prepare, zero
 
 pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
 
@@ -73,32 +73,41 @@ def test_the_policy_sees_the_norm_of_the_whole_step_before_clipping(kind: str):
         assert torch.allclose(theirs, ours, rtol=1e-2, atol=1e-6)
 
 
-@every_kind
-def test_a_rollback_restores_every_part(kind: str, tmp_path: Any):
-    """The steps after it are those of a run that never saw the bad batch."""
-    runs: dict[bool, list[Any]] = {True: [], False: []}
-    back = None
-    for bad, trace in runs.items():
-        loop = Loop(KINDS[kind])
+def rollbacks(kind: str, root: Path, *, here: bool = True) -> Any:
+    """Rollbacks of a run with a bad batch, if it is bad `here`, and of one without.
+
+    Then step, batch and weights after the rollback, and the weights that the other run had there.
+    """
+    counts, back, traces = list[int](), list[Any](), list[dict[tuple[int, int], str]]()
+    for bad in (True, False):
+        loop, trace = Loop(KINDS[kind]), {}
         with Healer(
             policies.ROLLS_BACK,
             state=engine_state(loop.engine),
-            store=tmp_path / str(bad),
+            store=root / str(bad),
             checkpoints=Checkpoints(every=2),
             lr={"factor": 0.999},
         ) as healer:
             for i in healer.batches(list(range(24))):
-                if healer.rollbacks and back is None:
-                    back = healer.step, i, loop.weights
+                if healer.rollbacks and not back:
+                    back = [healer.step, i, digest(loop.weights)]
                     assert loop.engine.global_steps == healer.step
                     assert loop.engine.micro_steps == 2 * healer.step
-                trace.append((healer.step, i, loop.weights))
-                loop.micro_step(i, NAN if bad and i in (12, 13) and not healer.rollbacks else 1.0)
-        assert healer.rollbacks == bad
-    assert back is not None
-    reference = next(w for s, i, w in runs[False] if (s, i) == back[:2])
-    assert all(map(torch.equal, back[2], reference))
-    assert all(bool(p.isfinite().all()) for p in runs[True][-1][2])
+                trace.setdefault((healer.step, i), digest(loop.weights))
+                harms = bad and here and i in (12, 13) and not healer.rollbacks
+                loop.micro_step(i, NAN if harms else 1.0)
+        assert all(bool(p.isfinite().all()) for p in loop.weights)
+        counts.append(healer.rollbacks)
+        traces.append(trace)
+    return [counts, back, traces[1][back[0], back[1]]]
+
+
+@every_kind
+def test_a_rollback_restores_every_part(kind: str, tmp_path: Path):
+    """The steps after it are those of a run that never saw the bad batch."""
+    counts, (_, _, weights), reference = rollbacks(kind, tmp_path)
+    assert counts == [1, 0]
+    assert weights == reference
 
 
 OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -120,52 +129,24 @@ def test_what_cannot_be_healed_is_refused(config: Any, reason: str):
     assert "backward" not in vars(engine)
 
 
-pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
-
-RANK_KINDS = {"float32": {}, "ZeRO-1": zero(1), "ZeRO-2, bfloat16": {**zero(2), **BF16}}
-worlds = worlds_of("tests.torch.trainers.test_deepspeed_ranks", 300)
+RANK_KINDS = ("float32", "ZeRO-1", "ZeRO-2, bfloat16")
+worlds = worlds_of("tests.torch.trainers.test_deepspeed", 300)
 
 
-def one_nan(config: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 has a NaN at step 5; what both did."""
-    loop = Loop(config)
+def on_one_rank(kind: str) -> dict[str, Any]:
+    """Rank 1 has a NaN at step 5; then two bad micro-batches, and the run goes back on both."""
+    prepare(dist.get_rank(), 2)
+    loop, odd = Loop(KINDS[kind]), dist.get_rank() == 1
     heal = heal_engine(loop.engine, policies.SKIPS)
     digests, norms = [digest(loop.weights)], []
     for i in range(8):
-        loop.step(i, NAN if i == 5 and dist.get_rank() == 1 else 1.0)
+        loop.step(i, NAN if i == 5 and odd else 1.0)
         heal.judge_dropped()
         norms.append(float(heal.metrics()["heal/grad_norm"]))
         digests.append(digest(loop.weights))
-    return {"digests": digests, "norms": norms, "skips": int(heal.metrics()["heal/skips"])}
-
-
-def rollback(config: dict[str, Any], root: Path) -> dict[str, Any]:
-    """Rank 1 has two bad micro-batches the first time; then the run goes back on both."""
-    found: dict[str, Any] = {"rollbacks": [], "back": None}
-    traces: list[dict[tuple[int, int], str]] = []
-    for bad in (True, False):
-        loop, trace = Loop(config), {}
-        with Healer(
-            policies.ROLLS_BACK,
-            state=engine_state(loop.engine),
-            store=root / str(bad),
-            checkpoints=Checkpoints(every=2),
-        ) as healer:
-            for i in healer.batches(list(range(20))):
-                if healer.rollbacks and found["back"] is None:
-                    found |= {"back": digest(loop.weights), "step": healer.step}
-                trace.setdefault((healer.step, i), digest(loop.weights))
-                broken = bad and dist.get_rank() == 1 and i in (12, 13) and not healer.rollbacks
-                loop.micro_step(i, NAN if broken else 1.0)
-        traces.append(trace)
-        found["rollbacks"].append(healer.rollbacks)
-    return found | {"reference": traces[1][found["step"], 2 * found["step"]]}
-
-
-def outcome(kind: str) -> dict[str, Any]:
-    prepare(dist.get_rank(), 2)
-    config = RANK_KINDS[kind]
-    return {"one_nan": one_nan(config), "rollback": rollback(config, folder() / kind)}
+    skips = int(heal.metrics()["heal/skips"])
+    back = rollbacks(kind, folder() / kind, here=odd)
+    return {"digests": digests, "norms": norms, "skips": skips, "rollback": back}
 
 
 @pytest.mark.parametrize("kind", RANK_KINDS)
@@ -173,13 +154,13 @@ def test_what_one_rank_sees_both_act_on(kind: str, worlds: Worlds):
     """A NaN skips the step on both. Both return to the weights of a run without the bad batch."""
     first, second = worlds.of(2, RANK_KINDS, kind)
     assert first == second
-    nan, back = first["one_nan"], first["rollback"]
-    assert [a == b for a, b in pairwise(nan["digests"])] == [i == 5 for i in range(8)]
-    assert nan["skips"] == 1
-    assert back["rollbacks"] == [1, 0]
-    assert back["step"] > 0
-    assert back["back"] == back["reference"]
+    assert [a == b for a, b in pairwise(first["digests"])] == [i == 5 for i in range(8)]
+    assert first["skips"] == 1
+    counts, (step, _, weights), reference = first["rollback"]
+    assert counts == [1, 0]
+    assert step > 0
+    assert weights == reference
 
 
 if __name__ == "__main__":
-    serve(outcome, seconds=300)
+    serve(on_one_rank, seconds=300)
