@@ -89,7 +89,6 @@ SLOW = (
     "tests/jax/test_signals.py::test_inside_shard_map_on_four_devices",
     "tests/runtime/test_hang_guard.py",
     "tests/torch/driver/test_out_of_memory_on_ranks.py",
-    "tests/torch/driver/test_sharded_ranks.py",
     "tests/torch/test_four_ranks.py",
     # The same bits once more: `tests/parity/test_fuzz.py` is in `make test`.
     "tests/parity/test_compiled.py",
@@ -132,7 +131,6 @@ SLOW = (
     ),
     "tests/examples/test_jax_data_and_rates.py",
     "tests/tools/probe/test_recorded_runs.py",
-    "tests/torch/trainers/lightning/test_kills.py",
     # The other framework, store or optimizer for what `make test` shows with one.
     *(
         f"tests/healer/test_jax_states.py::test_{test}"

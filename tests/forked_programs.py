@@ -106,10 +106,11 @@ def run(*command: object, timeout: float = 600, **options: Any) -> subprocess.Co
 def _server(imports: tuple[str, ...]) -> socket.socket:
     """The connection to a server, which ends with this process."""
     ours, theirs = socket.socketpair()
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     server = subprocess.Popen(
         [sys.executable, "-m", __name__, str(theirs.fileno()), *imports],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         pass_fds=[theirs.fileno()],
         start_new_session=True,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torch.two_ranks import free_port
+from tests.torch.forked_ranks import free_port
 
 pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
 

@@ -1,77 +1,127 @@
-"""Runs a module as several ranks. One process imports it, which takes the longest, and forks.
+"""Programs of several ranks; the cases of a program share one world, which costs more to start.
 
-    python -m tests.torch.forked_ranks MODULE WORLD FOLDER ARGS...
-
-Each rank is `python -m MODULE RANK ARGS...`; FOLDER/RANK.out and FOLDER/RANK.err is what it writes.
+A rank is a fork, as `python -m MODULE RANK WORLD PORT FOLDER CASES...`. It prints a JSON pair for
+each case: its name and the outcome.
 """
 
-from __future__ import annotations
-
-import importlib
+import contextlib
+import faulthandler
+import json
 import os
-import runpy
-import signal
-import subprocess
+import socket
 import sys
 import tempfile
-import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from tests.torch.two_ranks import ROOT
+import pytest
+import torch.distributed as dist
+
+from tests.forked_programs import ROOT, TORCH_AND_JAX, ForkedProgram
+
+TORCH = tuple(name for name in TORCH_AND_JAX if "torch" in name)
+# It does not end as an interpreter does: a process group can wait there for other ranks.
+_PROGRAM = """
+import os, runpy, sys, traceback
+del sys.argv[0]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__")
+except BaseException:
+    traceback.print_exc()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+
+
+def free_port() -> int:
+    """A port of this machine that no program uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def run_ranks(
-    module: str, *args: Path | str, world: int = 2, seconds: float
+    module: str,
+    *args: Path | str,
+    world: int = 2,
+    seconds: float,
+    imports: tuple[str, ...] = TORCH_AND_JAX,
 ) -> list[tuple[str, str]]:
-    """What each rank has written to stdout and stderr.
+    """What each rank, `python -m MODULE RANK ARGS...`, has written to stdout and stderr."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        running, files = [], []
+        for rank in range(world):
+            out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            files.append((out, err))
+            command = ("-c", _PROGRAM, module, rank, *args)
+            program = ForkedProgram(*command, imports=imports, env=env, stdout=out, stderr=err)
+            stack.callback(program.kill)
+            running.append(program)
+        for program in running:
+            program.wait(seconds)
+        for pair in files:
+            for each in pair:
+                each.seek(0)
+        return [(out.read(), err.read()) for out, err in files]
 
-    Raises:
-        subprocess.TimeoutExpired: one has not ended in time. All are killed then.
+
+class Worlds:
+    """The outcomes of a module's cases. The cases of one call run in one world, once."""
+
+    def __init__(self, module: str, folder: Path, **options: Any) -> None:
+        self._module, self._folder, self._options = module, folder, options
+        self._found: dict[tuple[int, tuple[str, ...]], list[tuple[dict[str, Any], str]]] = {}
+
+    def of(self, world: int, cases: Iterable[str], name: str) -> list[Any]:
+        """The outcome of the case `name` on each rank, of a world that runs `cases`."""
+        key = (world, tuple(cases))
+        if key not in self._found:
+            folder = self._folder / str(len(self._found))
+            folder.mkdir()
+            arguments = (str(world), str(free_port()), folder, *key[1])
+            written = run_ranks(self._module, *arguments, world=world, **self._options)
+            lines = [[line for line in o.splitlines() if line[:2] == '["'] for o, _ in written]
+            errors = [error for _, error in written]
+            self._found[key] = [
+                (dict(map(json.loads, each)), error)
+                for each, error in zip(lines, errors, strict=True)
+            ]
+        found = self._found[key]
+        assert all(name in each for each, _ in found), "\n".join(e[-3000:] for _, e in found)
+        return [each[name] for each, _ in found]
+
+
+def worlds_of(module: str, seconds: float, imports: tuple[str, ...] = TORCH) -> Any:
+    """A fixture of the worlds of a module."""
+
+    @pytest.fixture(scope="module")
+    def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+        folder = tmp_path_factory.mktemp("worlds")
+        return Worlds(module, folder, seconds=seconds + 30, imports=imports)
+
+    return worlds
+
+
+def serve(run: Callable[[str], Any], *, seconds: float, cases: Iterable[str] = ()) -> None:
+    """The main function of a rank; `run` takes the name of a case and returns the outcome.
+
+    After some seconds ranks that wait for each other show where, and end.
     """
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with tempfile.TemporaryDirectory() as folder:
-        parent = subprocess.Popen(
-            [sys.executable, "-m", __name__, module, str(world), folder, *map(str, args)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        try:
-            parent.wait(seconds)
-        finally:
-            if parent.poll() is None:
-                os.killpg(parent.pid, signal.SIGKILL)
-                parent.wait()
-        files = [Path(folder) / str(rank) for rank in range(world)]
-        return [
-            (each.with_suffix(".out").read_text(), each.with_suffix(".err").read_text())
-            for each in files
-        ]
+    rank, world, port, folder, *named = sys.argv[1:]
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    if world != "1":
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        met = f"file://{folder}/rendezvous"
+        dist.init_process_group("gloo", init_method=met, rank=int(rank), world_size=int(world))
+    for case in named or cases:
+        print(json.dumps([case, run(case)]), flush=True)
 
 
-def main(module: str, world: int, folder: Path, args: list[str]) -> None:
-    importlib.import_module(module)
-    ranks = []
-    for rank in range(world):
-        process = os.fork()
-        if process:
-            ranks.append(process)
-            continue
-        for descriptor, kind in ((1, "out"), (2, "err")):
-            os.dup2(os.open(folder / f"{rank}.{kind}", os.O_CREAT | os.O_WRONLY), descriptor)
-        sys.argv = [module, str(rank), *args]
-        sys.modules.pop(module)
-        try:
-            runpy.run_module(module, run_name="__main__")
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
-    for process in ranks:
-        os.waitpid(process, 0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+def folder() -> Path:
+    """A folder that the ranks of this program share."""
+    return Path(sys.argv[4])

@@ -1,10 +1,6 @@
 """One of four ranks that train one model, in each of `CASES`."""
 
-from __future__ import annotations
-
-import hashlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,17 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore.core.clipping import ZClipConfig
@@ -30,12 +19,14 @@ from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteC
 from healcore.core.engine import Engine
 from healcore.errors import RanksDisagreeError
 from healcore.torch import attach
+from healcore.torch.driver import TorchDriver
 from tests.torch import policies
+from tests.torch.forked_ranks import serve
+from tests.torch.layouts import digest, held, part, shard, spread, whole
 from tests.torch.optimizer_cases import HOST_AND_DEVICE
-from tests.torch.worlds import serve
 
 WORLD, ROWS = 4, 4
-STEPS = {"alone": 200, "DDP": 200, "DDP, device": 90, "FSDP2": 200, "HSDP": 90}
+STEPS = {"alone": 120, "DDP": 120, "DDP, device": 90, "FSDP2": 120, "HSDP": 90}
 NAN = float("nan")
 SECONDS = 400
 
@@ -72,41 +63,25 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def taken(net: nn.Module, optimizer: Optimizer, scaler: Any = None) -> tuple[bool, list[int]]:
+    """Takes a step; whether it changed nothing, and the bytes of its collectives."""
+    before = digest(held(net, optimizer))
+    with Collectives() as counted:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    optimizer.zero_grad()
+    return digest(held(net, optimizer)) == before, counted.nbytes
 
 
-def part(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
-
-
-def held(net: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Parameters, moments and step counts."""
-    return [*net.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
-
-
-def sharded(net: nn.Module, mesh: Any) -> Any:
-    """FSDP2, of one group of parameters."""
-    return fully_shard(net, mesh=mesh)
-
-
-def hybrid_mesh() -> Any:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-
-
-def digest(tensors: list[Tensor]) -> str:
-    data = b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)
-    return hashlib.sha256(data).hexdigest()
-
-
-# -- 200 steps with faults ------------------------------------------------------------------------
-
-
-def small_net() -> nn.Module:
+def small_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+# -- many steps with faults ------------------------------------------------------------------------
 
 
 def trained(kind: str) -> dict[str, Any]:
@@ -115,81 +90,43 @@ def trained(kind: str) -> dict[str, Any]:
     if kind == "alone" and rank > 0:
         return {}
     net = small_net()
-    model: nn.Module = net
-    if kind.startswith("DDP"):
-        model = DistributedDataParallel(net)
-    elif kind == "FSDP2":
-        model = sharded(net, init_device_mesh("cpu", (WORLD,)))
-    elif kind == "HSDP":
-        model = sharded(net, hybrid_mesh())
+    model, _ = spread(kind, net)
     optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
     group, where = (None if kind == "alone" else "auto"), ("device" if "device" in kind else "auto")
     heal = attach(optimizer, POLICY, process_group=group, engine=where)  # type: ignore[arg-type]
     mine = range(WORLD) if kind == "alone" else [rank]
-    records, unmoved, added = [], True, set()
+    records, unmoved, added = [], [], []
     for i in range(STEPS[kind]):
         x = torch.randn(WORLD, ROWS, 4, generator=torch.Generator().manual_seed(i))
         noise = torch.randn(WORLD, ROWS, 1, generator=torch.Generator().manual_seed(9000 + i))
         losses, seen = [], []
         for r in mine:
             loss = (model(x[r]) - x[r].sum(1, keepdim=True) - noise[r]).square().mean()
-            loss = loss * (NAN if (i, r) == (BAD_BATCH, 1) else 1.0)
-            losses.append(loss)
+            losses.append(loss * (NAN if (i, r) == (BAD_BATCH, 1) else 1.0))
             factor = 1e4 if (i, r) == (SPIKE, 2) else NAN if i == ONE_FINITE and r > 0 else 1.0
-            seen.append(loss.detach() * factor)
+            seen.append(losses[-1].detach() * factor)
         heal.observe(torch.stack(seen).mean())
         torch.stack(losses).mean().backward()
         if i == BAD_PART and 3 in mine:
             grads = (part(p.grad) for p in net.parameters() if p.grad is not None)
             next(grad for grad in grads if grad.numel()).view(-1)[0] = NAN
-        before = digest([part(t) for t in held(net, optimizer)]) if i in FAULTS else ""
-        with Collectives() if i in FAULTS else nullcontext() as counted:
-            optimizer.step()
-        optimizer.zero_grad()
-        if counted is not None:
-            added.add(tuple(counted.nbytes))
-            unmoved &= digest([part(t) for t in held(net, optimizer)]) == before
+        same, nbytes = taken(net, optimizer)
+        unmoved += [i] * same
+        added += [nbytes] * (nbytes not in added)
         n = heal.live_engine.pending_record()()
         decided = n.step, int(n.cause), int(n.action), bool(n.skip)
         records.append([*decided, n.lr_scale, n.grad_scale, n.loss, n.grad_norm])
     return {
         "records": records,
         "unmoved": unmoved,
-        "added": sorted(added),
-        "weights": digest([whole(t) for t in held(net, optimizer)]),
-        "part": digest([part(t) for t in held(net, optimizer)]),
+        "added": added,
+        "weights": digest(map(whole, held(net, optimizer))),
+        "part": digest(held(net, optimizer)),
         "ranks": heal.ranks,
     }
 
 
 # -- what is judged, for each way to spread a model -----------------------------------------------
-
-
-def layout(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], int]:
-    """A model, how to call it, and which data this rank has."""
-    torch.manual_seed(0)
-    rank = dist.get_rank()
-    net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    if kind == "DDP":
-        return net, DistributedDataParallel(net), rank
-    if kind == "FSDP2":
-        return net, sharded(net, init_device_mesh("cpu", (WORLD,))), rank
-    if kind == "HSDP":
-        return net, sharded(net, hybrid_mesh()), rank
-    if kind == "tensor parallel":  # the LayerNorm stays plain, a bias is replicated
-        plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
-        return net, parallelize_module(net, init_device_mesh("cpu", (WORLD,)), plan), 0
-    if kind == "sequence parallel":  # gradients of the LayerNorm are partial sums
-        sequence = SequenceParallel(sequence_dim=0)
-        spread = ColwiseParallel(input_layouts=Shard(0))
-        plan = {"0": sequence, "1": spread, "3": RowwiseParallel(output_layouts=Replicate())}
-        model = parallelize_module(net, init_device_mesh("cpu", (WORLD,)), plan)
-        return net, lambda x: model(x.chunk(WORLD)[rank]), 0
-    assert kind == "FSDP2 and tensor parallel"
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(net, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
-    return net, sharded(net, mesh["dp"]), rank // 2
-
 
 LAYOUTS = (
     "DDP", "FSDP2", "HSDP", "tensor parallel", "sequence parallel", "FSDP2 and tensor parallel",
@@ -200,11 +137,19 @@ class Loop:
     """Steps of a layout with AdamW. Without a policy nothing is attached."""
 
     def __init__(self, kind: str, policy: Engine | None, *, scaler: Any = None, **options: Any):
-        self.net, self.model, self.data = layout(kind)
-        fused = options.pop("fused", False)
-        self.optimizer = AdamW(self.net.parameters(), lr=1e-2, fused=fused)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.net, (self.model, self.data) = net, spread(kind, net)
+        self.optimizer = AdamW(net.parameters(), lr=1e-2, fused=options.pop("fused", False))
         self.scaler = scaler
         self.heal: Any = policy and attach(self.optimizer, policy, scaler=scaler, **options)
+
+    def loss(self, i: int) -> Tensor:
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * i + self.data))
+        found: Any = self.model(x)
+        if isinstance(found, DTensor):
+            x = DTensor.from_local(x, found.device_mesh, [Replicate()])
+        return (found - x).square().mean()
 
     def step(
         self, i: int, *, factor: float = 1.0, broken: tuple[int, ...] = (), value: float = NAN
@@ -213,8 +158,7 @@ class Loop:
 
         Returns whether it changed nothing, the bytes of its collectives, and the gradients' norm.
         """
-        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * i + self.data))
-        loss = (self.model(x) - x).square().mean() * factor
+        loss = self.loss(i) * factor
         if self.heal is not None:
             self.heal.observe(loss)
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -222,19 +166,10 @@ class Loop:
         for grad in grads if dist.get_rank() in broken else ():
             part(grad).view(-1)[:1] = value
         norm = torch.stack([whole(grad).norm() for grad in grads]).norm()
-        before = digest([part(t) for t in held(self.net, self.optimizer)])
-        with Collectives() as counted:
-            if self.scaler is None:
-                self.optimizer.step()
-            else:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-        self.optimizer.zero_grad()
-        after = digest([part(t) for t in held(self.net, self.optimizer)])
-        return after == before, counted.nbytes, float(norm)
+        return *taken(self.net, self.optimizer, self.scaler), float(norm)
 
     def weights(self) -> str:
-        return digest([whole(p) for p in self.net.parameters()])
+        return digest(map(whole, self.net.parameters()))
 
     def metric(self, name: str) -> float:
         return float(self.heal.metrics()[f"heal/{name}"])
@@ -249,7 +184,7 @@ def judged(kind: str) -> dict[str, Any]:
             "calls": [alone, added], "same": plain.weights() == healed.weights()}  # fmt: skip
 
 
-def fused(where: Any) -> dict[str, Any]:
+def fused(where: str) -> dict[str, Any]:
     """A NaN in one rank's part of a sharded gradient, and per-tensor clipping, in a fused step."""
     outcome: dict[str, Any] = {}
     for name, policy in (("skips", policies.SKIPS), ("per tensor", policies.ADAGC)):
@@ -276,17 +211,13 @@ def scaled(kind: str) -> dict[str, Any]:
 def pipeline(kind: str) -> dict[str, Any]:
     """Stages of a pipeline: four, or two of two sharded ranks; the last one has the loss."""
     torch.manual_seed(0)
-    if kind == "four stages":
-        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("pp",))
-        options: dict[str, Any] = {"pp_mesh": mesh["pp"]}
-    else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        options = {}
-    stages, index = mesh["pp"].size(), mesh["pp"].get_local_rank()
-    nets = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(stages)]
-    net = nets[index]
-    if kind != "four stages":
-        sharded(net, mesh["dp"])
+    stages = 4 if kind == "four stages" else 2
+    mesh = init_device_mesh("cpu", (stages, WORLD // stages), mesh_dim_names=("pp", "dp"))
+    index = mesh["pp"].get_local_rank()
+    net = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(stages)][index]
+    options: dict[str, Any] = {"pp_mesh": mesh["pp"]} if stages == WORLD else {}
+    if not options:
+        shard(net, mesh["dp"])
     stage = PipelineStage(net, index, stages, torch.device("cpu"), group=mesh.get_group("pp"))
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, target: (out - target).square().mean())
     optimizer = SGD(net.parameters(), lr=1e-2)
@@ -306,34 +237,58 @@ def pipeline(kind: str) -> dict[str, Any]:
         if i == 2 and dist.get_rank() == 0:
             for p in net.parameters():
                 part(p.grad).view(-1)[0] = NAN
-        before = digest([part(p) for p in net.parameters()])
-        with Collectives() as counted:
-            optimizer.step()
-        optimizer.zero_grad()
+        unmoved, added = taken(net, optimizer)
         if i == 1:
             outcome["norms"] = [float(heal.metrics()["heal/grad_norm"]), float(square.sqrt())]
             outcome["loss"] = float(heal.live_engine.pending_record()().loss)
-    outcome["added"] = counted.nbytes
-    outcome["skips"] = float(heal.metrics()["heal/skips"])
-    outcome["unmoved"] = digest([part(p) for p in net.parameters()]) == before
-    return outcome
+    skips = float(heal.metrics()["heal/skips"])
+    return {**outcome, "added": added, "skips": skips, "unmoved": unmoved}
+
+
+# -- earlier weights -------------------------------------------------------------------------------
+
+EVALUATED = (
+    *LAYOUTS[:4], LAYOUTS[5], "FSDP1", "FSDP2, bfloat16", "FSDP2, offloaded",
+    "FSDP2, resharded to two", "DDP, unused parameters", "loss in parts",
+)  # fmt: skip
+KEPT = 3
+
+
+def evaluated(kind: str) -> dict[str, Any]:
+    """Runs with and without evaluations of the weights of step `KEPT` after each later step."""
+    found: dict[str, Any] = {"again": []}
+    for compares in (False, True):
+        loop = Loop(kind, None)
+        state = {"model": loop.model, "optimizer": loop.optimizer}
+        driver, losses, kept = TorchDriver(state, policies.SKIPS), [], None
+        for i in range(8):
+            if i == KEPT and compares:
+                kept = driver.copy_weights()
+            loss = loop.loss(i)
+            losses.append(float(whole(loss)))
+            driver.observe(loss)
+            loss.backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            driver.steps()
+            if kept is not None:
+                found["again"] += [driver.losses_of(loop.loss, [KEPT], kept) for _ in range(2)]
+                driver.losses_of(loop.loss, [i])
+        driver.close()
+        found[f"compares: {compares}"] = [losses, digest(held(loop.net, loop.optimizer))]
+    return found
 
 
 # -- one rank that differs -------------------------------------------------------------------------
 
 ODD, TAKEN = 12, 20
-APART = [
-    f"{what}, {where}"
-    for what in (
-        "NaN gradient", "clipped", "no gradient", "fresh state", "change expected", "no exchange",
-    )
-    for where in HOST_AND_DEVICE
-]  # fmt: skip
+APART = (
+    "NaN gradient", "clipped", "no gradient", "fresh state", "change expected", "no exchange",
+)  # fmt: skip
 
 
-def apart(case: str) -> dict[str, Any]:
+def apart(what: str, where: str) -> dict[str, Any]:
     """Ranks that step with gradients of their own; rank 1 differs at step `ODD`."""
-    what, where = case.split(", ")
     net = small_net()
     model = DistributedDataParallel(net) if what == "change expected" else net
     optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
@@ -355,32 +310,33 @@ def apart(case: str) -> dict[str, Any]:
         if odd == "no gradient":
             optimizer.zero_grad()
         try:
-            with Collectives() as counted:
-                optimizer.step()
+            calls += taken(net, optimizer)[1]
         except RanksDisagreeError as error:
             return {"raised": f"{i}: {error}"}
-        calls += counted.nbytes
-        optimizer.zero_grad()
     metrics = {name: float(value) for name, value in heal.metrics().items()}
     decided = [metrics["heal/skips"], metrics["heal/grad_scale"]]
     finite = all(bool(p.isfinite().all()) for p in net.parameters())
     return {"raised": "", "calls": calls, "decided": decided, "finite": finite}
 
 
-CASES: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
-    **{kind: (trained, kind) for kind in STEPS},
-    **{f"judged, {kind}": (judged, kind) for kind in LAYOUTS},
-    **{f"fused, {where}": (fused, where) for where in ("host", "device")},
-    **{f"scaled, {kind}": (scaled, kind) for kind in ("fused", "not fused")},
-    **{f"pipeline, {kind}": (pipeline, kind) for kind in ("four stages", "two stages")},
-    **{case: (apart, case) for case in APART},
+KINDS: dict[Callable[..., dict[str, Any]], tuple[str, ...]] = {
+    trained: tuple(STEPS),
+    judged: LAYOUTS,
+    fused: HOST_AND_DEVICE,
+    scaled: ("fused", "not fused"),
+    pipeline: ("four stages", "two stages"),
+    evaluated: EVALUATED,
+}
+CASES: dict[str, tuple[Any, ...]] = {
+    **{f"{run.__name__}: {kind}": (run, kind) for run, kinds in KINDS.items() for kind in kinds},
+    **{f"{what}, {where}": (apart, what, where) for what in APART for where in HOST_AND_DEVICE},
 }
 
 
 def outcome(case: str) -> dict[str, Any]:
     dist.barrier()
-    run, what = CASES[case]
-    return run(what)
+    run, *what = CASES[case]
+    return run(*what)
 
 
 if __name__ == "__main__":

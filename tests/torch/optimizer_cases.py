@@ -1,7 +1,5 @@
 """Every optimizer that torch has, fused and not, and one small problem for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -37,13 +35,9 @@ class Case:
         return bool(self.options.get("fused"))
 
     def build(self, **options: Any) -> Optimizer:
-        """The optimizer over fresh, always equal parameters."""
+        """The optimizer over fresh parameters that are always equal."""
         random = torch.Generator().manual_seed(7)
-        shapes = (
-            [(6, 4), (4, 3)]
-            if self.kind is getattr(_OPTIM, "Muon", None)
-            else [(6, 4), (4, 3), (5,)]
-        )
+        shapes = [(6, 4), (4, 3)] if self.name == "Muon" else [(6, 4), (4, 3), (5,)]
         params = [Parameter(torch.randn(shape, generator=random)) for shape in shapes]
         return self.kind(params, **{"lr": 0.01, **self.options, **options})  # type: ignore[call-arg]
 
@@ -90,46 +84,36 @@ def bowl(params: Sequence[Tensor], i: int) -> Tensor:
 
 
 _OPTIM = torch.optim
+_MOMENTUM = {"momentum": 0.9}
 
 FUSED = [
-    Case("Adam-fused", _OPTIM.Adam, {"fused": True}),
-    Case("Adam-fused-amsgrad", _OPTIM.Adam, {"fused": True, "amsgrad": True}),
-    Case("AdamW-fused", _OPTIM.AdamW, {"fused": True}),
-    Case("SGD-fused", _OPTIM.SGD, {"fused": True}),
-    Case("SGD-fused-momentum", _OPTIM.SGD, {"fused": True, "momentum": 0.9}),
-    Case(
-        "SGD-fused-nesterov",
-        _OPTIM.SGD,
-        {"fused": True, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    ),
-    Case("SGD-fused-dampening", _OPTIM.SGD, {"fused": True, "momentum": 0.9, "dampening": 0.5}),
-    Case("Adagrad-fused", _OPTIM.Adagrad, {"fused": True}),
+    Case(name, kind, {"fused": True, **options})
+    for name, kind, options in (
+        ("Adam-fused", _OPTIM.Adam, {}),
+        ("Adam-fused-amsgrad", _OPTIM.Adam, {"amsgrad": True}),
+        ("AdamW-fused", _OPTIM.AdamW, {}),
+        ("SGD-fused", _OPTIM.SGD, {}),
+        ("SGD-fused-momentum", _OPTIM.SGD, _MOMENTUM),
+        ("SGD-fused-nesterov", _OPTIM.SGD, {**_MOMENTUM, "nesterov": True, "weight_decay": 0.1}),
+        ("SGD-fused-dampening", _OPTIM.SGD, {**_MOMENTUM, "dampening": 0.5}),
+        ("Adagrad-fused", _OPTIM.Adagrad, {}),
+    )
 ]
 
+_USUAL = (
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "Muon", "NAdam", "RAdam",
+    "Rprop", "SGD",
+)  # fmt: skip
+_SEARCH = {"max_iter": 3, "line_search_fn": "strong_wolfe"}
 PLAIN = [
-    Case("Adadelta", _OPTIM.Adadelta),
-    Case("Adafactor", _OPTIM.Adafactor),
-    Case("Adagrad", _OPTIM.Adagrad),
-    Case("Adam", _OPTIM.Adam),
+    *(Case(name, getattr(_OPTIM, name)) for name in _USUAL if hasattr(_OPTIM, name)),  # Muon: 2.9
     Case("Adam-foreach", _OPTIM.Adam, {"foreach": True}),
-    Case("Adamax", _OPTIM.Adamax),
-    Case("AdamW", _OPTIM.AdamW),
     Case("ASGD", _OPTIM.ASGD, {"t0": 2}),
     Case("LBFGS", _OPTIM.LBFGS, {"max_iter": 3}, closure=True),
-    Case(
-        "LBFGS-wolfe",
-        _OPTIM.LBFGS,
-        {"max_iter": 3, "line_search_fn": "strong_wolfe"},
-        closure=True,
-    ),
-    *([Case("Muon", _OPTIM.Muon)] if hasattr(_OPTIM, "Muon") else []),  # from torch 2.9 on
-    Case("NAdam", _OPTIM.NAdam),
-    Case("RAdam", _OPTIM.RAdam),
+    Case("LBFGS-wolfe", _OPTIM.LBFGS, _SEARCH, closure=True),
     Case("RMSprop", _OPTIM.RMSprop, {"momentum": 0.5, "centered": True}),
-    Case("Rprop", _OPTIM.Rprop),
-    Case("SGD", _OPTIM.SGD),
-    Case("SGD-momentum", _OPTIM.SGD, {"momentum": 0.9, "dampening": 0.5}),
-    Case("SGD-foreach", _OPTIM.SGD, {"momentum": 0.9, "foreach": True}),
+    Case("SGD-momentum", _OPTIM.SGD, {**_MOMENTUM, "dampening": 0.5}),
+    Case("SGD-foreach", _OPTIM.SGD, {**_MOMENTUM, "foreach": True}),
     Case("SparseAdam", _OPTIM.SparseAdam, sparse=True),
     Case("Adam-closure", _OPTIM.Adam, closure=True),
 ]

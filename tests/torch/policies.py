@@ -1,7 +1,5 @@
 """Engines for these tests, with short warm-ups."""
 
-from __future__ import annotations
-
 from healcore import policy
 from healcore.core.clipping import AdaGCConfig, FixedConfig, ZClipConfig
 from healcore.core.detectors import DETECTORS, GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
@@ -12,10 +10,7 @@ WARMUP = 3
 NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 
 _SKIP = EngineConfig(
-    detectors=(
-        ("nonfinite", NonFiniteConfig()),
-        ("grad_spike", GradSpikeConfig(window=WARMUP)),
-    ),
+    detectors=(("nonfinite", NonFiniteConfig()), ("grad_spike", GradSpikeConfig(window=WARMUP))),
     rules=(RuleConfig(NONFINITE | int(Cause.GRAD_SPIKE), skip=True),),
 )
 
@@ -71,18 +66,11 @@ ROLLS_BACK = policy.loads(
     """
 schema = 1
 name = "first-nan"
-[detect.nonfinite]
-[[respond]]
-to = ["nonfinite"]
-do = ["skip", "rollback", "cut_lr"]
-[incident]
-quiet_steps = 2
-patience = 5
-[rollback]
-probation = 2
-[lr]
-hold_steps = 3
-ramp_steps = 4
+detect.nonfinite = {}
+respond = [{to = ["nonfinite"], do = ["skip", "rollback", "cut_lr"]}]
+incident = {quiet_steps = 2, patience = 5}
+rollback = {probation = 2}
+lr = {hold_steps = 3, ramp_steps = 4}
 """
 )
 """A policy for short runs: it rolls back at the first NaN; a checkpoint is good two steps on."""

@@ -40,11 +40,10 @@ _COPIES = {aten.copy_.default, aten._to_copy.default}
 class Stream:
     """A stream in which everything has happened already."""
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: Stream | None = None) -> None:
         """Nothing to wait for."""
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    synchronize = wait_stream
 
 
 class _Backend:
@@ -106,7 +105,6 @@ class DeviceTensor(Tensor):
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Tensor.data`."""
         return self.detach()
 
     @data.setter
@@ -114,12 +112,10 @@ class DeviceTensor(Tensor):
         self.held = new.held
 
     def tolist(self) -> Any:
-        """See `Tensor.tolist`."""
         waits.append(_caller())
         return self.held.tolist()
 
     def untyped_storage(self) -> Any:
-        """See `Tensor.untyped_storage`."""
         return self.held.untyped_storage()
 
     def to_local(self) -> Tensor:
@@ -171,25 +167,11 @@ def _caller() -> str:
 # -- what makes a tensor without one --------------------------------------------------------------
 
 
-def _empty(
-    size: Any,
-    dtype: Any = None,
-    layout: Any = None,
-    device: Any = None,
-    pin_memory: Any = None,
-    memory_format: Any = None,
-) -> Tensor:
+def _empty(size: Any, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
     return DeviceTensor(torch.empty(size, dtype=dtype))
 
 
-def _empty_strided(
-    size: Any,
-    stride: Any,
-    dtype: Any = None,
-    layout: Any = None,
-    device: Any = None,
-    pin_memory: Any = None,
-) -> Tensor:
+def _empty_strided(size: Any, stride: Any, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
     return DeviceTensor(torch.empty_strided(size, stride, dtype=dtype))
 
 

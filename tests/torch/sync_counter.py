@@ -1,7 +1,5 @@
 """Counts how often the host waits, where torch reads a tensor's value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,6 +1,4 @@
-"""Four ranks that train one model, spread in every way that gloo runs, take the same decisions."""
-
-from __future__ import annotations
+"""Ranks that train one model, spread in every way that gloo runs, take the same decisions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,61 +6,52 @@ from typing import Any
 
 import pytest
 
-from tests.torch.four_ranks import FAULTS, LAYOUTS, ODD, SECONDS, STEPS, TAKEN, WORLD
+from tests.torch import four_ranks as program
+from tests.torch.driver.sharded_ranks import OPTIMIZERS, ROLLBACK
+from tests.torch.forked_ranks import Worlds, worlds_of
 from tests.torch.optimizer_cases import host_and_device
-from tests.torch.worlds import Worlds, worlds_of
 
 BYTES = 96
 """Of the one all_reduce of each step."""
 COPIES = {"DDP": 4, "DDP, device": 4, "FSDP2": 1, "HSDP": 2}
 TOLERANCE = 1e-5
 """Relative, of losses and norms: four processes add up in another order than one does."""
-
-
 Of = Callable[[str], list[dict[str, Any]]]
 """Takes the name of a case; returns its outcome on each rank."""
 
-worlds = worlds_of("tests.torch.four_ranks", SECONDS)
+worlds = worlds_of("tests.torch.four_ranks", program.SECONDS)
 
 
 @pytest.fixture
 def of(worlds: Worlds) -> Of:
-    return partial(worlds.of, WORLD, [])
+    return partial(worlds.of, program.WORLD, [])
 
 
 @pytest.mark.parametrize("kind", COPIES)
 def test_all_ranks_skip_what_is_bad_on_one(kind: str, of: Of):
-    outcomes = of(kind)
+    """They decide as one process that has all the data, with one small all_reduce a step."""
+    outcomes = of(f"trained: {kind}")
     for each in outcomes:
         assert each["records"] == outcomes[0]["records"]
-        assert {i for i, record in enumerate(each["records"]) if record[3]} == FAULTS
-        assert each["unmoved"]
+        assert {i for i, record in enumerate(each["records"]) if record[3]} == program.FAULTS
+        assert set(each["unmoved"]) == program.FAULTS
         assert each["weights"] == outcomes[0]["weights"]
-        assert each["ranks"] == WORLD
+        assert each["ranks"] == program.WORLD
+        assert each["added"] == [[BYTES]]
     parts = [each["part"] for each in outcomes]
     assert all(parts.count(part) == COPIES[kind] for part in parts)
-
-
-@pytest.mark.parametrize("kind", COPIES)
-def test_four_processes_decide_as_one_does(kind: str, of: Of):
-    alone = of("alone")[0]["records"][: STEPS[kind]]
-    for four, one in zip(of(kind)[0]["records"], alone, strict=True):
+    alone = of("trained: alone")[0]["records"][: program.STEPS[kind]]
+    for four, one in zip(outcomes[0]["records"], alone, strict=True):
         assert four[:4] == one[:4]
         assert four[4:] == pytest.approx(one[4:], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", COPIES)
-def test_a_step_is_given_one_small_all_reduce(kind: str, of: Of):
-    for each in of(kind):
-        assert each["added"] == [[BYTES]]
-
-
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", program.LAYOUTS)
 def test_the_global_norm_counts_every_part_once(kind: str, of: Of):
-    for each in of(f"judged, {kind}"):
+    for each in of(f"judged: {kind}"):
         judged, norm = each["norms"]
         assert judged == pytest.approx(norm, rel=1e-6)
-        assert each["ranks"] == WORLD
+        assert each["ranks"] == program.WORLD
         assert each["same"], "a step that is not skipped is not the optimizer's own"
         alone, healed = each["calls"]
         # Sequence parallel: the optimizer would reduce partial gradients, several times.
@@ -74,19 +63,18 @@ def test_the_global_norm_counts_every_part_once(kind: str, of: Of):
 
 @host_and_device
 def test_a_fused_step_of_sharded_parameters_is_skipped_exactly(where: str, of: Of):
-    outcomes = of(f"fused, {where}")
+    outcomes = of(f"fused: {where}")
     for each in outcomes:
         assert each["skips"][:3] == [1.0, True, [BYTES]]
-        skips, exact, added, _ = each["per tensor"]
-        assert (skips, exact) == (1.0, True)
-        assert added == [BYTES + 8 * 6]  # a number for each parameter
+        # Clipping by tensor adds a number for each parameter.
+        assert each["per tensor"][:3] == [1.0, True, [BYTES + 8 * 6]]
         assert each == outcomes[0]
-    assert outcomes == of("fused, host")
+    assert outcomes == of("fused: host")
 
 
 @pytest.mark.parametrize("kind", ["fused", "not fused"])
 def test_an_overflow_in_one_part_is_skipped_on_all_and_not_counted(kind: str, of: Of):
-    outcomes = of(f"scaled, {kind}")
+    outcomes = of(f"scaled: {kind}")
     for each in outcomes:
         assert each["skipped"] == [False, False, False, True, False]
         assert (each["scale"], each["skips"]) == (512.0, 0.0)
@@ -95,14 +83,20 @@ def test_an_overflow_in_one_part_is_skipped_on_all_and_not_counted(kind: str, of
 
 @pytest.mark.parametrize("kind", ["four stages", "two stages"])
 def test_norms_are_added_up_over_pipeline_stages(kind: str, of: Of):
-    outcomes = of(f"pipeline, {kind}")
+    outcomes = of(f"pipeline: {kind}")
     for each in outcomes:
         judged, norm = each["norms"]
         assert judged == pytest.approx(norm, rel=1e-6)
         assert each["loss"] == outcomes[-1]["loss"]
-        assert each["added"] == [BYTES]
-        assert each["skips"] == 1.0
-        assert each["unmoved"]
+        assert (each["added"], each["skips"], each["unmoved"]) == ([BYTES], 1.0, True)
+
+
+@pytest.mark.parametrize("kind", program.EVALUATED)
+def test_earlier_weights_have_their_loss_and_training_does_not_notice(kind: str, of: Of):
+    for each in of(f"evaluated: {kind}"):
+        losses, _ = each["compares: True"]
+        assert each["again"] == [[losses[program.KEPT]]] * 10  # to the bit: twice after each step
+        assert each["compares: True"] == each["compares: False"]
 
 
 @host_and_device
@@ -122,12 +116,26 @@ def test_a_rank_that_lacks_something_keeps_no_rank_waiting(what: str, where: str
     """Gradients; and a torch function on one rank steps the optimizer to make its state."""
     for each in of(f"{what}, {where}"):
         assert each["raised"] == ""
-        assert each["calls"] == [BYTES] * TAKEN
+        assert each["calls"] == [BYTES] * program.TAKEN
     assert of(f"no exchange, {where}")[0]["calls"] == []
 
 
 @host_and_device
 def test_decisions_that_differ_are_an_error(where: str, of: Of):
     for each in of(f"change expected, {where}"):
-        assert each["raised"].startswith(f"{ODD + 1}: ")
+        assert each["raised"].startswith(f"{program.ODD + 1}: ")
         assert "expect_change" in each["raised"]
+
+
+sharded_worlds = worlds_of("tests.torch.driver.sharded_ranks", 600)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_with_a_restart_is_the_run_without_one_to_the_bit(name: str, sharded_worlds: Worlds):
+    for whole, restarted in sharded_worlds.of(2, [], name):
+        assert whole == restarted
+
+
+def test_two_ranks_name_the_same_tensors_and_roll_back(sharded_worlds: Worlds):
+    both = ["0.weight", "1.weight"]
+    assert sharded_worlds.of(2, [], ROLLBACK) == [[[], both, both]] * 2

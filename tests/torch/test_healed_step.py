@@ -1,18 +1,19 @@
-"""The ways in which a step is called: closures, subclasses, schedulers, copies, exceptions."""
-
-from __future__ import annotations
+"""What `attach` takes, how a step is called, and which norm its gradients have."""
 
 import copy
 import pickle
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import Parameter
+from torch.nn import Linear, Parameter
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
-from healcore.torch import attach
+from healcore.errors import ParametersChangedError
+from healcore.policy import PolicyError
+from healcore.torch import AttachError, attach, gradients
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
 from tests.torch.optimizer_cases import NAN, Case, Where, host_and_device
@@ -22,27 +23,50 @@ def steps(heal: Any) -> int:
     return int(heal.metrics()["heal/steps"])
 
 
+@pytest.mark.parametrize(
+    ("given", "options", "error", "message"),
+    [
+        (Linear(2, 2), {}, AttachError, "whose step"),
+        (None, {"engine": "gpu"}, AttachError, "engine"),
+        (None, {"scaler": 1024.0}, AttachError, "scaler"),
+        (None, {"clip": {"max_norm": -1}}, PolicyError, "clip"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_refused_changes_nothing(given: Any, options: Any, error: Any, message: str):
+    optimizer = AdamW([Parameter(torch.ones(2))])
+    with pytest.raises(error, match=message):
+        attach(given or optimizer, "zclip", **options)
+    assert not optimizer._optimizer_step_pre_hooks
+    heal = attach(optimizer, policies.SKIPS)
+    with pytest.raises(AttachError, match="healed already"):
+        attach(optimizer, policies.SKIPS)
+    heal.detach()
+    attach(optimizer, policies.SKIPS)
+
+
+def test_removed_parameters_are_refused_where_each_has_a_history():
+    first = Parameter(torch.ones(2))
+    optimizer = AdamW([{"params": [first]}, {"params": [Parameter(torch.ones(3))]}])
+    attach(optimizer, policies.ADAGC)
+    first.grad = torch.ones(2)
+    del optimizer.param_groups[1]
+    with pytest.raises(ParametersChangedError, match="parameters"):
+        optimizer.step()
+    assert torch.equal(first.detach(), torch.ones(2))
+
+
 @host_and_device
-def test_a_closures_own_gradients_are_judged(where: Where):
+def test_the_loss_that_a_closure_returns_is_judged(where: Where):
     p = Parameter(torch.ones(3))
     optimizer = AdamW([p], fused=True)
-    heal = attach(optimizer, policies.SKIPS, engine=where)
-    p.grad = torch.full((3,), NAN)  # of an older backward: not this step's
-
-    def closure() -> torch.Tensor:
-        p.grad = torch.ones(3)
-        return p.sum() * 2
-
-    loss: Any = optimizer.step(closure)
-    assert loss.item() == 6.0
-    metrics = heal.metrics()
-    assert int(metrics["heal/skips"]) == 0
-    assert float(metrics["heal/grad_norm"]) == pytest.approx(3**0.5)
-    assert float(metrics["heal/loss"]) == 6.0  # what the closure returned
+    heal, p.grad = attach(optimizer, policies.SKIPS, engine=where), torch.ones(3)
+    optimizer.step(lambda: (p * 2).sum())  # type: ignore[arg-type]
+    assert float(heal.metrics()["heal/loss"]) == 6.0
 
 
 class Decaying(AdamW):
-    """Adds arithmetic of its own, which no flag can stop."""
+    """Has arithmetic of its own, which no flag can stop."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -156,3 +180,58 @@ def test_a_step_without_gradients_is_a_no_op(where: Where):
     parameters(optimizer)[0].grad = torch.ones(3)
     optimizer.step()
     assert float(heal.metrics()["heal/loss"]) == 2.0
+
+
+LARGE = 20 * gradients.CHUNK + 16
+SIZES = [1, gradients.SMALL, gradients.SMALL + 1, gradients.CHUNK, 3 * gradients.CHUNK]
+
+
+def norm(*grads: torch.Tensor) -> float:
+    found = gradients.total_norm(gradients.norms(grads), torch.device("cpu"))
+    assert found.dtype is torch.float32
+    assert found.shape == ()
+    return float(found)
+
+
+@pytest.mark.parametrize(
+    ("grads", "torch_fails"),
+    [
+        ([torch.full((1000,), 6e4, dtype=torch.float16)] * 2, True),  # overflows
+        ([torch.linspace(-1, 1, 4099).bfloat16()] * 3, True),  # loses digits
+        ([torch.linspace(5, 6, LARGE)], False),
+        ([torch.linspace(5, 6, LARGE).view(16, -1).t()], False),
+    ],
+    ids=["float16", "bfloat16", "large", "transposed"],
+)
+def test_it_is_that_of_the_exact_numbers(grads: list[torch.Tensor], torch_fails: bool):
+    exact = float(torch.cat(grads).double().norm())
+    assert norm(*grads) == pytest.approx(exact, rel=1e-6)
+    theirs = float(torch.nn.utils.get_total_norm(grads))
+    assert not torch_fails or abs(theirs / exact - 1) > 1e-4
+
+
+@pytest.mark.parametrize(("first", "second"), [*pairwise(SIZES), (SIZES[-1], SIZES[0])])
+def test_each_norm_is_of_its_own_tensor(first: int, second: int):
+    """Small tensors, large ones and ones of several pieces have norms of their own, in order."""
+    random = torch.Generator().manual_seed(first)
+    sizes = [(first, torch.float32), (second, torch.float32), (first, torch.bfloat16)]
+    grads = [torch.randn(n, generator=random).to(kind) * 10**i for i, (n, kind) in enumerate(sizes)]
+    found = gradients.norms(grads)
+    assert [each.dtype for each in found] == [torch.float32] * 3
+    for each, grad in zip(found, grads, strict=True):
+        assert float(each) == pytest.approx(float(grad.double().norm()), rel=1e-5)
+
+
+def test_duplicates_of_a_sparse_gradient_add_up_first():
+    places, values = torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 4.0])
+    grad = torch.sparse_coo_tensor(places, values, (5,), check_invariants=True)
+    assert norm(grad) == 5.0
+    assert not grad.is_coalesced()  # measured on a copy
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_nonfinite_number_makes_the_norm_nonfinite(bad: float, dtype: torch.dtype):
+    grad = torch.zeros(gradients.CHUNK + 5, dtype=dtype)
+    grad[-1] = bad
+    assert not torch.isfinite(torch.tensor(norm(torch.ones(3), grad)))

@@ -1,7 +1,7 @@
-"""Losses that a loop observes: which are accepted, and how they are averaged."""
+"""Losses that a loop observes, and what `attach` logs on the logger `healcore` of its steps."""
 
-from __future__ import annotations
-
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,73 +10,80 @@ import torch
 from torch.nn import Parameter
 from torch.optim import AdamW
 
-from healcore.core.verdict import Cause
+from healcore.core import step_record
+from healcore.core.engine import Engine, RuleConfig
+from healcore.core.verdict import Action, Cause
 from healcore.errors import SignalError
-from healcore.torch import Healing, attach
+from healcore.torch import attach
+from healcore.torch.healed_step import RECORD_LAG
+from healcore.torch.incident_log import HITS, WITHOUT_LOSS, LoopMistakes
 from tests.torch import policies
-from tests.torch.optimizer_cases import Where, host_and_device
+from tests.torch.optimizer_cases import NAN, Where, host_and_device
 
 
-def healed(where: Where, engine: Any = policies.LOSSES) -> tuple[Parameter, AdamW, Healing]:
-    p = Parameter(torch.ones(2))
-    optimizer = AdamW([p], fused=True)
-    return p, optimizer, attach(optimizer, engine, engine=where)
+class Loop:
+    """A loop with one optimizer."""
+
+    def __init__(self, where: Where = "host", engine: Any = policies.LOSSES) -> None:
+        self.p = Parameter(torch.ones(2))
+        self.optimizer = AdamW([self.p], fused=True)
+        self.heal = attach(self.optimizer, engine, engine=where)
+
+    def step(self, *losses: Any, **options: Any) -> float:
+        """A step with usual gradients; returns the loss by which it was judged."""
+        for loss in losses:
+            self.heal.observe(loss, **options)
+        self.p.grad = torch.ones(2)
+        self.optimizer.step()
+        return float(self.heal.metrics()["heal/loss"])
+
+    def steps(self, *factors: float, observes: bool = True) -> None:
+        for factor in factors:
+            self.optimizer.zero_grad()
+            loss = (self.p**2).sum() * factor
+            if observes:
+                self.heal.observe(loss)
+            loss.backward()
+            self.optimizer.step()
 
 
-def take(p: Parameter, optimizer: AdamW, heal: Healing) -> float:
-    p.grad = torch.ones(2)
-    optimizer.step()
-    return float(heal.metrics()["heal/loss"])
+KINDS: dict[str, Any] = {
+    "int": 2,
+    "numpy": np.array([2.5], np.float32),
+    "tensor": torch.tensor([[2.5]], dtype=torch.float64),
+    "graph": torch.tensor(2.5, dtype=torch.bfloat16, requires_grad=True) * 1,
+}
+NONFINITE_KINDS: dict[str, Any] = {
+    "huge": 10**400,
+    "nan": NAN,
+    "inf": torch.tensor(float("inf")),
+    "huge graph": torch.tensor([1e300], dtype=torch.float64, requires_grad=True) * 1,
+}
 
 
 @host_and_device
-@pytest.mark.parametrize(
-    "loss",
-    [
-        2,
-        np.array([2.5], np.float32),
-        torch.tensor([[2.5]], dtype=torch.float64),
-        torch.tensor(2.5, dtype=torch.bfloat16, requires_grad=True) * 1,
-    ],
-    ids=repr,
-)
-def test_one_number_of_any_kind_is_a_loss(where: Where, loss: Any):
-    p, optimizer, heal = healed(where)
-    heal.observe(loss)
-    assert take(p, optimizer, heal) == torch.as_tensor(loss).item()
-
-
-@host_and_device
-@pytest.mark.parametrize(
-    "loss",
-    [
-        10**400,
-        float("nan"),
-        torch.tensor(float("inf")),
-        torch.tensor([1e300], dtype=torch.float64, requires_grad=True) * 1,
-    ],
-    ids=lambda loss: f"{loss:.6}" if isinstance(loss, float) else type(loss).__name__,
-)
-def test_a_loss_that_float32_cannot_hold_skips(where: Where, loss: Any):
-    p, optimizer, heal = healed(where)
-    for _ in range(2):
-        heal.observe(loss, weight=2.0)
-    take(p, optimizer, heal)
-    decision = heal.last_decision()
+@pytest.mark.parametrize("kind", [*KINDS, *NONFINITE_KINDS])
+def test_one_number_of_any_kind_is_a_loss(where: Where, kind: str):
+    """One that float32 cannot hold skips the step."""
+    loop, loss = Loop(where), {**KINDS, **NONFINITE_KINDS}[kind]
+    found, decision = loop.step(loss, loss, weight=2.0), loop.heal.last_decision()
     assert decision is not None
-    assert decision.cause == Cause.NONFINITE_LOSS
-    assert torch.equal(p.detach(), torch.ones(2))
+    if kind in KINDS:
+        assert found == torch.as_tensor(loss).item()
+        assert not decision.cause
+    else:
+        assert decision.cause == Cause.NONFINITE_LOSS
+        assert torch.equal(loop.p.detach(), torch.ones(2))
 
 
 @host_and_device
 def test_a_step_is_judged_by_the_mean_of_its_micro_batches(where: Where):
-    p, optimizer, heal = healed(where)
+    loop = Loop(where)
     for loss in (1.0, torch.tensor(2.0), torch.tensor(4.5)):
-        heal.observe(loss)
+        loop.heal.observe(loss)
         loss /= 4  # the loop may change it in place
-    assert take(p, optimizer, heal) == 2.5
-    heal.observe(7.0)
-    assert take(p, optimizer, heal) == 7.0
+    assert loop.step() == 2.5
+    assert loop.step(7.0) == 7.0
 
 
 @host_and_device
@@ -90,49 +97,125 @@ def test_a_step_is_judged_by_the_mean_of_its_micro_batches(where: Where):
     ],
     ids=lambda value: type(value).__name__,  # repr has an address: xdist collects by name
 )
-def test_a_value_that_is_no_loss_is_rejected_and_changes_nothing(
-    where: Where, method: str, loss: Any, word: str
-):
-    p, optimizer, heal = healed(where)
-    heal.observe(1.0)
-    state = heal.state_dict()
+def test_a_value_that_is_no_loss_is_rejected(where: Where, method: str, loss: Any, word: str):
+    """It changes nothing."""
+    loop = Loop(where)
+    loop.heal.observe(1.0)
+    state = loop.heal.state_dict()
     with pytest.raises(SignalError, match=word):
-        getattr(heal, method)(loss)
-    assert heal.state_dict() == state
-    assert take(p, optimizer, heal) == 1.0
+        getattr(loop.heal, method)(loss)
+    assert loop.heal.state_dict() == state
+    assert loop.step() == 1.0
 
 
 @host_and_device
 def test_side_signals_reach_the_next_step_only(where: Where):
-    p, optimizer, heal = healed(where, policies.EVERYTHING)
-    heal.observe(1.0)
-    heal.observe_eval(torch.tensor(2.0))
-    heal.observe_update_norm(0.5)
-    take(p, optimizer, heal)
-    first = heal.state_dict()["state"]["detectors"]
-    heal.observe(1.0)
-    take(p, optimizer, heal)
-    names = heal.state_dict()["detectors"]
-    second = heal.state_dict()["state"]["detectors"]
-    for name in ("overfit", "update_spike"):
-        assert first[names.index(name)] == second[names.index(name)]
-    fresh = attach(AdamW([p]), policies.EVERYTHING).state_dict()["state"]["detectors"]
-    for name in ("overfit", "update_spike"):
-        assert first[names.index(name)] != fresh[names.index(name)]
+    loop = Loop(where, policies.EVERYTHING)
+    names = loop.heal.state_dict()["detectors"]
+
+    def judged() -> list[Any]:
+        found = loop.heal.state_dict()["state"]["detectors"]
+        return [found[names.index(name)] for name in ("overfit", "update_spike")]
+
+    fresh = judged()
+    loop.heal.observe_eval(torch.tensor(2.0))
+    loop.heal.observe_update_norm(0.5)
+    loop.step(1.0)
+    first = judged()
+    assert all(a != b for a, b in zip(first, fresh, strict=True))
+    loop.step(1.0)
+    assert judged() == first
 
 
 @host_and_device
-def test_an_announced_change_is_no_alarm(where: Where):
-    def jump(change_expected: bool) -> int:
-        p, optimizer, heal = healed(where)
-        for i in range(20):
-            heal.observe(1.0 + 0.01 * (i % 3))
-            take(p, optimizer, heal)
-        if change_expected:
-            heal.expect_change()
-        heal.observe(50.0)
-        take(p, optimizer, heal)
-        return int(heal.metrics()["heal/alarms"])
+@pytest.mark.parametrize("announced", [False, True])
+def test_an_announced_change_is_no_alarm(where: Where, announced: bool):
+    loop = Loop(where)
+    for i in range(20):
+        loop.step(1.0 + 0.01 * (i % 3))
+    if announced:
+        loop.heal.expect_change()
+    loop.step(50.0)
+    assert int(loop.heal.metrics()["heal/alarms"]) == (not announced)
 
-    assert jump(change_expected=False) == 1
-    assert jump(change_expected=True) == 0
+
+# -- incidents are logged once, not at every step --------------------------------------------------
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Returns the lines of healcore since the last call."""
+    caplog.set_level(logging.DEBUG, logger="healcore")
+
+    def lines() -> list[str]:
+        found = [r.getMessage() for r in caplog.records if r.name == "healcore"]
+        caplog.clear()
+        return found
+
+    return lines
+
+
+@host_and_device
+def test_an_incident_is_one_line_of_any_length(where: Where, logged: Any):
+    loop, healthy = Loop(where, policies.SKIPS), 3 * WITHOUT_LOSS
+    loop.steps(*[1.0] * healthy)
+    assert not logged(), "without an alarm"
+    loop.steps(*[NAN] * 40, *[1.0] * RECORD_LAG)
+    (line,) = logged()
+    begin = f"AdamW: step {healthy}: incident 1: nonfinite loss and nonfinite grad; "
+    assert line.startswith(begin)
+    assert where == "device" or line.endswith("; skipped")
+
+
+def test_an_incident_of_a_loaded_state_is_not_logged_again(logged: Any):
+    stopped, resumed = Loop(), Loop()
+    stopped.steps(*[1.0] * 4, NAN)
+    logged()
+    resumed.heal.load_state_dict(stopped.heal.state_dict())
+    resumed.steps(NAN, *[1.0] * 200, NAN)
+    (line,) = logged()
+    assert "step 206: incident 2: nonfinite" in line
+
+
+@host_and_device
+def test_an_order_that_attach_cannot_carry_out_and_a_cut_rate(where: Where, logged: Any):
+    cuts = RuleConfig(policies.NONFINITE, skip=True, action=int(Action.CUT_LR))
+    stops = RuleConfig(policies.NONFINITE, action=int(Action.STOP), count=2, within=9)
+    engine = Engine(policies.CUTS.config._replace(rules=(cuts, stops)))
+    Loop(where, engine).steps(*[1.0] * 4, *[NAN] * 3, *[1.0] * 30)
+    lines = logged()
+    assert sum("STOP" in line and "cannot roll back or stop" in line for line in lines) == 1
+    assert any("learning rate × " in line for line in lines)
+    assert len(lines) <= 5
+
+
+@host_and_device
+def test_a_forgotten_observe_is_logged_once(where: Where, logged: Any):
+    Loop(where).steps(*[1.0] * 3 * WITHOUT_LOSS, observes=False)
+    (line,) = logged()
+    assert f"no loss has been observed in {WITHOUT_LOSS} steps" in line
+
+
+def warnings_of(norms: np.ndarray) -> int:
+    """Lines about code that clips before the policy sees the gradients."""
+    found, empty = LoopMistakes(policies.SKIPS), step_record.to_host([0] * len(step_record.FIELDS))
+    records = (empty._replace(grad_norm=float(norm)) for norm in norms)
+    return sum(len(found.add(each, has_seen_loss=True)) for each in records)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_a_limit_is_noticed_once(share: float):
+    """Also where it is reached at some steps only, and by gradients of few digits."""
+    random = np.random.default_rng(0)
+    limit = 0.3 * (1 + 5e-5 * random.standard_normal(1000)).astype(np.float32)
+    norms = np.where(random.random(1000) < share, limit, 0.3 * random.random(1000))
+    assert warnings_of(norms) == 1
+    assert warnings_of(norms[: HITS - 1]) == 0
+
+
+@pytest.mark.parametrize("spread", [0.003, 0.02, 0.3])
+def test_norms_without_a_limit(spread: float):
+    random = np.random.default_rng(1)
+    norms = np.exp(spread * random.standard_normal(10_000)).astype(np.float32)
+    for drift in (0.0, 1e-5, -1e-5):
+        assert warnings_of(norms * np.exp(drift * np.arange(10_000))) == 0

@@ -1,7 +1,5 @@
 """On an accelerator: decisions, rollbacks and waits of the host, without the hardware."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests import forked_programs

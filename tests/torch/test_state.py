@@ -1,6 +1,4 @@
-"""Saving, loading, rolling back, moving between engines and frameworks, and detaching."""
-
-from __future__ import annotations
+"""Saving, loading, rolling back, moving between engines, and the reset of the moments."""
 
 import copy
 import json
@@ -8,12 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import Parameter
+from torch.optim import AdamW
+from torch.testing import assert_close
 
+from healcore.core.engine import Engine, LrConfig, RuleConfig
+from healcore.core.verdict import Action, Cause
 from healcore.errors import StateError
 from healcore.torch import Healing, attach
 from tests.torch import policies
-from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.optimizer_cases import HOST_AND_DEVICE, Case, Where, host_and_device
+from tests.torch.bit_comparison import assert_same, parameters, snapshot
+from tests.torch.optimizer_cases import HOST_AND_DEVICE, NAN, Case, Where, host_and_device
 
 CASE = Case("", torch.optim.AdamW, {"fused": True})
 FACTORS = [1.0] * 6 + [float("nan"), 1.0, 1e5, 1.0, float("nan"), 1.0, 1.0, float("inf"), 1.0, 1.0]
@@ -28,9 +31,10 @@ def run(optimizer: Any, heal: Healing, steps: range) -> list[Any]:
     return decisions
 
 
-@pytest.mark.parametrize("to", HOST_AND_DEVICE)
-@pytest.mark.parametrize("first", HOST_AND_DEVICE)
-@pytest.mark.parametrize("stop", [2, 7, 11])
+@pytest.mark.parametrize(
+    ("first", "to", "stop"),
+    [("host", "host", 2), ("host", "device", 7), ("device", "host", 11), ("device", "device", 7)],
+)
 def test_a_resumed_run_decides_as_one_that_never_stopped(first: Where, to: Where, stop: int):
     whole = CASE.build()
     heal = attach(whole, policies.EVERYTHING, engine=first)
@@ -41,11 +45,9 @@ def test_a_resumed_run_decides_as_one_that_never_stopped(first: Where, to: Where
     heal = attach(part, policies.EVERYTHING, engine=first)
     run(part, heal, range(stop))
     saved = json.dumps(heal.state_dict()), copy.deepcopy(part.state_dict())
-    params = [p.detach().clone() for p in part.param_groups[0]["params"]]
-
     other = CASE.build()
     with torch.no_grad():
-        for p, value in zip(other.param_groups[0]["params"], params, strict=True):
+        for p, value in zip(parameters(other), parameters(part), strict=True):
             p.copy_(value)
     other.load_state_dict(saved[1])
     heal = attach(other, policies.EVERYTHING, engine=to)
@@ -91,3 +93,62 @@ def test_a_state_that_does_not_fit_loads_nothing(where: Where, broken: Any, mess
         with pytest.raises(StateError, match=message):
             load(broken(copy.deepcopy(before)))
     assert heal.state_dict() == before
+
+
+SPIKE, STEPS = 12, 40
+RULE = RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.CUT_LR))
+CUTS = Engine(
+    policies.SKIPS.config._replace(
+        rules=(RULE,), lr=LrConfig(factor=0.5, hold_steps=30, reset_moments=True)
+    )
+)
+KEEPS = Engine(CUTS.config._replace(lr=CUTS.config.lr._replace(reset_moments=False)))
+OBSERVES = Engine(CUTS.config._replace(mode="observe"))
+SKIPS_TOO = Engine(CUTS.config._replace(rules=(RULE._replace(skip=True),)))
+
+
+OTHERWISE = {KEEPS: STEPS, OBSERVES: STEPS, SKIPS_TOO: STEPS - 1}
+
+
+@pytest.mark.parametrize(
+    ("policy", "where", "steps"),
+    [
+        (CUTS, "host", STEPS - SPIKE - 1),
+        *((policy, where, OTHERWISE[policy]) for policy in OTHERWISE for where in HOST_AND_DEVICE),
+    ],
+)
+def test_the_step_after_a_cut_is_the_first_of_new_moments(policy: Engine, steps: int, where: Where):
+    """Only where the policy resets them, and not after a step that was skipped."""
+    parameter, draw = Parameter(torch.zeros(3)), torch.Generator().manual_seed(0)
+    optimizer = AdamW([parameter], lr=1e-2, fused=True)
+    attach(optimizer, policy, engine=where)
+    for i in range(STEPS):
+        parameter.grad = torch.randn(3, generator=draw) * (1000.0 if i == SPIKE else 1.0)
+        optimizer.step()
+    state = optimizer.state[parameter]
+    assert int(state["step"]) == steps
+    assert (float(state["exp_avg_sq"].max()) < 100) == (policy in (CUTS, SKIPS_TOO))
+
+
+@pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree"])
+def test_a_cut_reaches_both_iterates_of_a_schedule_free_optimizer(name: str):
+    """They read the group's rate, so a cut is what a lower rate gives from that step on."""
+    make = getattr(pytest.importorskip("schedulefree"), name)
+    healed, plain = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    ours, theirs = make([healed], lr=0.1), make([plain], lr=0.1)
+    heal = attach(ours, policies.CUTS)
+    ours.train()
+    theirs.train()
+    scales = []
+    for number in range(12):
+        bad = number == 3
+        healed.grad = torch.full((2,), NAN if bad else 2.0)
+        plain.grad = torch.full((2,), 2.0)
+        ours.step()
+        scales.append(float(heal.metrics()["heal/lr_scale"]))
+        if not bad:
+            theirs.param_groups[0]["lr"] = 0.1 * scales[-1]
+            theirs.step()
+    assert min(scales) == 0.5
+    assert_close(healed, plain)
+    assert_close(ours.state[healed]["z"], theirs.state[plain]["z"])

@@ -1,7 +1,5 @@
 """Every optimizer of pytorch-optimizer and schedulefree, over one small problem."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from healcore.torch import Healing
-from tests.torch.bit_comparison import bits, parameters
+from tests.torch.bit_comparison import bits
 from tests.torch.optimizer_cases import bowl
 
 LEFT_OUT = {
@@ -26,30 +24,32 @@ LEFT_OUT = {
 
 
 def names() -> list[str]:
-    """The names of all cases; the test skips those that cannot be imported."""
+    """The names of all cases; of a package that cannot be imported one, which is skipped."""
     try:
         import pytorch_optimizer
     except ImportError:
         theirs = ["adan"]
     else:
         theirs = pytorch_optimizer.get_supported_optimizers()
-    return [name for name in theirs if name not in LEFT_OUT] + [*WRAPPERS, *SCHEDULE_FREE]
+    try:
+        import schedulefree
+    except ImportError:
+        free = ["AdamWScheduleFree"]
+    else:
+        kinds = {n: each for n, each in vars(schedulefree).items() if isinstance(each, type)}
+        free = [name for name, each in kinds.items() if issubclass(each, Optimizer)]
+    return [name for name in theirs if name not in LEFT_OUT] + [*WRAPPERS, *free]
 
 
 class Run:
-    """One optimizer, and the loop that it needs.
-
-    Args:
-        name: from `names`.
-        closure: hand the loss over as a closure even where that is not asked for.
-    """
+    """One optimizer of `names`, and the loop that it needs; with `closure` by a closure."""
 
     def __init__(self, name: str, *, closure: bool = False) -> None:
         self.name = name
         self.params = parameters_for(name)
         torch.manual_seed(0)  # some draw their projections at random
         self.optimizer = _build(name, self.params)
-        self.closure = closure or name in _CLOSURES
+        self.closure = closure or name in _CLOSURES or name.endswith("Closure")
         self.second_order = name in ("adahessian", "sophiah")
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()  # type: ignore[operator]
@@ -77,19 +77,8 @@ class Run:
         self.optimizer.step()
 
     def view(self) -> dict[str, Any]:
-        """Parameters, state, groups and attributes, of inner optimizers too, comparable."""
-        seen: dict[str, Any] = {"params": bits(self.params)}
-        for where, optimizer in _with_inner(self.optimizer):
-            params = parameters(optimizer)
-            seen[f"{where}state"] = [_plain(dict(optimizer.state.get(p, {}))) for p in params]
-            seen[f"{where}groups"] = [
-                {k: _plain(v) for k, v in group.items() if k != "params"}
-                for group in optimizer.param_groups
-            ]
-            seen[f"{where}attributes"] = {
-                k: _plain(v) for k, v in vars(optimizer).items() if _is_its_own(k, v)
-            }
-        return seen
+        """Parameters, and all values of the optimizer and of those in it, comparable."""
+        return {"params": bits(self.params), "optimizer": _plain(self.optimizer)}
 
 
 def parameters_for(name: str) -> list[Parameter]:
@@ -104,28 +93,20 @@ def parameters_for(name: str) -> list[Parameter]:
 
 
 def _build(name: str, params: list[Parameter]) -> Optimizer:
-    if name in SCHEDULE_FREE:
-        schedulefree = pytest.importorskip("schedulefree")
-        return getattr(schedulefree, name)(params, lr=0.01)
+    if "ScheduleFree" in name and name not in WRAPPERS:
+        return getattr(pytest.importorskip("schedulefree"), name)(params, lr=0.01)
     theirs = pytest.importorskip("pytorch_optimizer")
     if name in WRAPPERS:
         return WRAPPERS[name](getattr(theirs, name), params)
-    kind = theirs.load_optimizer(name)
-    if name == "alig":
-        return kind(params, max_lr=0.01)
-    if name == "bsam":
-        return kind(params, num_data=100, lr=0.01)
-    if name == "ranger21":
-        return kind(params, num_iterations=100, lr=0.01)
+    given: Any = params
     if name == "adammini":
-        return kind(_model(params), lr=0.01)
-    if name in _MUONS:
-        groups = [
+        given = _model(params)
+    elif name in _MUONS:
+        given = [
             {"params": [p for p in params if (p.ndim == 2) == muon], "use_muon": muon}
             for muon in (True, False)
         ]
-        return kind(groups, lr=0.01)
-    return kind(params, lr=0.01)
+    return theirs.load_optimizer(name)(given, **_OPTIONS.get(name, {"lr": 0.01}))
 
 
 def _model(params: list[Parameter]) -> nn.Module:
@@ -135,63 +116,41 @@ def _model(params: list[Parameter]) -> nn.Module:
     return model
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "alig": {"max_lr": 0.01},
+    "bsam": {"num_data": 100, "lr": 0.01},
+    "ranger21": {"num_iterations": 100, "lr": 0.01},
+}
+_MOMENTUM = {"lr": 0.01, "momentum": 0.9}
 WRAPPERS: dict[str, Callable[[Any, list[Parameter]], Optimizer]] = {
+    **dict.fromkeys(
+        ("TRAC", "OrthoGrad", "PCGrad", "ScheduleFreeWrapper"),
+        lambda kind, params: kind(AdamW(params, lr=0.01)),
+    ),
     "Lookahead": lambda kind, params: kind(AdamW(params, lr=0.01), k=2),
-    "TRAC": lambda kind, params: kind(AdamW(params, lr=0.01)),
-    "OrthoGrad": lambda kind, params: kind(AdamW(params, lr=0.01)),
-    "PCGrad": lambda kind, params: kind(AdamW(params, lr=0.01)),
-    "ScheduleFreeWrapper": lambda kind, params: kind(AdamW(params, lr=0.01)),
-    "SAM": lambda kind, params: kind(params, SGD, lr=0.01, momentum=0.9),
-    "LookSAM": lambda kind, params: kind(params, SGD, lr=0.01, momentum=0.9, k=2),
-    "FriendlySAM": lambda kind, params: kind(params, SGD, lr=0.01, momentum=0.9),
-    "WSAM": lambda kind, params: kind(_model(params), params, SGD, lr=0.01, momentum=0.9),
+    "SAM": lambda kind, params: kind(params, SGD, **_MOMENTUM),
+    "LookSAM": lambda kind, params: kind(params, SGD, k=2, **_MOMENTUM),
+    "FriendlySAM": lambda kind, params: kind(params, SGD, **_MOMENTUM),
+    "WSAM": lambda kind, params: kind(_model(params), params, SGD, **_MOMENTUM),
 }
 """Those around another optimizer. (GSAM takes a loss function instead of a closure.)"""
 
-SCHEDULE_FREE = [
-    "AdamWScheduleFree",
-    "AdamWScheduleFreeClosure",
-    "AdamWScheduleFreePaper",
-    "AdamWScheduleFreeReference",
-    "RAdamScheduleFree",
-    "RAdamScheduleFreeClosure",
-    "SGDScheduleFree",
-    "SGDScheduleFreeClosure",
-    "SGDScheduleFreeReference",
-]
-
 _SAM = ("SAM", "LookSAM", "FriendlySAM", "WSAM", "bsam")
-_CLOSURES = (*_SAM, "alig", "lbfgs", *(n for n in SCHEDULE_FREE if n.endswith("Closure")))
+_CLOSURES = (*_SAM, "alig", "lbfgs")
 _MUONS = ("adago", "adamuon", "muon", "muonclip", "normuon")
 _MATRICES = ("scion", "scionlight", "spectralsphere", "galore")
 
 
-def _with_inner(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
-    found = [("", optimizer)]
-    for name in ("optimizer", "base_optimizer"):
-        inner = vars(optimizer).get(name)
-        if isinstance(inner, Optimizer):
-            found += [(f"{name}.{where}", each) for where, each in _with_inner(inner)]
-    return found
-
-
-def _is_its_own(name: str, value: Any) -> bool:
-    """Whether an attribute is neither torch's nor a function."""
-    if name in ("param_groups", "state") or "hook" in name:
-        return False
-    return not callable(value) and not isinstance(value, Optimizer)
-
-
 def _plain(value: Any) -> Any:
-    """`bits`, also of values within objects: projectors, preconditioners, generators."""
+    """`bits`, also of values within objects: projectors, preconditioners, inner optimizers."""
     if isinstance(value, torch.Generator):
         return bits(value.get_state())
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value):
-            return {key: _plain(each) for key, each in value.items()}
-        return [_plain(each) for each in value.values()]  # keys are parameters, or their ids
+        own = {k: v for k, v in value.items() if "hook" not in str(k) and not callable(v)}
+        if all(isinstance(key, str) for key in own):
+            return {key: _plain(each) for key, each in own.items()}
+        return [_plain(each) for each in own.values()]  # keys are parameters, or their ids
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if isinstance(value, Tensor):
-        return bits(value)
-    return _plain(vars(value)) if hasattr(value, "__dict__") else bits(value)
+    is_value = isinstance(value, (Tensor, type)) or not hasattr(value, "__dict__")
+    return bits(value) if is_value else _plain(vars(value))

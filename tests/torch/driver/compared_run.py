@@ -1,9 +1,7 @@
 """A small run in torch whose weights are compared with earlier ones."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,11 @@ CHANGE = 250
 
 
 class Run:
-    """Classification of points by a fixed rule; a small net, Adam."""
+    """Classification of points by a fixed rule; a small net, Adam.
+
+    `parts` are the batches of an accumulation, `weight` is that of a second term of the loss, and
+    `scale` that of the whole loss.
+    """
 
     def __init__(self, *, dropout: float = 0.0, parts: int = 1, full_batch: bool = False) -> None:
         torch.manual_seed(0)
@@ -30,14 +32,9 @@ class Run:
             torch.nn.Linear(32, 4),
         )
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
-        self.parts = parts
-        """Batches of an accumulation."""
-        self.full_batch = full_batch
+        self.parts, self.full_batch = parts, full_batch
         self.relabelled_from = 10 * STEPS
-        self.weight = 0.0
-        """Of a second term of the loss."""
-        self.scale = 1.0
-        """Of the whole loss."""
+        self.weight, self.scale = 0.0, 1.0
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         seed = 0 if self.full_batch else number
@@ -56,32 +53,35 @@ class Run:
         self,
         folder: Path,
         *,
-        at: Callable[[Healer], object] | None = None,
+        at: Callable[[Healer], object] = lambda healer: None,
         policy: Any = "default",
         asks: bool = True,
         gives_loss: bool = False,
         steps: int = STEPS,
+        loaders: Sequence[range] = (),
         **options: Any,
     ) -> Healer:
-        """Trains; `at` is called before each step."""
+        """Trains; `at` is called before each step, and `asks` gives a `loss_fn`."""
         state = {"model": self.model, "optimizer": self.optimizer}
         options = {"loss_fn": self.loss if asks else None, **options}
+        place = 0
         with (
             contextlib.suppress(SystemExit),
             Healer(policy, state=state, **grouped(options, events=folder / "e.jsonl")) as healer,
         ):
-            for place, number in enumerate(healer.batches(range(steps * self.parts))):
-                if at is not None:
+            for loader in loaders or [range(steps * self.parts)]:
+                for number in healer.batches(loader):
                     at(healer)
-                if gives_loss:
-                    loss = healer.loss(number)
-                else:
-                    loss = self.loss(number)
-                    healer.observe(loss)
-                (loss / self.parts).backward()
-                if place % self.parts == self.parts - 1:
-                    self.optimizer.step()
-                    self.optimizer.zero_grad()
+                    if gives_loss:
+                        loss = healer.loss(number)
+                    else:
+                        loss = self.loss(number)
+                        healer.observe(loss)
+                    (loss / self.parts).backward()
+                    place += 1
+                    if place % self.parts == 0:
+                        self.optimizer.step()
+                        self.optimizer.zero_grad()
         return healer
 
     def unseen_loss(self) -> float:
@@ -110,24 +110,13 @@ def left_alone(folder: Path, healer: Healer) -> None:
     assert events(folder, "end")[0]["ending"] == "completed"
 
 
-def once(step: int, action: Callable[[], object]) -> Callable[[Healer], None]:
-    """Does it before this step, and not again after a rollback."""
+def at_change(action: Callable[[], object], *, again: bool = False) -> Callable[[Healer], None]:
+    """Does it before step `CHANGE`; with `again` also when a rollback leads there once more."""
     done = []
 
     def at(healer: Healer) -> None:
-        if healer.step == step and not done:
+        if healer.step == CHANGE and (again or not done):
             done.append(True)
-            with torch.no_grad():
-                action()
-
-    return at
-
-
-def always(step: int, action: Callable[[], object]) -> Callable[[Healer], None]:
-    """Does it whenever the run comes to this step."""
-
-    def at(healer: Healer) -> None:
-        if healer.step == step:
             with torch.no_grad():
                 action()
 

@@ -1,7 +1,5 @@
 """Runs of the driver that compare their weights with earlier ones."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

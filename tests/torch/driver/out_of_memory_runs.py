@@ -1,12 +1,10 @@
 """Training runs that run out of memory at a chosen operation of a forward or backward pass."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,12 @@ STEPS, ACCUMULATED, BATCH = 3, 2, 8
 
 
 class FailAt(TorchDispatchMode):
-    """Raises torch.OutOfMemoryError at given operations, counted from 1 while it is active."""
+    """Raises torch.OutOfMemoryError at given operations, counted from 1 while it is active.
+
+    It counts what may allocate: neither views, exchanges, nor what DDP does with its buckets.
+    """
+
+    NO_MEMORY = ("c10d", "copy_", "mul.out", "zero_", "view", "detach", "div_", "as_strided")
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()
@@ -27,20 +30,15 @@ class FailAt(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.count += not any(name in str(func) for name in self.NO_MEMORY)
         if self.count in self.numbers:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0")
+            self.numbers = tuple(each for each in self.numbers if each != self.count)
+            raise out_of_memory()
         return func(*args, **(kwargs or {}))
 
 
-class Outcome(NamedTuple):
-    """What a run leaves behind."""
-
-    state: dict[str, Tensor]
-    losses: list[float]
-    """As judged, one for each step."""
-    sizes: list[list[int]]
-    """Samples of each part that was completed, one list for each step."""
+def out_of_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0")
 
 
 def model_with_everything() -> nn.Module:
@@ -50,62 +48,84 @@ def model_with_everything() -> nn.Module:
     )
 
 
-def data() -> list[tuple[Tensor, Tensor]]:
-    random = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(BATCH, 4, generator=random), torch.randn(BATCH, 2, generator=random))
-        for _ in range(STEPS * ACCUMULATED)
-    ]
+def plain() -> nn.Module:
+    """Its gradients are those of the whole batch, however that is split."""
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def data(seed: int, samples: int) -> list[tuple[Tensor, ...]]:
+    random = torch.Generator().manual_seed(100 + seed)
+    draw = lambda n: torch.randn(samples, n, generator=random, dtype=torch.float64)  # noqa: E731
+    return [(draw(4), draw(2)) for _ in range(STEPS * ACCUMULATED)]
 
 
 def train(
-    fail: FailAt, metrics: Path, *, most: Callable[[int], int | None] = lambda step: None
-) -> Outcome:
-    """Trains for `STEPS` steps of `ACCUMULATED` batches; `most`: by the step."""
-    torch.manual_seed(0)
-    model = model_with_everything()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    state = {"model": model, "optimizer": optimizer}
-    with Healer(state=state, logging=Logging(metrics=metrics)) as healer:
-        sizes = loop(healer, model, optimizer, data(), fail, most)
-        end = {name: each.clone() for name, each in model.state_dict().items()}
-    return Outcome(end, losses_in(metrics), sizes)
+    folder: Path,
+    fail: Any = None,
+    *,
+    seed: int = 1,
+    samples: int = BATCH,
+    make: Callable[[], nn.Module] = model_with_everything,
+    wrap: Callable[[nn.Module], Any] = lambda net: net,
+    inner: bool = False,
+    no_sync: bool = False,
+    reduce: Callable[[nn.Module], object] = lambda net: None,
+    fits: int | None = None,
+    most: Callable[[int], int | None] = lambda step: None,
+) -> dict[str, Any]:
+    """Trains for `STEPS` steps of `ACCUMULATED` batches; what this process has then.
 
-
-def loop(
-    healer: Healer[Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: list[Any],
-    fail: FailAt,
-    most: Callable[[int], int | None],
-    around: Callable[[bool], Any] = lambda reduces: nullcontext(),
-) -> list[list[int]]:
-    """Takes the steps; the samples of each part that was completed, step by step.
-
-    `around` makes a context for each part; it takes whether the part is the last of its step.
+    `wrap` makes what is called, which is not in the state with `inner`; `reduce` is called before
+    each step of the optimizer; there is memory for `fits` samples, and a step begins with parts of
+    at `most` so many.
     """
-    sizes: list[list[int]] = [[] for _ in range(len(batches) // ACCUMULATED)]
-    for number, batch in enumerate(healer.batches(batches)):
-        done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
-        if (limit := most(healer.step)) is not None:
-            healer._loop.record.part_limit = limit
-        for part in healer.microbatches(batch):
-            with part, fail, around(last and part.last):
-                x, y = part.batch
-                loss = (model(x) - y).square().mean()
-                healer.observe(loss)
-                (loss * part.weight / ACCUMULATED).backward()
-            if part.first:
-                done.clear()
-            if not part.failed:
-                done.append(len(part.batch[0]))
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-    return sizes
+    torch.manual_seed(0)
+    net = make().double()
+    model = wrap(net)
 
+    def allocate(module: nn.Module, given: Any) -> None:
+        if fits is not None and len(given[0]) > fits:
+            raise out_of_memory()
 
-def losses_in(metrics: Path) -> list[float]:
-    """The losses by which the steps of a run were judged."""
-    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+    model.register_forward_pre_hook(allocate, prepend=True)
+    torch.manual_seed(seed)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    state = {"model": net if inner else model, "optimizer": optimizer}
+    events, metrics = folder / "events.jsonl", folder / "metrics.jsonl"
+    sizes: list[list[int]] = [[] for _ in range(STEPS)]
+    found: dict[str, Any] = {"sizes": sizes, "raised": {}}
+    try:
+        with Healer(state=state, logging=Logging(metrics=metrics, events=events)) as healer:
+            for number, batch in enumerate(healer.batches(data(seed, samples))):
+                done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
+                if (limit := most(healer.step)) is not None:
+                    healer._loop.record.part_limit = limit
+                for part in healer.microbatches(batch):
+                    waits = no_sync and not (last and part.last)
+                    with part, fail or nullcontext(), model.no_sync() if waits else nullcontext():
+                        x, y = part.batch
+                        loss = (model(x) - y).square().mean()
+                        healer.observe(loss)
+                        (loss * part.weight / ACCUMULATED).backward()
+                    if part.first:
+                        done.clear()
+                    if not part.failed:
+                        done.append(len(x))
+                if last:
+                    reduce(net)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    except BaseException as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        return {"raised": {"type": type(error).__name__, "said": f"{error} {notes}"}}
+    lines = [
+        json.loads(line) for each in (events, metrics) if each.exists() for line in each.open()
+    ]
+    return {
+        **found,
+        "weights": [p.detach().flatten().tolist() for p in net.parameters()],
+        "buffers": [b.flatten().tolist() for b in net.buffers()],
+        "losses": [each["loss"] for each in lines if "kind" not in each],
+        "faults": [(e["step"], e["problem"]) for e in lines if e.get("kind") == "fault"],
+        "draws": torch.rand(1).item(),
+    }

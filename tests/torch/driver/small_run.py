@@ -1,8 +1,6 @@
 """A small run with everything that a checkpoint of a torch run has in it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,10 +20,7 @@ NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 HOLD, RAMP = 3, 4
 
 _ROLLS_BACK = EngineConfig(
-    detectors=(
-        ("nonfinite", NonFiniteConfig()),
-        ("grad_spike", GradSpikeConfig(window=4)),
-    ),
+    detectors=(("nonfinite", NonFiniteConfig()), ("grad_spike", GradSpikeConfig(window=4))),
     rules=(
         RuleConfig(NONFINITE, skip=True, action=int(Action.ROLLBACK | Action.CUT_LR)),
         RuleConfig(int(Cause.GRAD_SPIKE), skip=True, action=int(Action.ALERT)),
@@ -42,10 +37,7 @@ CLIPS = Engine(_ROLLS_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
 class Run:
     """A linear model whose gradient depends on the batch only, wherever the weights are.
 
-    Args:
-        optimizer: made from the parameters.
-        scheduler: made from the optimizer.
-        dtype: of the parameters; float64 makes movements exact to 1e-12.
+    float64 makes movements exact to 1e-12.
     """
 
     def __init__(
@@ -61,11 +53,9 @@ class Run:
                 p.copy_(torch.randn(p.shape, generator=random))
         self.optimizer = optimizer(self.model.parameters())
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        found = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        return {name: value for name, value in found.items() if value is not None}
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        if self.scheduler is not None:
+            self.state["scheduler"] = self.scheduler
 
     def backward(self, i: int, factor: float = 1.0) -> Tensor:
         """Gradients of batch `i`."""
@@ -117,12 +107,3 @@ def single_record(driver: TorchDriver) -> StepRecord:
     assert handle is not None
     ((record,),) = handle.steps()
     return record
-
-
-def ratios(moved: list[Tensor], plain: list[Tensor]) -> Tensor:
-    """Elementwise quotients of two movements."""
-    return torch.cat([(a / b).flatten() for a, b in zip(moved, plain, strict=True)])
-
-
-def parameters(state: Mapping[str, Any]) -> list[Tensor]:
-    return [p.detach().clone() for p in state["model"].parameters()]

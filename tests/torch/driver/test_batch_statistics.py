@@ -1,7 +1,5 @@
 """A skipped step leaves no trace in batch statistics either."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -14,14 +12,8 @@ from healcore.torch.driver import TorchDriver
 from tests.torch.bit_comparison import bits
 from tests.torch.driver.small_run import NAN, ROLLS_BACK, roll_back
 
-FUSED = partial(AdamW, lr=0.01, fused=True)
-PLAIN = partial(AdamW, lr=0.01, fused=False)
-SPIKE = 1e4
-
 every_way = pytest.mark.parametrize(
-    ("where", "optimizer"),
-    [("host", FUSED), ("host", PLAIN), ("device", FUSED), ("device", PLAIN)],
-    ids=["host fused", "host", "device fused", "device"],
+    ("where", "fused"), [(where, fused) for where in ("host", "device") for fused in (True, False)]
 )
 
 
@@ -38,12 +30,11 @@ def statistics(model: nn.Module) -> Any:
 class NormRun:
     """A healed model with statistics, on batches of small numbers or of given values."""
 
-    def __init__(self, optimizer: Any, where: str = "host", **options: Any) -> None:
+    def __init__(self, where: str = "host", fused: bool = True, **options: Any) -> None:
         self.model = network(**options)
-        self.norm: Any = self.model[1]
-        self.optimizer = optimizer(self.model.parameters())
-        self.state = {"model": self.model, "optimizer": self.optimizer}
-        self.driver = TorchDriver(self.state, ROLLS_BACK, attach={"engine": where})
+        self.optimizer = AdamW(self.model.parameters(), lr=0.01, fused=fused)
+        state = {"model": self.model, "optimizer": self.optimizer}
+        self.driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
 
     @property
     def statistics(self) -> Any:
@@ -55,53 +46,44 @@ class NormRun:
         (loss * (factor if factor == factor else 1.0)).backward()
         return loss
 
-    def step(self, i: int, factor: float = 1.0) -> None:
-        self.optimizer.zero_grad()
-        self.backward(i, factor)
+    def step(self, *batches: int, factor: float = 1.0, bad: int | None = None) -> None:
+        """A step on some batches; `factor` is for the batch `bad`, or the only one."""
+        for i in batches:
+            self.backward(i, factor if bad in (i, None) else 1.0)
         self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 @every_way
-@pytest.mark.parametrize("factor", [NAN, SPIKE])
-@pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=["ema", "cumulative"])
-def test_a_skip_restores_them_to_the_bit(where: str, optimizer: Any, factor: float, options: Any):
-    run, twin = NormRun(optimizer, where=where, **options), network(**options)
+@pytest.mark.parametrize(
+    ("factor", "options"), [(NAN, {}), (1e4, {"momentum": None})], ids=["ema", "cumulative"]
+)
+def test_a_skip_restores_them_to_the_bit(where: str, fused: bool, factor: float, options: Any):
+    run, twin = NormRun(where, fused, **options), network(**options)
     for i in range(6):
         run.step(i)
     before, weights = run.statistics, bits(list(run.model.parameters()))
     twin.load_state_dict(run.model.state_dict())
-    run.step(6, factor)
+    run.step(6, factor=factor)
     assert bits(list(run.model.parameters())) == weights, "it was skipped"
     assert run.statistics == before
     run.step(7)
     twin(torch.randn(8, 3, generator=torch.Generator().manual_seed(7)))
     assert run.statistics == statistics(twin), "the next step is the model's own"
-
-
-@every_way
-def test_all_of_an_accumulated_step_is_restored(where: str, optimizer: Any):
-    run = NormRun(optimizer, where=where)
-    for bad in (None, 0, 1, 2):
+    for bad in (0, 1, 2):
         before = run.statistics
-        for i in range(3):
-            run.backward(i, NAN if i == bad else 1.0)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        assert (run.statistics == before) == (bad is not None)
+        run.step(0, 1, 2, factor=NAN, bad=bad)
+        assert run.statistics == before, "all of an accumulated step"
 
 
 @every_way
 @pytest.mark.parametrize("skip", [False, True])
-def test_two_optimizers_restore_their_own_layers(where: str, optimizer: Any, skip: bool):
+def test_two_optimizers_restore_their_own_layers(where: str, fused: bool, skip: bool):
     """The loop of every GAN: the generator's backward comes after the critic's step."""
-    torch.manual_seed(0)
+    optimizer = partial(AdamW, lr=0.01, fused=fused)
     generator, critic = network(), nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
-    state = {
-        "generator": generator,
-        "critic": critic,
-        "g": optimizer(generator.parameters()),
-        "c": optimizer(critic.parameters()),
-    }
+    g, c = optimizer(generator.parameters()), optimizer(critic.parameters())
+    state = {"generator": generator, "critic": critic, "g": g, "c": c}
     driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
     own = statistics(critic)
     for bad in (False, False, skip):
@@ -109,20 +91,20 @@ def test_two_optimizers_restore_their_own_layers(where: str, optimizer: Any, ski
         moved = statistics(generator)
         real = torch.full((8, 1), NAN) if bad else torch.randn(8, 1)
         (critic(real).mean() - critic(made.detach()).mean()).backward()
-        state["c"].step()
-        state["c"].zero_grad()
+        c.step()
+        c.zero_grad()
         assert (statistics(critic) == own) == bad
         own = statistics(critic)
         assert statistics(generator) == moved
         critic(made).mean().backward()
-        state["g"].step()
-        state["g"].zero_grad()
+        g.step()
+        g.zero_grad()
         assert statistics(generator) == moved
     driver.close()
 
 
 def test_a_rollback_and_a_load_are_not_undone_by_the_next_skip():
-    run = NormRun(FUSED)
+    run = NormRun()
     store = run.driver.store(None)
     run.step(0)
     store.save(1, run.driver.state(), healing=run.driver.engines())
@@ -131,10 +113,11 @@ def test_a_rollback_and_a_load_are_not_undone_by_the_next_skip():
         run.step(i)
     roll_back(run.driver, store.restore(1, run.driver.state()))
     assert run.statistics == saved
-    run.step(4, NAN)
+    run.step(4, factor=NAN)
     assert run.statistics == saved
-    run.norm.reset_running_stats()
+    norm: Any = run.model[1]
+    norm.reset_running_stats()
     run.driver.expect_change()
     fresh = run.statistics
-    run.step(5, NAN)
+    run.step(5, factor=NAN)
     assert run.statistics == fresh

@@ -3,27 +3,24 @@
 Without one only weights that are not finite are rolled back.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from healcore import Checkpoints, Healer, Logging
+from healcore.events.models import validate
+from healcore.events.schema import sentence
 from healcore.policy import load
-from tests.healer.run_directory import flip_a_bit
+from tests.healer.run_directory import flip_a_bit, new_process
 from tests.torch.driver.compared_run import (
     CHANGE,
     STEPS,
     Run,
-    always,
+    at_change,
     events,
     left_alone,
     multiplier,
-    once,
 )
 
 
@@ -49,12 +46,11 @@ def noise(run: Run, size: float) -> None:
     weight.copy_(size * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize(
-    ("damage", "size", "parts"), [(times, 50.0, 1), (times, -4.0, 3), (noise, 3.0, 1)]
-)
+@pytest.mark.parametrize(("damage", "size", "parts"), [(times, -4.0, 3), (noise, 3.0, 1)])
 def test_damaged_weights_are_rolled_back(tmp_path, damage, size, parts, undisturbed):
     run = Run(parts=parts)
-    healer = run.train(tmp_path, at=once(CHANGE, lambda: damage(run, size)), gives_loss=parts > 1)
+    harm = at_change(lambda: damage(run, size))
+    healer = run.train(tmp_path, at=harm, gives_loss=parts > 1)
     assert healer.rollbacks == 1
     (found,) = (e for e in events(tmp_path, "assessment") if e["verdict"] == "damage")
     assert found["by"] == "earlier_weights"
@@ -68,19 +64,17 @@ def test_damaged_weights_are_rolled_back(tmp_path, damage, size, parts, undistur
 
 def test_every_backward_pass_of_an_accumulation_is_compared(tmp_path):
     """Also those of a loop that calls observe: the comparison is of the whole step."""
-    for gives_loss in (False, True):
-        run, seen = Run(parts=3), []
+    run, seen = Run(parts=3), list[int]()
 
-        def loss_fn(number: int, run: Run = run, seen: list[int] = seen) -> torch.Tensor:
-            if not torch.is_grad_enabled() and number:  # 0 is tried alone
-                seen.append(number)
-            return run.loss(number)
+    def loss_fn(number: int) -> torch.Tensor:
+        if number:  # 0 is tried alone
+            seen.append(number)
+        return run.loss(number)
 
-        folder = tmp_path / str(gives_loss)
-        run.relabelled_from = 3 * 150
-        run.train(folder, loss_fn=loss_fn, gives_loss=gives_loss, steps=210)
-        assert seen
-        assert {3 * (number // 3) + i for number in seen for i in range(3)} - {0} == {*seen}
+    run.relabelled_from = 3 * 150
+    run.train(tmp_path, loss_fn=loss_fn, steps=210)
+    assert seen
+    assert {3 * (number // 3) + i for number in seen for i in range(3)} - {0} == {*seen}
 
 
 class OneBatchDamages(Run):
@@ -93,67 +87,42 @@ class OneBatchDamages(Run):
         return super().loss(number)
 
 
-@pytest.mark.parametrize("steps", [550, 300], ids=["long after", "at the end of the data"])
-def test_damage_that_comes_again_is_left_out_at_its_onset(tmp_path, steps):
+@pytest.mark.parametrize(
+    ("loaders", "at"),
+    [
+        ([range(550)], CHANGE),
+        ([range(300)], CHANGE),
+        ([range(100 * i, 100 * i + 100) for i in range(6)], None),
+        ([range(120), range(120, 600)], CHANGE - 120),
+    ],
+    ids=["long after", "at the end of the data", "over epochs", "past the start of a loader"],
+)
+def test_damage_that_comes_again_is_skipped_at_its_onset(tmp_path, loaders, at):
     """And nothing else: not the batches before it, and not the rest of the data."""
     run = OneBatchDamages()
-    healer = run.train(tmp_path, steps=steps)
+    healer = run.train(tmp_path, loaders=loaders)
     first, second = events(tmp_path, "rollback")
     assert (first["checkpoint"], second["checkpoint"]) == (100, 100)
     assert not first["batches"], "the same data come again"
     skipped = [index for _, index in second["batches"]]
-    assert CHANGE in skipped
-    assert {*skipped} <= {*range(CHANGE - 4, CHANGE + 12)}
+    if at is not None:
+        assert at in skipped
+        assert {*skipped} <= {*range(at - 4, at + 12)}
     assert "lr_limit" not in second
     assert multiplier(healer) == 1.0
-    assert healer.step == steps - len(skipped)
+    if len(loaders) == 1:  # in a later loader the steps before it are not repeated
+        assert healer.step == len(loaders[0]) - len(skipped)
     assert run.unseen_loss() < 0.2
 
 
 def test_a_rate_that_rises_slowly_is_not_the_only_suspect(tmp_path):
     run = OneBatchDamages()
-
-    def rises(healer: Healer) -> None:
-        rate(run, 0.01 * (1 + healer.step / 20_000))
-
-    run.train(tmp_path, at=rises, steps=900)
+    rises = lambda healer: rate(run, 0.01 * (1 + healer.step / 20_000))  # noqa: E731
+    run.train(tmp_path, at=rises, steps=600)
     backs = events(tmp_path, "rollback")
     assert "lr_limit" in backs[0], "the rate is above each healthy one"
     assert [bool(each["batches"]) for each in backs] == [False, True]
     assert run.unseen_loss() < 0.2
-
-
-def train_on(run: Run, folder: Path, loaders: Sequence[range]) -> Healer:
-    """A loop that calls `batches` for each loader."""
-    state = {"model": run.model, "optimizer": run.optimizer}
-    logging = Logging(events=folder / "e.jsonl")
-    with Healer("default", state=state, logging=logging, loss_fn=run.loss) as healer:
-        for loader in loaders:
-            for batch in healer.batches(loader):
-                loss = run.loss(batch)
-                healer.observe(loss)
-                loss.backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-    assert healer.rollbacks == 2
-    assert multiplier(healer) == 1.0
-    assert run.unseen_loss() < 0.2
-    return healer
-
-
-def test_damage_that_comes_again_at_the_end_of_an_epoch_is_skipped(tmp_path):
-    """The run has not ended."""
-    train_on(OneBatchDamages(), tmp_path, [range(100 * i, 100 * i + 100) for i in range(6)])
-
-
-def test_a_rollback_past_the_start_of_a_loader_begins_it_again(tmp_path):
-    """And what is skipped then is of this loader."""
-    train_on(OneBatchDamages(), tmp_path, [range(120), range(120, 800)])
-    first, second = events(tmp_path, "rollback")
-    assert not first["batches"]
-    left_out = {index for _, index in second["batches"]}
-    assert CHANGE - 120 in left_out
-    assert left_out <= {*range(CHANGE - 124, CHANGE - 108)}
 
 
 # -- the learning rate ----------------------------------------------------------------------------
@@ -166,10 +135,7 @@ def rate(run: Run, value: float) -> None:
 
 def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, undisturbed, caplog):
     run = Run()
-
-    def jump(healer: Any) -> None:
-        rate(run, 0.3 if healer.step >= CHANGE else 0.01)
-
+    jump = lambda healer: rate(run, 0.3 if healer.step >= CHANGE else 0.01)  # noqa: E731
     healer = run.train(tmp_path, at=jump, gives_loss=True)
     backs = events(tmp_path, "rollback")
     assert 1 <= len(backs) <= 2
@@ -182,7 +148,6 @@ def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, undistur
 
 def test_a_rate_that_is_too_high_from_the_start_is_limited(tmp_path):
     """Gradient descent on a quadratic: above 2 / curvature each update makes it worse."""
-    torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.ones(8))
     curvature = torch.linspace(0.1, 1.0, 8)
     optimizer = torch.optim.SGD([weight], lr=3.0)
@@ -191,10 +156,11 @@ def test_a_rate_that_is_too_high_from_the_start_is_limited(tmp_path):
         target = 0.1 * torch.randn(8, generator=torch.Generator().manual_seed(number))
         return (curvature * (weight - target).square()).sum() / 2 + 1.0
 
-    state = {"weight": weight, "optimizer": optimizer}
-    with Healer(
-        "default", state=state, logging=Logging(events=tmp_path / "e.jsonl"), loss_fn=loss_fn
-    ) as healer:
+    state, logging = (
+        {"weight": weight, "optimizer": optimizer},
+        Logging(events=tmp_path / "e.jsonl"),
+    )
+    with Healer("default", state=state, logging=logging, loss_fn=loss_fn) as healer:
         for number in healer.batches(range(300)):
             loss = healer.loss(number)
             optimizer.zero_grad()
@@ -218,10 +184,7 @@ def growing_term(run: Run) -> Any:
 
 
 def scale_that_grows(run: Run) -> Any:
-    def scale(healer: Any) -> None:
-        run.scale = 1.02**healer.step
-
-    return scale
+    return lambda healer: setattr(run, "scale", 1.02**healer.step)
 
 
 def pruned(run: Run) -> Any:
@@ -229,26 +192,24 @@ def pruned(run: Run) -> Any:
         weight: Any = run.model[0].weight
         weight[weight.abs() < weight.abs().flatten().quantile(0.3)] = 0.0
 
-    return always(CHANGE, prune)
+    return at_change(prune, again=True)
 
 
 @pytest.mark.parametrize(
-    ("change", "settings", "asks"),
+    ("change", "settings"),
     [
-        (growing_term, {}, True),
-        (growing_term, {}, False),
-        (scale_that_grows, {}, True),
-        (pruned, {}, True),
-        (None, {"full_batch": True}, True),
-        (None, {"dropout": 0.5}, True),
-        (None, {"parts": 3}, True),
+        (growing_term, {}),
+        (scale_that_grows, {}),
+        (pruned, {}),
+        (None, {"full_batch": True}),
+        (None, {"dropout": 0.5, "parts": 3}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_healthy_change_costs_nothing(tmp_path, change, settings, asks):
+def test_a_healthy_change_costs_nothing(tmp_path, change, settings):
     run = Run(**settings)
-    at = change and change(run)
-    left_alone(tmp_path, run.train(tmp_path, at=at, gives_loss=asks, asks=asks))
+    at = {"at": change(run)} if change else {}
+    left_alone(tmp_path, run.train(tmp_path, gives_loss=True, **at))
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -267,9 +228,9 @@ def test_new_labels_are_learnt(tmp_path, asks):
 def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, capsys):
     """What was tried is undone: the run ends as without healcore."""
     plain, run = Run(), Run()
-    edit = always(CHANGE, lambda: times(plain, 50.0))
+    edit = at_change(lambda: times(plain, 50.0), again=True)
     plain.train(tmp_path / "plain", at=edit, asks=False, steps=600)
-    edit = always(CHANGE, lambda: times(run, 50.0))
+    edit = at_change(lambda: times(run, 50.0), again=True)
     healer = run.train(tmp_path, at=edit, steps=600)
     backs = events(tmp_path, "rollback")
     assert {e["checkpoint"] for e in backs} == {100}
@@ -279,8 +240,7 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
     assert "what was tried is undone" in line
     assert multiplier(healer) == 1.0
     assert (healer.step, events(tmp_path, "end")[0]["ending"]) == (600, "completed")
-    for mine, other in zip(run.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    assert all(map(torch.equal, run.model.parameters(), plain.model.parameters()))
 
 
 # -- what may not happen --------------------------------------------------------------------------
@@ -292,40 +252,37 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
     ids=["observe", "no rollback"],
 )
 def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change):
-    run = Run()
-    policy = load("default", **change)
-    healer = run.train(tmp_path, at=once(CHANGE, lambda: times(run, 50.0)), policy=policy)
+    run, policy = Run(), load("default", **change)
+    harm = at_change(lambda: times(run, 50.0))
+    healer = run.train(tmp_path, at=harm, policy=policy, steps=330)
     assert events(tmp_path, "alarm"), "there was a reason"
     assert not events(tmp_path, "assessment")
     assert healer.rollbacks == 0
 
 
-@pytest.mark.parametrize("gives_loss", [False, True])
-def test_comparing_changes_not_one_bit_of_the_run(tmp_path, gives_loss):
+def test_comparing_changes_not_one_bit_of_the_run(tmp_path):
     """Weights, running statistics, dropout draws and modes."""
     ended = []
-    for asks in (False, True):
-        run, calls = Run(dropout=0.3), []
+    for way in ("not asked", "observe", "loss"):
+        run, calls = Run(dropout=0.3), list[int]()
         run.relabelled_from = CHANGE
 
         def loss_fn(number: int, run: Run = run, calls: list[int] = calls) -> torch.Tensor:
             calls.append(number)
             return run.loss(number)
 
-        folder = tmp_path / str(asks)
-        gives = gives_loss and asks
-        options: Any = {"loss_fn": loss_fn} if asks else {}
-        healer = run.train(folder, asks=asks, gives_loss=gives, **options)
+        asked = None if way == "not asked" else loss_fn
+        healer = run.train(tmp_path / way, loss_fn=asked, gives_loss=way == "loss")
         assert healer.rollbacks == 0
-        assert len(calls) > (STEPS if gives else 0) + 10 * asks - 1
+        assert len(calls) >= {"not asked": 0, "observe": 10, "loss": STEPS + 10}[way]
         assert run.model.training
-        ended.append((run.model.state_dict(), run.optimizer.state_dict(), torch.get_rng_state()))
-    (plain, optimizer, random), (asked, its_optimizer, its_random) = ended
-    assert all(torch.equal(plain[name], asked[name]) for name in plain)
-    assert torch.equal(random, its_random)
-    for key, moments in optimizer["state"].items():
-        for name, value in moments.items():
-            assert torch.equal(value, its_optimizer["state"][key][name])
+        moments = run.optimizer.state_dict()["state"].values()
+        values = [*run.model.state_dict().values(), torch.get_rng_state()]
+        ended.append([*values, *(value for each in moments for value in each.values())])
+    plain, *compared = ended
+    for values in compared:
+        assert len(values) == len(plain)
+        assert all(map(torch.equal, values, plain))
 
 
 def killed_at(step: int, otherwise: Any = lambda healer: None) -> Any:
@@ -339,14 +296,13 @@ def killed_at(step: int, otherwise: Any = lambda healer: None) -> Any:
     return at
 
 
-@pytest.mark.parametrize("killed", [CHANGE + 12, CHANGE + 40, CHANGE + 60])
+@pytest.mark.parametrize("killed", [CHANGE + 12, CHANGE + 40])
 def test_a_suspicion_continues_after_a_kill(tmp_path, killed, undisturbed):
     """The newest checkpoint is of damaged weights, and too young to be compared with."""
     store, every, first = tmp_path / "store", Checkpoints(every=10), Run()
-    at = killed_at(killed, once(CHANGE, lambda: times(first, 50.0)))
+    at = killed_at(killed, at_change(lambda: times(first, 50.0)))
     first.train(tmp_path / "a", store=store, at=at, checkpoints=every)
     run = Run()
-    (tmp_path / "b").mkdir()
     healer = run.train(tmp_path / "b", store=store, checkpoints=every)
     assert healer.step == STEPS
     backs = [e for each in "ab" for e in events(tmp_path / each, "rollback")]
@@ -362,12 +318,10 @@ def test_a_copy_that_cannot_be_read_does_not_cost_the_newest_checkpoint(tmp_path
     newest, *older = sorted(store.glob("step-*"), reverse=True)
     for folder in older:
         flip_a_bit(folder, 1)
-    run = Run()
-    (tmp_path / "b").mkdir()
-    healer = run.train(tmp_path / "b", store=store, checkpoints=every)
+    healer = Run().train(tmp_path / "b", store=store, checkpoints=every, steps=200)
     (resumed,) = events(tmp_path / "b", "resume")
     assert f"{resumed['step']:010}" in newest.name
-    assert healer.step == STEPS
+    assert healer.step == 200
 
 
 @pytest.mark.parametrize(("asks", "value"), [(False, float("nan")), (True, float("inf"))])
@@ -379,11 +333,75 @@ def test_losses_that_are_not_finite_never_stop_or_roll_back_finite_weights(tmp_p
         run.scale = value if healer.step % 3 == 0 or 200 <= healer.step < 260 else 1.0
         skipped.append(run.scale != 1.0)
 
-    healer = run.train(tmp_path, at=mask, asks=asks, steps=800)
-    assert healer.step == 800
+    healer = run.train(tmp_path, at=mask, asks=asks, steps=600)
+    assert healer.step == 600
     left_alone(tmp_path, healer)
     found = {(e["verdict"], e["by"]) for e in events(tmp_path, "assessment")}
     assert asks or found == {("unknown", "nothing")}
     assert healer.metrics()["heal/skips"] == sum(skipped)
     run.scale = 1.0
     assert run.unseen_loss() < 0.2
+
+
+DECAY = "optimizer.param_groups[0].weight_decay"
+
+
+class Decayed(Run):
+    """AdamW, with a weight decay by step number: it comes again when the steps are repeated.
+
+    `seen` are the values that the program has read between its steps, and `in_force` has the weight
+    decay of the last update of each step.
+    """
+
+    def __init__(self, until: int) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer.register_step_pre_hook(
+            lambda *_: self.in_force.update({self.step: self.now()})
+        )
+        self.until, self.step = until, 0
+        self.seen, self.in_force = set[float](), dict[int, float]()
+
+    def now(self) -> float:
+        return self.optimizer.param_groups[0]["weight_decay"]
+
+    def at(self, healer: Healer) -> None:
+        self.seen.add(self.now())
+        self.step = healer.step
+        unusual = CHANGE <= healer.step < self.until
+        self.optimizer.param_groups[0]["weight_decay"] = 10.0 if unusual else 0.01
+
+
+@pytest.mark.parametrize(
+    ("until", "steps"), [(CHANGE + 40, 330), (10_000, 600)], ids=["40 steps", "to the end"]
+)
+def test_an_unusual_weight_decay_is_held_at_the_last_healthy_one(tmp_path, until, steps, capsys):
+    """With 40 steps the data end before the run could recover."""
+    run, undamaged = Decayed(until), Decayed(until=0)
+    run.train(tmp_path, at=run.at, steps=steps)
+    backs = events(tmp_path, "rollback")
+    assert backs[-1]["why"] == f"{DECAY} 0.01 while the program sets other values"
+    assert backs[-1]["why"] in sentence(validate(backs[-1])[0])
+    assert backs[-1]["why"] in capsys.readouterr().err
+    assert run.in_force == dict.fromkeys(range(steps), 0.01), "and no batch is skipped"
+    assert 10.0 in run.seen, "the program reads its own"
+    folder = tmp_path / "undamaged"
+    left_alone(folder, undamaged.train(folder, at=undamaged.at, steps=steps))
+    assert run.unseen_loss() <= 1.1 * undamaged.unseen_loss()
+
+
+def test_a_hold_survives_a_kill(tmp_path):
+    first, run = Decayed(until=10_000), Decayed(until=10_000)
+
+    def killed(healer: Healer) -> None:
+        first.at(healer)
+        if healer.step == 550 and healer.rollbacks == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.train(tmp_path, at=killed, steps=600, store=tmp_path)
+    new_process()
+    run.train(tmp_path, at=run.at, steps=600, store=tmp_path)
+    assert min(run.in_force) > 0, "resumed"
+    assert {*run.in_force.values()} == {0.01}
+    assert 10.0 in run.seen

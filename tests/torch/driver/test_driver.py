@@ -1,7 +1,6 @@
-"""Which states the driver accepts, and what it hands on to the optimizers."""
+"""Which states the driver accepts, when it may save, and the records of its steps."""
 
-from __future__ import annotations
-
+import shutil
 import warnings
 from functools import partial
 from typing import Any
@@ -12,12 +11,16 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
+import healcore
+from healcore.core.verdict import Action, Cause
 from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
-from healcore.torch.driver import RngState, TorchDriver
+from healcore.torch.driver import TorchDriver
 from healcore.torch.driver.driver import WITHOUT_POLL
 from healcore.torch.incident_log import WITHOUT_LOSS
-from tests.torch.driver.small_run import CLIPS, ROLLS_BACK, Run, single_record
+from tests.torch.bit_comparison import assert_same, snapshot
+from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run, single_record
+from tests.torch.optimizer_cases import host_and_device
 
 adam = partial(AdamW, lr=0.01)
 
@@ -81,9 +84,8 @@ def test_losses_go_to_all_optimizers_or_to_one():
     driver = TorchDriver(state, ROLLS_BACK)
 
     def losses() -> list[float]:
-        for module in (a, b):
+        for module, name in ((a, "one"), (b, "two")):
             module(torch.ones(1)).backward()
-        for name in ("one", "two"):
             state[name].step()
         handle = driver.steps()
         assert handle is not None
@@ -99,16 +101,6 @@ def test_losses_go_to_all_optimizers_or_to_one():
         driver.observe(1.0, "three")
     with pytest.raises(SignalError):
         driver.observe(torch.ones(2))
-
-
-def test_random_generators_are_saved_and_restored():
-    store = TorchDriver(Run(adam).state).store(None)
-    state = {"rng": RngState()}
-    store.save(0, state)
-    first = torch.randn(3)
-    state["rng"].load_state_dict(store.restore(0, state).state["rng"])
-    assert torch.equal(torch.randn(3), first)
-    assert RngState().state_dict()["cuda"] == [], "CUDA is not started by asking"
 
 
 def test_a_missing_loss_has_one_warning_after_a_while():
@@ -129,5 +121,215 @@ def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCa
         run.step(i)
         if polls and i == 0:
             driver.steps()
-    said = [each.message for each in caplog.records if "healer.batches(loader)" in each.message]
-    assert len(said) == (not polls)
+    assert sum("healer.batches(loader)" in r.message for r in caplog.records) == (not polls)
+
+
+def run(kind, folder, interrupt=-1):
+    """Steps of the checkpoints, and the weights.
+
+    The first optimizer stops after step 20 unless `kind` is `accumulates`.
+    """
+    torch.manual_seed(0)
+    data = list(torch.randn(80, 6, 4))
+    body, head = nn.Linear(4, 8), nn.Linear(8, 1)
+    model, both = nn.Sequential(body, nn.Tanh(), head), [*body.parameters(), *head.parameters()]
+    first = torch.optim.Adam(head.parameters(), 1e-3)
+    second = torch.optim.SGD(both if kind == "two stages" else body.parameters(), 1e-2)
+    state = {"model": model, "first": first, "second": second}
+    checkpoints = healcore.Checkpoints(every=10, keep=healcore.Keep(candidates=20))
+    with healcore.Healer("default", state=state, store=folder, checkpoints=checkpoints) as healer:
+        for x in healer.batches(data):
+            if healer.step == interrupt:
+                raise KeyboardInterrupt
+            stepping = [first if healer.step < 20 else second]
+            cleared = [second] if kind == "frozen network" else stepping  # those of `first` remain
+            if kind == "accumulates":
+                stepping = [second, first] if healer.step % 4 == 3 else [second]
+                cleared = []
+            for each in cleared:
+                each.zero_grad()
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            for each in stepping:
+                each.step()
+                if kind == "accumulates":
+                    each.zero_grad()
+    saved = sorted(int(each.name[5:15]) for each in folder.glob("step-*"))
+    return saved, [each.detach().clone() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["two stages", "frozen network"])
+def test_gradients_of_an_optimizer_that_no_longer_steps_delay_no_save(kind, tmp_path):
+    saved, expected = run(kind, tmp_path / "whole")
+    assert saved[-5:] == [40, 50, 60, 70, 80]
+    with pytest.raises(KeyboardInterrupt):
+        run(kind, tmp_path / "resumed", interrupt=57)
+    shutil.rmtree(max((tmp_path / "resumed").glob("step-*")))  # as after a kill
+    _, weights = run(kind, tmp_path / "resumed")
+    assert all(map(torch.equal, weights, expected))
+
+
+def test_an_accumulation_delays_a_save_until_its_step(tmp_path):
+    assert all(step % 4 == 0 for step in run("accumulates", tmp_path)[0][1:])
+
+
+WARMUP = 6
+"""Steps until the spike detector is warm."""
+
+
+def driven(where: str = "host") -> tuple[Run, TorchDriver]:
+    run = Run(partial(AdamW, lr=0.01, fused=True))
+    return run, TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
+
+
+@host_and_device
+def test_a_record_has_what_the_engine_ordered(where: str):
+    run, driver = driven(where)
+    assert driver.steps() is None
+    driver.observe(7.0)
+    run.step(0)
+    first = single_record(driver)
+    assert driver.steps() is None
+    assert (first.engine, first.step, first.loss) == ("optimizer", 1, 7.0)
+    assert (first.onset, first.incident, first.incident_open) == (-1, 0, False)
+    assert first.decision == (1.0, False, 1.0, Action(0), Cause(0), 0, None)
+    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+    assert first.grad_norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item())
+
+    driver.observe(NAN)
+    run.step(1, NAN)
+    bad = single_record(driver)
+    assert bad.skip is True
+    assert bad.cause is Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
+    assert bad.action is Action.ROLLBACK | Action.CUT_LR
+    assert (bad.lr_scale, bad.rollback_depth) == (0.5, 1)
+    assert (bad.step, bad.onset, bad.incident, bad.incident_open) == (2, 1, 1, True)
+    assert (bad.loss, bad.grad_norm) == (7.0, first.grad_norm)
+
+    for i in (2, 3):
+        run.step(i)
+        record = single_record(driver)
+    assert (record.onset, record.incident, record.incident_open) == (1, 1, False)
+
+
+@host_and_device
+def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
+    """Its record is unjudged: no step without an alarm, and not the step before."""
+    run, driver = driven(where)
+    run.step(0, NAN)
+    judged = single_record(driver)
+    run.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    run.step(1, NAN)
+    record = single_record(driver)
+    assert judged.action
+    assert record.step == judged.step == 1
+    assert (record.cause, record.action, record.skip) == (0, 0, False)
+    assert (record.lr_scale, record.incident_open, record.evidence) == (0.5, True, ())
+
+
+def test_two_steps_of_one_batch_have_two_records():
+    a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    state = {"a": a, "b": b, "critic": SGD(a.parameters()), "actor": SGD(b.parameters())}
+    driver = TorchDriver(state, ROLLS_BACK)
+    for module, name, grad in ((a, "critic", NAN), (b, "actor", 1.0), (a, "critic", 1.0)):
+        module.weight.grad = torch.full_like(module.weight, grad)
+        state[name].step()
+    handle = driver.steps()
+    assert handle is not None
+    records = handle.steps()[0]
+    assert [(t.engine, t.step) for t in records] == [("critic", 1), ("actor", 1), ("critic", 2)]
+    assert [bool(t.action & Action.ROLLBACK) for t in records] == [True, False, False]
+
+
+def test_gradients_left_after_a_step_are_not_an_accumulation():
+    run, driver = driven()
+    assert driver.may_save()
+    run.backward(0)
+    assert not driver.may_save()
+    run.optimizer.step()
+    assert driver.may_save(), "cleared before the next backward, or not"
+    run.optimizer.zero_grad(set_to_none=False)
+    assert driver.may_save()
+    run.backward(1)
+    assert not driver.may_save()
+    run.optimizer.zero_grad()
+    assert driver.may_save(), "thrown away"
+
+
+# -- the evidence ---------------------------------------------------------------------------------
+
+
+class Named:
+    """Three layers and a parameter of their own, after steps of usual gradients."""
+
+    def __init__(self, where: str = "host") -> None:
+        layers = [nn.Linear(2, 2, bias=False) for _ in range(3)]
+        self.net = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self.net.register_parameter("head", nn.Parameter(torch.ones(1)))
+        self.optimizer = AdamW(self.net.parameters(), fused=True)
+        state = {"model": self.net, "optimizer": self.optimizer}
+        self.driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
+        for i in range(WARMUP):
+            assert self.step({}, 1.0 + 0.01 * (i % 2)).evidence == ()
+
+    def step(self, norms: dict[str, float], usual: float = 1.0) -> Any:
+        """The record of a step whose gradients have these norms, `usual` where none is given."""
+        for name, p in self.net.named_parameters():
+            p.grad = torch.zeros_like(p)
+            p.grad.view(-1)[0] = norms.get(name, usual)
+        self.optimizer.step()
+        return single_record(self.driver)
+
+
+@host_and_device
+def test_nonfinite_gradients_are_named_first_and_then_what_stood_out(where: str):
+    bad = {"layers.0.weight": 5.0, "layers.1.weight": NAN, "head": 50.0, "layers.2.weight": 3.0}
+    record = Named(where).step(bad)
+    assert record.cause & Cause.NONFINITE_GRAD
+    assert [e.name for e in record.evidence] == ["layers.1.weight", "head", "layers.0.weight"]
+    assert str([e.grad_norm for e in record.evidence]) == "[nan, 50.0, 5.0]"
+
+
+def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
+    named = Named()
+    for _ in range(2):  # the first bad step is not what is usual at the second
+        record = named.step({"layers.2.weight": 100.0})
+        assert record.cause == Cause.GRAD_SPIKE
+        assert [(e.name, e.grad_norm) for e in record.evidence] == [("layers.2.weight", 100.0)]
+
+
+def test_parameters_of_several_modules_and_of_none_have_longer_names():
+    body, head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    alone = nn.Parameter(torch.ones(1))
+    optimizer = SGD([{"params": [body.weight]}, {"params": [head.weight, alone]}])
+    state = {"body": torch.compile(body), "head": head, "extra": alone, "optimizer": optimizer}
+    driver = TorchDriver(state, ROLLS_BACK)
+    for p in (body.weight, head.weight, alone):
+        p.grad = torch.full_like(p, NAN)
+    optimizer.step()
+    names = ["body.weight", "head.weight", "optimizer.param_groups[1]['params'][1]"]
+    assert [e.name for e in single_record(driver).evidence] == names
+
+
+@host_and_device
+def test_added_parameters_are_judged_named_and_skipped(where: str):
+    torch.manual_seed(0)
+    body, head = nn.Linear(3, 2), nn.Linear(2, 1)
+    optimizer = AdamW(body.parameters(), lr=0.01)
+    state = {"body": body, "head": head, "optimizer": optimizer}
+    driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
+    for i in range(WARMUP + 2):
+        if i == WARMUP:
+            optimizer.add_param_group({"params": head.parameters(), "lr": 0.02})
+        optimizer.zero_grad()
+        head.zero_grad()
+        head(body(torch.ones(4, 3))).mean().backward()
+        if i > WARMUP:
+            before = snapshot(optimizer)
+            head.weight.grad.fill_(NAN)  # type: ignore[union-attr]
+        optimizer.step()
+        record = single_record(driver)
+        assert bool(record.cause) == record.skip == (i > WARMUP)
+    assert [each.name for each in record.evidence] == ["head.weight"]
+    assert_same(snapshot(optimizer), before)

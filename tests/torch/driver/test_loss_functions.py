@@ -1,12 +1,7 @@
-"""A `loss_fn` that draws random numbers, or that differentiates.
+"""What a comparison evaluates: the `loss_fn` with its random numbers, and the trained weights."""
 
-Two sets of weights are compared with the same random numbers, and the run draws its own.
-"""
-
-from __future__ import annotations
-
+import copy
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,31 +9,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.torch.driver.compared_run import Run, left_alone
+from healcore import Healer
+from healcore.torch.driver.driver import TorchDriver
+from tests.torch.driver.compared_run import CHANGE, Run, left_alone
 
 cross_entropy = nn.functional.cross_entropy
-Attack = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-
-def torch_draw() -> float:
-    return float(torch.rand(()))
-
-
-def numpy_draw() -> float:
-    return float(np.random.rand())  # noqa: NPY002 -- users do
 
 
 @pytest.mark.parametrize("gives_loss", [False, True], ids=["observe", "loss"])
-@pytest.mark.parametrize("draw", [torch_draw, numpy_draw, random.random])
-def test_both_sides_draw_the_same_numbers(tmp_path, draw, gives_loss):
+def test_both_sides_draw_the_same_numbers(tmp_path, gives_loss):
     """A training loss had other draws than a comparison has, so it is evaluated again."""
-    run, drawn = Run(), list[tuple[int, float]]()
+    run, drawn = Run(), list[tuple[int, ...]]()
 
-    def loss_fn(number: int) -> torch.Tensor:
-        number_drawn = draw()
+    def loss_fn(number: int) -> Tensor:
+        draws = float(torch.rand(())), float(np.random.rand()), random.random()  # noqa: NPY002
         if not torch.is_grad_enabled() and number:  # the Healer tries the first batch alone
-            drawn.append((number, number_drawn))
-        return run.loss(number) * (0.5 + number_drawn)
+            drawn.append((number, *draws))
+        return run.loss(number) * (0.5 + sum(draws) / 3)
 
     healer = run.train(tmp_path, loss_fn=loss_fn, gives_loss=gives_loss, steps=310)
     assert healer.rollbacks == 0
@@ -46,50 +33,94 @@ def test_both_sides_draw_the_same_numbers(tmp_path, draw, gives_loss):
     assert drawn[::2] == drawn[1::2]
 
 
-# -- adversarial training, gradient penalties, inner loops ----------------------------------------
-
-
-def by_grad(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """One signed step away from the label, from a random start."""
-    x = x + 0.01 * float(np.random.rand())  # noqa: NPY002 -- users do
-    x = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(cross_entropy(model(x), y), x)
-    return (x + 0.1 * slope.sign()).detach()
-
-
-def by_backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The same, with a backward pass that reaches the parameters too."""
-    x = x.clone().requires_grad_()
-    cross_entropy(model(x), y).backward()
-    assert x.grad is not None
-    slope = x.grad
-    model.zero_grad()
-    return (x + 0.1 * slope.sign()).detach()
-
-
 class Attacked(Run):
-    """A run whose loss is of attacked points."""
-
-    def __init__(self, attack: Attack) -> None:
-        super().__init__()
-        self.attack = attack
+    """The loss is of points that are moved away from their labels, from a random start."""
 
     def loss(self, number: int) -> Tensor:
         x, y = self.batch(number)
-        return cross_entropy(self.model(self.attack(self.model, x, y)), y)
+        x = x + 0.01 * float(np.random.rand())  # noqa: NPY002 -- users do
+        x.requires_grad_()
+        cross_entropy(self.model(x), y).backward()  # reaches the parameters too
+        assert x.grad is not None
+        attacked = (x + 0.1 * x.grad.sign()).detach()
+        self.model.zero_grad()
+        return cross_entropy(self.model(attacked), y)
 
 
-@pytest.mark.parametrize("attack", [by_grad, by_backward])
-def test_an_attacked_run_is_compared_and_ends_as_without(tmp_path, attack):
+def test_a_loss_fn_that_differentiates_is_compared_and_changes_nothing(tmp_path):
     ended = []
     for asks in (False, True):
         np.random.seed(0)  # noqa: NPY002
-        run, folder = Attacked(attack), tmp_path / str(asks)
+        run, folder = Attacked(), tmp_path / str(asks)
         healer = run.train(folder, asks=asks, steps=250)
         left_alone(folder, healer)
-        ended.append(run.model.state_dict())
+        ended.append(run.model.state_dict().values())
     comparison: Any = healer._loop.recovery.dominance
     assert comparison.is_enabled
     assert comparison._budget._prices, "weights were compared"
-    plain, compared = ended
-    assert all(torch.equal(plain[name], compared[name]) for name in plain)
+    assert all(map(torch.equal, *ended))
+
+
+# -- the weights that are compared -----------------------------------------------------------------
+
+
+def test_an_average_stays_current_while_earlier_weights_are_evaluated():
+    model = nn.Linear(2, 1)
+    average, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    driver = TorchDriver({"model": model, "average": average, "optimizer": optimizer})
+    weights = driver.copy_weights()
+    assert weights.keys() == {id(p) for p in model.parameters()}
+    with torch.no_grad():
+        for p in (*model.parameters(), *average.parameters()):
+            p.fill_(3.0)
+    seen = lambda batch: (model.bias + 100 * average.bias).sum()  # noqa: E731
+    (loss,) = driver.losses_of(seen, [None], weights)
+    assert loss == pytest.approx(weights[id(model.bias)].item() + 300.0)
+    assert model.bias.item() == average.bias.item() == 3.0
+
+
+def test_weights_that_an_optimizer_copies_are_replaced_in_the_module_too():
+    """The optimizer trains copies in float32, which a step writes into the module."""
+    module = nn.Linear(2, 1).bfloat16()
+    masters = [p.detach().float() for p in module.parameters()]
+    optimizer = torch.optim.SGD([p.requires_grad_() for p in masters], lr=0.1)
+    driver = TorchDriver({"model": module, "masters": masters, "optimizer": optimizer})
+    assert driver.copy_weights().keys() == {id(p) for p in (*masters, *module.parameters())}
+
+
+def test_an_expected_change_drops_the_copies(tmp_path):
+    """Weights that are replaced on purpose are worse at first; no earlier weights are restored."""
+    run = Run()
+
+    def at(healer: Healer) -> None:
+        if healer.step == CHANGE:
+            healer.expect_change()
+            assert not healer._loop.recovery.dominance.anchors
+            with torch.no_grad():
+                for p in run.model.parameters():
+                    p.copy_(torch.randn(p.shape) / 3)
+
+    healer: Any = run.train(tmp_path, at=at)
+    assert healer.rollbacks == 0
+    anchors = healer._loop.recovery.dominance.anchors
+    assert anchors
+    assert all(each.step > CHANGE for each in anchors)
+
+
+def test_a_comparison_has_the_autocast_of_the_loop():
+    """Some attention kernels take no float32: a loop writes `with autocast: healer.loss(batch)`."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    driver = TorchDriver({"model": model, "optimizer": optimizer})
+    weights, seen = driver.copy_weights(), list[Any]()
+
+    def loss_fn(batch: Any) -> Tensor:
+        out = model(torch.ones(1, 2))
+        seen.append(out.dtype)
+        return out.sum()
+
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            driver.observe(loss_fn(None))
+        driver.losses_of(loss_fn, [None], weights)
+    assert seen == [torch.bfloat16] * 2 + [torch.float32] * 2

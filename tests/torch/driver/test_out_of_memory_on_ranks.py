@@ -1,20 +1,16 @@
 """A rank that runs out of memory: all do the step again in smaller parts, and none waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.torch.driver.out_of_memory_ranks import BATCH, SECONDS, STEPS, WORLD
-from tests.torch.worlds import Worlds, worlds_of
+from tests.torch.forked_ranks import Worlds, worlds_of
 
-HALF, QUARTER = BATCH // 2, BATCH // 4
+HALF = BATCH // 2
 EXACT = 1e-12
 """Relative, float64: three ranks may be added up in another order."""
-
-
 Of = Callable[[str], list[dict[str, Any]]]
 """Takes the name of a case; returns its outcome on each rank."""
 
@@ -29,14 +25,21 @@ def of(request, worlds: Worlds) -> Of:
     return lambda case: [each[case] for each in found]
 
 
+def same_weights(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert not each["raised"]
+        assert each["weights"] == found[0]["weights"], "bit for bit"
+        for a, b in zip(each["weights"], expected[0]["weights"], strict=True):
+            assert a == pytest.approx(b, rel=EXACT, abs=EXACT)
+
+
 def alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """The same run, and one model on all ranks."""
+    same_weights(found, expected)
     for one, other in zip(found, expected, strict=True):
-        assert one["weights"] == found[0]["weights"], "bit for bit"
         assert one["sizes"] == other["sizes"]
-        for name in ("weights", "buffers"):
-            for a, b in zip(one[name], other[name], strict=True):
-                assert a == pytest.approx(b, rel=EXACT, abs=EXACT)
+        for a, b in zip(one["buffers"], other["buffers"], strict=True):
+            assert a == pytest.approx(b, rel=EXACT, abs=EXACT)
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-6)
         assert one["draws"] == other["draws"], "random states"
 
@@ -59,55 +62,47 @@ def test_one_rank_fails_anywhere(of: Of):
     assert steps == set(range(STEPS))
 
 
-@pytest.mark.parametrize(("name", "step"), [("two ranks", 0), ("two ranks, later", STEPS - 1)])
-def test_two_ranks_fail_at_different_operations(of: Of, name: str, step: int):
+@pytest.mark.parametrize(
+    ("name", "expected", "problems"),
+    [
+        ("two ranks", "from 0", ["rank 0, 2: "]),
+        ("two ranks, later", f"from {STEPS - 1}", ["rank 0, 2: "]),
+        ("again", "quarters", ["rank 1: ", "rank 2: "]),
+    ],
+)
+def test_another_rank_fails_too(of: Of, name: str, expected: str, problems: list[str]):
+    """At another operation, or while the step is done again."""
     found = of(name)
-    alike(found, of(f"from {step}"))
-    ((_, problem),) = found[0]["faults"]
-    assert problem.startswith("rank 0, 2: ")
+    alike(found, of(expected))
+    said = [problem for _, problem in found[0]["faults"]]
+    assert [line[: line.index(":") + 2] for line in said] == problems
 
 
-def test_another_rank_fails_while_the_step_is_done_again(of: Of):
-    found = of("again")
-    alike(found, of("quarters"))
-    assert [problem[:8] for _, problem in found[0]["faults"]] == ["rank 1: ", "rank 2: "]
-
-
-@pytest.mark.parametrize("name", ["many buckets", "no_sync, inner module"])
-def test_gradients_are_those_of_whole_batches(of: Of, name: str):
-    found, expected = of(name), of("plain")
+@pytest.mark.parametrize(
+    ("name", "expected", "sizes"),
+    [
+        ("many buckets", "plain", None),
+        ("no_sync, inner module", "plain", None),
+        ("by hand", "plain", [[2] * 4] * 3),
+        ("uneven, limited", "uneven", [[3, 3], [2, 3, 3, 3], [2] * 8]),
+    ],
+)
+def test_gradients_are_those_of_whole_batches(of: Of, name: str, expected: str, sizes: Any):
+    """Also where the loop reduces by hand, and with batches of other sizes on each rank."""
+    found = of(name)
+    same_weights(found, of(expected))
     assert len(found[0]["faults"]) == 2
-    same_weights(found, expected)
+    assert sizes is None or [each["sizes"][0] for each in found] == [each * 2 for each in sizes]
 
 
-def same_weights(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    for each in found:
-        assert not each.get("raised")
-        assert each["weights"] == found[0]["weights"]
-        for a, b in zip(each["weights"], expected[0]["weights"], strict=True):
-            assert a == pytest.approx(b, rel=1e-6, abs=1e-12)
-
-
-def test_a_loop_that_reduces_by_hand(of: Of):
-    same_weights(of("by hand"), of("loop"))
-    assert all(each["sizes"] == [[2] * 4] * 4 for each in of("by hand"))
-
-
-def test_ranks_with_batches_of_other_sizes_have_other_numbers_of_parts(of: Of):
-    found = of("uneven, limited")
-    same_weights(found, of("uneven"))
-    assert [each["sizes"][0] for each in found] == [[3, 3], [2, 3, 3, 3], [2] * 8]
-
-
-def test_a_single_sample_that_does_not_fit_stops_all_ranks(of: Of):
-    for each in of("one sample"):
-        assert each["raised"]["type"] == "RunStopped"
-        assert "activation checkpointing" in each["raised"]["said"]
-
-
-def test_a_static_graph_is_refused(of: Of):
-    for each in of("static graph"):
-        assert "static_graph=True" in each["raised"]["said"]
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("one sample", "activation checkpointing"), ("static graph", "static_graph=True")],
+)
+def test_what_does_not_fit_stops_all_ranks(of: Of, name: str, said: str):
+    for each in of(name):
+        assert said in each["raised"]["said"]
+        assert each["raised"]["type"] == "RunStopped" or name != "one sample"
 
 
 def test_sharded_parameters_end_the_run(worlds: Worlds):

@@ -1,38 +1,64 @@
-"""The driver's part of a rollback: everything is restored, and no later state remains."""
-
-from __future__ import annotations
+"""The driver's part of a rollback: everything is restored, the cut of the rate stays in force."""
 
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import ExponentialLR
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import lr_scheduler as schedules
 
 from healcore.torch.driver import TorchDriver
+from tests.runtime.store.store_cases import forget
 from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.driver.small_run import NAN, ROLLS_BACK, Run, parameters, roll_back, single_record
+from tests.torch.driver.small_run import HOLD, NAN, ROLLS_BACK, Run, roll_back, single_record
 from tests.torch.optimizer_cases import host_and_device
 
+MOMENTUM = partial(SGD, lr=0.01, momentum=0.9)
 OPTIMIZERS: dict[str, Any] = {
-    "AdamW": partial(AdamW, lr=0.01),
+    "AdamW": partial(AdamW, lr=0.01, weight_decay=0.1),
     "fused": partial(AdamW, lr=0.01, fused=True),
-    "momentum": partial(SGD, lr=0.01, momentum=0.9),
-    "fused momentum": partial(SGD, lr=0.01, momentum=0.9, fused=True),
-    "fused nesterov": partial(SGD, lr=0.01, momentum=0.9, nesterov=True, fused=True),
-    "dampening": partial(SGD, lr=0.01, momentum=0.9, dampening=0.5, fused=True),
+    "amsgrad": partial(Adam, lr=0.01, amsgrad=True),
+    "tensor rate": lambda params: Adam(params, lr=torch.tensor(0.01, dtype=torch.float64)),
+    "SGD": partial(SGD, lr=0.01),
+    "momentum": MOMENTUM,
+    "fused momentum": partial(MOMENTUM, fused=True),
+    "fused nesterov": partial(MOMENTUM, nesterov=True, fused=True),
+    "dampening": partial(MOMENTUM, dampening=0.5, fused=True),
+    "Adagrad": partial(Adagrad, lr=0.01),
+    "RMSprop": partial(RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "LBFGS": partial(torch.optim.LBFGS, lr=0.01),
 }
+SCHEDULERS: dict[str, Any] = {
+    "none": None,
+    "one cycle": lambda o: schedules.OneCycleLR(o, max_lr=0.1, total_steps=60),
+    "warm-up and cosine": lambda o: schedules.SequentialLR(
+        o,
+        [schedules.LinearLR(o, 0.1, total_iters=4), schedules.CosineAnnealingLR(o, 40)],
+        milestones=[4],
+    ),
+    "lambda": lambda o: schedules.LambdaLR(o, lambda step: min(1, (step + 1) / 8)),
+    "plateau": lambda o: schedules.ReduceLROnPlateau(o, factor=0.3, patience=2),
+    "multi step": lambda o: schedules.MultiStepLR(o, [2, 4, 4]),
+}
+FUSED = [name for name in OPTIMIZERS if name.startswith(("fused", "dampening"))]
+REPEATED = [
+    *zip(OPTIMIZERS, cycle(SCHEDULERS), cycle(["host"]), cycle([0, 2, 2]), strict=False),
+    *zip(FUSED, cycle(["multi step", "lambda"]), cycle(["device"]), cycle([0, 0, 2]), strict=False),
+]
 
 
-@host_and_device
-@pytest.mark.parametrize("saved", [0, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_same_steps_again_are_the_same_to_the_bit(optimizer: str, saved: int, where: str):
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize(("optimizer", "scheduler", "where", "saved"), REPEATED)
+def test_the_same_steps_again_are_the_same_to_the_bit(
+    optimizer: str, scheduler: str, where: str, saved: int, disk: bool, tmp_path: Any
+):
     """Also from the snapshot before the first step, whose optimizer has no moments yet."""
-    run = Run(OPTIMIZERS[optimizer], partial(ExponentialLR, gamma=0.9))
+    run = Run(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
     driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
-    store = driver.store(None)
+    store = driver.store(tmp_path if disk else None)
     seen = []
     for i in range(5):
         if i == saved:
@@ -41,6 +67,9 @@ def test_the_same_steps_again_are_the_same_to_the_bit(optimizer: str, saved: int
             seen.append(snapshot(run.optimizer))
         run.step(i)
     end = snapshot(run.optimizer)
+    store.wait()
+    if disk:
+        forget(store)
     for _ in range(2):
         roll_back(driver, store.restore(saved, driver.state()))
         for i, before in enumerate(seen, saved):
@@ -63,8 +92,7 @@ def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
     run.step(1, NAN)
     driver.load(None, live)  # no cut: to be compared with a run that knows of nothing
     for i in (2, 3):
-        for a, b in zip(run.step(i), twin.step(i), strict=True):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, run.step(i), twin.step(i)))
 
 
 def test_gradients_and_losses_of_an_unfinished_step_are_dropped():
@@ -86,32 +114,97 @@ def test_gradients_and_losses_of_an_unfinished_step_are_dropped():
 def test_the_scalers_state_is_restored_too(fused: bool):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     run = Run(partial(AdamW, lr=0.01, fused=fused), dtype=torch.float32)
-    state = {**run.state, "scaler": scaler}
-    driver = TorchDriver(state, ROLLS_BACK)
-    store = driver.store(None)
-
-    def step(i: int, factor: float = 1.0) -> None:
+    driver = TorchDriver({**run.state, "scaler": scaler}, ROLLS_BACK)
+    store, ends = driver.store(None), []
+    for i in (0, 1, 2, 3, 1, 2, 3):
+        # After two good steps the scale doubles; an overflow halves it, which is not ours to judge.
         run.optimizer.zero_grad()
-        loss = torch.cat([p.flatten() for p in run.model.parameters()]).sum() * factor * (i + 1)
-        scaler.scale(loss).backward()
+        loss = torch.cat([p.flatten() for p in run.model.parameters()]).sum() * (i + 1)
+        scaler.scale(loss * (NAN if i == 2 else 1.0)).backward()
         scaler.step(run.optimizer)
         scaler.update()
+        assert scaler.get_scale() == (16.0 if i == 1 else 8.0)
+        assert int(driver.healings["optimizer"].metrics()["heal/steps"]) == i + (i < 2)
+        if i == 0:
+            store.save(1, driver.state(), healing=driver.engines())
+        if i == 3:
+            ends.append([p.detach().clone() for p in run.model.parameters()])
+            roll_back(driver, store.restore(1, driver.state()))
+            assert scaler.state_dict()["_growth_tracker"] == 1
+    assert all(map(torch.equal, *ends))
 
-    step(0)
-    store.save(1, driver.state(), healing=driver.engines())
-    weights = None
-    for _ in range(2):
-        driver.steps()
-        step(1)  # the second good one: the scale doubles
-        assert scaler.get_scale() == 16.0
-        assert single_record(driver).step == 2
-        step(2, NAN)  # and is halved again, which is not ours to judge
-        assert scaler.get_scale() == 8.0
-        handle = driver.steps()
-        assert handle is None or handle.steps()[0][0].step == 2
-        step(3)
-        found = parameters(state)
-        assert weights is None or all(map(torch.equal, weights, found))
-        weights = found
-        roll_back(driver, store.restore(1, driver.state()))
-        assert scaler.state_dict()["_growth_tracker"] == 1
+
+# -- the OPT trap: a restored optimizer or schedule overwrites the cut learning rate --------------
+
+SAVED, CUT = 3, 9
+"""Steps taken when the checkpoint is, and until the step that is a NaN."""
+SCALES = [0.5] * HOLD + [0.625, 0.75, 0.875, 1.0, 1.0]
+
+
+def rolled_back(optimizer: str, scheduler: str, where: str, factor: float) -> tuple[Run, Any]:
+    """A run that is rolled back; it has a cut after a NaN."""
+    run = Run(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
+    driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
+    store = driver.store(None)
+    for i in range(CUT + 1):
+        if i == SAVED:
+            store.save(i, driver.state(), healing=driver.engines())
+        run.step(i, factor if i == CUT else 1.0)
+    run.step(CUT + 1)  # the host learns of it one step later
+    roll_back(driver, store.restore(SAVED, driver.state()))
+    return run, driver
+
+
+def only_rate(run: Run) -> float:
+    (group,) = run.optimizer.param_groups
+    return float(group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "where", "scheduler"),
+    [
+        *(("fused", "host", name) for name in SCHEDULERS),
+        *(("tensor rate", "host", name) for name in ("none", "warm-up and cosine", "one cycle")),
+        *(("momentum", "host", name) for name in ("one cycle", "plateau")),
+        *(("AdamW", "host", "lambda"), ("fused", "device", "warm-up and cosine")),
+    ],
+)
+def test_the_cut_applies_from_the_next_step_and_ends_on_the_schedule(optimizer, scheduler, where):
+    """Measured on how far the parameters move, against a twin without a cut."""
+    run, driver = rolled_back(optimizer, scheduler, where, NAN)
+    twin, _ = rolled_back(optimizer, scheduler, where, 1.0)
+    for i, scale in enumerate(SCALES, SAVED):
+        for p, q in zip(run.model.parameters(), twin.model.parameters(), strict=True):
+            p.data.copy_(q.data)  # weight decay moves by where the weights are
+        moved, expected = (torch.cat([p.flatten() for p in each.step(i)]) for each in (run, twin))
+        torch.testing.assert_close(moved, scale * expected, rtol=1e-9, atol=0)
+        assert only_rate(run) == only_rate(twin), "the schedule itself is not touched"
+        if scale == 1.0:
+            assert torch.equal(moved, expected)
+    assert driver.learning_rate() == only_rate(twin)
+
+
+def test_each_optimizer_has_its_own_cut():
+    """A GAN's two: only the one that met the NaN is slowed down."""
+    generator, critic = nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)
+    optimizers = {"slow": SGD(generator.parameters(), lr=1.0), "fast": SGD(critic.parameters(), 4)}
+    driver = TorchDriver({"generator": generator, "critic": critic, **optimizers}, ROLLS_BACK)
+    store = driver.store(None)
+    store.save(0, driver.state(), healing=driver.engines())
+
+    def step(factor: float) -> list[float]:
+        moved = []
+        for module, optimizer, by in ((generator, "slow", factor), (critic, "fast", 1.0)):
+            before = module.weight.detach().clone()
+            module.weight.grad = torch.full_like(module.weight, by)
+            optimizers[optimizer].step()
+            moved.append((before - module.weight.detach()).mean().item())
+        return moved
+
+    assert step(NAN) == [0.0, pytest.approx(4.0)]
+    handle = driver.steps()
+    assert handle is not None
+    found = [(record.engine, record.lr_scale) for record in handle.steps()[0]]
+    assert found == [("slow", 0.5), ("fast", 1.0)]
+    roll_back(driver, store.restore(0, driver.state()))
+    assert step(1.0) == [pytest.approx(0.5), pytest.approx(4.0)]

@@ -3,8 +3,7 @@
 Its loop, callbacks, checkpoints and stop conditions are ArcticTraining's own. Only `__init__` is
 replaced, which loads a model and a tokenizer from a hub and compiles an optimizer for a GPU.
 """
-
-from __future__ import annotations
+# pyright: reportMissingImports=false
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,14 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from arctic_training.checkpoint.ds_engine import (  # pyright: ignore[reportMissingImports]
-    DSCheckpointEngine,
-)
-from arctic_training.config.checkpoint import (  # pyright: ignore[reportMissingImports]
-    CheckpointConfig,
-)
-from arctic_training.metrics import Metrics  # pyright: ignore[reportMissingImports]
-from arctic_training.trainer.sft_trainer import SFTTrainer  # pyright: ignore[reportMissingImports]
+from arctic_training.checkpoint.ds_engine import DSCheckpointEngine
+from arctic_training.config.checkpoint import CheckpointConfig
+from arctic_training.metrics import Metrics
+from arctic_training.trainer.sft_trainer import SFTTrainer
 from torch import Tensor, nn
 
 from healcore import Checkpoints
@@ -43,12 +38,8 @@ class Loader:
 class Unhealed(SFTTrainer):
     """Two epochs of nine batches, two batches per step: the fifth step is in both epochs.
 
-    Args:
-        folder: of the checkpoints.
-        bad: batch of the first epoch whose loss is NaN when it is first read.
-        save_every: steps between two of ArcticTraining's own checkpoints, or 0.
-        at: function called before the loss of the batch that is read as this one, from 0.
-        **config: values of TrainerConfig.
+    The loss of the batch `bad` of the first epoch is NaN when it is first read. `at` has a function
+    that is called before the loss of the batch that is read as this one, from 0.
     """
 
     name = "unhealed"
@@ -61,22 +52,18 @@ class Unhealed(SFTTrainer):
         at: tuple[int, Callable[[], object]] = (-1, bool),
         **config: Any,
     ) -> None:
-        import deepspeed  # pyright: ignore[reportMissingImports]
+        import deepspeed
 
+        zeros = ("train_iters", "train_log_iter_interval", "loss_log_interval", "local_rank")
+        stops = ("eval_interval", "exit_iteration", "exit_iteration_this_run")
         values = {
+            **dict.fromkeys((*zeros, *stops), 0),
             "epochs": 2,
-            "train_iters": 0,
-            "train_log_iter_interval": 0,
-            "loss_log_interval": 0,
             "gradient_accumulation_steps": 2,
             "sequence_parallel_size": 1,
             "mem_profiler": None,
-            "eval_interval": 0,
-            "exit_iteration": 0,
-            "exit_iteration_this_run": 0,
             "kill_switch_path": folder / "stop",
             "model": SimpleNamespace(attn_implementation="sdpa"),
-            "local_rank": 0,
         }
         self.config: Any = SimpleNamespace(**{**values, **config})
         self.epoch_idx = self.train_batch_idx = self.global_step = 0
@@ -103,9 +90,8 @@ class Unhealed(SFTTrainer):
                 "gradient_clipping": 0.0,  # 1.0 by default
             },
         )
-        checkpoint = CheckpointConfig(
-            type="deepspeed", output_dir=folder, save_every_n_steps=save_every
-        )
+        saves = {"output_dir": folder, "save_every_n_steps": save_every}
+        checkpoint = CheckpointConfig(type="deepspeed", **saves)
         self.config.checkpoint = [checkpoint]
         self.checkpoint_engines = [DSCheckpointEngine(self, checkpoint)]
         self.ds_wall_clock_available = False

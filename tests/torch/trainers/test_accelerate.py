@@ -1,6 +1,4 @@
-"""A loop that Accelerate has prepared: attach, accumulation, scaler, checkpoints, rollback."""
-
-from __future__ import annotations
+"""A loop that Accelerate has prepared: attach, accumulation, scaler, clipping."""
 
 import logging
 from collections.abc import Iterator
@@ -13,10 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from healcore.runtime.healer import Healer
 from healcore.torch import attach
-from tests.healer.run_options import grouped
-from tests.healer.training_loops import rules, skip_no_batches
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN
 
@@ -34,50 +29,31 @@ def fresh_accelerate() -> Iterator[None]:
 
 
 class Loop:
-    """A small regression, prepared, with `accumulate` micro-batches per step.
+    """A small regression, prepared, with `accumulate` micro-batches per step."""
 
-    `stateful`: whether Accelerate reads a StatefulDataLoader; `workers`: processes that read.
-    """
-
-    def __init__(
-        self,
-        accumulate: int = 1,
-        *,
-        shuffle: bool = False,
-        stateful: bool = False,
-        workers: int = 0,
-    ) -> None:
+    def __init__(self, accumulate: int = 1) -> None:
         self.accelerator: Any = accelerate.Accelerator(
-            cpu=True,
-            gradient_accumulation_steps=accumulate,
-            dataloader_config=accelerate.DataLoaderConfiguration(
-                use_stateful_dataloader=stateful, use_seedable_sampler=stateful
-            ),
+            cpu=True, gradient_accumulation_steps=accumulate
         )
         torch.manual_seed(0)
         net = nn.Linear(3, 1)
         optimizer = AdamW(net.parameters(), lr=0.01)
         scheduler = LinearLR(optimizer, start_factor=0.5, total_iters=20)
         rows = TensorDataset(torch.arange(24), 1 + 0.1 * torch.rand(24, 3))
-        loader = DataLoader(rows, batch_size=1, shuffle=shuffle, num_workers=workers)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            net, optimizer, scheduler, loader
+            net, optimizer, scheduler, DataLoader(rows, batch_size=1)
         )
 
     @property
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
 
-    def step(
-        self, batch: Any, observe: Any = None, *, bad: int = -1, clip: float | None = None
-    ) -> None:
+    def step(self, batch: Any, observe: Any, *, bad: int = -1, clip: float | None = None) -> None:
         """One micro-batch; the loss of batch `bad` is NaN."""
-        index, x = int(batch[0]), batch[1]
-        factor = NAN if index == bad else 1.0
+        x, factor = batch[1], NAN if int(batch[0]) == bad else 1.0
         with self.accelerator.accumulate(self.model):
             loss = (self.model(x) - x.sum()).square().mean() * factor
-            if observe is not None:
-                observe(loss)
+            observe(loss)
             self.accelerator.backward(loss)
             if clip is not None and self.accelerator.sync_gradients:
                 self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
@@ -128,77 +104,16 @@ def test_a_wrapper_with_a_scaler_is_healed_and_released(caplog: pytest.LogCaptur
     assert sum("pass accelerate's optimizer" in each.message for each in caplog.records) == 1
 
 
-def test_clipping_in_the_loop_is_noticed(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    ("clip", "policy", "lines"),
+    [(None, policies.SKIPS, 0), (0.01, policies.SKIPS, 1), (0.01, "default", 0)],
+)
+def test_clipping_in_the_loop_is_noticed(clip: Any, policy: Any, lines: int, caplog: Any):
     """It hides the norm from the policy; one line, where the loop clips and the policy compares."""
     caplog.set_level(logging.WARNING, "healcore")
-    cases = ((None, policies.SKIPS, 0), (0.01, policies.SKIPS, 1), (0.01, "default", 0))
-    for clip, policy, lines in cases:
-        caplog.clear()
-        loop = Loop()
-        heal = attach(loop.optimizer, policy)
-        for _ in range(2):
-            for batch in loop.loader:
-                loop.step(batch, heal.observe, clip=clip)
-        said = [each.message for each in caplog.records if "remove clip_grad_norm_" in each.message]
-        assert len(said) == lines
-        if said:
-            assert "the gradient norm was 0.01 at 20 steps and never above" in said[0]
-
-
-def test_accelerates_own_checkpoints_hold_the_policys_state(tmp_path: Any):
-    loops = Loop(), Loop()
-    first, second = (attach(loop.optimizer, policies.SKIPS) for loop in loops)
-    for loop, heal in zip(loops, (first, second), strict=True):
-        loop.accelerator.register_for_checkpointing(heal)
-    for batch in loops[0].loader:
-        loops[0].step(batch, first.observe, bad=3)
-    loops[0].accelerator.save_state(str(tmp_path / "saved"))
-    assert second.state_dict() != first.state_dict()
-    loops[1].accelerator.load_state(str(tmp_path / "saved"))
-    assert second.state_dict() == first.state_dict()
-    assert int(second.metrics()["heal/skips"]) == 1
-
-
-def dropped(
-    store: Any, loader: dict[str, Any], *, nan_at: int = -1, raise_at: int = -1, **options: Any
-) -> list[Tensor]:
-    """Trains with dropout for two epochs; the weights at the end."""
-    loop = Loop(shuffle=True, **loader)
-    with Healer(
-        rules(cut=False),
-        state={"model": loop.model, "optimizer": loop.optimizer, "scheduler": loop.scheduler},
-        store=store,
-        **grouped(options, save_every=4),
-    ) as healer:
-        for batch in healer.batches(loop.loader, epochs=2):
-            step = healer.step
-            if step == raise_at:
-                raise ZeroDivisionError
-            loss = (loop.model(nn.functional.dropout(batch[1], 0.5)) - batch[1].sum()).square()
-            healer.observe(loss.mean() * (NAN if step == nan_at and not healer.rollbacks else 1.0))
-            loop.accelerator.backward(loss.mean())
-            loop.optimizer.step()
-            loop.scheduler.step()
-            loop.optimizer.zero_grad()
-    return loop.weights
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize(
-    ("at", "loader"),
-    [
-        *((2, {}), (23, {}), (24, {}), (10, {"stateful": True})),
-        *((30, {"workers": 1}), (30, {"stateful": True, "workers": 1})),
-    ],
-)
-def test_random_states_go_back_with_the_data(
-    at: int, loader: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """To the bit, after a rollback that changes nothing and after a restart."""
-    skip_no_batches(monkeypatch)
-    expected = dropped(tmp_path / "whole", loader)
-    again = dropped(tmp_path / "back", loader, nan_at=at)
-    assert all(map(torch.equal, expected, again))
-    with pytest.raises(ZeroDivisionError):
-        dropped(tmp_path / "killed", loader, raise_at=at)
-    assert all(map(torch.equal, expected, dropped(tmp_path / "killed", loader)))
+    loop = Loop()
+    heal = attach(loop.optimizer, policy)
+    for batch in [*loop.loader] * 2:
+        loop.step(batch, heal.observe, clip=clip)
+    said = "remove clip_grad_norm_", "the gradient norm was 0.01 at 20 steps and never above"
+    assert [caplog.text.count(each) for each in said] == [lines] * 2

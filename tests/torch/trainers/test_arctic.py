@@ -1,21 +1,19 @@
 """ArcticTraining's own loop on one process: skips, rollbacks, labels, positions, stops."""
 
-from __future__ import annotations
-
-import faulthandler
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.healer.run_directory import new_process
+from tests.torch.forked_ranks import Worlds, folder, serve, worlds_of
 from tests.torch.trainers.deepspeed_engines import prepare
 from tests.torch.trainers.huggingface.small_runs import raising
-from tests.torch.two_ranks import free_port, run_two_ranks
 
+worlds = worlds_of("tests.torch.trainers.test_arctic", 300)
 TWO_EPOCHS = [*range(9)] * 2
 
 
@@ -104,32 +102,25 @@ def test_the_kill_switch_stops_between_two_steps(kinds: Any, tmp_path: Path):
     assert trainer.global_step == 3
 
 
-def test_a_kill_switch_that_one_rank_sees_stops_both(kinds: Any, tmp_path: Path):
-    outputs = run_two_ranks(__name__, str(free_port()), tmp_path, seconds=400)
-    found = []
-    for out, err in outputs:
-        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        assert lines, err[-4000:]
-        found += lines
-    assert [each["step"] for each in found] == [3, 3]
-    assert [each["read"] for each in found] == [6, 6]
-    assert found[0]["reason"] == "another rank has a reason to stop"
-    assert "kill switch" in found[1]["reason"]
+def test_a_kill_switch_that_one_rank_sees_stops_both(kinds: Any, worlds: Worlds):
+    first, second = worlds.of(2, [], "stopped")
+    assert first[:2] == second[:2] == [3, 6], "steps and batches"
+    assert first[2] == "another rank has a reason to stop"
+    assert "kill switch" in second[2]
 
 
-def one_rank(rank: int, port: int, folder: Path) -> None:
+def stopped(_: str) -> list[Any]:
     """Trains until rank 1, which alone is asked to stop, finds its kill switch."""
-    faulthandler.dump_traceback_later(300, exit=True)
-    prepare(rank, 2, port)
+    rank = dist.get_rank()
+    prepare(rank, 2)
     from tests.torch.trainers.arctic_trainers import TinyTrainer
 
-    stop = folder / f"stop-{rank}"
+    stop = folder() / f"stop-{rank}"
     at = (5, stop.touch) if rank == 1 else (-1, bool)
-    trainer: Any = TinyTrainer(folder, at=at, kill_switch_path=stop)
+    trainer: Any = TinyTrainer(folder(), at=at, kill_switch_path=stop)
     trainer.train()
-    reason = trainer.early_stop_reason
-    print(json.dumps({"step": trainer.global_step, "reason": reason, "read": len(trainer.read)}))
+    return [trainer.global_step, len(trainer.read), trainer.early_stop_reason]
 
 
 if __name__ == "__main__":
-    one_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    serve(stopped, seconds=300, cases=["stopped"])

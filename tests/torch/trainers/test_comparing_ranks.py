@@ -1,16 +1,6 @@
-"""A healed Trainer and a healed fit decide with two ranks as with one, by their own losses.
+"""A healed Trainer and a healed fit decide with two ranks as with one, by their own losses."""
 
-A rank is `python -m tests.torch.trainers.test_comparing_ranks RANK WORLD PORT TRAINER FOLDER`. Its
-weights are damaged once; it prints what it decided.
-"""
-
-from __future__ import annotations
-
-import faulthandler
-import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +9,16 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from healcore.runtime.store import Keep
 from healcore.torch.store import MemoryStore
+from tests.forked_programs import TRANSFORMERS
 from tests.healer.run_options import grouped
-from tests.torch.forked_ranks import run_ranks
-from tests.torch.two_ranks import free_port
+from tests.torch.forked_ranks import Worlds, folder, serve, worlds_of
 
 pytestmark = pytest.mark.slow  # processes that import transformers or lightning
 
 SECONDS = 150
 STEPS, FAULT, ROWS = 90, 45, 8
 """Steps of a run, the step whose weights are damaged, and rows of a global batch."""
+worlds = worlds_of("tests.torch.trainers.test_comparing_ranks", SECONDS, TRANSFORMERS)
 NAMES = ("step", "checkpoint", "onset", "lr_limit", "lr_scale", "batches")
 
 
@@ -54,7 +45,7 @@ def result(rollbacks: list[Any], steps: int, module: torch.nn.Module) -> dict[st
     return {"rollbacks": rollbacks, "steps": steps, "norm": norm}
 
 
-def transformers_run(folder: Path, world: int) -> dict[str, Any]:
+def transformers_run(world: int) -> dict[str, Any]:
     """Under `heal(trainer)`, with the trainer's own `compute_loss`."""
     from healcore.torch import heal_trainer
     from tests.torch.trainers.huggingface import small_runs
@@ -66,7 +57,7 @@ def transformers_run(folder: Path, world: int) -> dict[str, Any]:
 
     more: dict[str, Any] = {"ddp_backend": "gloo"} if world > 1 else {}
     trainer = small_runs.trainer(
-        folder,
+        folder(),
         steps=STEPS * ROWS // small_runs.BATCH,
         callbacks=[small_runs.calling("on_step_begin", before_step)],
         per_device_train_batch_size=ROWS // world,
@@ -78,7 +69,7 @@ def transformers_run(folder: Path, world: int) -> dict[str, Any]:
     return result(rollbacks, trainer.state.global_step, trainer.model)
 
 
-def lightning_run(folder: Path, world: int) -> dict[str, Any]:
+def lightning_run(world: int) -> dict[str, Any]:
     """Under the callback, with the module's own loss."""
     import lightning
 
@@ -108,31 +99,20 @@ def lightning_run(folder: Path, world: int) -> dict[str, Any]:
     return result(rollbacks, running.global_step, module)
 
 
-def outcomes(which: str, world: int, folder: Path) -> list[Any]:
-    arguments = (str(world), str(free_port()), which, folder)
-    texts = run_ranks(__name__, *arguments, world=world, seconds=SECONDS + 60)
-    lines = [[line for line in out.splitlines() if line.startswith("result ")] for out, _ in texts]
-    assert all(lines), "\n".join(errors[-3000:] for _, errors in texts)
-    return [json.loads(line.removeprefix("result ")) for [line] in lines]
+def outcome(which: str) -> dict[str, Any]:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return transformers_run(world) if which == "transformers" else lightning_run(world)
 
 
 @pytest.mark.parametrize("which", ["transformers", "lightning"])
-def test_two_ranks_go_back_as_one_does(which: str, tmp_path: Path):
-    [alone] = outcomes(which, 1, tmp_path / "one")
+def test_two_ranks_go_back_as_one_does(which: str, worlds: Worlds):
+    [alone] = worlds.of(1, [which], which)
     [rollback] = alone["rollbacks"]
     assert rollback["checkpoint"] in (20, 40), "before the damage"
     assert rollback["onset"] == FAULT
-    for each in outcomes(which, 2, tmp_path / "two"):
-        assert each["rollbacks"] == alone["rollbacks"]
-        assert each["steps"] == alone["steps"]
-        assert each["norm"] == pytest.approx(alone["norm"], rel=1e-4)
+    for each in worlds.of(2, [which], which):
+        assert each == {**alone, "norm": pytest.approx(alone["norm"], rel=1e-4)}
 
 
 if __name__ == "__main__":
-    rank, world, port, which, folder = sys.argv[1:]
-    if world != "1":
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    run = transformers_run if which == "transformers" else lightning_run
-    print("result " + json.dumps(run(Path(folder), int(world))), flush=True)
+    serve(outcome, seconds=SECONDS)

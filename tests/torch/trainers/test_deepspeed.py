@@ -1,16 +1,19 @@
-"""One process under DeepSpeed's engine: a bad batch, a healthy run, clipping, rollback."""
+"""Under DeepSpeed's engine, in one process and on two ranks: skips, clipping, rollbacks."""
 
-from __future__ import annotations
-
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from healcore.torch import AttachError, engine_state, heal_engine
 from tests.torch import policies
+from tests.torch.forked_ranks import Worlds, folder, serve, worlds_of
+from tests.torch.layouts import digest
 from tests.torch.optimizer_cases import NAN
 from tests.torch.sync_counter import CountSyncs
 from tests.torch.trainers.deepspeed_engines import FP16, KINDS, SCALED, Loop, prepare, zero
@@ -32,14 +35,14 @@ def test_only_a_bad_step_is_changed_and_nothing_waits(kind: str, factor: float):
     """A bad step changes nothing, in every group. The other steps are those without healcore."""
     plain, loop = Loop(KINDS[kind]), Loop(KINDS[kind])
     heal = heal_engine(loop.engine, policies.SKIPS)
-    syncs = []
-    for each in (plain, loop):
-        with CountSyncs() as counter:
-            for i in range(5):
-                each.step(i)
-        syncs.append(counter.count)
+    with CountSyncs() as theirs:
+        for i in range(5):
+            plain.step(i)
+    with CountSyncs() as ours:
+        for i in range(5):
+            loop.step(i)
     assert all(map(torch.equal, plain.weights, loop.weights))
-    assert syncs[0] == syncs[1]
+    assert theirs.count == ours.count
     before, moments = loop.weights, loop.moments
     loop.step(5, factor)
     skipped = factor != 1.0
@@ -70,45 +73,51 @@ def test_the_policy_sees_the_norm_of_the_whole_step_before_clipping(kind: str):
         assert torch.allclose(theirs, ours, rtol=1e-2, atol=1e-6)
 
 
-@every_kind
-def test_a_rollback_restores_every_part(kind: str, tmp_path: Any):
-    """The steps after it are those of a run that never saw the bad batch."""
-    runs: dict[bool, list[Any]] = {True: [], False: []}
-    back = None
-    for bad, trace in runs.items():
-        loop = Loop(KINDS[kind])
+def rollbacks(kind: str, root: Path, *, here: bool = True) -> Any:
+    """Rollbacks of a run with a bad batch, if it is bad `here`, and of one without.
+
+    Then step, batch and weights after the rollback, and the weights that the other run had there.
+    """
+    counts, back, traces = list[int](), list[Any](), list[dict[tuple[int, int], str]]()
+    for bad in (True, False):
+        loop, trace = Loop(KINDS[kind]), {}
         with Healer(
             policies.ROLLS_BACK,
             state=engine_state(loop.engine),
-            store=tmp_path / str(bad),
+            store=root / str(bad),
             checkpoints=Checkpoints(every=2),
             lr={"factor": 0.999},
         ) as healer:
             for i in healer.batches(list(range(24))):
-                if healer.rollbacks and back is None:
-                    back = healer.step, i, loop.weights
+                if healer.rollbacks and not back:
+                    back = [healer.step, i, digest(loop.weights)]
                     assert loop.engine.global_steps == healer.step
                     assert loop.engine.micro_steps == 2 * healer.step
-                trace.append((healer.step, i, loop.weights))
-                loop.micro_step(i, NAN if bad and i in (12, 13) and not healer.rollbacks else 1.0)
-        assert healer.rollbacks == bad
-    assert back is not None
-    reference = next(w for s, i, w in runs[False] if (s, i) == back[:2])
-    assert all(map(torch.equal, back[2], reference))
-    assert all(bool(p.isfinite().all()) for p in runs[True][-1][2])
+                trace.setdefault((healer.step, i), digest(loop.weights))
+                harms = bad and here and i in (12, 13) and not healer.rollbacks
+                loop.micro_step(i, NAN if harms else 1.0)
+        assert all(bool(p.isfinite().all()) for p in loop.weights)
+        counts.append(healer.rollbacks)
+        traces.append(trace)
+    return [counts, back, traces[1][back[0], back[1]]]
+
+
+@every_kind
+def test_a_rollback_restores_every_part(kind: str, tmp_path: Path):
+    """The steps after it are those of a run that never saw the bad batch."""
+    counts, (_, _, weights), reference = rollbacks(kind, tmp_path)
+    assert counts == [1, 0]
+    assert weights == reference
+
+
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         (zero(3), "ZeRO-3"),
-        (
-            {
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-                "zero_force_ds_cpu_optimizer": False,
-            },
-            "offloading",
-        ),
+        ({"zero_optimization": OFFLOADED, "zero_force_ds_cpu_optimizer": False}, "offloading"),
         ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "compute_grad_norm"),
         (FP16, "fp16"),
     ],
@@ -118,3 +127,40 @@ def test_what_cannot_be_healed_is_refused(config: Any, reason: str):
     with pytest.raises(AttachError, match=reason):
         heal_engine(engine)
     assert "backward" not in vars(engine)
+
+
+RANK_KINDS = ("float32", "ZeRO-1", "ZeRO-2, bfloat16")
+worlds = worlds_of("tests.torch.trainers.test_deepspeed", 300)
+
+
+def on_one_rank(kind: str) -> dict[str, Any]:
+    """Rank 1 has a NaN at step 5; then two bad micro-batches, and the run goes back on both."""
+    prepare(dist.get_rank(), 2)
+    loop, odd = Loop(KINDS[kind]), dist.get_rank() == 1
+    heal = heal_engine(loop.engine, policies.SKIPS)
+    digests, norms = [digest(loop.weights)], []
+    for i in range(8):
+        loop.step(i, NAN if i == 5 and odd else 1.0)
+        heal.judge_dropped()
+        norms.append(float(heal.metrics()["heal/grad_norm"]))
+        digests.append(digest(loop.weights))
+    skips = int(heal.metrics()["heal/skips"])
+    back = rollbacks(kind, folder() / kind, here=odd)
+    return {"digests": digests, "norms": norms, "skips": skips, "rollback": back}
+
+
+@pytest.mark.parametrize("kind", RANK_KINDS)
+def test_what_one_rank_sees_both_act_on(kind: str, worlds: Worlds):
+    """A NaN skips the step on both. Both return to the weights of a run without the bad batch."""
+    first, second = worlds.of(2, RANK_KINDS, kind)
+    assert first == second
+    assert [a == b for a, b in pairwise(first["digests"])] == [i == 5 for i in range(8)]
+    assert first["skips"] == 1
+    counts, (step, _, weights), reference = first["rollback"]
+    assert counts == [1, 0]
+    assert step > 0
+    assert weights == reference
+
+
+if __name__ == "__main__":
+    serve(on_one_rank, seconds=300)

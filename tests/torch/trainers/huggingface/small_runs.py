@@ -1,7 +1,5 @@
 """Small runs of a real transformers Trainer under its default arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ QUIET: dict[str, Any] = {
     "save_strategy": "no",
 }
 """Arguments of a Trainer that logs every step and writes nothing."""
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 10}
 
 
 class Net(nn.Module):
@@ -52,20 +51,6 @@ class Rows(torch.utils.data.Dataset):
         return {"x": self.x[index], "labels": self.y[index]}
 
 
-class Reading(torch.utils.data.Dataset):
-    """Rows of another data set; calls `read` with the index before each of them."""
-
-    def __init__(self, rows: Any, read: Callable[[int], object]) -> None:
-        self.rows, self.read = rows, read
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        self.read(index)
-        return self.rows[index]
-
-
 class InOrder(Trainer):
     """A Trainer that takes its rows in order, so that a test knows which step has which batch."""
 
@@ -75,14 +60,15 @@ class InOrder(Trainer):
 
 
 class Recording(InOrder):
-    """Records the step and the number of the batch of each micro-batch, by its first value."""
+    """Records step and batch of each micro-batch in `seen`, and calls `asks` after it."""
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(model, inputs, *args, **kwargs)
-        rows: Any = self.train_dataset
-        (row,) = (rows.rows.x[:, 0] == inputs["x"][0, 0]).nonzero()[0]
+        rows: Any = getattr(self.train_dataset, "rows", self.train_dataset)
+        (row,) = (rows.x[:, 0] == inputs["x"][0, 0]).nonzero()[0]
         found = (self.state.global_step, int(row) // BATCH)
         vars(self).setdefault("seen", []).append(found)
+        vars(self).get("asks", bool)()
         return loss
 
 
@@ -92,13 +78,11 @@ def trainer(
     steps: int = 40,
     scaled: Mapping[int, float] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
-    seed: int = 0,
     cls: Callable[..., Trainer] = InOrder,
-    eval_dataset: Any = None,
     **arguments: Any,
 ) -> Any:
     """A Trainer on `steps` batches, under HF's default arguments but for what is given."""
-    set_seed(seed)
+    set_seed(0)
     given = {
         "per_device_train_batch_size": BATCH,
         "num_train_epochs": 1,
@@ -106,12 +90,10 @@ def trainer(
         **QUIET,
         **arguments,
     }
-    accumulated = given.get("gradient_accumulation_steps", 1)
     return cls(
         model=Net(),
         args=TrainingArguments(output_dir=str(folder), **given),
-        train_dataset=Rows(steps * accumulated, scaled),
-        eval_dataset=eval_dataset,
+        train_dataset=Rows(steps * given.get("gradient_accumulation_steps", 1), scaled),
         callbacks=list(callbacks),
     )
 
@@ -122,7 +104,6 @@ def vector(module: nn.Module) -> Tensor:
 
 
 def weights(of: Any) -> Tensor:
-    """All parameters of a trainer's model, as one vector."""
     return vector(of.model)
 
 

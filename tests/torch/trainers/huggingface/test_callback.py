@@ -1,46 +1,50 @@
-"""`HealingCallback` in a real Trainer under HF's default arguments."""
-
-from __future__ import annotations
+"""`HealingCallback` in real Trainers of transformers and TRL, under HF's default arguments."""
 
 import math
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback
+from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
 from tests.torch.trainers.huggingface import small_runs
+from tests.torch.trainers.huggingface import tiny_trainers as tiny
 from tests.torch.trainers.huggingface.small_runs import (
+    BATCH,
+    SAVES,
+    Rows,
     Steps,
     calling,
     counts,
     logged,
+    raising,
     trainer,
     weights,
 )
 
+NAN = math.nan
 
-def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    callback = HealingCallback()
-    sick = trainer(tmp_path / "sick", scaled={20: math.nan}, callbacks=[callback])
-    seen: list[Any] = []
 
-    def decided(state: Any, **_: Any) -> None:
-        assert callback.healing is not None
-        seen.append(callback.healing.last_decision())
-
-    sick.add_callback(calling("on_step_end", decided))
+def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(tmp_path: Path, capsys: Any):
+    callback, skipped = HealingCallback(), list[bool]()
+    decided = lambda *_, **__: skipped.append(callback.healing.last_decision().skip)  # type: ignore[union-attr]  # noqa: E731
+    own = [callback, calling("on_step_end", decided)]
+    sick = trainer(tmp_path / "sick", scaled={20: NAN}, callbacks=own)
     sick.train()
     healthy = trainer(tmp_path / "healthy")
     healthy.train()
-    assert [i for i, decision in enumerate(seen) if decision.skip] == [20]
+    assert [i for i, skip in enumerate(skipped) if skip] == [20]
     assert sick.state.global_step == 40
     assert weights(sick).isfinite().all()
     rows = small_runs.Rows(40)  # without NaN
@@ -51,7 +55,7 @@ def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(
     assert "has no checkpoint" not in capsys.readouterr().err, "the Trainer has the checkpoints"
 
 
-@pytest.mark.parametrize(("limit", "accumulated"), [(1.0, 1), (0.3, 3), (0.0, 1)])
+@pytest.mark.parametrize(("limit", "accumulated"), [(0.3, 3), (0.0, 1)])
 def test_what_changes_nothing_changes_no_bit(tmp_path: Path, limit: float, accumulated: int):
     """Without clipping in the policy, and in observe mode, HF's own clipping stays, to the bit."""
     arguments = {"max_grad_norm": limit, "gradient_accumulation_steps": accumulated, "steps": 20}
@@ -67,15 +71,9 @@ def test_what_changes_nothing_changes_no_bit(tmp_path: Path, limit: float, accum
 
 def test_the_policys_clip_is_really_applied(tmp_path: Path):
     """With plain SGD a step moves the weights by learning rate times the clipped norm."""
-    moves = Steps()
-    run = trainer(
-        tmp_path,
-        scaled={30: 1000.0},
-        callbacks=[HealingCallback(clip={"kind": "fixed", "max_norm": 0.5}), moves],
-        optim="sgd",
-        lr_scheduler_type="constant",
-        learning_rate=0.01,
-    )
+    own = [HealingCallback(clip={"kind": "fixed", "max_norm": 0.5}), moves := Steps()]
+    sgd = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.01}
+    run = trainer(tmp_path, scaled={30: 1000.0}, callbacks=own, **sgd)
     run.train()
     norms = logged(run, "grad_norm")
     assert norms[30] > 500  # the log has the norm before clipping
@@ -83,15 +81,11 @@ def test_the_policys_clip_is_really_applied(tmp_path: Path):
     assert moves.moved == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_row_of_the_log_has_what_has_changed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
-):
+def test_a_row_of_the_log_has_what_has_changed(tmp_path: Path, capsys: Any, recwarn: Any):
     seen: list[dict[str, float]] = []
-
     # As the trackers of report_to, before the user's callbacks.
     tracker = calling("on_log", lambda state, *, logs, **_: seen.append(dict(logs)))
-    run = trainer(tmp_path, callbacks=[tracker, HealingCallback()], scaled={7: math.nan})
-    run.train()
+    trainer(tmp_path, callbacks=[tracker, HealingCallback()], scaled={7: NAN}).train()
     rows = [row for row in seen if "loss" in row]
     assert len(rows) == 40
     # A step is read after the next step.
@@ -106,8 +100,8 @@ def test_a_row_of_the_log_has_what_has_changed(
 
 
 def test_the_last_row_of_the_log_has_the_last_steps(tmp_path: Path):
-    callback = HealingCallback(store=tmp_path / "store")
-    run = trainer(tmp_path, callbacks=[callback], scaled={39: math.nan})
+    own = [HealingCallback(store=tmp_path / "store")]
+    run = trainer(tmp_path, callbacks=own, scaled={39: NAN})
     run.train()
     assert run.state.log_history[-1]["heal/skips"] == 1.0
     assert "train_loss" in run.state.log_history[-1]
@@ -115,7 +109,7 @@ def test_the_last_row_of_the_log_has_the_last_steps(tmp_path: Path):
 
 def test_an_order_to_save_saves(tmp_path: Path):
     callback = HealingCallback(respond=[{"to": ["nonfinite"], "do": ["skip", "save"]}])
-    trainer(tmp_path, scaled={10: math.nan}, callbacks=[callback]).train()
+    trainer(tmp_path, scaled={10: NAN}, callbacks=[callback]).train()
     (path,) = tmp_path.glob("checkpoint-*")
     assert path.name in ("checkpoint-11", "checkpoint-12")  # read one step later
 
@@ -126,9 +120,9 @@ def test_the_end_by_an_exception_is_reported_and_nothing_stays(tmp_path: Path, l
     tracked: list[int] = []
     received = lambda step, values: tracked.append(step)  # noqa: E731
     callback = HealingCallback(trackers=SimpleNamespace(metrics=received, event=bool))
-    raises = calling("on_step_end", small_runs.raising(ZeroDivisionError("here")), at=9)
+    raises = calling("on_step_end", raising(ZeroDivisionError("here")), at=9)
     own = [callback, raises]
-    run = trainer(tmp_path, scaled={4: math.nan}, callbacks=[] if late else own)
+    run = trainer(tmp_path, scaled={4: NAN}, callbacks=[] if late else own)
     for each in own if late else []:
         run.add_callback(each)
     run.log = set_by_user = run.log
@@ -150,13 +144,12 @@ def test_the_end_by_an_exception_is_reported_and_nothing_stays(tmp_path: Path, l
 
 
 def test_without_a_store_damaged_weights_stop_the_run(tmp_path: Path):
-    callback = HealingCallback()
-
     def damage(state: Any, *, model: Any, **_: Any) -> None:
         with torch.no_grad():
-            model.layers[0].weight[0, 0] = math.nan
+            model.layers[0].weight[0, 0] = NAN
 
-    run = trainer(tmp_path, callbacks=[callback, calling("on_step_begin", damage, at=10)])
+    own = [HealingCallback(), calling("on_step_begin", damage, at=10)]
+    run = trainer(tmp_path, callbacks=own)
     with pytest.raises(RunStopped, match="needs a store"):
         run.train()
     assert run.state.global_step < 40
@@ -180,67 +173,53 @@ class TokenMean(small_runs.Net):
 
 
 def test_a_token_mean_over_uneven_micro_batches_is_seen_as_such(tmp_path: Path):
-    run = trainer(tmp_path, steps=1, gradient_accumulation_steps=4)
+    callback = HealingCallback()
+    run = trainer(tmp_path, steps=1, gradient_accumulation_steps=4, callbacks=[callback])
     run.model = run.model_wrapped = TokenMean()
     run.model_accepts_loss_kwargs = True
     data = run.train_dataset
     data.y[2:9] = -100  # most of two micro-batches
-    kept = data.y != -100
     with torch.no_grad():
-        true = (run.model.layers(data.x).squeeze(-1)[kept] - data.y[kept]).square().mean()
-    callback = HealingCallback()
-    run.add_callback(callback)
+        true = float(run.model(data.x, data.y)["loss"])
     run.train()
-    assert counts(callback, "loss") == pytest.approx([float(true)], rel=1e-5)
-
-
-SAVES = {"save_strategy": "steps", "save_steps": 10}
-POLICY = {
-    "respond": [{"to": ["nonfinite"], "do": ["skip", "cut_lr"]}],
-    "lr": {"factor": 0.5, "hold_steps": 1000, "ceiling": 1.0},
-}
+    assert counts(callback, "loss") == pytest.approx([true], rel=1e-5)
 
 
 @pytest.mark.parametrize("restored", [False, True])
 def test_the_lr_multiplier_survives_hfs_restore(tmp_path: Path, restored: bool):
     """Measured by parameter displacement; with and without HF's restore of callbacks."""
+    policy = {
+        "respond": [{"to": ["nonfinite"], "do": ["skip", "cut_lr"]}],
+        "lr": {"factor": 0.5, "hold_steps": 1000, "ceiling": 1.0},
+    }
     arguments = {
         "optim": "sgd",
         "max_grad_norm": 1e-3,  # every step is clipped to it, and so moves as far
         "lr_scheduler_type": "constant",
         "restore_callback_states_from_checkpoint": restored,
+        "scaled": {12: NAN},
         **SAVES,
     }
-    first = trainer(
-        tmp_path, scaled={12: math.nan}, callbacks=[HealingCallback(**POLICY)], **arguments
-    )
+    first = trainer(tmp_path, callbacks=[HealingCallback(**policy)], **arguments)
     first.train()
-    steps = Steps()
-    callback = HealingCallback(**POLICY)
-    again = trainer(tmp_path, scaled={12: math.nan}, callbacks=[callback, steps], **arguments)
+    own = [HealingCallback(**policy), steps := Steps()]
+    again = trainer(tmp_path, callbacks=own, **arguments)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
     moved = dict(zip(steps.steps, steps.moved, strict=True))
     assert moved[21] == pytest.approx(0.5e-2 * 1e-3, rel=0.01)
-    live = [e for e in again.callback_handler.callbacks if isinstance(e, HealingCallback)]
-    assert len(live) == 1
-    assert counts(live[0], "lr_scale", "skips") == [0.5, 1]
+    (live,) = (e for e in again.callback_handler.callbacks if isinstance(e, HealingCallback))
+    assert counts(live, "lr_scale", "skips") == [0.5, 1]
     assert torch.equal(weights(first), weights(again))
 
 
 @pytest.mark.parametrize(("engine", "accumulated"), [("host", 2), ("device", 1)])
-def test_no_sync_is_added_to_a_step(
-    tmp_path: Path, engine: Literal["host", "device"], accumulated: int
-):
+def test_no_sync_is_added_to_a_step(tmp_path: Path, engine: Any, accumulated: int):
     counted: list[int] = []
+    arguments = {"logging_steps": 500, "gradient_accumulation_steps": accumulated}
     for healed in (False, True):
         for steps in (4, 8):
-            run = trainer(
-                tmp_path,
-                steps=steps,
-                callbacks=[HealingCallback(attach={"engine": engine})] if healed else [],
-                logging_steps=500,
-                gradient_accumulation_steps=accumulated,
-            )
+            own = [HealingCallback(attach={"engine": engine})] if healed else []
+            run = trainer(tmp_path, steps=steps, callbacks=own, **arguments)
             with CountSyncs() as syncs:
                 run.train()
             assert run.optimizer.optimizer.param_groups[0]["fused"]  # HF's default
@@ -249,3 +228,153 @@ def test_no_sync_is_added_to_a_step(
     assert plain_long > plain  # HF's own: its filter for NaN reads the loss of each micro-batch
     assert long - short == plain_long - plain
     assert short - plain <= 2  # and hardly any at the beginning and the end
+
+
+def test_what_a_kill_cut_off_is_not_resumed_from(tmp_path: Path):
+    first = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
+    first.train()
+    (tmp_path / "checkpoint-40" / "trainer_state.json").unlink()
+    shutil.copytree(tmp_path / "checkpoint-30", tmp_path / "checkpoint-50")
+    state = tmp_path / "checkpoint-50" / "trainer_state.json"
+    state.write_text(state.read_text()[:100])
+    (tmp_path / "checkpoint-60").mkdir()
+    resumed: list[int] = []
+    begin = calling("on_train_begin", lambda state, **_: resumed.append(state.global_step))
+    again = trainer(tmp_path, callbacks=[HealingCallback(), begin], **SAVES)
+    again.train(resume_from_checkpoint=True)
+    assert resumed == [30]
+    assert torch.equal(weights(again), weights(first))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("optimizer.pt", 0.5),
+        ("rng_state.pth", 0.5),
+        ("model.safetensors", 0.5),
+        ("scheduler.pt", 0),
+    ],
+)
+def test_a_damaged_file_gives_way_to_the_older_one(
+    tmp_path: Path, capsys: Any, name: str, kept: float
+):
+    first = trainer(tmp_path, callbacks=[HealingCallback()], steps=20, **SAVES)
+    first.train()
+    path = tmp_path / "checkpoint-20" / name
+    os.truncate(path, int(path.stat().st_size * kept))
+    if not kept:
+        path.unlink()
+    again = trainer(tmp_path, callbacks=[HealingCallback()], steps=20, **SAVES)
+    again.train(resume_from_checkpoint=True)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "not resume from" in line]
+    assert name in line
+    assert torch.equal(weights(again), weights(first))
+
+
+def test_a_checkpoint_of_an_unhealed_run_with_nan_is_not_resumed_from(tmp_path: Path):
+    trainer(tmp_path, scaled={25: math.nan}, **SAVES).train()
+    again = trainer(tmp_path, scaled={25: math.nan}, callbacks=[HealingCallback()], **SAVES)
+    # As HF's example scripts do, which ask before there is a Trainer.
+    again.train(resume_from_checkpoint=get_last_checkpoint(str(tmp_path)))
+    assert weights(again).isfinite().all()
+    assert again.state.global_step == 40
+
+
+def of_trl(kind: str, folder: Path, *, callbacks: Any = (), **given: Any) -> Any:
+    usual = {"gradient_accumulation_steps": 2, "max_steps": 16, "learning_rate": 3e-3}
+    made = getattr(tiny, kind)(folder, **{**usual, **given})
+    for each in callbacks:
+        made.add_callback(each)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_the_loss_that_is_judged_is_the_steps(tmp_path: Path, kind: str):
+    """TRL's trainers scale it for the accumulation in two ways."""
+    callback, judged = HealingCallback(), list[float]()
+    note = calling("on_step_end", lambda *_, **__: judged.extend(counts(callback, "loss")))
+    run = of_trl(kind, tmp_path, callbacks=[callback, note], max_steps=6)
+    run.train()
+    assert judged == pytest.approx(logged(run, "loss"), rel=1e-2, abs=2e-4)
+    assert len(judged) == 6
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "cpo"])
+def test_a_nan_step_of_trl_is_skipped(tmp_path: Path, kind: str):
+    """The output is NaN, as of a fully masked row."""
+    hooks: list[Any] = []
+
+    def poison(state: Any, *, model: Any, **_: Any) -> None:
+        hook = lambda module, inputs, out: out * math.nan  # noqa: E731
+        hooks.append(model.model.layers[0].register_forward_hook(hook))
+
+    begin = calling("on_step_begin", poison, at=8)
+    end = calling("on_step_end", lambda *_, **__: hooks.pop().remove(), at=9)
+    run = of_trl(kind, tmp_path, callbacks=[HealingCallback(), begin, end])
+    run.train()
+    assert weights(run).isfinite().all()
+    assert logged(run, "heal/skips") == [1.0]  # a row has what has changed
+    assert run.state.global_step == 16
+
+
+POLICY = {
+    "save_every": 5,
+    "rollback": {"probation": 3, "confirm": False, "skip_batches": 0},
+    "respond": [{"to": ["nonfinite"], "do": ["skip", "rollback"]}],
+    "clip": None,
+}
+
+
+class Stream(IterableDataset):
+    """The rows of some batches; `once`: a generator that is never made again.
+
+    The batch `bad` is bad in the first pass only.
+    """
+
+    def __init__(self, batches: int, bad: int | None, *, once: bool) -> None:
+        rows = Rows(batches, {} if bad is None else {bad: math.nan})
+        self.rows, self.once = rows, once
+        self.left = self.all()
+
+    def all(self) -> Iterator[Any]:
+        rows, self.rows = self.rows, Rows(len(self.rows) // BATCH)
+        for index in range(len(rows)):
+            yield rows[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.left if self.once else self.all()
+
+
+def run(folder: Path, *, once: bool = False, bad: int | None = None, callbacks: Any = ()) -> Any:
+    made = trainer(
+        folder,
+        cls=small_runs.Recording,
+        callbacks=[HealingCallback(store=folder / "store", **grouped(POLICY)), *callbacks],
+        max_steps=30,
+        max_grad_norm=0.0,
+        # Where one process reads for all, accelerate itself raises at the end of the data.
+        accelerator_config={"dispatch_batches": False},
+    )
+    made.train_dataset = Stream(20, bad, once=once)
+    made.train()
+    made.seen = [batch for _, batch in made.seen]
+    return made
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_iterable_data_continue_forward_after_a_rollback(once: bool, tmp_path: Path):
+    """They lose no batch."""
+    found = run(tmp_path, once=once, bad=12)
+    assert found.seen[:20] == list(range(20))
+    assert found.state.global_step == (20 - 9 if once else 30), "from step 14 back to 5"
+    assert weights(found).isfinite().all()
+
+
+def test_iterable_data_are_read_from_their_start_after_a_restart(tmp_path: Path):
+    """The used batches are dropped."""
+    fails = calling("on_step_end", raising(RuntimeError("stop")), at=7)
+    with pytest.raises(RuntimeError, match="stop"):
+        run(tmp_path, callbacks=[fails])
+    again = run(tmp_path)
+    assert again.seen == [*range(5, 20), *range(10)]  # from the checkpoint of step 5
+    assert torch.equal(weights(again), weights(run(tmp_path / "whole")))

@@ -1,24 +1,218 @@
-"""`heal(trainer)` goes back inside a running `train()`, on the real trainers."""
+"""`heal_trainer` on the real trainers: rollbacks within `train()`, memory, dry runs, restarts."""
 
-from __future__ import annotations
-
+import logging
 import math
+import os
+import pickle
+import random
 import signal
+import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from healcore import Checkpoints
+from healcore.runtime.loop.start import StoreNotEmpty
 from healcore.torch import AttachError, heal_trainer
 from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS
+from tests.healer.run_directory import events, new_process
 from tests.healer.run_options import grouped
+from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 from tests.torch.trainers.huggingface.small_runs import calling
+
+AT = 6
+"""The step that begins with damaged weights: with two steps per generation one that generates."""
+
+
+def test_generation_goes_on_after_a_rollback(tmp_path: Path):
+    trainer = tiny.grpo(tmp_path, max_steps=12, steps_per_generation=2)
+    before = float(tiny.weights(trainer).abs().max())
+    rewarded, hooks = list[int](), list[Any]()
+    reward = trainer.reward_funcs[0]
+
+    def noted(**given: Any) -> list[float | None]:
+        rewarded.append(trainer.state.global_step)
+        return reward(**given)
+
+    def damage(state: Any, *, model: Any, **_: Any) -> None:
+        """Doubles a weight once, and makes its gradient NaN in that step, as a faulty device."""
+        if not hooks:
+            weight = next(model.parameters())
+            hooks.append(weight.register_hook(lambda gradient: gradient * math.nan))
+            with torch.no_grad():
+                weight.mul_(2)
+
+    trainer.reward_funcs[0] = noted
+    removed = calling("on_step_end", lambda *_, **__: hooks and hooks[0].remove())
+    for each in (calling("on_step_begin", damage, at=AT), removed, steps := tiny.Steps()):
+        trainer.add_callback(each)
+    healed: Any = heal_trainer(
+        trainer,
+        store=tmp_path / "store",
+        checkpoints=Checkpoints(every=2),
+        rollback={"probation": 2, "confirm": False},
+        respond=[{"to": ["nonfinite"], "do": ["skip", "rollback"]}],
+    )
+    healed.train()
+    assert healed.healer.rollbacks == 1
+    (back,) = steps.returns
+    first = steps.steps[back]
+    assert first <= AT
+    assert steps.steps[back:] == list(range(first, 13))
+    assert rewarded.count(first - 1) == 2, "the completions of that step came once more"
+    assert float(tiny.weights(trainer).abs().max()) < 1.5 * before
+
+
+def limit(trainer: Any, fits: Callable[[Any, int], bool]) -> list[int]:
+    """The model runs out of memory unless `fits(model, rows)`; returns the rows that it saw."""
+    seen: list[int] = []
+
+    def forward(module: Any, args: Any, kwargs: Any) -> None:
+        if module.training:
+            seen.append(len(kwargs["input_ids"]))
+            # Within the forward pass, after micro-batches of the window that did fit.
+            if len(seen) > 1 and not fits(module, seen[-1]):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    trainer.model.register_forward_pre_hook(forward, with_kwargs=True)
+    return seen
+
+
+def uneven(*, labelled: bool) -> Any:
+    """Rows whose parts have different numbers of tokens: by their length, or by their labels."""
+    rows = tiny.rows()
+    if not labelled:
+        return Dataset.from_dict({"input_ids": [row[: 4 + i % 8] for i, row in enumerate(rows)]})
+    labels = [[-100] * (i % 10) + row[i % 10 :] for i, row in enumerate(rows)]
+    return Dataset.from_dict({"input_ids": rows, "labels": labels})
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulated"), [("sft", 1), ("sft", 3), ("dpo", 3), ("plain", 1)]
+)
+def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp_path: Path):
+    arguments: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulated,
+        "max_steps": 3,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+    }
+    if kind != "dpo":
+        arguments["data"] = uneven(labelled=kind == "plain")
+    fits = {"dpo": 4, "sft": 2, "plain": 1}[kind]
+    gradients: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    for healed, found in gradients.items():
+        trainer = getattr(tiny, kind)(tmp_path / str(healed), **arguments)
+        if kind == "plain":  # a model without num_items_in_batch: each part has its share
+            trainer.model_accepts_loss_kwargs = False
+
+        def record(state: Any, *, model: Any, found: Any = found, **_: Any) -> None:
+            found.append(torch.cat([p.grad.double().reshape(-1) for p in model.parameters()]))
+
+        trainer.add_callback(calling("on_pre_optimizer_step", record))
+        if not healed:
+            trainer.train()
+            continue
+        seen = limit(trainer, lambda _, rows: rows <= fits)
+        own: Any = heal_trainer(trainer, store=tmp_path / "store", clip=None)
+        own.train()
+        assert max(seen[-2 * accumulated :]) <= fits, "the size is remembered"
+        assert own.report().counts["shrinks"] == (2 if kind == "plain" else 1)
+        assert trainer.args.per_device_train_batch_size == 4
+        assert trainer.args.gradient_accumulation_steps == accumulated
+        assert trainer.state.global_step == 3
+    for a, b in zip(gradients[True], gradients[False], strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-6
+
+
+def test_the_batch_is_split_before_the_trainer_finds_a_smaller_one(tmp_path: Path):
+    trainer = tiny.sft(tmp_path, max_steps=3, auto_find_batch_size=True)
+    limit(trainer, lambda _, rows: rows <= 2)
+    heal_trainer(trainer, store=tmp_path / "store").train()
+    assert trainer.state.global_step == 3
+    assert trainer._train_batch_size == 4
+    (found,) = events(tmp_path / "store", "fault")
+    assert (found["cause"], found["answer"]) == (["OOM"], "shrink_microbatch")
+
+
+def test_gradient_checkpointing_is_the_further_step(tmp_path: Path):
+    trainer = tiny.sft(tmp_path, max_steps=3)
+    model: Any = trainer.model
+    on: list[bool] = []
+    model.register_forward_pre_hook(lambda module, _: on.append(module.is_gradient_checkpointing))
+    limit(trainer, lambda module, _: module.is_gradient_checkpointing)
+    heal_trainer(trainer, store=tmp_path / "store").train()
+    assert on[-1] is True
+    assert not model.is_gradient_checkpointing, "as before, after the training"
+    assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize("kind", ["plain", "sft", "dpo", "grpo"])
+def test_a_dry_run_leaves_no_trace(kind: str, tmp_path: Path):
+    folder = tmp_path / "out"
+    trainer = getattr(tiny, kind)(folder, max_steps=6, save_strategy="steps", save_steps=1)
+    called: list[Any] = []
+    for event in ("on_step_end", "on_train_begin"):
+        trainer.add_callback(calling(event, lambda state, **_: called.append(state)))
+    healed: Any = heal_trainer(trainer)
+
+    def facts() -> Any:
+        numpy = pickle.dumps(np.random.get_state())  # noqa: NPY002
+        draws = random.getstate(), numpy, torch.get_rng_state().tolist()
+        return draws, repr(trainer.state), trainer.args.to_json_string()
+
+    weights, before = tiny.weights(trainer), facts()
+    found = healed.dry_run(steps=2)
+    assert torch.equal(weights, tiny.weights(trainer))
+    assert facts() == before
+    assert trainer.optimizer is None
+    assert not called
+    assert not folder.exists() or not list(folder.rglob("*"))
+    assert len(found.losses) == len(found.grad_norms) == 2
+    assert found.finite
+    # And it was these steps: a run has the same first losses.
+    trainer.args.save_strategy = "no"
+    healed.train()
+    losses = tiny.logged(trainer, "loss")
+    if kind != "grpo":
+        assert found.losses == pytest.approx(losses[:2], rel=1e-4)
+
+
+def test_a_dry_run_says_what_the_policy_would_do(tmp_path: Path):
+    trainer = tiny.plain(tmp_path, max_steps=3)
+    with torch.no_grad():
+        trainer.model.lm_head.weight[0, 0] = float("nan")
+    found = heal_trainer(trainer).dry_run(steps=2)
+    assert not found.finite
+    assert all("NONFINITE_LOSS" in each for each in found.would)
+
+
+@pytest.mark.parametrize(
+    ("raises", "note"),
+    [
+        (lambda *_: torch.empty(1 << 50), "Memory ran out: "),
+        (lambda *_: [].pop(), "token ids"),
+        (lambda *_: {}["labels"], "columns"),
+    ],
+)
+def test_an_error_in_a_dry_run_has_a_note_about_what_to_look_at(
+    raises: Any, note: str, tmp_path: Path
+):
+    trainer = tiny.plain(tmp_path, max_steps=3)
+    trainer.model.lm_head.register_forward_hook(raises)
+    with pytest.raises((RuntimeError, IndexError, KeyError)) as raised:
+        heal_trainer(trainer).dry_run(steps=1)
+    assert note in raised.value.__notes__[-1]
+
 
 DIVERGES = {
     "optim": "sgd",
@@ -45,7 +239,6 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
         trainer.add_callback(each)
     healed: Any = heal_trainer(trainer, "pretraining", store=tmp_path / "store", **grouped(OFTEN))
     healed.train()
-    # The steps go back, and on to the end that was planned.
     (back,) = steps.returns
     first, before = steps.steps[back], steps.steps[back - 1]
     assert 1 < first <= before
@@ -84,11 +277,11 @@ def test_a_healthy_run_is_bit_identical(kind: str, tmp_path: Path):
     assert trainer.state.epoch == alone.state.epoch
     assert trainer.state.global_step == alone.state.global_step == healed.healer.step
     left_out = ("runtime", "per_second", "step_time", "heal/")
-    for state in (trainer.state, alone.state):
-        for row in state.log_history:
-            for name in [name for name in row if any(part in name for part in left_out)]:
-                del row[name]
-    assert trainer.state.log_history == alone.state.log_history
+    logs = [
+        [{k: v for k, v in row.items() if not any(part in k for part in left_out)} for row in log]
+        for log in (trainer.state.log_history, alone.state.log_history)
+    ]
+    assert logs[0] == logs[1]
 
 
 def test_epochs_workers_and_evaluation(tmp_path: Path):
@@ -97,11 +290,9 @@ def test_epochs_workers_and_evaluation(tmp_path: Path):
     saves = {"eval_strategy": "epoch", "save_strategy": "epoch", "dataloader_num_workers": 2}
     rate = {"warmup_steps": 24, "learning_rate": 40.0}
     trainer = tiny.plain(tmp_path / "out", **{**DIVERGES, **length, **saves, **rate})
-    steps = tiny.Steps()
-    trainer.add_callback(steps)
-    healed: Any = heal_trainer(
-        trainer, "pretraining", store=tmp_path / "store", clip=None, **grouped(OFTEN)
-    )
+    trainer.add_callback(steps := tiny.Steps())
+    options = {"store": tmp_path / "store", "clip": None, **grouped(OFTEN)}
+    healed: Any = heal_trainer(trainer, "pretraining", **options)
     healed.train()
     assert steps.returns
     assert trainer.state.global_step == trainer.state.max_steps == 24
@@ -117,32 +308,15 @@ def test_epochs_workers_and_evaluation(tmp_path: Path):
     assert 3.0 < trainer.state.epoch < 4.0
 
 
-SCRIPT = """
-import os, sys, torch
-from pathlib import Path
-from transformers import TrainerCallback
-from healcore import Checkpoints
-from healcore.torch import heal_trainer
-from tests.healer.run_directory import new_process
-from tests.torch.trainers.huggingface import tiny_trainers as tiny
-
-def run(folder, kill_at):
+def run(folder: Path, kind: str, kill_at: int) -> Any:
+    """Weights, trained steps and logged steps of a run that kills its process at a step."""
     trainer = getattr(tiny, kind)(folder, max_steps=24, gradient_accumulation_steps=2)
-    steps = tiny.Steps()
-    class Kill(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == kill_at: os.kill(os.getpid(), 9)
-    for each in (steps, Kill()): trainer.add_callback(each)
+    killed = calling("on_step_end", lambda *_, **__: os.kill(os.getpid(), 9), at=kill_at)
+    for each in (steps := tiny.Steps(), killed):
+        trainer.add_callback(each)
     heal_trainer(trainer, store=folder / "store", checkpoints=Checkpoints(every=5)).train()
     logged = [row["step"] for row in trainer.state.log_history if "loss" in row]
     return tiny.weights(trainer), steps.steps, logged
-
-folder, kind, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-ends = [run(folder / "killed", kill_at)]
-new_process()
-ends += [run(folder / "killed", -1), run(folder / "whole", -1)]
-torch.save(ends, folder / "ends.pt")
-"""
 
 
 @pytest.mark.parametrize(
@@ -150,21 +324,45 @@ torch.save(ends, folder / "ends.pt")
 )
 def test_killed_and_started_again(kind: str, tmp_path: Path):
     """After kill -9 the same command ends with the weights of a run without interruption."""
-
-    def run(kill_at: int) -> int:
-        command = ["-c", SCRIPT, tmp_path, kind, kill_at]
-        return forked_programs.run(*command, imports=TRANSFORMERS).returncode
-
-    assert run(19) == -signal.SIGKILL
-    assert run(-1) == 0
-    (weights, steps, logged), again, whole = torch.load(tmp_path / "ends.pt")
+    command = ["-m", __name__, tmp_path, kind, 19]
+    assert forked_programs.run(*command, imports=TRANSFORMERS).returncode == -signal.SIGKILL
+    new_process()
+    weights, steps, logged = run(tmp_path, kind, -1)
+    new_process()
+    whole, *_ = run(tmp_path / "whole", kind, -1)
     assert 1 < steps[0] <= 19
     assert steps[-1] == 24
     assert logged == list(range(1, 25))
-    assert torch.equal(weights, whole[0])
+    assert torch.equal(weights, whole)
     # Once more, after it has completed: nothing is trained, and the program goes on.
-    assert again[1] == []
-    assert torch.equal(again[0], weights)
+    new_process()
+    again, steps, _ = run(tmp_path, kind, -1)
+    assert steps == []
+    assert torch.equal(again, weights)
+
+
+def test_a_finished_cell_with_other_hyperparameters_does_not_return_the_old_model(tmp_path, caplog):
+    """A callback ends the training at step 5 of 8, as EarlyStoppingCallback."""
+
+    def train(**arguments: Any) -> Any:
+        new_process()
+        trainer = small_runs.trainer(tmp_path, steps=8, **arguments)
+        heal_trainer(trainer).train()
+        return trainer
+
+    stop = lambda _, *, control, **__: setattr(control, "should_training_stop", True)  # noqa: E731
+    stops = {"callbacks": [calling("on_step_end", stop, at=5)]}
+    caplog.set_level(logging.INFO, "healcore")
+    first = train(**stops)
+    again = train(**stops)
+    assert torch.equal(tiny.weights(first), tiny.weights(again))
+    assert "completed earlier, at step 5: nothing was trained" in caplog.text
+    assert "other settings" not in caplog.text
+    with pytest.raises(StoreNotEmpty, match=r"optimizer\.lr: 0\.01 -> 0\.5"):
+        train(learning_rate=0.5)
+    with pytest.raises(StoreNotEmpty, match="per_device_train_batch_size: 4 -> 2"):
+        train(per_device_train_batch_size=2)
+    assert train(num_train_epochs=2).state.global_step == 16
 
 
 def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
@@ -178,3 +376,7 @@ def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
     with pytest.raises(ValueError, match="every is a whole number"):
         heal_trainer(tiny.plain(tmp_path), checkpoints=Checkpoints(every=0))
     assert not (tmp_path / "_healcore").exists()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

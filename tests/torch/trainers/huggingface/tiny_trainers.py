@@ -1,7 +1,5 @@
 """Real trainers of transformers and TRL on a tiny language model; nothing is downloaded."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from importlib import import_module
@@ -74,15 +72,16 @@ def arguments(folder: Path, kind: Any = TrainingArguments, **given: Any) -> Any:
     return kind(**{**usual, **given})
 
 
-def plain(folder: Path, *, cls: Any = Trainer, data: Any = None, **given: Any) -> Any:
+def plain(folder: Path, *, data: Any = None, **given: Any) -> Any:
     own = Dataset.from_dict({"input_ids": rows(), "labels": rows()}) if data is None else data
-    return cls(model=model(), args=arguments(folder, **given), train_dataset=own, eval_dataset=own)
+    settings = arguments(folder, **given)
+    return Trainer(model=model(), args=settings, train_dataset=own, eval_dataset=own)
 
 
-def sft(folder: Path, *, cls: Any = None, data: Any = None, **given: Any) -> Any:
+def sft(folder: Path, *, data: Any = None, **given: Any) -> Any:
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-    return (cls or SFTTrainer)(
+    return SFTTrainer(
         model=model(),
         args=arguments(folder, SFTConfig, **{"gradient_checkpointing": False, **given}),
         train_dataset=Dataset.from_dict({"input_ids": rows()}) if data is None else data,

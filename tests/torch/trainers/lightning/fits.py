@@ -1,7 +1,5 @@
 """Small fits: a regression as a LightningModule, its data, and a quiet Trainer."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import lightning
@@ -22,11 +20,7 @@ class Seen(NamedTuple):
 
 
 class Regression(lightning.LightningModule):
-    """Learns the sine of the inputs' sum with SGD.
-
-    Attributes:
-        seen: every batch that it was trained on.
-    """
+    """Learns the sine of the inputs' sum with SGD; `seen` is every batch that it was trained on."""
 
     def __init__(self, rate: float = 0.05, *, warmup: int = 0) -> None:
         super().__init__()
@@ -56,11 +50,7 @@ class Regression(lightning.LightningModule):
 
 
 class Displacement(lightning.Callback):
-    """The learning rate of each SGD step, from how far the parameters have moved.
-
-    Attributes:
-        rates: length of the update over that of the gradient.
-    """
+    """The learning rate of each SGD step: length of the update over that of the gradient."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []

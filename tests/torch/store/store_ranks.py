@@ -1,0 +1,172 @@
+"""One of two ranks that save into one store, in each of `CASES`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from healcore.runtime.store import (
+    CheckpointDamaged,
+    Keep,
+    SaveFailed,
+    StateMismatch,
+    files,
+    superfluous,
+)
+from healcore.torch.store import DCPStore, MemoryStore, apply
+from tests.runtime.store.disk_faults import flip
+from tests.runtime.store.store_cases import forget
+from tests.torch.forked_ranks import folder, serve
+
+
+class Own:
+    """Each rank has a value of its own."""
+
+    per_rank = True
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": torch.full((3,), float(dist.get_rank())), "rank": dist.get_rank()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+class Newcomer(Own):
+    optional = True
+
+
+def whole(scale: float) -> Tensor:
+    return torch.arange(24.0).reshape(6, 4) * scale
+
+
+def fresh(scale: float = 1.0) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    model = {
+        "sharded": distribute_tensor(whole(scale), mesh, [Shard(0)]),
+        "replicated": distribute_tensor(whole(scale), mesh, [Replicate()]),
+        "plain": whole(scale),
+    }
+    return {"model": model, "own": Own()}
+
+
+def save(store: Any, step: int, state: Any = None) -> None:
+    """Saves; then overwrites what it has saved."""
+    state = state or fresh(step)
+    store.save(step, state, healing={"step": step})
+    state["model"]["plain"].zero_()
+    state["model"]["sharded"].zero_()
+    store.wait()
+    dist.barrier()
+
+
+def check(store: Any, step: int) -> None:
+    live, rank = fresh(0.0), dist.get_rank()
+    found = store.restore(step, live)
+    model = found.state["model"]
+    assert torch.equal(model["sharded"].to_local(), whole(step).chunk(2)[rank]), model
+    assert model["sharded"].placements == (Shard(0),)
+    assert torch.equal(model["replicated"].to_local(), whole(step))
+    assert torch.equal(model["plain"], whole(step))
+    assert found.state["own"]["rng"].tolist() == [rank] * 3
+    assert found.healing == {"step": step}
+    apply(live, found.state)
+    assert torch.equal(live["model"]["sharded"].full_tensor(), whole(step))
+    assert live["own"].value["rank"] == rank
+
+
+def kept(root: Path) -> None:
+    store = DCPStore(root)
+    for step in (1, 2, 3):
+        save(store, step)
+    for step in (1, 2, 3):
+        store.verify(step)
+        check(store, step)
+    store.commit(2, {"attempts": [0], "proven": 2})
+    for step in superfluous(store.steps(), Keep(good=1, candidates=2)):
+        store.delete(step)
+    dist.barrier()
+    assert [(s.step, s.status) for s in store.steps()] == [(2, "good"), (3, "candidate")]
+
+
+def in_memory(root: Path) -> None:
+    memory, tiers = MemoryStore(), DCPStore(root, in_memory=Keep())
+    for store in (memory, tiers):
+        save(store, 7)
+        check(store, 7)
+    forget(tiers)
+    check(tiers, 7)
+
+
+def with_nan(root: Path) -> None:
+    """A NaN in the part of one rank is known to both."""
+    store, bad = DCPStore(root), fresh(4.0)
+    if dist.get_rank() == 1:
+        bad["model"]["sharded"].to_local()[0, 0] = float("nan")
+    save(store, 4, bad)
+    assert not store.steps()[-1].finite
+
+
+def one_cannot_write(root: Path) -> None:
+    """Both fail together, and go on."""
+    store = DCPStore(root)
+
+    def broken(path: Path, data: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(files, "write_new", broken)
+        with pytest.raises(SaveFailed, match="No space left"):
+            save(store, 5)
+    save(store, 6)
+    check(store, 6)
+    dist.barrier()
+    assert not [name for name in os.listdir(root) if name.startswith(".tmp")]
+
+
+def another_state(root: Path) -> None:
+    """A live state that does not fit on one rank is known to both; optional parts may lack."""
+    store, live = DCPStore(root), {**fresh(), "healcore": Newcomer()}
+    save(store, 6)
+    assert set(store.restore(6, live).state) == {"model", "own"}
+    if dist.get_rank() == 1:
+        live["model"]["plain"] = torch.zeros(5)
+    with pytest.raises(StateMismatch, match="plain"):
+        store.restore(6, live)
+
+
+def damaged(root: Path) -> None:
+    """Damage in a file that only one of them looks at is known to both."""
+    store = DCPStore(root)
+    save(store, 6)
+    if dist.get_rank() == 0:
+        flip(Path(store.steps()[-1].path or "") / "data/__1_0.distcp", 802)
+    dist.barrier()
+    with pytest.raises(CheckpointDamaged) as error:
+        store.restore(6, fresh())
+    assert error.value.file == "data/__1_0.distcp"
+
+
+CASES = {
+    each.__name__: each
+    for each in (kept, in_memory, with_nan, one_cannot_write, another_state, damaged)
+}
+
+
+def outcome(case: str) -> str:
+    root = folder() / case
+    CASES[case](root)
+    return str(root)
+
+
+if __name__ == "__main__":
+    serve(outcome, seconds=200, cases=CASES)

@@ -1,0 +1,420 @@
+"""A healthy fit has the same bits; bad batches, rollbacks, and what Lightning does beside."""
+
+import csv
+import logging
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from healcore import Checkpoints, RunStopped
+from healcore.core.verdict import Cause
+from healcore.policy import load
+from healcore.runtime.loop.start import StoreNotEmpty
+from healcore.torch import AttachError, LightningHealingCallback
+from tests.healer.run_directory import new_process
+from tests.healer.run_options import grouped
+from tests.torch.sync_counter import CountSyncs
+from tests.torch.trainers.lightning.fits import Displacement, Regression, data, trainer, vector
+
+# Without clipping: ZClip may clip a healthy step, which is a decision and not an accident.
+OPTIONS = {"clip": {"kind": "fixed", "max_norm": 1e6}, "save_every": 3}
+
+
+class Gan(lightning.LightningModule):
+    """Two networks, two optimizers, manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker, self.judge = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        self.seen.append((self.trainer.global_step, float(x.sum())))
+        make, judge = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(make)
+        self.manual_backward((self.judge(self.maker(torch.randn_like(x))) - 1).square().mean())
+        make.step()
+        make.zero_grad()
+        self.untoggle_optimizer(make)
+        fake = self.maker(torch.randn_like(x)).detach()
+        loss = (self.judge(x) - 1).square().mean() + self.judge(fake).square().mean()
+        self.manual_backward(loss)
+        judge.step()
+        judge.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(each.parameters(), 1e-3) for each in (self.maker, self.judge)]
+
+
+class Stream(IterableDataset):
+    """A data set without a length; with `once` one that can be read only once, as a socket."""
+
+    def __init__(self, *, once: bool = False) -> None:
+        self.rows = iter(self) if once else None
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = data()
+        return vars(self).get("rows") or (rows[i] for i in range(len(rows)))
+
+
+def shuffled(kind: Any = DataLoader, batches: int = 8) -> Any:
+    return kind(data(batches), batch_size=8, shuffle=True)
+
+
+class Reloaded(Regression):
+    def train_dataloader(self) -> Any:
+        return shuffled()
+
+
+class Several(Regression):
+    """Takes its batches from two loaders of different lengths."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"], batch_idx) + self.loss(batch["b"])
+
+
+def iterable(**options: Any) -> Any:
+    return DataLoader(Stream(**options), 8)
+
+
+CASES: dict[str, Any] = {
+    "manual": (Gan, lambda: [shuffled(StatefulDataLoader)], {}),
+    "accumulated": (Regression, lambda: [shuffled()], {"accumulate_grad_batches": 3}),
+    "max_steps": (Regression, lambda: [shuffled()], {"max_steps": 13, "max_epochs": -1}),
+    "validated": (Regression, lambda: [shuffled(), shuffled()], {"val_check_interval": 3}),
+    "iterable": (Regression, lambda: [iterable(), shuffled()], {}),
+    "read once": (Regression, lambda: [iterable(once=True)], {}),
+    "limited": (
+        Regression,
+        lambda: [iterable()],
+        {"limit_train_batches": 5, "accumulate_grad_batches": 2},
+    ),
+    "reloaded": (Reloaded, list, {"reload_dataloaders_every_n_epochs": 1}),
+    "several": (Several, lambda: [{"a": shuffled(), "b": shuffled(batches=3)}], {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits(case: str):
+    module, loaders, options = CASES[case]
+    options = {"make": module, "loaders": loaders, "max_epochs": 3, **options}
+    plain, running = fit(**options)
+    callback = LightningHealingCallback(**grouped(OPTIONS))
+    healed, healing = fit(callback, **options)
+    assert healed.seen == plain.seen
+    assert all(map(torch.equal, plain.parameters(), healed.parameters()))
+    for name in ("global_step", "current_epoch", "callback_metrics"):
+        assert getattr(running, name) == getattr(healing, name), name
+    ours, theirs = healing.fit_loop.state_dict(), running.fit_loop.state_dict()
+    ours["state_dict"] = theirs["state_dict"]  # of the loaders
+    assert ours == theirs, "all of Lightning's counters"
+    taken = [int(each.live_engine.state.step) for each in callback.healings.values()]
+    assert sum(taken) == running.global_step, "every step was judged"
+
+
+class Judged(LightningHealingCallback):
+    """Keeps the decision and the loss of every step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.decisions, self.losses = list[Any](), list[float]()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        (healing,) = self.healings.values()
+        decision = healing.last_decision()
+        if decision is not None and healing.live_engine.state.step > len(self.decisions):
+            self.decisions.append(decision)
+            self.losses.append(float(healing.metrics()["heal/loss"]))
+
+
+def fit(
+    *callbacks: Any,
+    make: Callable[[], Any] = Regression,
+    loaders: Callable[[], Any] = lambda: [DataLoader(data(), 8)],
+    ckpt_path: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    module, running = make(), trainer(*callbacks, **{"max_epochs": 1, **options})
+    running.fit(module, *loaders(), ckpt_path=ckpt_path)
+    return module, running
+
+
+def with_nan() -> Any:
+    return [DataLoader(data(bad=3), 8)]
+
+
+def test_one_bad_batch_is_noticed_in_its_step(tmp_path: Path):
+    callback = Judged()
+    logs = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
+    module, running = fit(callback, loaders=with_nan, max_epochs=2, **logs)
+    causes = [bool(each.cause & Cause.NONFINITE_LOSS) for each in callback.decisions]
+    assert [i for i, bad in enumerate(causes) if bad] == [3, 11]
+    assert [each.skip for each in callback.decisions] == causes
+    assert all(p.isfinite().all() for p in module.parameters())
+    assert running.global_step == 16
+    with Path(running.logger.log_dir, "metrics.csv").open() as file:
+        rows = {int(row["step"]): row for row in csv.DictReader(file)}
+    # Written before the step: of the step before the one before it.
+    skips = {step: row["heal/skips"] for step, row in rows.items() if row["heal/skips"]}
+    assert skips == {5: "1.0", 13: "2.0"}
+    assert not any("heal/loss" in row for row in rows.values())
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_loss_is_the_one_that_training_step_returned(parts: int):
+    """Lightning hands `on_before_backward` the loss divided by the number of parts."""
+    callback = Judged(clip=None)
+    module, _ = fit(callback, make=lambda: Regression(rate=0.0), accumulate_grad_batches=parts)
+    rows = list(DataLoader(data(), batch_size=8))
+    losses = [float(module.loss(batch)) for batch in rows]
+    windows = [losses[i : i + parts] for i in range(0, len(losses), parts)]
+    assert callback.losses == pytest.approx([sum(w) / len(w) for w in windows], rel=1e-6)
+
+
+def test_each_network_of_a_gan_is_judged_by_its_own_loss():
+    losses: dict[str, list[float]] = {"optimizer0": [], "optimizer1": []}
+    passed: list[float] = []
+    callback = LightningHealingCallback(clip=None)
+
+    class Keep(lightning.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            for name, healing in callback.healings.items():
+                losses[name].append(float(healing.metrics()["heal/loss"]))
+
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            passed.append(float(loss))
+
+    fit(callback, Keep(), make=Gan)
+    assert losses == {"optimizer0": passed[0::2], "optimizer1": passed[1::2]}
+
+
+# -- the Trainer's own clipping -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [None, "none", "fixed", "autoclip"])
+def test_the_norm_is_seen_before_clipping_and_the_smaller_limit_is_kept(kind: str | None):
+    clip = {"kind": kind} | ({"max_norm": 5.0} if kind in ("fixed", "autoclip") else {})
+    callback = LightningHealingCallback(**({"clip": clip} if kind else {}))
+    module = Regression(rate=1.0)
+    before = vector(module)
+    options = {"gradient_clip_val": 0.1, "limit_train_batches": 1}
+    _, running = fit(callback, make=lambda: module, **options)
+    (healing,) = callback.healings.values()
+    assert float(healing.metrics()["heal/grad_norm"]) > 0.5
+    assert float((vector(module) - before).norm()) == pytest.approx(0.1, rel=1e-4)
+    assert running.gradient_clip_val == 0.1, "put back after the fit"
+
+
+def test_after_the_fit_nothing_is_left_on_trainer_and_optimizer(tmp_path: Any):
+    """Nor on the disk, after fast_dev_run."""
+    callback = LightningHealingCallback(store=tmp_path / "store")
+    _, running = fit(callback, fast_dev_run=True)
+    assert callback.healer is None
+    assert not (tmp_path / "store").exists()
+    _, running = fit(LightningHealingCallback())
+    (optimizer,) = running.optimizers
+    assert not optimizer._optimizer_step_pre_hooks
+    assert "on_advance_end" not in vars(running.fit_loop.epoch_loop)
+
+
+class Counting(Regression):
+    """Does not read its inputs on the host, as `Regression` does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+def test_the_callback_itself_reads_nothing_on_the_host(tmp_path: Path):
+    """Whatever the engine reads is in `Report.syncs_per_step`; hooks and metrics add nothing."""
+    logs: dict[str, Any] = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
+    counts = []
+    for callbacks in ([], [LightningHealingCallback()]):
+        with CountSyncs() as counted:
+            fit(*callbacks, make=Counting, accumulate_grad_batches=2, **logs)
+        counts.append(counted.count)
+    (healing,) = callbacks[0].healings.values()
+    assert healing.report().syncs_per_step == 0
+    assert counts[0] == counts[1]
+
+
+# -- Lightning's own checkpoints -------------------------------------------------------------------
+
+
+def test_state_survives_lightnings_checkpoint(tmp_path: Any):
+    first, second = LightningHealingCallback(), LightningHealingCallback()
+    _, running = fit(first, loaders=with_nan)
+    running.save_checkpoint(tmp_path / "last.ckpt")
+    fit(second, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
+    (healing,) = second.healings.values()
+    assert int(healing.live_engine.state.step) == 16
+    assert int(healing.metrics()["heal/skips"]) == 1
+    both = LightningHealingCallback(store=tmp_path / "store")
+    with pytest.raises(AttachError, match="ckpt_path conflicts with the store"):
+        fit(both, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("at", "kind"), [(5, DataLoader), (10, StatefulDataLoader), (16, DataLoader)]
+)
+def test_a_callback_without_a_store_begins_where_ckpt_path_leads(at: int, kind: Any, tmp_path: Any):
+    """As Lightning resumes it, within an epoch and after one."""
+
+    def run(*callbacks: Any, **options: Any) -> tuple[Any, Any]:
+        rows = lambda: [kind(data(), batch_size=8, shuffle=True)]  # noqa: E731
+        options = {"make": lambda: Regression(warmup=20), "loaders": rows, **options}
+        return fit(*callbacks, **{"max_epochs": 3, **options})
+
+    path = tmp_path / f"step={at}.ckpt"
+    if at == 16:
+        run(max_epochs=2)[1].save_checkpoint(path)
+    else:
+        saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+        run(saves, enable_checkpointing=True)
+    plain, running = run(ckpt_path=path)
+    module, resumed = run(LightningHealingCallback(clip=None), ckpt_path=path)
+    assert resumed.global_step == running.global_step == 24
+    assert resumed.current_epoch == running.current_epoch == 3
+    assert module.seen == plain.seen
+    assert all(map(torch.equal, plain.parameters(), module.parameters()))
+
+
+STEPS, BATCHES = 200, 8
+IN_EPOCHS = {"max_epochs": STEPS // BATCHES}
+IN_STEPS = {"max_steps": STEPS, "max_epochs": -1}
+
+
+def diverges(loader: Any, *callbacks: Any, **options: Any):
+    """Fits with a rate that warms up to one that is far too high; what came of it."""
+    often: Any = {"save_every": 5, "rollback": {"probation": 5}}
+    callback = LightningHealingCallback("pretraining", clip=None, **grouped(often))
+    make, rows = lambda: Regression(rate=4.0, warmup=150), lambda: [shuffled(loader)]
+    module, running = fit(callback, *callbacks, make=make, loaders=rows, **options)
+    assert callback.healer is not None
+    return module, running, callback.healer
+
+
+def scheduled(step: int) -> float:
+    """The learning rate that the schedule has at a step."""
+    return 4.0 * (0.01 + 0.99 * step / 150)
+
+
+def went_back(module: Regression) -> list[tuple[Any, Any]]:
+    """The batches before and after each return to an earlier step."""
+    return [(a, b) for a, b in pairwise(module.seen) if b.step != a.step + 1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "loader"), [(IN_EPOCHS, DataLoader), (IN_STEPS, StatefulDataLoader)]
+)
+def test_rolled_back_in_place(limit: dict[str, int], loader: Any):
+    moves = Displacement()
+    module, running, healer = diverges(loader, moves, **limit)
+    assert float(module.loss(data(BATCHES).tensors)) < 0.7, "the variance of the targets is 0.5"
+    (_, after), *_ = back = went_back(module)
+    assert len(back) == healer.rollbacks > 0
+    first = next(each for each in module.seen if each.step == after.step)
+    assert (after.epoch, after.index, after.inputs) == (first.epoch, first.index, first.inputs)
+    assert any(b.epoch < a.epoch for a, b in back), "also into an earlier epoch"
+    # Lightning's counters, the schedule and the Healer agree, and the run is as long as planned:
+    # counted in epochs, without the batches of the trouble; counted in steps, with others instead.
+    skipped = len(healer.report().skipped_batches)
+    assert skipped > 0
+    steps = STEPS - skipped if "max_steps" not in limit else STEPS
+    loop = running.fit_loop.epoch_loop
+    schedule = running.lr_scheduler_configs[0].scheduler
+    counts = (running.global_step, healer.step, schedule.last_epoch, loop._batches_that_stepped)
+    assert counts == (steps,) * 4
+    assert running.current_epoch == math.ceil((steps + skipped) / BATCHES)
+    # The rate of the step after the rollback, from how far the parameters moved: a quarter.
+    at = next(i for i, (_, each) in enumerate(pairwise(module.seen), 1) if each is after)
+    share = load("pretraining").lr.factor
+    assert moves.rates[at] == pytest.approx(share * scheduled(after.step), rel=1e-4)
+    assert moves.rates[after.step] == pytest.approx(scheduled(after.step), rel=1e-4)
+    assert moves.rates[at] < moves.rates[after.step] / 2
+
+
+class Forward(DataLoader):
+    """A loader that cannot be rewound."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("limit", [IN_EPOCHS, IN_STEPS])
+def test_a_loader_that_cannot_be_rewound_continues_forward(limit: dict[str, int]):
+    module, running, healer = diverges(Forward, **limit)
+    assert healer.rollbacks > 0
+    assert float(module.loss(data(BATCHES).tensors)) < 0.7
+    undone = sum(a.step + 1 - b.step for a, b in went_back(module))
+    positions = [(each.epoch, each.index) for each in module.seen]
+    assert positions == [(i // BATCHES, i % BATCHES) for i in range(len(positions))]
+    # Counted in epochs, it ends as many steps early; counted in steps, it takes more batches.
+    steps = STEPS - undone if "max_steps" not in limit else STEPS
+    assert (running.global_step, healer.step) == (steps, steps)
+
+
+def test_trouble_in_the_last_steps_is_read_before_the_fit_ends():
+    """The last step of the run is judged like the others."""
+    # Not asked whether the model is worse, which NaN batches alone do not answer with yes.
+    callback = LightningHealingCallback(
+        checkpoints=Checkpoints(every=2),
+        respond=[{"to": ["nonfinite"], "do": ["skip", "rollback"]}],
+        rollback={"probation": 2, "confirm": False},
+    )
+    module, running = fit(callback, loaders=lambda: [StatefulDataLoader(data(10, bad=9), 8)])
+    assert callback.healer is not None
+    assert callback.healer.rollbacks == 1
+    assert all(each.inputs == each.inputs for each in module.seen[-3:]), "without the bad batch"
+    assert module.seen[-1].index == 9, "Lightning counts it, for validation after an epoch"
+    assert running.fit_loop.epoch_progress.current.completed == 1
+    assert running.global_step == 9
+
+
+def test_spent_budgets_end_the_run_with_a_diagnosis(tmp_path: Any):
+    """NaN in every batch from some point on, and no attempt left."""
+    module = Regression()
+    rows = data(60)
+    rows.tensors[0][8 * 30 :] = float("nan")
+    rules = [{"to": ["nonfinite"], "when": {"consecutive": 3}, "do": ["rollback", "stop"]}]
+    callback = LightningHealingCallback(
+        store=tmp_path, respond=rules, budget={"recoveries": 1}, rollback={"probation": 5}
+    )
+    with pytest.raises(RunStopped) as stopped:
+        fit(callback, make=lambda: module, loaders=lambda: [StatefulDataLoader(rows, 8)])
+    assert stopped.value.code not in (0, None)
+    assert "NaN" in stopped.value.diagnosis
+    assert all(p.isfinite().all() for p in module.parameters())
+    assert list(tmp_path.glob("*postmortem*"))
+
+
+def test_a_finished_cell_with_other_hyperparameters_does_not_return_the_old_model(tmp_path, caplog):
+    def again(rate: float = 0.05, batch: int = 8, **options: Any) -> Regression:
+        new_process()
+        rows = lambda: [DataLoader(data(), batch)]  # noqa: E731
+        callback = LightningHealingCallback(store=tmp_path)
+        return fit(callback, make=lambda: Regression(rate), loaders=rows, **options)[0]
+
+    again()
+    caplog.set_level(logging.INFO, "healcore")
+    caplog.clear()
+    assert again().seen == []
+    assert "completed earlier, at step 8: nothing was trained" in caplog.text
+    with pytest.raises(StoreNotEmpty, match=r"optimizer\.lr: 0\.05 -> 0\.5"):
+        again(rate=0.5)
+    with pytest.raises(StoreNotEmpty, match=r"batch_size: 8 -> 16"):
+        again(batch=16)
+    assert len(again(max_epochs=2).seen) == 8
