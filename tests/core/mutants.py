@@ -47,37 +47,30 @@ class Mutant(NamedTuple):
 def mutants(module: ModuleType) -> Iterator[Mutant]:
     """All errors that can be planted into the functions and methods of `module`."""
     whole = ast.parse(inspect.getsource(module))
-    places: list[tuple[object, list[ast.stmt]]] = [(module, whole.body)]
+    places: list[tuple[Any, list[ast.stmt]]] = [(module, whole.body)]
     classes = (node for node in whole.body if isinstance(node, ast.ClassDef))
     places += [(getattr(module, node.name), node.body) for node in classes]
-    functions = [
-        (owner, node)
-        for owner, body in places
-        for node in body
-        if isinstance(node, ast.FunctionDef)
-    ]
-    for owner, function in functions:
-        for index, node in enumerate(ast.walk(function)):
-            kind = _operator(node)
-            if kind is None or isinstance(getattr(node, "parent", None), ast.arg):
-                continue
-            if _is_annotation(function, node):
-                continue
-            changed = copy.deepcopy(function)
-            target = list(ast.walk(changed))[index]
-            if isinstance(target, ast.Compare):
-                target.ops[0] = _FLIPPED[kind]()
-            elif isinstance(target, ast.BinOp):
-                target.op = _FLIPPED[kind]()
-            tree = ast.Module([changed], [])
-            yield Mutant(
-                module,
-                getattr(owner, function.name),
-                node.lineno,  # type: ignore[attr-defined]
-                ast.unparse(node),
-                ast.unparse(target),
-                ast.fix_missing_locations(tree),
-            )
+    for owner, body in places:
+        for function in body:
+            if isinstance(function, ast.FunctionDef):
+                yield from _mutants_of(module, getattr(owner, function.name), function)
+
+
+def _mutants_of(module: ModuleType, original: Any, function: ast.FunctionDef) -> Iterator[Mutant]:
+    types = _annotations(function)
+    for index, node in enumerate(ast.walk(function)):
+        kind = _operator(node)
+        if kind not in _FLIPPED or node in types:
+            continue
+        changed = copy.deepcopy(function)
+        target: Any = list(ast.walk(changed))[index]
+        if isinstance(target, ast.Compare):
+            target.ops[0] = _FLIPPED[kind]()
+        else:
+            target.op = _FLIPPED[kind]()
+        tree = ast.fix_missing_locations(ast.Module([changed], []))
+        line = node.lineno  # type: ignore[attr-defined]
+        yield Mutant(module, original, line, ast.unparse(node), ast.unparse(target), tree)
 
 
 @contextmanager
@@ -94,20 +87,15 @@ def planted(mutant: Mutant) -> Iterator[None]:
         original.__code__ = code
 
 
-def _operator(node: ast.AST) -> type | None:
-    """The kind of its operator, if that can be reversed."""
+def _operator(node: ast.AST) -> Any:
+    """The kind of its only operator."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        kind = type(node.ops[0])
-    elif isinstance(node, ast.BinOp):
-        kind = type(node.op)
-    else:
-        return None
-    return kind if kind in _FLIPPED else None
+        return type(node.ops[0])
+    return type(node.op) if isinstance(node, ast.BinOp) else None
 
 
-def _is_annotation(function: ast.FunctionDef, node: ast.AST) -> bool:
+def _annotations(function: ast.FunctionDef) -> set[ast.AST]:
     """`int | None` is no disjunction."""
-    arguments = (a for a in ast.walk(function.args) if isinstance(a, ast.arg))
-    roots = [function.returns, *(a.annotation for a in arguments)]
-    roots += [n.annotation for n in ast.walk(function) if isinstance(n, ast.AnnAssign)]
-    return any(node is each for root in roots if root is not None for each in ast.walk(root))
+    roots = [function.returns]
+    roots += [n.annotation for n in ast.walk(function) if isinstance(n, ast.arg | ast.AnnAssign)]
+    return {each for root in roots if root is not None for each in ast.walk(root)}
