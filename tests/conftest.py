@@ -149,7 +149,7 @@ SLOW = (
     "tests/jax/test_battery.py::test_multisteps_called_directly",
     *(
         f"tests/jax/test_opt_state.py::test_{test}"
-        for test in ("a_state_of_another", "a_state_without", "a_forgotten")
+        for test in ("a_state_of_another", "a_forgotten")
     ),
     "tests/tools/probe/test_optimizer_jax.py",
     "tests/torch/test_compile.py",

@@ -28,7 +28,6 @@ from healcore.jax import (
     metrics,
     protect,
     to_dict,
-    with_heal_state,
 )
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, avals
@@ -190,15 +189,6 @@ def test_a_state_of_another_policy_is_refused(other):
             use()
     with pytest.raises(StateError, match="policy"):
         from_dict(tx.init(PARAMS), saved, other)
-
-
-def test_a_state_without_its_types_is_an_error_with_a_few_paths():
-    params = {f"layer{i}": jnp.ones(2) for i in range(40)}
-    like = protect(optax.adam(0.1), "default").init(params)
-    plain = {"mu": params, "other": jnp.ones(2)}
-    with pytest.raises(HealStateError, match=r"it lacks .*; like lacks ") as raised:
-        with_heal_state(plain, like=like)
-    assert str(raised.value).count("layer") <= 6
 
 
 @pytest.mark.parametrize("make", [protect, lambda tx, p: optax.chain(heal(p), tx)])

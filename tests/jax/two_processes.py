@@ -36,8 +36,7 @@ from tests.healer.run_options import grouped
 from tests.jax.trained_together import begin, digest, healthy_batch, loss_of, mesh_of, placed, whole
 
 BAD = 23
-
-GOES_BACK = policies.loads(
+POLICY = policies.loads(
     """
 schema = 1
 name = "goes back"
@@ -45,9 +44,6 @@ name = "goes back"
 [[respond]]
 to = ["nonfinite"]
 do = ["skip", "rollback", "cut_lr"]
-[[respond]]
-to = ["unknown", "oom"]
-do = ["save"]
 [incident]
 quiet_steps = 2
 patience = 5
@@ -59,7 +55,6 @@ hold_steps = 3
 ramp_steps = 4
 """
 )
-"""At the first NaN. Asks for a save when an exception ends the run."""
 
 
 def exchanges(root: Path) -> dict[str, Any]:
@@ -93,7 +88,7 @@ def exchanges(root: Path) -> dict[str, Any]:
 @functools.cache
 def compiled() -> tuple[Any, Any, list[None]]:
     """The optimizer, the step, and an item for each time that it was traced."""
-    tx, traces = protect(optax.adamw(1e-2), GOES_BACK), list[None]()
+    tx, traces = protect(optax.adamw(1e-2), POLICY), list[None]()
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: Any, rows: Any) -> Any:
@@ -123,7 +118,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         "events": events,
         "save_every": 10**6 if ends else 5,
     }
-    healer: Any = healcore.Healer(GOES_BACK, state=state, **grouped(options))
+    healer: Any = healcore.Healer(POLICY, state=state, **grouped(options))
     try:
         with healer:
             first = healer.step
