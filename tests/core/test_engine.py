@@ -202,6 +202,17 @@ def test_it_never_ramps_into_the_rate_that_broke_it(seed, factor, ceiling, kind)
 FULL = policies.full("zclip")
 
 
+def test_a_change_that_the_host_announces_is_that_of_the_signal():
+    by_signal, by_method = Runner(FULL), Runner(FULL)
+    for runner in (by_signal, by_method):
+        runner.feed(loss=np.full(50, 2.0), grad_norm=np.full(50, 0.1))
+    by_method.state = by_method.engine.expect_change(by_method.state, xp=np)
+    for runner, flag in ((by_signal, True), (by_method, False)):
+        runner.step(loss=9.0, grad_norm=30.0, change_expected=flag)
+        assert runner.state.grace == FULL.grace_steps
+    assert same(by_signal.state, by_method.state)
+
+
 def test_an_externally_skipped_step_changes_nothing_at_all():
     trace = fuzz.signals(np.random.default_rng(3), 120, 20)
     trace = trace._replace(externally_skipped=np.zeros_like(trace.externally_skipped))
