@@ -66,7 +66,8 @@ def test_protect_takes_a_transformation(inner, got):
 
 @pytest.mark.parametrize("name", ["z_threshold", "ema_decay", "warmup_steps", "max_norm"])
 def test_zclip_takes_numbers(name):
-    for wrong in (optax.adam(1e-3), "default", True, (1.0,)):
+    wrongs: list[Any] = [optax.adam(1e-3), "default", True, (1.0,)]
+    for wrong in wrongs:
         with pytest.raises(PolicyError, match=f"clip.{name}"):
             heal_zclip(**{name: wrong})
     for right in (np.float32(0.5), jnp.float32(0.5)):
@@ -113,7 +114,8 @@ def test_sam_gets_only_the_keywords_that_it_names():
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
     tx = protect(sam, "zclip", clip={"kind": "none"})
     state, own = tx.init(PARAMS), sam.init(PARAMS)
-    params, expected = PARAMS, PARAMS
+    params: Any = PARAMS
+    expected: Any = PARAMS
     for _ in range(4):
         updates, state = tx.update(params, state, params, value=jnp.float32(1.0))
         params = optax.apply_updates(params, updates)

@@ -110,7 +110,7 @@ class Given(nn.Module):
         return {"loss": loss.reshape(()) + change.sum()}
 
 
-def rows() -> list[dict[str, torch.Tensor]]:
+def rows() -> Any:
     """The signals as a data set, for loaders that collate."""
     return [{"loss": torch.tensor(x), "gradient": torch.from_numpy(g)} for x, g in signals()]
 

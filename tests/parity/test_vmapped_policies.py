@@ -21,7 +21,7 @@ VARIANTS, STEPS = 500, 120
 WHOLE = {"warmup_steps", "sustain", "first_steps", "escape", "records", "patience"}
 WHOLE |= {"hold_steps", "ramp_steps"}
 """Numbers that are counts."""
-Tables = dict[str, dict[str, tuple[float, float]]]
+Tables = dict[str, Any]
 """Table of a policy -> key -> the ends between which it is drawn."""
 ZCLIP: Tables = {
     "clip": {"z_threshold": (1, 6), "ema_decay": (0.8, 0.999), "max_norm": (0.1, 100.0)}

@@ -233,7 +233,8 @@ def test_an_earlier_copy_replaces_the_trained_parameters_only():
 def test_an_average_follows_the_parameters(before, decay):
     """In 20 steps, late in a run with a decaying rate: the average moves farther."""
     random, candidates = np.random.default_rng(0), [[("average",), ("params",)]]
-    earlier = now = dict.fromkeys(("params", "average"), random.standard_normal(200))
+    earlier: Any = dict.fromkeys(("params", "average"), random.standard_normal(200))
+    now = earlier
     for number in range(before + 20):
         earlier = now if number == before else earlier
         params = now["params"] - 0.1 * 0.999**number * (1 + random.standard_normal(200))

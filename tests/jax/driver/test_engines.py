@@ -168,7 +168,7 @@ def test_the_state_of_before_is_refused_in_the_next_step(kind, to):
     advance(driver, run, [batch(i) for i in range(to, 5)])
     mine = jax.tree.map(jnp.copy, driver.live)
     restored = store.restore(to, driver.state())
-    driver.load(restored.state, restored.healing)
+    driver.load(restored.state, restored.healing or {})
     right = driver.live
     with pytest.raises(HealStateError, match=LINE):
         driver.update(run.step(mine, batch(9)))

@@ -127,7 +127,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
 
 
 def multisteps(inner: Any, policy: Any) -> Any:
-    steps = optax.MultiSteps(inner, every_k_schedule=3)
+    steps: Any = optax.MultiSteps(inner, every_k_schedule=3)
     return protect(optax.GradientTransformationExtraArgs(steps.init, steps.update), policy)
 
 
